@@ -1,0 +1,1 @@
+"""One file per advantage; the contract is ``interfaces.AdvantageFunction``."""

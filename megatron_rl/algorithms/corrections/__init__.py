@@ -1,0 +1,1 @@
+"""One file per mismatch correction; the contract is ``interfaces.CorrectionFunction``."""

@@ -1,0 +1,63 @@
+"""Finds algorithms by their file: ``losses/clip.py`` is the loss ``clip``. Nothing is registered.
+
+An extension is a module of ``advantages``, ``losses`` or ``corrections`` that defines ``compute``; other
+modules there (helpers) are passed over. A dash in a name stands for an underscore of the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from typing import Any, Literal, get_args, overload
+
+from megatron_rl.algorithms.interfaces import AdvantageFunction, CorrectionFunction, LossFunction
+from megatron_rl.errors import ConfigError
+
+Kind = Literal["advantages", "losses", "corrections"]
+
+
+def available(kind: Kind) -> tuple[str, ...]:
+    """Names of all extensions of a kind, sorted, spelt as their files.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    package = importlib.import_module(_package_name(kind))
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return tuple(name for name in names if _compute_function(kind, name) is not None)
+
+
+@overload
+def get(kind: Literal["advantages"], name: str) -> AdvantageFunction: ...
+@overload
+def get(kind: Literal["losses"], name: str) -> LossFunction: ...
+@overload
+def get(kind: Literal["corrections"], name: str) -> CorrectionFunction: ...
+def get(kind: Kind, name: str) -> Any:
+    """The ``compute`` function of an extension; ``dr-grpo`` and ``dr_grpo`` are the same.
+
+    Raises:
+        ConfigError: there is no such kind or name; the message names the nearest ones.
+    """
+    known = available(kind)
+    wanted = name.replace("-", "_")
+    if wanted not in known:
+        raise ConfigError([_unknown(f"algorithm in {kind}/ named", name, wanted, known)])
+    return _compute_function(kind, wanted)
+
+
+def _package_name(kind: str) -> str:
+    if kind not in get_args(Kind):
+        raise ConfigError([_unknown("kind of algorithm", kind, kind, get_args(Kind))])
+    return f"megatron_rl.algorithms.{kind}"
+
+
+def _compute_function(kind: str, name: str) -> Any:
+    return vars(importlib.import_module(f"{_package_name(kind)}.{name}")).get("compute")
+
+
+def _unknown(what: str, name: str, wanted: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "there is no similar name."
+    return f"there is no {what} '{name}': {hint} Available: {', '.join(known)}"

@@ -1,0 +1,58 @@
+"""Estimators of ``KL(current || reference)`` from the log-probs of tokens the current policy sampled.
+
+Source: John Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html. With
+``d = log pi_current(token) - log pi_ref(token)`` (positive where the current policy likes its token better
+than the reference does, and so positive on average)::
+
+    k1 = d                     unbiased, high variance, negative for about half of the tokens
+    k2 = d^2 / 2               biased, low variance, never negative
+    k3 = exp(-d) - 1 + d       unbiased, low variance, never negative
+
+As a value to report, k3 is the best. As a loss to differentiate the three differ, because the gradient of an
+estimator need not estimate the gradient. In expectation over tokens of the current policy:
+
+* k1: ``E[grad d] = E[grad log pi] = 0``. It regularises nothing; k1 belongs into the reward.
+* k2: ``E[d grad log pi]`` is the exact gradient of ``KL(current || reference)``.
+* k3: ``E[(1 - exp(-d)) grad log pi]`` is the gradient of the other direction, ``KL(reference || current)``;
+  the two agree to first order in d. It is the penalty of the GRPO paper.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.ratios import log_ratio
+from megatron_rl.errors import ConfigError
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_per_token(
+    kind: Estimator, current_logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor
+) -> Tensor:
+    """The estimate of each token, in nats; not reduced, so it has no denominator of its own.
+
+    Args:
+        kind: the estimator.
+        current_logprobs: [T] of the sampled tokens; the gradient flows into them.
+        ref_logprobs: [T] of the same tokens under the reference.
+        loss_mask: [T] fp32; masked positions may hold anything, NaN included.
+
+    Returns:
+        [T] fp32, 0 at masked positions. ``d`` is bounded by ``ratios.LOG_RATIO_LIMIT``.
+
+    Raises:
+        ConfigError: an unknown estimator.
+    """
+    difference = log_ratio(current_logprobs, ref_logprobs, loss_mask)
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    if kind == "k3":
+        # expm1: near d = 0, where training lives, exp(-d) - 1 keeps no digits of the d^2 / 2 that matters.
+        return torch.expm1(-difference) + difference
+    raise ConfigError([f"there is no KL estimator '{kind}'; use k1, k2 or k3"])

@@ -1,0 +1,242 @@
+"""Log-probs of the tokens of a packed batch; the vocabulary may be split across a tensor-parallel group.
+
+The logits at index t predict token t + 1; everywhere else token t's log-prob sits at index t. The shift
+between the two happens in ``selected_logprobs`` and nowhere else. On ``P0 P1 A0 E``::
+
+    logits at                  P0          P1          A0          E
+    predict                    P1          A0          E           (nothing)
+    result at index            1           2           3
+    selected_logprobs      0   log p(P1)   log p(A0)   log p(E)
+
+Neither the full logits of a group nor an fp32 copy of a shard ever exists: rows are worked through in chunks,
+and the backward pass computes the softmax again from the saved logits instead of keeping it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.errors import ConfigError
+
+CHUNK_ELEMENTS = 2**26
+"""Logits worked on at a time: 256 MiB for each fp32 temporary, whatever the length of the batch."""
+
+Entropy = Literal["none", "detached", "differentiable"]
+
+
+@dataclass(frozen=True)
+class SelectedLogprobs:
+    """What the model says about each token of a packed batch, given the tokens before it."""
+
+    logprobs: Tensor
+    """[T] fp32, token t's at index t; 0 at the first token of every sequence, which nothing predicts."""
+    entropy: Tensor | None
+    """[T] fp32, nats, of the distribution token t was drawn from; 0 at first tokens. None: not asked for."""
+
+
+def selected_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    tensor_group: dist.ProcessGroup | None = None,
+    entropy: Entropy = "none",
+) -> SelectedLogprobs:
+    """fp32 log-softmax of ``logits / temperature`` at each sequence's own next token.
+
+    All ranks of the tensor group call this with the same tokens and get the same result; the gradient of a
+    rank is that of its shard, for a loss that every rank computes alike.
+
+    Args:
+        logits: [T, V / tp], any float type; this rank's columns, real ones followed by padding.
+        token_ids: [T] int64.
+        position_ids: [T] int64, 0 at the first token of every sequence (index 0 is one).
+        vocab_size: the tokenizer's size; columns with an id beyond it are padding and have probability 0.
+        temperature: of the distribution the tokens were sampled from.
+        vocab_start: the id of the first column of this rank.
+        tensor_group: the tensor-parallel ranks that hold the other columns; None when this rank holds all.
+        entropy: whether to return it in the same pass, and whether a gradient flows through it.
+
+    Returns:
+        Both [T] fp32 (fp64 for fp64 logits). An id outside ``[0, vocab_size)`` has log-prob -inf.
+
+    Raises:
+        ConfigError: a temperature of 0 or less, or fewer columns than ``vocab_size`` without a tensor group.
+    """
+    _check(logits, vocab_size, temperature, tensor_group)
+    shard = _Shard(vocab_start, vocab_size, temperature, tensor_group)
+    # roll pairs logits[t] with token_ids[t + 1] without the full-size copy that logits[:-1] costs in the
+    # backward pass. The one wrong pair, the last logits with the first token, lands on index 0 and goes with
+    # the first tokens.
+    at_logits, entropy_at_logits = _TargetLogprobs.apply(logits, token_ids.roll(-1), shard, entropy)
+    predicted = position_ids > 0
+    return SelectedLogprobs(
+        logprobs=torch.where(predicted, at_logits.roll(1), 0.0),
+        entropy=None if entropy_at_logits is None else torch.where(predicted, entropy_at_logits.roll(1), 0.0),
+    )
+
+
+def _check(
+    logits: Tensor, vocab_size: int, temperature: float, tensor_group: dist.ProcessGroup | None
+) -> None:
+    if not temperature > 0:
+        raise ConfigError(
+            [f"temperature is {temperature}: logits are divided by it; use a positive value, for example 1.0"]
+        )
+    if tensor_group is None and logits.shape[1] < vocab_size:
+        raise ConfigError(
+            [
+                f"the logits have {logits.shape[1]} columns for a vocabulary of {vocab_size}: the others "
+                "are on other ranks, or the vocabulary is another model's; pass the tensor group, or the "
+                "model's own vocabulary size"
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's part of the vocabulary and the distribution over the whole of it."""
+
+    vocab_start: int
+    vocab_size: int
+    temperature: float
+    tensor_group: dist.ProcessGroup | None
+
+    def columns(self, logits: Tensor) -> int:
+        """How many of this rank's columns are real tokens; the rest is padding."""
+        return max(0, min(self.vocab_size - self.vocab_start, logits.shape[1]))
+
+    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """``values`` combined over the tensor group, in place."""
+        if self.tensor_group is not None:
+            dist.all_reduce(values, operation, group=self.tensor_group)
+        return values
+
+    def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Row ranges and their tempered real logits, each a new tensor [rows, columns], fp32 or fp64."""
+        columns = self.columns(logits)
+        rows = max(1, CHUNK_ELEMENTS // max(columns, 1))
+        for start in range(0, logits.shape[0], rows):
+            part = slice(start, start + rows)
+            yield part, logits[part, :columns].to(_accumulation(logits), copy=True).div_(self.temperature)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """Log-prob of ``targets[t]`` and the entropy under ``logits[t]``: all [T], no shift."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, shard: _Shard, entropy: Entropy
+    ) -> tuple[Tensor, Tensor | None]:
+        local_targets, owned = _local_targets(logits, targets, shard)
+        local = _local_statistics(logits, local_targets, owned, shard, entropy != "none")
+        log_normaliser, target_logits, mean_logits = _combine(local, shard)
+
+        known = (targets >= 0) & (targets < shard.vocab_size)
+        logprobs = torch.where(known, target_logits - log_normaliser, -torch.inf)
+        # Entropy is -sum p log p with log p = x - log Z, so log Z - sum p x.
+        entropies = None if mean_logits is None else log_normaliser - mean_logits
+
+        ctx.shard, ctx.differentiable_entropy = shard, entropy == "differentiable"
+        ctx.save_for_backward(logits, local_targets, owned, log_normaliser, entropies)
+        if entropies is not None and not ctx.differentiable_entropy:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
+        logits, local_targets, owned, log_normaliser, entropies = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        columns = shard.columns(logits)
+        grad_logits = torch.empty_like(logits)
+        grad_logits[:, columns:] = 0
+        grad_targets = torch.where(owned, grad_logprobs, 0.0)[:, None]
+
+        for rows, chunk in shard.chunks(logits):
+            all_logprobs = chunk.sub_(log_normaliser[rows, None])
+            probabilities = all_logprobs.exp()
+            # d log p(target) / dx = [v is target] - p;  d entropy / dx = -p (log p + entropy).
+            grad = probabilities * -grad_logprobs[rows, None]
+            if ctx.differentiable_entropy:
+                surplus = _finite(all_logprobs).add_(entropies[rows, None])
+                grad -= surplus.mul_(probabilities).mul_(grad_entropies[rows, None])
+            if columns:
+                grad.scatter_add_(1, local_targets[rows, None], grad_targets[rows])
+            grad_logits[rows, :columns] = grad.div_(shard.temperature)
+        return grad_logits, None, None, None
+
+
+@dataclass(frozen=True)
+class _LocalStatistics:
+    """What this rank's columns contribute to each row; all [T] fp32."""
+
+    log_normaliser: Tensor
+    """Log of the sum of exp over the local columns; -inf when there are none."""
+    target_logits: Tensor
+    """0 where another rank holds the target."""
+    mean_logits: Tensor | None
+    """Mean logit under the softmax over the local columns, for the entropy."""
+
+
+def _local_targets(logits: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Column of each target ([T] int64, 0 where not here) and whether it is here ([T] bool)."""
+    local = targets - shard.vocab_start
+    owned = (local >= 0) & (local < shard.columns(logits))
+    return torch.where(owned, local, 0), owned
+
+
+def _local_statistics(
+    logits: Tensor, local_targets: Tensor, owned: Tensor, shard: _Shard, want_entropy: bool
+) -> _LocalStatistics:
+    count, dtype = logits.shape[0], _accumulation(logits)
+    log_normaliser = logits.new_full((count,), -torch.inf, dtype=dtype)
+    target_logits = logits.new_zeros(count, dtype=dtype)
+    mean_logits = logits.new_zeros(count, dtype=dtype) if want_entropy else None
+    if not shard.columns(logits):
+        return _LocalStatistics(log_normaliser, target_logits, mean_logits)
+
+    for rows, chunk in shard.chunks(logits):
+        log_normaliser[rows] = chunk.logsumexp(dim=1)
+        chosen = chunk.gather(1, local_targets[rows, None])[:, 0]
+        target_logits[rows] = torch.where(owned[rows], chosen, 0.0)
+        if mean_logits is not None:
+            probabilities = (chunk - log_normaliser[rows, None]).exp_()
+            mean_logits[rows] = probabilities.mul_(_finite(chunk)).sum(dim=1)
+    return _LocalStatistics(log_normaliser, target_logits, mean_logits)
+
+
+def _combine(local: _LocalStatistics, shard: _Shard) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-normaliser, target logit and mean logit over the whole vocabulary: two all-reduces of a few [T]."""
+    if shard.tensor_group is None:
+        return local.log_normaliser, local.target_logits, local.mean_logits
+    # The largest local log-normaliser is what is subtracted before exp, so that no rank overflows.
+    largest = shard.reduce(local.log_normaliser.clone(), dist.ReduceOp.MAX)
+    share = (local.log_normaliser - largest).exp()
+    rows = [share, local.target_logits]
+    if local.mean_logits is not None:
+        rows.append(share * local.mean_logits)
+    total_share, target_logits, *mean_shares = shard.reduce(torch.stack(rows), dist.ReduceOp.SUM).unbind()
+    mean_logits = mean_shares[0] / total_share if mean_shares else None
+    return largest + total_share.log(), target_logits, mean_logits
+
+
+def _finite(values: Tensor) -> Tensor:
+    """``values`` with -inf raised to a finite floor, in place: its probability is 0, but 0 * -inf is NaN."""
+    return values.clamp_min_(torch.finfo(values.dtype).min / 2)
+
+
+def _accumulation(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)

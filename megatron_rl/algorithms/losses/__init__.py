@@ -1,0 +1,1 @@
+"""One file per policy loss; the contract is ``interfaces.LossFunction``."""

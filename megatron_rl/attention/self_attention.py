@@ -1,0 +1,93 @@
+"""megatron's SelfAttention, taking the short way when the batch comes with an `AttentionPlan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core import tensor_parallel
+from megatron.core.transformer.attention import SelfAttention
+
+from megatron_rl.attention.plan import AttentionPlan
+
+
+class PlannedSelfAttention(SelfAttention):
+    """Stock projections and norms; rotation and attention are the plan's.
+
+    The plan is the ``packed_seq_params`` in training and the ``inference_context`` in rollouts.
+    Without one (megatron's own engine, unpacked batches) the stock forward runs.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        **stock: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``hidden_states`` [T, 1, hidden] (or [T / tensor ranks, 1, hidden] under sequence parallel)."""
+        plan = inference_context if inference_context is not None else packed_seq_params
+        if not hasattr(plan, "attend"):
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                key_value_states,
+                inference_context=inference_context,
+                packed_seq_params=packed_seq_params,
+                **stock,
+            )
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        return self.linear_proj(self._attend(plan, plan.rotate(query), plan.rotate(key), value))
+
+    def _attend(
+        self, plan: AttentionPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        if not (self.training and self.checkpoint_core_attention):
+            return plan.attend(self.layer_number, query, key, value)
+
+        def recomputed(*inputs: torch.Tensor) -> torch.Tensor:
+            return plan.attend(self.layer_number, *inputs)
+
+        return tensor_parallel.checkpoint(recomputed, False, query, key, value)
+
+    def flash_decode_and_prefill(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        max_query_length: int,
+        max_key_length: int,
+        cu_query_lengths: torch.Tensor,
+        cu_key_lengths: torch.Tensor,
+        key_lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        is_decode_only: bool,
+    ) -> torch.Tensor:
+        """The kernel of megatron's own dynamic engine, in plain torch: an oracle, not a fast path.
+
+        Caches are paged, ``[pages, page_length, groups, D]``. Reads lengths on the host.
+        """
+        page_length = key_cache.shape[1]
+        queries = query.reshape(-1, *query.shape[-2:])
+        output = torch.zeros_like(queries)
+        borders = list(range(queries.shape[0] + 1)) if is_decode_only else cu_query_lengths.tolist()
+        for row, length in enumerate(key_lengths.tolist()[: len(borders) - 1]):
+            start, end = borders[row], borders[row + 1]
+            if end <= start or length == 0:
+                continue
+            pages = block_table[row, : -(-length // page_length)].long()
+            keys = key_cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
+            values = value_cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
+            visible = torch.ones(end - start, length, dtype=torch.bool, device=query.device)
+            rows = functional.scaled_dot_product_attention(
+                queries[start:end].transpose(0, 1)[None],
+                keys,
+                values,
+                attn_mask=visible.tril(length - (end - start)),
+                enable_gqa=True,
+            )
+            output[start:end] = rows[0].transpose(0, 1)
+        return output.view(query.shape)

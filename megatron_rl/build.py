@@ -1,0 +1,321 @@
+"""The composition root: the only module that reads the whole configuration.
+
+    groups ─► tokenizer ─► environment server ─► model ─► weights ─► reference ─► optimizer ─► resume
+                                 │                                                    │
+                            task sources                              trainer, rollouter, evaluator
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.interfaces import AdvantageConfig, CorrectionConfig, LossConfig
+from megatron_rl.build_environments import EnvironmentAccess, open_environments
+from megatron_rl.build_engine import build_engine
+from megatron_rl.checkpoint import CheckpointManager, RunState
+from megatron_rl.checkpoint.run_state import architecture_of
+from megatron_rl.config import RLConfig
+from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.metrics.timers import PhaseTimer
+from megatron_rl.models import PolicyModel, build_model
+from megatron_rl.parallel import ParallelGroups, seed_everything
+from megatron_rl.platform import Platform, StopRequest
+from megatron_rl.preflight import resumes
+from megatron_rl.progress import Progress
+from megatron_rl.reporting import Reporter
+from megatron_rl.rollout import Draw, Evaluator, PromptSource, RequestFactory, Rollouter
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
+from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.policy_loss import LossSettings
+from megatron_rl.trainer.reference import ReferencePolicy
+from megatron_rl.trainer.samples import SampleBuilder
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.trainer.supervised import DemonstrationSource
+from megatron_rl.types import GenerationRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything a step needs, built once."""
+
+    config: RLConfig
+    groups: ParallelGroups
+    policy: PolicyModel
+    tokenizer: Tokenizer
+    optimization: Optimization
+    source: PromptSource | DemonstrationSource
+    factory: RequestFactory
+    rollouter: Rollouter
+    samples: SampleBuilder | None
+    batches: BatchBuilder
+    trainer: PolicyTrainer | SupervisedTrainer
+    evaluator: Evaluator | None
+    checkpoints: CheckpointManager
+    directory: RunDirectory
+    reporter: Reporter
+    timer: PhaseTimer
+    stop: StopRequest
+    progress: Progress
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer updates in one pass over a rollout."""
+        return max(1, self.config.updates_per_rollout // self.config.algorithm.grpo_iterations)
+
+    def requests_of_this_rank(self, draws: Sequence[Draw]) -> list[GenerationRequest]:
+        """This data-parallel rank's groups; every rank has drawn the same list."""
+        mine = draws[self.groups.data_rank :: self.groups.data_size]
+        size = self.config.algorithm.grpo_group_size
+        return [self.factory.request(draw, size, index) for index, draw in enumerate(mine)]
+
+    def evaluation_is_due(self) -> bool:
+        """After every `--eval-interval` steps and after the last one."""
+        if self.evaluator is None:
+            return False
+        step = self.progress.step
+        return step % self.config.training.eval_interval == 0 or step == self.config.total_steps
+
+    def save_is_due(self) -> bool:
+        """After every `--save-interval` steps and after the last one."""
+        interval = self.config.checkpoint.save_interval
+        step = self.progress.step
+        return step == self.config.total_steps or (interval is not None and step % interval == 0)
+
+    def must_leave(self, seconds: float) -> bool:
+        """`--exit-interval` and `--exit-duration-in-mins`."""
+        training = self.config.training
+        on_step = training.exit_interval is not None and self.progress.step % training.exit_interval == 0
+        late = training.exit_duration_in_mins is not None and seconds > 60 * training.exit_duration_in_mins
+        return on_step or late
+
+    def save(self) -> None:
+        """Checkpoint the finished steps; collective."""
+        progress, config = self.progress, self.config
+        parallel = config.parallel
+        state = RunState(
+            step=progress.step,
+            updates=progress.updates,
+            policy_version=progress.policy_version,
+            cursor=self.source.state(),
+            tokens=progress.tokens,
+            logprob_gap_max=progress.logprob_gap_max,
+            consecutive_skips=progress.consecutive_skips,
+            seed=config.training.seed,
+            mode="rl" if config.training.perform_rl_step else "supervised",
+            has_optimizer=progress.updates > 0 and not config.checkpoint.no_save_optim,
+            vocab_size=self.policy.vocab_size,
+            padded_vocab_size=self.policy.padded_vocab_size,
+            architecture=architecture_of(config),
+            world={
+                "ranks": self.groups.world_size,
+                "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+                "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+            },
+        )
+        self.checkpoints.save(state, self.policy, self.optimization)
+
+
+@contextlib.contextmanager
+def build_run(
+    config: RLConfig,
+    platform: Platform,
+    groups: ParallelGroups,
+    tokenizer: Tokenizer,
+    stop: StopRequest,
+    command: Sequence[str],
+) -> Iterator[Run]:
+    """Build everything, hand it out, and leave no process behind; collective."""
+    directory = RunDirectory(Path(config.logging.run_dir))
+    timer = PhaseTimer(sync=platform.synchronize if config.logging.timing_log_level > 0 else None)
+    with contextlib.ExitStack() as stack:
+        environments = stack.enter_context(open_environments(config, groups, directory))
+        seed_everything(config.training.seed)
+        policy = build_model(config, platform, tokenizer.vocab_size)
+        checkpoints = CheckpointManager(
+            Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups
+        )
+        optimization, reference, saved = _start_weights(config, policy, checkpoints)
+        factory = _request_factory(config)
+        source = _source(config, environments, tokenizer, factory)
+        progress = Progress()
+        if saved is not None:
+            source.load_state(saved.cursor)
+            progress = Progress(
+                saved.step, saved.updates, saved.policy_version, saved.tokens,
+                saved.logprob_gap_max, saved.consecutive_skips,
+            )  # fmt: skip
+        scorer = Scorer(policy, groups.tensor_group, _temperature(config))
+        engine = build_engine(config, policy, tokenizer, groups)
+        rollouter = Rollouter(engine, tokenizer, groups, environments.client.grade, stop)
+        stack.callback(rollouter.close)
+        reporter = Reporter(config, groups, directory, timer, platform, progress, command)
+        stack.callback(reporter.close)
+        yield Run(
+            config=config,
+            groups=groups,
+            policy=policy,
+            tokenizer=tokenizer,
+            optimization=optimization,
+            source=source,
+            factory=factory,
+            rollouter=rollouter,
+            samples=_sample_builder(config, groups) if config.training.perform_rl_step else None,
+            batches=BatchBuilder(
+                config.training.rl_sequence_packing_bin_size,
+                config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1,
+                platform.device,
+                groups,
+            ),
+            trainer=_trainer(config, optimization, scorer, reference, groups, timer),
+            evaluator=_evaluator(config, environments, tokenizer, factory, groups),
+            checkpoints=checkpoints,
+            directory=directory,
+            reporter=reporter,
+            timer=timer,
+            stop=stop,
+            progress=progress,
+        )
+        dist.barrier()  # nobody stops the environment server while another rank still grades
+
+
+def _temperature(config: RLConfig) -> float:
+    """Supervised loss is that of the plain distribution."""
+    return config.rollout.rl_temperature if config.training.perform_rl_step else 1.0
+
+
+def _start_weights(
+    config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager
+) -> tuple[Optimization, ReferencePolicy | None, RunState | None]:
+    """Weights, then the reference made of them, then the optimizer, then what a resume restores.
+
+    The reference of a resumed run is thus again the policy the run started from.
+    """
+    checkpoint = config.checkpoint
+    own = checkpoints.newest() if resumes(config) else None
+    elsewhere = checkpoint.load if not resumes(config) else None
+    weights = checkpoint.pretrained_checkpoint
+    if elsewhere is not None and checkpoint.finetune:
+        weights = elsewhere
+    if weights is not None:
+        checkpoints.start_from_weights(weights, policy)
+    penalised = config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
+    reference = ReferencePolicy(policy) if penalised else None
+    optimization = Optimization(policy, config)
+    saved = None
+    if own is None and elsewhere is not None and not checkpoint.finetune:
+        own = checkpoints.find(elsewhere)
+    if own is not None:
+        saved = checkpoints.resume(
+            own,
+            policy,
+            optimization,
+            with_optimizer=not checkpoint.no_load_optim,
+            with_random_state=not checkpoint.no_load_rng,
+        )
+    return optimization, reference, saved
+
+
+def _request_factory(config: RLConfig) -> RequestFactory:
+    rollout = config.rollout
+    return RequestFactory(
+        SamplingParams(
+            temperature=rollout.rl_temperature,
+            top_k=rollout.rl_top_k,
+            top_p=rollout.rl_top_p,
+            max_new_tokens=rollout.rl_max_new_tokens,
+            stop=tuple(rollout.rl_stop_strings or ()),
+        ),
+        rollout.inference_max_seq_length,
+    )
+
+
+def _source(
+    config: RLConfig, environments: EnvironmentAccess, tokenizer: Tokenizer, factory: RequestFactory
+) -> PromptSource | DemonstrationSource:
+    if not config.training.perform_rl_step:
+        return DemonstrationSource(environments.demonstrations(), tokenizer, config.training.seq_length)
+    return PromptSource(
+        environments.training_pools(),
+        lambda task: tokenizer.encode_prompt(task.prompt),
+        factory.max_prompt_tokens,
+        config.training.seed,
+    )
+
+
+def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
+    algorithm = config.algorithm
+    return SampleBuilder(
+        discovery.get("advantages", algorithm.rl_advantage),
+        AdvantageConfig(group_size=algorithm.grpo_group_size),
+        algorithm.rl_keep_zero_variance_groups,
+        groups,
+    )
+
+
+def _trainer(
+    config: RLConfig,
+    optimization: Optimization,
+    scorer: Scorer,
+    reference: ReferencePolicy | None,
+    groups: ParallelGroups,
+    timer: PhaseTimer,
+) -> PolicyTrainer | SupervisedTrainer:
+    if not config.training.perform_rl_step:
+        return SupervisedTrainer(optimization, scorer, groups.data_group, timer)
+    algorithm = config.algorithm
+    settings = LossSettings(
+        loss=discovery.get("losses", algorithm.rl_policy_loss),
+        loss_config=LossConfig(
+            clamp_eps_lower=algorithm.grpo_clamp_eps_lower,
+            clamp_eps_upper=algorithm.grpo_clamp_eps_upper,
+            dual_clip=algorithm.rl_dual_clip,
+        ),
+        correction=discovery.get("corrections", algorithm.rl_correction),
+        correction_config=CorrectionConfig(cap=algorithm.rl_correction_cap),
+        aggregation=algorithm.rl_loss_aggregation,
+        aggregation_constant=float(config.rollout.rl_max_new_tokens),
+        kl_beta=algorithm.grpo_kl_beta,
+        kl_estimator=algorithm.rl_kl_estimator,
+        entropy_weight=algorithm.grpo_entropy_term_weight,
+    )
+    return PolicyTrainer(
+        optimization, scorer, settings, algorithm.grpo_iterations, reference, groups.data_group, timer
+    )
+
+
+def _evaluator(
+    config: RLConfig,
+    environments: EnvironmentAccess,
+    tokenizer: Tokenizer,
+    factory: RequestFactory,
+    groups: ParallelGroups,
+) -> Evaluator | None:
+    """The first held-out tasks of every environment whose prompts fit; None without `--eval-interval`."""
+    if config.training.eval_interval is None:
+        return None
+    draws = environments.held_out_draws(
+        config.environment.rl_prompts_per_eval, tokenizer, factory.max_prompt_tokens
+    )
+    return Evaluator(
+        draws, config.environment.rl_samples_per_eval_prompt, factory, config.training.seed, groups
+    )
+
+
+def describe(config: RLConfig, policy: PolicyModel, platform: Platform) -> dict[str, float]:
+    """Facts of the build that belong among the metrics of the first step."""
+    return {"model/parameters_on_rank_0": float(policy.num_parameters)} | (
+        {"model/device_memory_gb": torch.cuda.memory_allocated(platform.device) / 2**30}
+        if platform.is_cuda
+        else {}
+    )

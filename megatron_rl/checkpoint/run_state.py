@@ -1,0 +1,86 @@
+"""The part of a checkpoint that is plain numbers: a JSON file a person can read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import RLConfig
+from megatron_rl.errors import CheckpointError
+
+FILE_NAME = "run_state.json"
+
+_ARCHITECTURE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+    "untie_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything a resumed run continues from besides tensors."""
+
+    step: int
+    """Finished steps."""
+    updates: int
+    """Optimizer updates applied; the learning-rate schedule continues here."""
+    policy_version: int
+    cursor: dict[str, int] = field(default_factory=dict)
+    """Draws per environment (or demonstrations)."""
+    tokens: int = 0
+    """Tokens generated (RL) or trained on (supervised) since the start of the run."""
+    logprob_gap_max: float = 0.0
+    seed: int = 0
+    mode: str = "rl"
+    """``rl`` or ``supervised``."""
+    has_optimizer: bool = True
+    """False when saved before the first update or with `--no-save-optim`."""
+    vocab_size: int = 0
+    padded_vocab_size: int = 0
+    architecture: dict[str, Any] = field(default_factory=dict)
+    world: dict[str, int] = field(default_factory=dict)
+    """Parallel sizes of the run that saved it."""
+    consecutive_skips: int = 0
+    """Updates skipped in a row because of non-finite gradients."""
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+def architecture_of(config: RLConfig) -> dict[str, Any]:
+    """The flags two runs must share to share weights."""
+    return {name: getattr(config.model, name) for name in _ARCHITECTURE}
+
+
+def write_run_state(directory: Path, state: RunState) -> None:
+    """Write the JSON file."""
+    (directory / FILE_NAME).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
+
+
+def read_run_state(directory: Path) -> RunState:
+    """Read the JSON file.
+
+    Raises:
+        CheckpointError: it is absent or not what `write_run_state` writes.
+    """
+    path = directory / FILE_NAME
+    try:
+        values = json.loads(path.read_text())
+        known = {f.name for f in dataclasses.fields(RunState)}
+        return RunState(**{name: value for name, value in values.items() if name in known})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
+
+
+def architecture_problems(config: RLConfig, directory: Path) -> list[str]:
+    """One line for every flag in which the checkpoint's model differs from the configured one."""
+    saved = read_run_state(directory).architecture
+    wanted = architecture_of(config)
+    return [
+        f"checkpoint {str(directory)!r} was made with {name} {saved[name]!r}, this run has {value!r}; "
+        f"use the checkpoint's value or another checkpoint"
+        for name, value in wanted.items()
+        if name in saved and saved[name] != value
+    ]

@@ -1,0 +1,114 @@
+"""Weights and optimizer state through megatron's ``dist_checkpointing``.
+
+Any topology can load what any other has saved: weights are stored as logical tensors and the
+distributed optimizer in its ``fully_reshardable`` form.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+from megatron_rl.errors import CheckpointError
+from megatron_rl.models import PolicyModel
+from megatron_rl.trainer import Optimization
+
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save_tensors(directory: Path, policy: PolicyModel, optimization: Optimization | None) -> None:
+    """Write this job's tensors into ``directory``; collective. None leaves the optimizer out."""
+    state = _state(policy, optimization, loading=False)
+    with _quiet():
+        dist_checkpointing.save(
+            state, str(directory), get_default_save_sharded_strategy("torch_dist", 1)
+        )
+
+
+def load_weights(directory: Path, policy: PolicyModel) -> None:
+    """Load the model's weights in place; collective.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold this model.
+    """
+    state = _load(directory, _state(policy, None, loading=True))
+    policy.gpt.load_state_dict(state["model"])
+
+
+def load_all(directory: Path, policy: PolicyModel, optimization: Optimization) -> None:
+    """Load weights and optimizer state in place; collective."""
+    for part in optimization.optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            # Without TE or Apex a fresh torch Adam has no state to load into. The dummy step also
+            # moves the weights (decay); they are loaded right after.
+            part._init_optimizer_states_with_dummy_values()
+    state = _load(directory, _state(policy, optimization, loading=True))
+    policy.gpt.load_state_dict(state["model"])
+    optimization.optimizer.load_state_dict(state["optimizer"])
+    _separate_step_counters(optimization)
+
+
+def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool) -> dict[str, Any]:
+    metadata = ensure_metadata_has_dp_cp_group(dict(_METADATA))
+    model = policy.gpt.sharded_state_dict(metadata=metadata)
+    state: dict[str, Any] = {"model": model}
+    if optimization is not None:
+        state["optimizer"] = optimization.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=metadata
+        )
+    return state
+
+
+def _load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        with _quiet():
+            return dist_checkpointing.load(
+                state, str(directory), get_default_load_sharded_strategy(str(directory))
+            )
+    except (dist_checkpointing.core.CheckpointingException, KeyError, RuntimeError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} does not fit this model ({first_line}); "
+            "use the flags it was trained with"
+        ) from error
+
+
+def _separate_step_counters(optimization: Optimization) -> None:
+    """Give every parameter its own step counter.
+
+    megatron loads one tensor into all of them; the next step would then count it up once for
+    every parameter, and Adam's bias correction would be silently wrong.
+    """
+    for part in optimization.optimizer.chained_optimizers:
+        for values in part.optimizer.state.values():
+            if torch.is_tensor(values.get("step")):
+                values["step"] = values["step"].clone()
+
+
+class _quiet(warnings.catch_warnings):
+    """Silences torch's and megatron's deprecation chatter around a save or load."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")
+        self._level = logging.getLogger("megatron.core.dist_checkpointing").level
+        logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
+
+    def __exit__(self, *details: object) -> None:
+        logging.getLogger("megatron.core.dist_checkpointing").setLevel(self._level)
+        super().__exit__(*details)

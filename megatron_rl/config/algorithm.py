@@ -1,0 +1,50 @@
+"""The reinforcement-learning algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config.fields import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Groups, advantages, policy loss and corrections."""
+
+    grpo_prompts_per_step: int | None = flag(None, ge=1, common=True)
+    """Prompts of a rollout (Megatron's default: 32)."""
+    grpo_group_size: int | None = flag(None, ge=1, common=True)
+    """Completions of each prompt; advantages compare them (Megatron's default: 2)."""
+    grpo_iterations: int = flag(1, ge=1)
+    """Passes over each rollout (Megatron's default: 2)."""
+    grpo_clamp_eps_lower: float = flag(0.2, ge=0, lt=1)
+    """The probability ratio is clipped at 1 - this (Megatron's default: 0.01)."""
+    grpo_clamp_eps_upper: float = flag(0.2, ge=0)
+    """The probability ratio is clipped at 1 + this (Megatron's default: 0.01)."""
+    grpo_kl_beta: float = flag(0.0, ge=0)
+    """Weight of the KL term; 0 also saves the reference pass (Megatron's default: 0.001)."""
+    grpo_entropy_term_weight: float = flag(0.0)
+    """Weight of the entropy bonus."""
+    rl_advantage: str = flag("grpo")
+    """Advantage of a sample within its group: grpo, dr_grpo, rloo, or what is installed."""
+    rl_policy_loss: str = flag("clip")
+    """Policy loss, by name."""
+    rl_kl_estimator: Literal["k1", "k2", "k3"] = flag("k3")
+    """Estimator of the KL to the reference."""
+    rl_correction: str = flag("none")
+    """Correction for the gap between engine and trainer log-probs, by name."""
+    rl_correction_cap: float = flag(2.0, gt=0)
+    """Largest weight the correction gives."""
+    rl_dual_clip: float | None = flag(None, gt=1)
+    """Bound of the loss at negative advantages, in advantages; without it none."""
+    rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] = flag("token-mean")
+    """Denominator of the loss over the global batch."""
+    calculate_per_token_loss: bool = flag(False)
+    """Megatron's spelling of --rl-loss-aggregation token-mean, the default."""
+    rl_keep_zero_variance_groups: bool = flag(False)
+    """Keep groups whose rewards are all equal, which carry no signal, instead of dropping them."""
+    grpo_filter_groups_with_same_reward: bool = flag(
+        False, note="groups with equal rewards are dropped, unless --rl-keep-zero-variance-groups is given"
+    )
+    """Megatron's switch for dropping groups without signal."""

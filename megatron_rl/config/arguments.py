@@ -1,0 +1,132 @@
+"""Command line and YAML file to ``RLConfig``, with every problem in one error.
+
+argparse is not used: it stops at the first problem, and it cannot name the nearest flag.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.config.fields import Flag
+from megatron_rl.config.help import help_text
+from megatron_rl.config.resolve import resolve
+from megatron_rl.config.rl_config import RLConfig, all_flags, section_classes
+from megatron_rl.config.sources import Setting, read_command_line, read_yaml
+from megatron_rl.config.validation import validate
+from megatron_rl.config.values import convert
+from megatron_rl.errors import ConfigError
+
+
+def load_config(argv: Sequence[str], world_size: int) -> RLConfig:
+    """Parse, resolve and validate; raises one ``ConfigError`` with the problems of all three."""
+    reading = _read(argv)
+    config = resolve(_build(reading.values), world_size)
+    broken = [line for line in validate(config, world_size) if not _is_about(line, reading.failed)]
+    if reading.problems or broken:
+        raise ConfigError([*reading.problems, *broken])
+    return config
+
+
+def parse_config(argv: Sequence[str]) -> RLConfig:
+    """What ``argv`` (without the program's name) and its --config file say; defaults elsewhere.
+
+    Raises ``ConfigError`` with every unknown flag, wrong type, wrong choice and value out of bounds.
+    ``--help`` and ``--help-all`` write the help and exit.
+    """
+    reading = _read(argv)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    return _build(reading.values)
+
+
+@dataclass
+class _Reading:
+    """Values by field name, what is wrong, and the flags whose value was lost to a problem."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+
+
+def _read(argv: Sequence[str]) -> _Reading:
+    for token, common_only in (("--help", True), ("-h", True), ("--help-all", False)):
+        if token in argv:
+            sys.stdout.write(help_text(common_only=common_only))
+            raise SystemExit(0)
+    reading = _Reading()
+    typed, problems = read_command_line(argv)
+    reading.problems += problems
+    files = [s.texts[0] for s in typed if s.spelling == "config" and len(s.texts) == 1]
+    if files:
+        from_file, problems = read_yaml(files[-1])
+        reading.problems += problems
+        for setting in from_file:
+            _apply(setting, reading)
+    for setting in typed:  # after the file, so that the command line wins
+        _apply(setting, reading)
+    return reading
+
+
+def _apply(setting: Setting, reading: _Reading) -> None:
+    known = _spellings().get(setting.spelling)
+    if known is None:
+        reading.problems.append(_unknown(setting))
+        return
+    flag, switches_on = known
+    try:
+        reading.values[flag.name] = _value(flag, switches_on, setting)
+    except ValueError as error:
+        reading.problems.append(f"{setting.where} {error}")
+        reading.failed.add(flag.spelling)
+
+
+def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
+    texts = setting.texts
+    if setting.from_file and flag.name == "config":
+        raise ValueError("cannot name another file; put its settings here")
+    if flag.kind is bool and not setting.from_file:
+        if texts:
+            raise ValueError(f"takes no value, got {' '.join(texts)!r}")
+        return switches_on
+    if flag.many:
+        if not texts and not setting.from_file:
+            raise ValueError("needs at least one value")
+        return tuple(convert(flag, text) for text in texts)
+    if not texts:
+        raise ValueError("needs a value")
+    if len(texts) > 1:
+        raise ValueError(f"takes one value, got {len(texts)}: {' '.join(texts)!r}")
+    value = convert(flag, texts[0])
+    return value == switches_on if flag.kind is bool else value
+
+
+def _unknown(setting: Setting) -> str:
+    near = difflib.get_close_matches(setting.spelling, _spellings(), n=1, cutoff=0.7)
+    dashes = "" if setting.from_file else "--"
+    hint = f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
+    return f"{setting.where} is not a flag; {hint}"
+
+
+@functools.cache
+def _spellings() -> dict[str, tuple[Flag, bool]]:
+    """Every accepted spelling -> its flag, and whether it switches a boolean on."""
+    return {text: (flag, on) for flag in all_flags() for text, on in flag.spellings.items()}
+
+
+def _build(values: dict[str, Any]) -> RLConfig:
+    grouped: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
+    for flag in all_flags():
+        if flag.name in values:
+            grouped[flag.section][flag.name] = values[flag.name]
+    sections = {name: cls(**grouped[name]) for name, cls in section_classes().items()}
+    return RLConfig(**sections, typed=values)
+
+
+def _is_about(line: str, failed: set[str]) -> bool:
+    """Whether a broken rule only repeats that a flag's value could not be read."""
+    return any(line.startswith(f"{spelling} ") for spelling in failed)

@@ -1,0 +1,56 @@
+"""Which implementations compute the model, and what is recomputed instead of stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config.fields import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Implementations, fusions and activation recomputation."""
+
+    transformer_impl: Literal["local", "transformer_engine"] = flag("local")
+    """Where layers come from; transformer_engine needs the extra ``te`` (Megatron's default)."""
+    attention_backend: Literal["auto", "sdpa", "flash", "fused", "unfused", "local"] = flag("auto")
+    """Attention kernel; auto takes the fastest present. Megatron's fused, unfused and local are refused."""
+    use_flash_attn: bool = flag(
+        False, note="the attention kernel is chosen with --attention-backend, which takes flash where present"
+    )
+    """Megatron's older spelling of --attention-backend flash."""
+    attention_softmax_in_fp32: bool = flag(False)
+    """Compute the attention softmax in fp32."""
+    masked_softmax_fusion: bool = flag(True, off="--no-masked-softmax-fusion")
+    """Fusion of scale, mask and softmax."""
+    bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion")
+    """Fusion of bias and GELU."""
+    bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion")
+    """Fusion of bias and SwiGLU."""
+    bias_dropout_fusion: bool = flag(True, off="--no-bias-dropout-fusion")
+    """Fusion of bias, dropout and residual."""
+    apply_rope_fusion: bool = flag(True, off="--no-rope-fusion")
+    """Fusion of the rotary embedding."""
+    gradient_accumulation_fusion: bool = flag(True, off="--no-gradient-accumulation-fusion")
+    """Fusion of gradient accumulation into the weight-gradient product."""
+    enable_cuda_graph: bool = flag(False)
+    """Capture the rollout engine's decode step in CUDA graphs."""
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag(
+        "none", note="the engine has one kind of CUDA graph: --enable-cuda-graph switches it on"
+    )
+    """Megatron's choice among kinds of CUDA graph."""
+    te_rng_tracker: bool = flag(False)
+    """Use Transformer Engine's random-state tracker, which CUDA graphs of its layers need."""
+    use_cpu_initialization: bool = flag(False)
+    """Initialise weights on the CPU: the same numbers whatever the tensor-parallel size."""
+    recompute_granularity: Literal["full", "selective"] | None = flag(None)
+    """Recompute whole layers (full) or --recompute-modules (selective) in the backward pass."""
+    recompute_activations: bool = flag(False)
+    """Short for --recompute-granularity selective."""
+    recompute_method: Literal["uniform", "block"] | None = flag(None)
+    """With full: groups of --recompute-num-layers layers (uniform), or only the first ones (block)."""
+    recompute_num_layers: int | None = flag(None, ge=1)
+    """With full: layers a group (uniform) or layers recomputed (block)."""
+    recompute_modules: tuple[str, ...] | None = flag(None)
+    """With selective: what is recomputed. Without it core_attn."""

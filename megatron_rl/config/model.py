@@ -1,0 +1,62 @@
+"""The shape of the transformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config.fields import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture, in Megatron's words."""
+
+    num_layers: int | None = flag(None, ge=1, common=True)
+    """Number of transformer layers."""
+    hidden_size: int | None = flag(None, ge=1, common=True)
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = flag(None, ge=1)
+    """Width of the MLP. Without it 4 x hidden-size, or with --swiglu 8/3 x hidden-size in steps of 64."""
+    num_attention_heads: int | None = flag(None, ge=1, common=True)
+    """Number of query heads."""
+    group_query_attention: bool = flag(False)
+    """Share key and value heads among query heads; --num-query-groups says how many there are."""
+    num_query_groups: int | None = flag(None, ge=1)
+    """Key and value heads. Without it 1 under --group-query-attention, else --num-attention-heads."""
+    kv_channels: int | None = flag(None, ge=1)
+    """Width of one head. Without it hidden-size / num-attention-heads."""
+    max_position_embeddings: int | None = flag(None, ge=1)
+    """Longest sequence the model may see. Without it --seq-length."""
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = flag("rope")
+    """How positions are encoded; only rope is built (Megatron's default: learned_absolute)."""
+    use_rotary_position_embeddings: bool = flag(
+        False, note="rotary positions are the default; --position-embedding-type is the flag that decides"
+    )
+    """Megatron's older spelling of --position-embedding-type rope."""
+    rotary_base: int = flag(10000, ge=1)
+    """Base of the rotary frequencies."""
+    rotary_percent: float = flag(1.0, gt=0, le=1)
+    """Share of each head that is rotated."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = flag("RMSNorm")
+    """Normalisation layer (Megatron's default: LayerNorm)."""
+    norm_epsilon: float = flag(1e-5, gt=0)
+    """Added to the variance in the normalisation."""
+    swiglu: bool = flag(False)
+    """Gated SiLU in the MLP instead of GELU."""
+    add_bias_linear: bool = flag(True, off="--disable-bias-linear")
+    """Biases of linear layers."""
+    add_qkv_bias: bool = flag(False)
+    """Give the query, key and value projection a bias, also under --disable-bias-linear."""
+    qk_layernorm: bool = flag(False)
+    """Normalise queries and keys per head."""
+    untie_embeddings_and_output_weights: bool = flag(False)
+    """Give the output head its own weight instead of the embedding's."""
+    init_method_std: float = flag(0.02, gt=0)
+    """Standard deviation of freshly initialised weights."""
+    embedding_init_method_std: float | None = flag(None, gt=0)
+    """The same for the embedding. Without it --init-method-std."""
+    attention_dropout: float = flag(0.0, ge=0, lt=1)
+    """Dropout of attention weights; must be 0 in RL (Megatron's default: 0.1)."""
+    hidden_dropout: float = flag(0.0, ge=0, lt=1)
+    """Dropout of hidden states; must be 0 in RL (Megatron's default: 0.1)."""

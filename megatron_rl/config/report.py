@@ -1,0 +1,59 @@
+"""A configuration as data: to save it, to show what differs from the defaults, to compare two runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from megatron_rl.config.fields import Flag
+from megatron_rl.config.rl_config import RLConfig, all_flags, section_classes
+
+STEERING_SECTIONS = ("logging", "checkpoint", "compatibility")
+STEERING_FIELDS = (
+    "check", "check_world_size", "config", "exit_duration_in_mins", "exit_grace_seconds", "exit_interval",
+    "distributed_timeout_minutes", "rl_environment_port",
+)
+
+
+def to_dict(config: RLConfig) -> dict[str, dict[str, Any]]:
+    """Section -> field -> value, of JSON values only."""
+    return {
+        section: {f.name: _plain(_value(config, f)) for f in all_flags() if f.section == section}
+        for section in section_classes()
+    }
+
+
+def difference_from_defaults(config: RLConfig) -> dict[str, Any]:
+    """Field -> value, for the fields that are not at their declared default."""
+    return {f.name: _plain(_value(config, f)) for f in all_flags() if _value(config, f) != f.default}
+
+
+def config_hash(config: RLConfig) -> str:
+    """Twelve hex digits that two configurations share when they train alike.
+
+    Where a run writes, when it stops and what it loads or logs does not count.
+    """
+    counted = {
+        f"{f.section}.{f.name}": _plain(_value(config, f))
+        for f in all_flags()
+        if f.section not in STEERING_SECTIONS and f.name not in STEERING_FIELDS and f.note is None
+    }
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def notes(config: RLConfig) -> list[str]:
+    """One line for each flag that the user set and that has no effect here, with the reason."""
+    used = [flag for flag in all_flags() if flag.note and flag.name in config.typed]
+    lines = [f"{flag.spelling} has no effect: {flag.note}" for flag in used]
+    if config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1:
+        lines.append("--sequence-parallel is off: it needs --tensor-model-parallel-size above 1")
+    return lines
+
+
+def _value(config: RLConfig, flag: Flag) -> Any:
+    return getattr(getattr(config, flag.section), flag.name)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,138 @@
+"""The whole configuration: one attribute a section, and the numbers that follow from several of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.checkpoint import CheckpointConfig
+from megatron_rl.config.compatibility import CompatibilityConfig
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.fields import Flag, flags_of
+from megatron_rl.config.kernels import KernelConfig
+from megatron_rl.config.logging import LoggingConfig
+from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.optimizer import OptimizerConfig
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.tokenizer import TokenizerConfig
+from megatron_rl.config.training import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """Everything a run is told. ``resolve`` turns what was typed into what is used.
+
+    Of 64 ranks with tensor-parallel size 8 there are 8 replicas; 64 prompts of 16 completions are
+    1024 samples a step; with a global batch of 512 and 1 iteration that is 2 updates a rollout.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
+    typed: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What the user wrote, by field name: not a section, only there for ``notes``."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        parallel = self.parallel
+        return (
+            parallel.tensor_model_parallel_size
+            * parallel.pipeline_model_parallel_size
+            * parallel.context_parallel_size
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model among ``world_size`` ranks."""
+        return max(1, world_size // self.model_parallel_size)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one step brings: a rollout in RL, one global batch in supervised training."""
+        algorithm = self.algorithm
+        if not self.training.perform_rl_step:
+            return self.training.global_batch_size or 0
+        return (algorithm.grpo_prompts_per_step or 0) * (algorithm.grpo_group_size or 0)
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer updates that one step makes: iterations x samples of a rollout / global batch."""
+        if not self.training.perform_rl_step:
+            return 1
+        samples_trained = self.algorithm.grpo_iterations * self.samples_per_step
+        return max(1, samples_trained // (self.training.global_batch_size or 1))
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of the whole run, from --train-iters or --train-samples."""
+        training = self.training
+        if training.train_iters is not None:
+            return training.train_iters
+        return (training.train_samples or 0) // (training.global_batch_size or 1)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; the last rollout may be used for fewer updates."""
+        return -(-self.total_updates // self.updates_per_rollout)
+
+    @property
+    def lr_warmup_updates(self) -> int:
+        """Updates of learning-rate warm-up, whichever of the three flags gave it."""
+        schedule = self.schedule
+        if schedule.lr_warmup_fraction is not None:
+            return int(schedule.lr_warmup_fraction * self.lr_decay_updates)
+        return self._updates(schedule.lr_warmup_iters, schedule.lr_warmup_samples)
+
+    @property
+    def lr_decay_updates(self) -> int:
+        """Updates after which the learning rate is at its minimum."""
+        decay = self._updates(self.schedule.lr_decay_iters, self.schedule.lr_decay_samples)
+        return decay or self.total_updates
+
+    @property
+    def lr_wsd_decay_updates(self) -> int:
+        """Updates of the last phase of WSD; 0 for other styles."""
+        return self._updates(self.schedule.lr_wsd_decay_iters, self.schedule.lr_wsd_decay_samples)
+
+    def kv_cache_gib(self, tokens: int) -> float:
+        """GiB that the keys and values of ``tokens`` take on one tensor-parallel rank."""
+        model, parts = self.model, self.parallel.tensor_model_parallel_size
+        heads = max(1, (model.num_query_groups or 1) // parts)
+        number_bytes = 2 if self.precision.bf16 else 4
+        per_token = 2 * (model.num_layers or 0) * heads * (model.kv_channels or 0) * number_bytes
+        return tokens * per_token / 2**30
+
+    def _updates(self, iters: int | None, samples: int | None) -> int:
+        """A length given in updates or, with --train-samples, in samples."""
+        return iters or (samples or 0) // (self.training.global_batch_size or 1)
+
+
+@functools.cache
+def section_classes() -> dict[str, type]:
+    """Section name -> section class, in the order of ``RLConfig``."""
+    hints = get_type_hints(RLConfig)
+    return {f.name: hints[f.name] for f in dataclasses.fields(RLConfig) if f.name != "typed"}
+
+
+@functools.cache
+def all_flags() -> tuple[Flag, ...]:
+    """Every flag of every section."""
+    return tuple(flag for name, cls in section_classes().items() for flag in flags_of(name, cls))

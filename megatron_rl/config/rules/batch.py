@@ -1,0 +1,80 @@
+"""Batches, groups and sequence lengths: what a rollout brings must fit what an update takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.rules.wording import Rule, WorldRule, named, nearest_divisors, nearest_multiples
+
+
+def _global_batch(config: RLConfig, world_size: int) -> Iterator[str]:
+    batch, replicas = config.training.global_batch_size, config.data_parallel_size(world_size)
+    if batch is None:
+        return
+    whole_rollout = config.training.perform_rl_step and batch == config.samples_per_step  # see _groups
+    if batch % replicas and world_size % config.model_parallel_size == 0 and not whole_rollout:
+        yield (
+            f"--global-batch-size {batch} is not divisible by {replicas} data-parallel replicas: each takes "
+            f"an equal share; use {nearest_multiples(batch, replicas)}"
+        )
+    samples = config.training.train_samples
+    if samples is not None and samples < batch:
+        yield f"--train-samples {samples} is less than one update of {batch} samples; use at least {batch}"
+
+
+def _groups(config: RLConfig, world_size: int) -> Iterator[str]:
+    algorithm, replicas = config.algorithm, config.data_parallel_size(world_size)
+    prompts, group = algorithm.grpo_prompts_per_step, algorithm.grpo_group_size
+    if not config.training.perform_rl_step:
+        return
+    if group == 1:
+        yield (
+            "--grpo-group-size 1: an advantage compares the completions of one prompt, and one alone has "
+            "none; use 2 or more"
+        )
+    if prompts is not None and prompts % replicas and world_size % config.model_parallel_size == 0:
+        yield (
+            f"--grpo-prompts-per-step {prompts} is not divisible by {replicas} data-parallel replicas: each "
+            f"samples an equal share; use {nearest_multiples(prompts, replicas)}"
+        )
+
+
+def _updates(config: RLConfig) -> Iterator[str]:
+    samples, batch = config.samples_per_step, config.training.global_batch_size
+    if config.training.perform_rl_step and samples and batch and samples % batch:
+        algorithm = config.algorithm
+        yield (
+            f"--global-batch-size {batch} does not divide the {samples} samples of a rollout "
+            f"({algorithm.grpo_prompts_per_step} prompts x {algorithm.grpo_group_size} completions); "
+            f"use {nearest_divisors(samples, batch)}"
+        )
+
+
+def _lengths(config: RLConfig) -> Iterator[str]:
+    rollout, training = config.rollout, config.training
+    longest, positions = rollout.inference_max_seq_length, config.model.max_position_embeddings
+    if longest is None:
+        return
+    what = named(config, "inference_max_seq_length", longest, "--seq-length")
+    if positions is not None and max(longest, training.seq_length or 0) > positions:
+        what = what if longest > positions else f"--seq-length {training.seq_length}"
+        yield (
+            f"{what} is beyond the model's --max-position-embeddings {positions}; use at most {positions}"
+        )
+    if rollout.rl_max_new_tokens is not None and rollout.rl_max_new_tokens >= longest:
+        yield (
+            f"--rl-max-new-tokens {rollout.rl_max_new_tokens} leaves no room for a prompt in {longest} "
+            f"tokens (--inference-max-seq-length); use at most {longest - 1}"
+        )
+    bin_size = training.rl_sequence_packing_bin_size
+    if training.perform_rl_step and bin_size is not None and bin_size < longest:
+        what = named(config, "rl_sequence_packing_bin_size", bin_size, "--micro-batch-size x --seq-length")
+        yield (
+            f"{what} cannot hold one sequence of {longest} tokens (--inference-max-seq-length); "
+            f"use at least {longest}"
+        )
+
+
+WORLD_RULES: tuple[WorldRule, ...] = (_global_batch, _groups)
+RULES: tuple[Rule, ...] = (_updates, _lengths)

@@ -1,0 +1,62 @@
+"""The rollout engine, sampling and the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.rules.wording import Rule
+
+
+def _kv_cache(config: RLConfig) -> Iterator[str]:
+    given = config.rollout.inference_dynamic_batching_buffer_size_gb
+    longest, model = config.rollout.inference_max_seq_length, config.model
+    if given is None or None in (longest, model.num_layers, model.kv_channels, model.num_query_groups):
+        return
+    needed = config.kv_cache_gib(longest)
+    if given < needed:
+        dtype = "bf16" if config.precision.bf16 else "fp32"
+        yield (
+            f"--inference-dynamic-batching-buffer-size-gb {given:g} cannot hold one sequence: {longest} "
+            f"tokens of this model in {dtype} take {needed:.3g} GiB on each of "
+            f"{config.parallel.tensor_model_parallel_size} tensor-parallel ranks; "
+            f"use at least {math.ceil(needed * 100) / 100:g}"
+        )
+
+
+def _server_type(config: RLConfig) -> Iterator[str]:
+    kind = config.environment.langrl_inference_server_type
+    if kind != "inplace_megatron":
+        yield (
+            f"--langrl-inference-server-type {kind} is refused: the tokenizer's chat template already "
+            "renders chat prompts; use inplace_megatron"
+        )
+
+
+def _mcore_engine(config: RLConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.rl_inference_engine != "mcore":
+        return
+    for flag, value, plain in (
+        ("--rl-temperature", rollout.rl_temperature, 1.0),
+        ("--rl-top-p", rollout.rl_top_p, 1.0),
+        ("--rl-top-k", rollout.rl_top_k, 0),
+    ):
+        if value != plain:
+            yield (
+                f"{flag} {value} with --rl-inference-engine mcore: its log-probs are of the raw logits, not "
+                f"of what was sampled; use {flag} {plain:g}, or --rl-inference-engine rollout"
+            )
+
+
+def _loss_aggregation(config: RLConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.calculate_per_token_loss and algorithm.rl_loss_aggregation != "token-mean":
+        yield (
+            f"--calculate-per-token-loss means token-mean, but --rl-loss-aggregation is "
+            f"{algorithm.rl_loss_aggregation}; keep one of them"
+        )
+
+
+RULES: tuple[Rule, ...] = (_kv_cache, _server_type, _mcore_engine, _loss_aggregation)

@@ -1,0 +1,28 @@
+"""Text to token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config.fields import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """The tokenizer and the size of the vocabulary."""
+
+    tokenizer_type: Literal["HuggingFaceTokenizer"] = flag("HuggingFaceTokenizer")
+    """Kind of tokenizer."""
+    tokenizer_model: str | None = flag(None, common=True)
+    """Tokenizer: a directory, or a name on the Hugging Face hub."""
+    make_vocab_size_divisible_by: int = flag(128, ge=1)
+    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
+    tokenizer_hf_include_special_tokens: bool = flag(
+        False, note="the chat template says which special tokens a prompt starts with"
+    )
+    """Megatron's switch for special tokens in encoded text."""
+    rl_skip_bos_token: bool = flag(
+        False, note="the chat template says whether a prompt starts with a begin token"
+    )
+    """Megatron's switch against a second begin token."""

@@ -1,0 +1,51 @@
+"""How much is trained, on what batches, and when the run stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.fields import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Length, batch sizes and life cycle of the run."""
+
+    config: str | None = flag(None, common=True)
+    """YAML file that sets flags (name: value); the command line wins."""
+    perform_rl_step: bool = flag(False, common=True)
+    """Train by reinforcement; without it, on the environments' demonstrations."""
+    train_iters: int | None = flag(None, ge=1, common=True)
+    """Optimizer updates of the run; or give --train-samples."""
+    train_samples: int | None = flag(None, ge=1)
+    """Samples of the run; or give --train-iters."""
+    micro_batch_size: int = flag(1, ge=1)
+    """Sequences of full length in a micro-batch; sets --rl-sequence-packing-bin-size."""
+    global_batch_size: int | None = flag(None, ge=1, common=True)
+    """Samples of an optimizer update. Without it those of a rollout; supervised: a micro-batch a replica."""
+    seq_length: int | None = flag(None, ge=2, common=True)
+    """Longest training sequence in tokens, prompt included."""
+    rl_sequence_packing_bin_size: int | None = flag(None, ge=2)
+    """Tokens of a packed micro-batch. Without it micro-batch-size x seq-length."""
+    seed: int = flag(1234, ge=0)
+    """Seed of weights, data order and sampling."""
+    eval_interval: int | None = flag(None, ge=1, common=True)
+    """Evaluate every this many steps; without it never (Megatron's default: 1000)."""
+    eval_iters: int | None = flag(
+        None, note="--rl-prompts-per-eval and --rl-samples-per-eval-prompt set the size of an evaluation"
+    )
+    """Megatron's number of evaluation batches."""
+    exit_interval: int | None = flag(None, ge=1)
+    """Save and stop after a step that is a multiple of this."""
+    exit_duration_in_mins: int | None = flag(None, ge=1)
+    """Save and stop after this many minutes."""
+    exit_grace_seconds: int = flag(60, ge=0)
+    """Time that rollouts still running get to finish after SIGTERM, before they are cancelled."""
+    empty_unused_memory_level: int = flag(0, ge=0, le=2)
+    """Return cached device memory: 0 never, 1 after the backward pass, 2 also after the update."""
+    mock_data: bool = flag(False, note="tasks come from the environments, so there is no dataset to mock")
+    """Megatron's made-up dataset."""
+    check: bool = flag(False, common=True)
+    """Check this configuration and stop before the model is built."""
+    check_world_size: int | None = flag(None, ge=1)
+    """With --check: the number of ranks to check for, instead of those of this launch."""

@@ -1,0 +1,122 @@
+"""The class an environment derives from: tasks, a grader, optionally worked demonstrations.
+
+An environment is one module::
+
+    class Parity(Environment):
+        \"\"\"Says whether a number is even.\"\"\"
+
+        name = "parity"
+
+        def __init__(self, *, size: int = 100) -> None:
+            self._size = size
+
+        def tasks(self, split):
+            for number in range(0 if split == "train" else 1, self._size, 2):
+                yield Task(id=str(number), prompt=f"Is {number} even?", data={"gold": ...})
+
+        def grade(self, task, transcript):
+            return float(transcript.text == task.data["gold"])
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
+
+from megatron_rl.environments.naming import suggestion
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Demonstration, Grade, Split, Task, Transcript
+
+
+class Environment(ABC):
+    """Base of all environments; the subclass's docstring is its description.
+
+    The keyword arguments of ``__init__`` are the options a user may set (``args`` in the YAML list); raise
+    ``ValueError`` for values that make no sense. ``tasks`` and ``grade`` run in a server process, ``grade``
+    in several threads at once: keep no state between two calls.
+    """
+
+    name: ClassVar[str]
+    """How users select it: lower case, and the name of the module that holds it."""
+    reward_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    """The reward of an empty answer and of a perfect one."""
+    evaluation_only: bool = False
+    """True keeps it out of training: only the ``test`` split is read."""
+
+    @abstractmethod
+    def tasks(self, split: Split) -> Iterable[Task]:
+        """The tasks of ``train`` or of the held-out ``test``, in the same order on every call."""
+
+    @abstractmethod
+    def grade(self, task: Task, transcript: Transcript) -> float | Grade:
+        """The reward of ``transcript``; a function of the arguments alone."""
+
+    def demonstrations(self, split: Split) -> Iterable[Demonstration]:
+        """Worked solutions for the supervised warm start; none unless the environment has some.
+
+        They are consumed in the order given, once each: the order is the curriculum. They may turn imperfect
+        on purpose, but the first ones are expected to deserve the maximum reward.
+        """
+        return ()
+
+    def gold_answer(self, task: Task) -> str | None:
+        """A completion that deserves the maximum reward, or None; only the environment's self-test asks."""
+        return None
+
+    @classmethod
+    def description(cls) -> str:
+        """The first line of the docstring."""
+        return inspect.getdoc(cls).partition("\n")[0] if cls.__doc__ else ""
+
+    @classmethod
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """The options ``__init__`` declares, those of parents included where it passes ``**options`` on."""
+        found: dict[str, inspect.Parameter] = {}
+        for parent in cls.__mro__[:-1]:  # the last is `object`
+            if "__init__" not in vars(parent):
+                continue
+            parameters = list(inspect.signature(parent.__init__).parameters.values())[1:]
+            for parameter in parameters:
+                if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                    found.setdefault(parameter.name, parameter)
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                break
+        return found
+
+    @classmethod
+    def option_problems(cls, given: Mapping[str, Any]) -> list[str]:
+        """What is wrong with the names and types of the options ``given``, one line each."""
+        declared = cls.options()
+        problems = []
+        for name, value in given.items():
+            if name not in declared:
+                problems.append(f"{cls.name} has no option {name!r}{suggestion(str(name), declared)}")
+            elif not _fits(value, declared[name].default):
+                wanted = type(declared[name].default).__name__
+                problems.append(f"option {name!r} of {cls.name} is {value!r}; it must be of type {wanted}")
+        missing = [name for name, p in declared.items() if p.default is p.empty and name not in given]
+        problems += [f"{cls.name} needs the option {name!r}" for name in missing]
+        return problems
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any]) -> Self:
+        """An instance with the options ``given``; every way this can fail is a ``ConfigError``."""
+        problems = cls.option_problems(given)
+        if problems:
+            raise ConfigError(problems)
+        try:
+            return cls(**given)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError([f"{cls.name} cannot be set up with its options: {reason}"]) from error
+
+
+def _fits(value: object, default: object) -> bool:
+    """Whether ``value`` may stand where the declared ``default`` does; only plain scalars are compared."""
+    if type(default) not in (bool, int, float, str):
+        return True
+    if isinstance(default, float):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is type(default)

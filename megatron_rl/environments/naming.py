@@ -1,0 +1,16 @@
+"""Help with misspelt names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The tail of an error message about an unknown ``name``: the nearest known names, else all of them."""
+    names = sorted(known)
+    lowered = {candidate.lower(): candidate for candidate in names}
+    near = difflib.get_close_matches(name.lower(), list(lowered), n=3, cutoff=0.6)
+    if near:
+        return "; did you mean " + " or ".join(repr(lowered[match]) for match in near) + "?"
+    return "; known: " + ", ".join(names) if names else "; none exists"

@@ -1,0 +1,151 @@
+"""Keeps an environment server alive as a child of the trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+from megatron_rl.environments.address import get_json, read_address
+from megatron_rl.errors import EnvironmentFault
+
+STOP_SECONDS = 5.0
+LOG_TAIL_LINES = 15
+
+logger = logging.getLogger(__name__)
+
+
+class EnvironmentServerProcess:
+    """One environment server, started by the first rank of a node; use it as a context manager.
+
+    The server holds the read end of a pipe from this process and exits when it closes, so even a trainer
+    that is killed leaves none behind.
+    """
+
+    def __init__(
+        self,
+        config_path: str | Path,
+        directory: str | Path,
+        *,
+        port: int = 0,
+        start_timeout: float = 60.0,
+        max_restarts: int = 3,
+    ) -> None:
+        """``directory`` gets the server's log and its address file; port 0 takes a free one."""
+        self.address_file = Path(directory).resolve() / "environment_server.json"
+        self.log_file = Path(directory).resolve() / "environment_server.log"
+        self.restarts = 0
+        self._config_path = Path(config_path).resolve()
+        self._port = port
+        self._start_timeout = start_timeout
+        self._max_restarts = max_restarts
+        self._process: subprocess.Popen | None = None
+        self._lock = threading.RLock()  # a signal handler may call stop() while ensure_alive() runs
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id while there is one."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Starts the server and waits until it answers; if not, ``EnvironmentFault`` with its log's end."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._launch()
+
+    def ensure_alive(self) -> None:
+        """Restarts a server that has exited; ``EnvironmentFault`` when it did so too often.
+
+        A server that runs but is slow is left alone: a grade may take long, and the client has its timeout.
+        """
+        with self._lock:
+            if self._process is None:
+                raise EnvironmentFault("the environment server is not started; call start() first")
+            if self._process.poll() is None:
+                return
+            what = f"the environment server exited ({self._process.returncode})"
+            if self.restarts >= self._max_restarts:
+                raise self._fault(f"{what} after {self.restarts} restarts")
+            self.restarts += 1
+            logger.warning("%s; restart %d of %d", what, self.restarts, self._max_restarts)
+            self._launch()
+
+    def stop(self) -> None:
+        """Ends the server, by force if need be; it keeps nothing that could be lost."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None:
+                _end(process)
+                self.address_file.unlink(missing_ok=True)
+
+    def _launch(self) -> None:
+        if self._process is not None:
+            _end(self._process)  # exited already: closes the pipe
+        self.address_file.parent.mkdir(parents=True, exist_ok=True)
+        self.address_file.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_rl.environments",
+            "serve",
+            str(self._config_path),
+            "--port",
+            str(self._port),
+            "--address-file",
+            str(self.address_file),
+        ]
+        # what this process can import the server can, wherever the trainer's script was started from
+        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+        try:
+            self._wait_until_healthy(self._process)
+        except BaseException:
+            _end(self._process)
+            raise
+
+    def _wait_until_healthy(self, process: subprocess.Popen) -> None:
+        deadline = time.monotonic() + self._start_timeout
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise self._fault(f"the environment server exited ({process.returncode}) while it started")
+            try:
+                get_json(read_address(self.address_file), "/v1/health", timeout=1.0)
+                return
+            except EnvironmentFault:
+                time.sleep(0.02)
+        raise self._fault(f"the environment server did not answer within {self._start_timeout:g} s")
+
+    def _fault(self, what: str) -> EnvironmentFault:
+        """The error with the end of the server's log."""
+        lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return EnvironmentFault("\n".join([f"{what}; see {self.log_file}:", *lines[-LOG_TAIL_LINES:]]))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Asks, waits, kills; returns when the process is gone and reaped."""
+    process.stdin.close()
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

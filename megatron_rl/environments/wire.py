@@ -1,0 +1,150 @@
+"""The JSON form of tasks, transcripts and grades: written by one side, checked by the other.
+
+JSON here is strict: NaN and infinity, which Python would write and read, are refused on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, get_args
+
+from megatron_rl.types import Demonstration, FinishReason, GradeResult, Prompt, Task, Transcript
+
+MAX_MESSAGE = 2000
+"""Longest error text of an item; an author's exception may quote the whole completion."""
+
+
+class WireError(ValueError):
+    """A JSON value is not what it should be; the message names the key."""
+
+
+def dumps(value: object) -> str:
+    """Strict JSON text; ``ValueError`` for NaN and infinity."""
+    return json.dumps(value, allow_nan=False)
+
+
+def loads(text: bytes | str) -> Any:
+    """The value of strict JSON text; ``ValueError`` for anything else, hostile nesting included."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str) -> Any:
+    """``value[key]``, which must be of type ``kind``; ``where`` is how messages call ``value``."""
+    path = f"{where}.{key}" if where else key
+    if not isinstance(value, Mapping):
+        raise WireError(f"{where or 'the body'} must be an object, not {type(value).__name__}")
+    if key not in value:
+        raise WireError(f"{path} is missing; there is: {', '.join(map(str, value)) or 'nothing'}")
+    if not isinstance(value[key], kind) or (isinstance(value[key], bool) and kind is not bool):
+        raise WireError(f"{path} has the wrong type {type(value[key]).__name__}")
+    return value[key]
+
+
+def task_to_json(task: Task) -> dict[str, Any]:
+    """The JSON object of a task."""
+    prompt = task.prompt if isinstance(task.prompt, str) else [dict(message) for message in task.prompt]
+    return {"id": task.id, "prompt": prompt, "data": dict(task.data)}
+
+
+def task_from_json(value: object, where: str = "task") -> Task:
+    """The task of a JSON object."""
+    prompt: Prompt = read_key(value, "prompt", (str, list), where)
+    if not isinstance(prompt, str):
+        for index, message in enumerate(prompt):
+            for key in ("role", "content"):
+                read_key(message, key, str, f"{where}.prompt[{index}]")
+        prompt = tuple(prompt)
+    return Task(read_key(value, "id", str, where), prompt, read_key(value, "data", dict, where))
+
+
+def demonstration_to_json(demonstration: Demonstration) -> dict[str, Any]:
+    """The JSON object of a demonstration."""
+    return {"task": task_to_json(demonstration.task), "completion": demonstration.completion}
+
+
+def demonstration_from_json(value: object, where: str = "demonstration") -> Demonstration:
+    """The demonstration of a JSON object."""
+    task = task_from_json(read_key(value, "task", dict, where), f"{where}.task")
+    return Demonstration(task, read_key(value, "completion", str, where))
+
+
+def transcript_to_json(transcript: Transcript) -> dict[str, Any]:
+    """The JSON object of a transcript."""
+    return {
+        "text": transcript.text,
+        "finish_reason": transcript.finish_reason,
+        "num_tokens": transcript.num_tokens,
+    }
+
+
+def transcript_from_json(value: object, where: str = "transcript") -> Transcript:
+    """The transcript of a JSON object."""
+    reason = read_key(value, "finish_reason", str, where)
+    if reason not in get_args(FinishReason):
+        known = ", ".join(get_args(FinishReason))
+        raise WireError(f"{where}.finish_reason is {reason!r}; use one of {known}")
+    text = read_key(value, "text", str, where)
+    return Transcript(text, reason, read_key(value, "num_tokens", int, where))
+
+
+def graded(reward: object, metrics: object) -> GradeResult:
+    """The result of a reward, or the error ``invalid_reward`` when it is not a finite number.
+
+    A truth value is refused as a reward (it tells of a comparison where a score was meant) and read as 0 or 1
+    among the metrics.
+    """
+    if isinstance(reward, bool) or not _is_finite(reward):
+        kind = type(reward).__name__
+        return failed("invalid_reward", f"the reward is {reward!r} of type {kind}, no finite number")
+    if not isinstance(metrics, Mapping):
+        return failed("invalid_reward", f"the metrics are of type {type(metrics).__name__}, not a mapping")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not _is_finite(value):
+            return failed("invalid_reward", f"the metric {name!r} is {value!r}, no finite number")
+    return GradeResult("ok", float(reward), {name: float(value) for name, value in metrics.items()})
+
+
+def failed(code: str, message: str) -> GradeResult:
+    """The result of a sample that could not be graded."""
+    return GradeResult("error", code=code, message=message[:MAX_MESSAGE])
+
+
+def result_to_json(result: GradeResult) -> dict[str, Any]:
+    """The JSON object of a result."""
+    if result.status == "ok":
+        return {"status": "ok", "reward": result.reward, "metrics": dict(result.metrics)}
+    return {"status": "error", "code": result.code, "message": result.message}
+
+
+def results_from_json(value: object, count: int) -> list[GradeResult]:
+    """The ``count`` results of an answer; rewards are checked again, whoever sent them."""
+    items: Sequence[object] = read_key(value, "items", list, "")
+    if len(items) != count:
+        raise WireError(f"the answer has {len(items)} items for {count} samples")
+    results = []
+    for index, item in enumerate(items):
+        where = f"items[{index}]"
+        if read_key(item, "status", str, where) == "ok":
+            results.append(graded(item.get("reward"), item.get("metrics", {})))
+        else:
+            code = read_key(item, "code", str, where)
+            results.append(failed(code, read_key(item, "message", str, where)))
+    return results
+
+
+def _is_finite(value: object) -> bool:
+    """Numpy scalars are numbers too; an integer too large for a float is not one here."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False

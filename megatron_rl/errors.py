@@ -1,0 +1,36 @@
+"""One vocabulary of failures: each error is named after the boundary it crossed.
+
+A message has three parts: what, why, what instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MegatronRLError(Exception):
+    """Base of every error this project raises on purpose."""
+
+
+class ConfigError(MegatronRLError):
+    """The user's configuration cannot run; carries every problem found, one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class CheckpointError(MegatronRLError):
+    """A checkpoint is absent, damaged or of another model; names the file."""
+
+
+class EnvironmentFault(MegatronRLError):
+    """An environment (not a single sample) failed: its server, its data or its code."""
+
+
+class EngineError(MegatronRLError):
+    """The rollout engine cannot go on."""
+
+
+class TrainingError(MegatronRLError):
+    """The training step cannot go on, for example after repeated non-finite gradients."""

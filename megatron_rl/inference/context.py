@@ -1,0 +1,100 @@
+"""What GPTModel and its attention layers ask during a rollout: tensors only, no queues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.inference.contexts.base_context import BaseInferenceContext
+
+from megatron_rl.attention.plan import PackedPlan
+from megatron_rl.attention.rope import RopeTable, rotate
+from megatron_rl.attention.sdpa import cached_attention, packed_attention
+from megatron_rl.inference.kv_cache import SlotCache
+
+
+class RolloutContext(BaseInferenceContext):
+    """The inference context and the attention plan of the rollout engine.
+
+    It is in one of two states: prefill (prompts laid end to end, ``[1, T]`` token ids) or decode
+    (one token for each of the first N slots, ``[1, N]`` token ids).
+    """
+
+    use_flashinfer_fused_rope = False
+
+    def __init__(self, cache: SlotCache, rope: RopeTable, first_layer: int, dtype: torch.dtype) -> None:
+        super().__init__(materialize_only_last_token_logits=True)
+        self.max_sequence_length = cache.shape.max_length
+        self._cache = cache
+        self._rope = rope
+        self._first_layer = first_layer
+        self._dtype = dtype
+        self._columns = torch.arange(cache.shape.max_length, device=cache.keys[0].device)
+        self._prompts: PackedPlan | None = None
+
+    # -- the two states ------------------------------------------------------------------------
+
+    def begin_prefill(
+        self,
+        lengths: Sequence[int],
+        cu_seqlens: torch.Tensor,
+        position_ids: torch.Tensor,
+        slots: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        """Prompts of ``lengths``; slot ``slots[i]`` receives the cache of prompt ``source[i]``."""
+        self._prompts = PackedPlan.build(lengths, cu_seqlens, position_ids, self._rope, self._dtype)
+        self._last_tokens = cu_seqlens[1:].long() - 1
+        self._slots, self._source = slots, source
+
+    def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
+        """One token at ``positions`` [N] in slots 0..N-1; no position reaches ``key_length``."""
+        self._prompts = None
+        self._rows, self._key_length = positions.shape[0], key_length
+        self._cells = self._cache.cells_at(positions)
+        self._cos, self._sin = self._rope.at(positions, self._dtype)
+        hidden = (self._columns[:key_length] > positions[:, None])[:, None, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+        self._mask = mask.masked_fill_(hidden, float("-inf"))
+
+    # -- asked by PlannedSelfAttention ---------------------------------------------------------
+
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        """See `AttentionPlan`."""
+        if self._prompts is not None:
+            return self._prompts.rotate(heads)
+        return rotate(heads, self._cos, self._sin)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See `AttentionPlan`; also stores the keys and values."""
+        index = layer - self._first_layer
+        if self._prompts is not None:
+            rows = self._prompts.rows
+            self._cache.fill(index, self._slots, self._source, rows.pad(key), rows.pad(value))
+            return packed_attention(query, key, value, rows)
+        self._cache.write(index, self._cells, key, value)
+        keys = self._cache.keys[index][: self._rows, :, : self._key_length]
+        values = self._cache.values[index][: self._rows, :, : self._key_length]
+        return cached_attention(query, keys, values, self._mask)
+
+    # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------
+
+    def is_static_batching(self) -> bool:
+        """Always dynamic."""
+        return False
+
+    def is_decode_only(self) -> bool:
+        """True outside prefill."""
+        return self._prompts is None
+
+    def using_cuda_graph_this_step(self) -> bool:
+        """megatron's per-layer graphs are never used: ours capture the whole step."""
+        return False
+
+    def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[1, T, hidden]`` -> ``[prompts or rows, hidden]``, the only positions worth a logit."""
+        if self._prompts is None:
+            return hidden_states[0]
+        return hidden_states[0].index_select(0, self._last_tokens)

@@ -1,0 +1,55 @@
+"""What the rest of the system may ask of a generation engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_rl.types import GeneratedGroup, GenerationRequest
+
+
+@dataclass
+class EngineStatistics:
+    """Counters since `Engine.begin`."""
+
+    decode_steps: int = 0
+    decode_rows: int = 0
+    """Rows computed over all decode steps; the finished ones among them are wasted work."""
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    host_reads: int = 0
+
+    @property
+    def useful_share(self) -> float:
+        """Share of decoded rows that gave a token somebody asked for."""
+        return self.generated_tokens / max(self.decode_rows, 1)
+
+
+class Engine(Protocol):
+    """Turns requests into groups of completions with the log-prob of every sampled token.
+
+    All ranks of a model-parallel group make the same calls in the same order.
+    """
+
+    statistics: EngineStatistics
+
+    def begin(self, seed: int, policy_version: int) -> None:
+        """Start a rollout: ``seed`` fixes every draw, ``policy_version`` is stamped on the results."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue one group."""
+        ...
+
+    def step(self) -> list[GeneratedGroup]:
+        """Do a bounded amount of work; return the groups that finished in it."""
+        ...
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while submitted groups have not come back."""
+        ...
+
+    def abort(self) -> None:
+        """Forget all unfinished requests."""
+        ...

@@ -1,0 +1,89 @@
+"""Draw tokens: counter-based random numbers, inverse CDF, and the log-prob of the draw.
+
+The number that decides a draw depends on (sample seed, position) alone, so a completion is the
+same whatever shares its batch and however the model is laid out over ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+# Constants of the splitmix64 finaliser (Steele, Lea, Flood 2014), as signed 64-bit integers.
+_GAMMA = -7046029254386353131
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
+_POSITION = -2401053089206453570
+
+
+def sample_seed(*key: object) -> int:
+    """A signed 64-bit seed from any printable key, the same on every rank and machine."""
+    digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """fp32 numbers in (0, 1), a function of ``seeds`` [N] int64 and ``positions`` [N] int64 only."""
+    state = seeds * _GAMMA + (positions + 1) * _POSITION
+    state = (state ^ _shift(state, 30)) * _MIX_1
+    state = (state ^ _shift(state, 27)) * _MIX_2
+    bits = (state ^ _shift(state, 31)) & ((1 << 24) - 1)
+    return (bits.float() + 0.5) * 2.0**-24
+
+
+def _shift(state: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift; torch shifts signed integers arithmetically."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Per-row sampling parameters on the device, all [N], and what the host knows about them."""
+
+    seeds: torch.Tensor
+    temperature: torch.Tensor
+    """fp32; 1 in greedy rows."""
+    greedy: torch.Tensor
+    top_k: torch.Tensor
+    """int64; the vocabulary size where off."""
+    top_p: torch.Tensor
+    """fp32; 1 where off."""
+    any_greedy: bool
+    any_filter: bool
+
+
+def sample(
+    logits: torch.Tensor, positions: torch.Tensor, params: SamplingTensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token a row.
+
+    ``logits`` [N, V] fp32 over the real vocabulary; ``positions`` [N] int64 are those of the tokens
+    to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
+    were drawn from: tempered, and renormalised over the top-k / top-p support where that is on.
+    """
+    logprobs = torch.log_softmax(logits / params.temperature[:, None], -1)
+    if params.any_filter:
+        logprobs = _keep_support(logprobs, params.top_k, params.top_p)
+    cumulative = logprobs.exp().cumsum(-1)
+    draw = uniform(params.seeds, positions) * cumulative[:, -1]
+    token = torch.searchsorted(cumulative, draw[:, None])[:, 0].clamp_max_(logits.shape[-1] - 1)
+    if params.any_greedy:
+        token = torch.where(params.greedy, logprobs.argmax(-1), token)
+    return token, logprobs.gather(-1, token[:, None])[:, 0]
+
+
+def _keep_support(
+    logprobs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """Top-k first, then the smallest set of what is left whose mass reaches ``top_p``."""
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logprobs.shape[-1], device=logprobs.device)[None]
+    keep = rank < top_k[:, None]
+    mass = ordered.exp().masked_fill(~keep, 0.0)
+    mass = mass / mass.sum(-1, keepdim=True)
+    # A token stays while the mass before it is short of top_p; the first always stays.
+    keep &= (mass.cumsum(-1) - mass < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    kept = torch.zeros_like(keep).scatter_(-1, order, keep)
+    return torch.log_softmax(logprobs.masked_fill(~kept, float("-inf")), -1)

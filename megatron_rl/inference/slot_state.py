@@ -1,0 +1,99 @@
+"""The device-resident state of the running sequences: one row a slot, updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rl.inference.sampler import SamplingTensors
+from megatron_rl.types import SamplingParams
+
+_INT_FIELDS = ("token", "position", "count", "limit", "seed", "top_k")
+
+
+class SlotState:
+    """Static buffers, [slots] each; a step reads and writes views of the first N rows.
+
+    ``position`` is where ``token`` (drawn, not yet fed) goes; ``count`` is how many tokens the
+    row has produced, ``limit`` how many it may. ``tokens`` and ``logprobs`` are
+    [slots, max_new + 1]; the last column takes the writes of finished rows.
+    """
+
+    def __init__(self, slots: int, max_new_tokens: int, vocab_size: int, device: torch.device) -> None:
+        self.device = device
+        self.vocab_size = vocab_size
+        self.trash = max_new_tokens
+        for name in _INT_FIELDS:
+            setattr(self, name, torch.zeros(slots, dtype=torch.int64, device=device))
+        self.temperature = torch.ones(slots, device=device)
+        self.top_p = torch.ones(slots, device=device)
+        self.greedy = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.alive = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(slots, max_new_tokens + 1, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(slots, max_new_tokens + 1, device=device)
+
+    def seat(
+        self,
+        slots: torch.Tensor,
+        prompt_lengths: torch.Tensor,
+        seeds: torch.Tensor,
+        params: Sequence[SamplingParams],
+    ) -> None:
+        """New sequences in ``slots`` [N]: their prompts are in the cache, nothing is drawn yet."""
+
+        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        self.position[slots] = prompt_lengths - 1
+        self.count[slots] = 0
+        self.alive[slots] = True
+        self.seed[slots] = seeds
+        self.limit[slots] = column([p.max_new_tokens for p in params], torch.int64)
+        self.top_k[slots] = column([p.top_k or self.vocab_size for p in params], torch.int64)
+        self.top_p[slots] = column([p.top_p for p in params], torch.float32)
+        self.greedy[slots] = column([p.greedy for p in params], torch.bool)
+        self.temperature[slots] = column(
+            [1.0 if p.greedy else p.temperature for p in params], torch.float32
+        )
+
+    def sampling(self, rows: slice | torch.Tensor, any_greedy: bool, any_filter: bool) -> SamplingTensors:
+        """Sampling parameters of ``rows``."""
+        return SamplingTensors(
+            seeds=self.seed[rows],
+            temperature=self.temperature[rows],
+            greedy=self.greedy[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            any_greedy=any_greedy,
+            any_filter=any_filter,
+        )
+
+    def record(
+        self, rows: slice | torch.Tensor, token: torch.Tensor, logprob: torch.Tensor, is_stop: torch.Tensor
+    ) -> None:
+        """Append the drawn ``token`` [N] to ``rows`` and end those that stopped or are full.
+
+        ``is_stop`` [V] marks end tokens. Nothing is read by the host.
+        """
+        alive, count = self.alive[rows], self.count[rows]
+        column = torch.where(alive, count, self.trash)[:, None]
+        if isinstance(rows, slice):
+            self.tokens[rows].scatter_(1, column, token[:, None])
+            self.logprobs[rows].scatter_(1, column, logprob[:, None])
+        else:
+            self.tokens[rows, column[:, 0]] = token
+            self.logprobs[rows, column[:, 0]] = logprob
+        count = count + alive
+        self.count[rows] = count
+        self.position[rows] += alive
+        self.token[rows] = torch.where(alive, token, self.token[rows])
+        self.alive[rows] = alive & (count < self.limit[rows]) & ~is_stop[token]
+
+    def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy whole rows (compaction)."""
+        for buffer in (
+            *(getattr(self, name) for name in _INT_FIELDS),
+            self.temperature, self.top_p, self.greedy, self.alive, self.tokens, self.logprobs,
+        ):
+            buffer[destination] = buffer[source]

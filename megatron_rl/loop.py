@@ -1,0 +1,136 @@
+"""The RL step and the loop around it.
+
+    draw prompts ─► rollout mode: generate ─► grade (while the rest generates) ─► advantages
+         ▲                                                                             │
+         └──── metrics, checkpoint, evaluation ◄── policy update ◄── pack and balance ◄┘
+
+One line a stage. Supervised training takes the same way from packing on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from megatron_rl.build import Run
+from megatron_rl.inference.sampler import sample_seed
+from megatron_rl.models import rollout_mode
+from megatron_rl.parallel.collectives import any_rank
+from megatron_rl.reporting import dump_batches, report_step, write_records
+from megatron_rl.rollout.statistics import failure_counts, rollout_metrics
+from megatron_rl.trainer.samples import refuse_failures, reward_metrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepResult:
+    """What a step leaves for the log."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    applied_updates: int = 0
+    skipped_updates: int = 0
+    tokens: int = 0
+
+
+def rl_step(run: Run, step: int) -> StepResult | None:
+    """One RL step; None when the run was asked to stop and the step left no trace."""
+    cursor = run.source.state()
+    with run.timer.phase("gen"), rollout_mode(run.policy, run.optimization.wrapped):
+        draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
+        requests = run.requests_of_this_rank(draws)
+        seed = sample_seed(run.config.training.seed, "rollout", step)
+        rollouts = run.rollouter.run(requests, seed, run.progress.policy_version)
+    if rollouts.cancelled:
+        run.source.load_state(cursor)
+        return None
+
+    with run.timer.phase("advantages"):
+        samples = run.samples.build(rollouts.groups)
+        failures = failure_counts(rollouts.groups, run.groups.data_group)
+        refuse_failures(samples, failures, run.config.environment.rl_max_failed_share)
+        updates = run.batches.updates(samples.samples, run.minibatches, seed)
+    outcome = run.trainer.step(updates)
+
+    if outcome.skipped_updates:
+        dump_batches(run, step, updates)
+    write_records(run, step, rollouts.groups)
+    metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
+    metrics |= reward_metrics(samples) | outcome.metrics
+    metrics["timing_s/reward"] = rollouts.grade_wait_seconds
+    metrics["training/skipped_prompts"] = float(run.source.skipped_too_long)
+    total = len(updates) * run.config.algorithm.grpo_iterations
+    return StepResult(
+        metrics,
+        applied_updates=total - outcome.skipped_updates,
+        skipped_updates=outcome.skipped_updates,
+        tokens=int(metrics["perf/generated_tokens"]),
+    )
+
+
+def supervised_step(run: Run, step: int) -> StepResult | None:
+    """One update on demonstrations; the denominator of the loss is the batch's answer tokens."""
+    with run.timer.phase("data"):
+        batch = run.source.draw(run.config.training.global_batch_size)
+        mine = batch[run.groups.data_rank :: run.groups.data_size]
+        micro_batches = run.batches.pack(mine, seed=step)
+    outcome = run.trainer.step(micro_batches)
+    if outcome.skipped_updates:
+        dump_batches(run, step, [micro_batches])
+    outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped_too_long)
+    return StepResult(
+        outcome.metrics,
+        applied_updates=1 - outcome.skipped_updates,
+        skipped_updates=outcome.skipped_updates,
+        tokens=int(outcome.metrics["perf/total_num_tokens"]),
+    )
+
+
+def train(run: Run) -> str:
+    """Run to the last step, or until asked to stop. Returns ``finished`` or ``stopped``."""
+    take_step = rl_step if run.config.training.perform_rl_step else supervised_step
+    progress, started = run.progress, time.monotonic()
+    if progress.step == 0 and run.evaluator is not None:
+        with run.timer.phase("eval"):
+            before = evaluate(run)
+        if before is None:
+            return _stop(run)
+        report_step(run, 0, before)
+    while progress.step < run.config.total_steps:
+        if any_rank(run.stop.requested):
+            return _stop(run)
+        with run.timer.phase("step"):
+            result = take_step(run, progress.step + 1)
+        if result is None:
+            return _stop(run)
+        progress.step += 1
+        progress.tokens += result.tokens
+        gap = result.metrics.get("training/rollout_logprob_gap_max", 0.0)
+        progress.logprob_gap_max = max(progress.logprob_gap_max, gap)
+        progress.count_updates(result.applied_updates, result.skipped_updates)
+        if run.evaluation_is_due():
+            with run.timer.phase("eval"):
+                held_out = evaluate(run)
+            result.metrics.update(held_out or {})
+        report_step(run, progress.step, result.metrics)
+        leaves_early = any_rank(run.must_leave(time.monotonic() - started))
+        if run.save_is_due() or leaves_early:
+            with run.timer.phase("save"):
+                run.save()
+        if leaves_early:
+            return "stopped"
+    return "finished"
+
+
+def evaluate(run: Run) -> dict[str, float] | None:
+    """Held-out evaluation with the current weights; None when asked to stop meanwhile."""
+    with rollout_mode(run.policy, run.optimization.wrapped):
+        return run.evaluator.evaluate(run.rollouter, run.progress.policy_version)
+
+
+def _stop(run: Run) -> str:
+    """Save what is finished; the interrupted step will be done again."""
+    logger.warning("asked to stop (%s): saving step %d", run.stop.reason or "another rank", run.progress.step)
+    run.save()
+    return "stopped"

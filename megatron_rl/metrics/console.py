@@ -1,0 +1,173 @@
+"""The terminal: one compact line a step, one line an evaluation, a progress bar when it is a terminal.
+
+For example::
+
+    step 12/80 | reward 0.43 | len 21.3 | loss -0.0121 | grad 0.52 | gap 1.2e-06 | gen 0.3s train 0.2s
+    eval 12/80 | arithmetic | pass@1 0.512 | pass@8 0.810 | greedy 0.550 | len 20.1
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+from megatron_rl.metrics import names
+
+Mode = Literal["rl", "supervised"]
+
+ERASE_LINE = "\r\x1b[2K"
+BAR_WIDTH = 24
+COMPACT = "compact"
+"""Format that writes 12,100 as ``12.1k``, beside Python's own format specifications."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One cell of the step line; a metric absent from a step leaves its cell out."""
+
+    template: str
+    """``{}`` is where the number goes: ``"gen {}s"``."""
+    metric: str
+    number_format: str = ".2f"
+    glue: str = " | "
+    """What stands between the cell and the one before it."""
+
+
+RL_COLUMNS = (
+    Column("reward {}", names.REWARD_MEAN),
+    Column("score {}", names.SCORE_MEAN),
+    Column("len {}", names.RESPONSE_LENGTH_MEAN, ".1f"),
+    Column("loss {}", names.POLICY_LOSS, ".3g"),
+    Column("grad {}", names.GRAD_NORM, ".3g"),
+    Column("gap {}", names.LOGPROB_GAP_MEAN, ".1e"),
+    Column("gen {}s", names.timing("gen"), ".1f"),
+    Column("train {}s", names.timing("update_actor"), ".1f", glue=" "),
+    Column("{} tok/s", names.THROUGHPUT, COMPACT),
+)
+SUPERVISED_COLUMNS = (
+    Column("loss {}", names.SUPERVISED_LOSS, ".4f"),
+    Column("ppl {}", names.PERPLEXITY, ".4g"),
+    Column("grad {}", names.GRAD_NORM, ".3g"),
+    Column("lr {}", names.LEARNING_RATE, ".2e"),
+    Column("step {}s", names.timing(names.WHOLE_STEP), ".1f"),
+    Column("{} tok/s", names.THROUGHPUT, COMPACT),
+)
+COLUMNS: Mapping[Mode, tuple[Column, ...]] = {"rl": RL_COLUMNS, "supervised": SUPERVISED_COLUMNS}
+
+EVALUATION_COLUMNS: Mapping[str, tuple[str, str]] = {
+    names.VALIDATION_LENGTH: ("len {}", ".1f"),
+}
+"""Measures of an evaluation that are not shown as ``<measure> 0.123``."""
+
+
+class ConsoleWriter:
+    """Writes to a stream it is given; colours nothing, so that a log file reads like the screen."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        total_steps: int,
+        mode: Mode = "rl",
+        *,
+        columns: Sequence[Column] | None = None,
+        interactive: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._total_steps = total_steps
+        self._columns = COLUMNS[mode] if columns is None else tuple(columns)
+        self._interactive = _is_terminal(stream) if interactive is None else interactive
+        self._clock = clock
+        self._first_step: int | None = None
+        self._first_time = 0.0
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the step's line, then a line for every environment evaluated in it."""
+        if self._first_step is None:
+            self._first_step, self._first_time = step, self._clock()
+        lines = []
+        cells = format_cells(self._columns, metrics)
+        if cells:
+            lines.append(f"step {self._position(step)} | {cells}")
+        lines += [f"eval {self._position(step)} | {text}" for text in format_evaluations(metrics)]
+        self._emit("".join(line + "\n" for line in lines))
+        if self._interactive:
+            # The cursor goes back to column 0, so a log line from elsewhere overwrites the bar.
+            self._emit(self._bar(step) + "\r")
+
+    def close(self) -> None:
+        """Erase the progress bar; the stream stays open, it belongs to the caller."""
+        if self._interactive:
+            self._emit("")
+
+    def _position(self, step: int) -> str:
+        return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
+
+    def _bar(self, step: int) -> str:
+        done = min(1.0, step / max(1, self._total_steps))
+        filled = round(done * BAR_WIDTH)
+        return f"[{'#' * filled}{'-' * (BAR_WIDTH - filled)}] {done:4.0%}{self._remaining(step)}"
+
+    def _remaining(self, step: int) -> str:
+        """Time left at the pace since the first step seen here: a resumed run did not do the earlier ones."""
+        steps_seen = step - (self._first_step or 0)
+        if steps_seen < 1 or step >= self._total_steps:
+            return ""
+        seconds = (self._clock() - self._first_time) / steps_seen * (self._total_steps - step)
+        return f"  {format_duration(seconds)} left"
+
+    def _emit(self, text: str) -> None:
+        erased = ERASE_LINE + text if self._interactive else text
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(erased.encode(encoding, "replace").decode(encoding))
+        self._stream.flush()
+
+
+def format_cells(columns: Sequence[Column], metrics: Mapping[str, float]) -> str:
+    """The cells of the metrics that are there, joined by their glue."""
+    text = ""
+    for column in columns:
+        if column.metric in metrics:
+            cell = column.template.format(format_number(metrics[column.metric], column.number_format))
+            text += (column.glue if text else "") + cell
+    return text
+
+
+def format_evaluations(metrics: Mapping[str, float]) -> list[str]:
+    """One text an environment, from its ``val/<environment>/<measure>`` metrics."""
+    cells: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        split = names.split_validation(name)
+        if split is not None:
+            environment, measure = split
+            template, number_format = EVALUATION_COLUMNS.get(measure, (f"{measure} {{}}", ".3f"))
+            cells.setdefault(environment, []).append(template.format(format_number(value, number_format)))
+    return [" | ".join([environment, *texts]) for environment, texts in cells.items()]
+
+
+def format_number(value: float, number_format: str) -> str:
+    """``format``, plus ``compact``: 999, 12.1k, 3.4M."""
+    if number_format != COMPACT:
+        return format(float(value), number_format)
+    for suffix in ("", "k", "M"):
+        if abs(value) < 999.5:
+            return f"{value:.1f}{suffix}" if suffix else f"{value:.0f}"
+        value /= 1000
+    return f"{value:.1f}G"
+
+
+def format_duration(seconds: float) -> str:
+    """``45s``, ``3m 20s``, ``2h 05m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"

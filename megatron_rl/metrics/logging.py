@@ -1,0 +1,73 @@
+"""Log lines of the ``megatron_rl.*`` loggers, and quiet from everybody else's."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from typing import TextIO
+
+ROOT = "megatron_rl"
+
+NOISY_LOGGERS = (
+    "asyncio",
+    "datasets",
+    "filelock",
+    "fsspec",
+    "httpcore",
+    "httpx",
+    "huggingface_hub",
+    "matplotlib",
+    "megatron.core",
+    "torch",
+    "transformers",
+    "urllib3",
+    "waitress",
+    "wandb",
+    "werkzeug",
+)
+NOISY_WARNINGS = (
+    # Said once per megatron-core module that has a faster variant with the extra.
+    r".*Transformer Engine and Apex are not installed.*",
+    r".*Apex is not installed.*",
+    r".*[Tt]ransformer[ _][Ee]ngine is not installed.*",
+)
+
+
+class _RankFormatter(logging.Formatter):
+    """``10:00:00 INFO loop: text``; ranks other than 0 say which they are."""
+
+    def __init__(self, rank: int) -> None:
+        who = "" if rank == 0 else f"[rank {rank}] "
+        super().__init__(f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s", datefmt="%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        shortened = logging.makeLogRecord(record.__dict__)
+        shortened.name = record.name.removeprefix(f"{ROOT}.")
+        return super().format(shortened)
+
+
+def configure_logging(rank: int, verbose: bool = False, stream: TextIO | None = None) -> None:
+    """Send the library's log lines to ``stream`` (standard error): rank 0 from INFO, the others from WARNING.
+
+    ``verbose`` lowers both by one level and lets third-party chatter through. Calling again replaces the
+    handler and the level, so a launcher may configure before the rank is known.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(_RankFormatter(rank))
+    library = logging.getLogger(ROOT)
+    library.handlers[:] = [handler]
+    library.propagate = False
+    quiet, chatty = (logging.INFO, logging.DEBUG) if rank == 0 else (logging.WARNING, logging.INFO)
+    library.setLevel(chatty if verbose else quiet)
+    if not verbose:
+        _quiet_third_parties(rank)
+
+
+def _quiet_third_parties(rank: int) -> None:
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+    for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(?!megatron_rl)")
+    for message in NOISY_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,42 @@
+"""Where a run came from: versions, commit, host."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "triton", "megatron-rl")
+GIT_TIMEOUT_S = 10.0
+
+
+def package_versions() -> dict[str, str]:
+    """Python and the packages that decide the numbers; those not installed are left out."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit(source: Path | None = None) -> str | None:
+    """Commit of the checkout this library runs from, ``-dirty`` when edited; ``None`` outside a checkout."""
+    folder = source or Path(__file__).parent
+    if "site-packages" in folder.parts:
+        # Installed into a virtual environment: the repository around it is the user's, not ours.
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None
+
+
+def host_name() -> str:
+    """Name of this machine."""
+    return socket.gethostname()

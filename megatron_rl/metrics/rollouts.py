@@ -1,0 +1,79 @@
+"""Rollout records: what the policy wrote and what it got for it, one JSON line a sample.
+
+For prompt ``P0 P1`` and answer ``A0 E``::
+
+    {"step": 12, "environment": "arithmetic", "task_id": "7", "sample": 0, "prompt": "...",
+     "completion": "...", "token_ids": [A0, E], "inference_logprobs": [l2, l3], "token_texts": ["4", "<eos>"],
+     "reward": 1.0, "status": "ok", "code": "", ..., "finish_reason": "stop", "policy_version": 11}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.metrics.files import to_plain, write_text_atomic
+from megatron_rl.metrics.jsonl import read_rows
+from megatron_rl.types import Rollout, RolloutGroup
+
+
+def write_rollouts(
+    path: Path,
+    step: int,
+    groups: Sequence[RolloutGroup],
+    limit: int | None = None,
+    *,
+    decode_token: Callable[[int], str] | None = None,
+) -> int:
+    """Write at most ``limit`` samples (all when ``None``), whole file or nothing; returns how many.
+
+    ``decode_token`` gives the text of one token id; with it the report can show each token's log-prob.
+    """
+    decode = None if decode_token is None else cache(decode_token)
+    rows = list(islice(_rows(step, groups, decode), limit))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    return len(rows)
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that ``write_rollouts`` made; damaged ones are left out with a warning."""
+    return read_rows(path)
+
+
+def _rows(
+    step: int, groups: Sequence[RolloutGroup], decode: Callable[[int], str] | None
+) -> Iterator[dict[str, Any]]:
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            row = {
+                "step": step,
+                "environment": group.source.environment,
+                "task_id": group.source.task.id,
+                "sample": index,
+                "prompt": group.prompt_text,
+                **_answer(rollout),
+            }
+            if decode is not None:
+                row["token_texts"] = [decode(token) for token in rollout.completion.token_ids]
+            yield to_plain(row)
+
+
+def _answer(rollout: Rollout) -> dict[str, Any]:
+    completion, grade = rollout.completion, rollout.grade
+    return {
+        "completion": rollout.text,
+        "token_ids": completion.token_ids,
+        "inference_logprobs": completion.inference_logprobs,
+        "finish_reason": completion.finish_reason,
+        "policy_version": completion.policy_version,
+        "reward": grade.reward,
+        "status": grade.status,
+        "code": grade.code,
+        "message": grade.message,
+        "metrics": grade.metrics,
+    }

@@ -1,0 +1,151 @@
+"""The run directory: what lies where, and whether a path may become one.
+
+The layout::
+
+    run.json  config.yaml  config.diff.yaml  command.txt  metrics.jsonl  summary.json  report.html
+    tensorboard/  rollouts/step_000012.jsonl  checkpoints/  logs/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from megatron_rl.metrics.files import to_plain, write_json_atomic, write_text_atomic
+from megatron_rl.metrics.jsonl import read_rows
+from megatron_rl.metrics.provenance import git_commit, host_name, package_versions
+
+Status = Literal["running", "finished", "stopped", "failed"]
+
+
+class RunDirectory:
+    """Paths of a run, and the small files that describe it. Only one rank may create or write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts = path / "run.json"
+        self.config = path / "config.yaml"
+        self.config_diff = path / "config.diff.yaml"
+        self.command = path / "command.txt"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self.tensorboard = path / "tensorboard"
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.folders = (self.tensorboard, self.rollouts, self.checkpoints, self.logs)
+
+    def create(
+        self,
+        config: Mapping[str, Any],
+        config_diff: Mapping[str, Any],
+        command: Sequence[str],
+    ) -> None:
+        """Make the layout, or take up an existing run: the start is kept, the new command is added."""
+        for folder in self.folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._write_yaml(self.config, config)
+        self._write_yaml(self.config_diff, config_diff)
+        earlier = self.command.read_text(encoding="utf-8") if self.command.exists() else ""
+        write_text_atomic(self.command, earlier + shlex.join(command) + "\n")
+        self._write_facts(command)
+
+    def set_status(self, status: Status, **facts: object) -> None:
+        """Record how the run stands, with further facts such as ``step=80`` or ``error="..."``."""
+        now = _now()
+        write_json_atomic(self.facts, {**self.read_facts(), "status": status, "updated": now, **facts})
+
+    def write_summary(self, summary: Mapping[str, object]) -> None:
+        """Write ``summary.json``: the numbers one asks for first."""
+        write_json_atomic(self.summary, summary)
+
+    def rollouts_path(self, step: int) -> Path:
+        """Rollout records of a step."""
+        return self.rollouts / f"step_{step:06d}.jsonl"
+
+    def read_facts(self) -> dict[str, Any]:
+        """``run.json``, empty when absent or damaged."""
+        return read_json_object(self.facts)
+
+    def last_step(self) -> int | None:
+        """Step of the last row of ``metrics.jsonl``."""
+        rows = read_rows(self.metrics)
+        return rows[-1]["step"] if rows else None
+
+    def holds_run(self) -> bool:
+        """Whether something would be lost here. A start that failed before its first step is nothing."""
+        if self.last_step() is not None or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+            return True
+        return self.facts.exists() and self.read_facts().get("status") != "failed"
+
+    def _write_facts(self, command: Sequence[str]) -> None:
+        earlier = self.read_facts() if self.holds_run() else {}
+        started = {
+            "time": _now(),
+            "command": list(command),
+            "host": host_name(),
+            "git_commit": git_commit(),
+            "versions": package_versions(),
+        }
+        facts = {
+            "status": "running",
+            "created": earlier.get("created", started["time"]),
+            "updated": started["time"],
+            **{key: started[key] for key in ("command", "host", "git_commit", "versions")},
+            "starts": [*earlier.get("starts", []), started],
+        }
+        write_json_atomic(self.facts, facts)
+
+    @staticmethod
+    def _write_yaml(path: Path, value: Mapping[str, Any]) -> None:
+        plain = to_plain(value, null_nonfinite=False)
+        write_text_atomic(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def check_usable(path: Path, resume: bool) -> list[str]:
+    """Why ``path`` cannot be the run directory, one sentence each; empty when it can.
+
+    A directory that exists is fine while it holds no run. With ``resume``, a directory without a run is fine
+    too: the same command then serves the first start and every restart of a scheduler.
+    """
+    existing = path
+    while not os.path.exists(existing):  # Path.exists raises below an unsearchable directory
+        existing = existing.parent
+    if not existing.is_dir():
+        return [f"{existing} is a file, so the run directory {path} cannot be made; choose another directory"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"{existing} is not writable, so {path} cannot hold a run; choose another directory"]
+    run = RunDirectory(path)
+    in_the_way = [folder for folder in run.folders if folder.exists() and not folder.is_dir()]
+    if in_the_way:
+        return [f"{folder} is a file where a directory is needed; move it away" for folder in in_the_way]
+    if resume or not run.holds_run():
+        return []
+    step = run.last_step()
+    where = "before its first step" if step is None else f"at step {step}"
+    status = run.read_facts().get("status", "unknown")
+    return [
+        f"{path} already holds a run ({where}, status {status}); continue it with --resume "
+        "or choose another directory"
+    ]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when the file is absent or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,58 @@
+"""Seconds by phase of a step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron_rl.metrics.names import timing
+
+
+class PhaseTimer:
+    """Measures phases and hands them out once a step.
+
+    Phases nest, and the outer one includes the inner. A phase that is open several times at once (grades of
+    many groups in flight) counts the seconds in which at least one was open, so no phase outlasts the step.
+    Name a part of another phase ``gen/prefill``: names with a slash are not added up in the report.
+
+    ``sync`` runs before each reading of the clock; CUDA launches return early, so pass
+    ``torch.cuda.synchronize`` for exact phases at the price of a stall.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sync: Callable[[], None] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._sync = sync
+        self._seconds: Counter[str] = Counter()
+        self._open: Counter[str] = Counter()
+        self._started: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body; an exception counts the time spent as well."""
+        if not self._open[name]:
+            self._started[name] = self._read_clock()
+        self._open[name] += 1
+        try:
+            yield
+        finally:
+            self._open[name] -= 1
+            if not self._open[name]:
+                self._seconds[name] += self._read_clock() - self._started.pop(name)
+
+    def collect(self) -> dict[str, float]:
+        """``timing_s/<phase>`` of the phases that ended since the last call; starts the next step."""
+        collected = {timing(name): seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return collected
+
+    def _read_clock(self) -> float:
+        if self._sync is not None:
+            self._sync()
+        return self._clock()

@@ -1,0 +1,7 @@
+"""megatron-core's GPTModel, built from the user's flags."""
+
+import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is imported)
+from megatron_rl.models.gpt import PolicyModel, build_model, build_transformer_config
+from megatron_rl.models.mode import rollout_mode
+
+__all__ = ["PolicyModel", "build_model", "build_transformer_config", "rollout_mode"]

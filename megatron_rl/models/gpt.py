@@ -1,0 +1,148 @@
+"""GPTModel from flags."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.attention import RopeTable
+from megatron_rl.config import RLConfig
+from megatron_rl.models.spec import block_spec
+from megatron_rl.platform import Platform
+
+logger = logging.getLogger(__name__)
+
+
+class _TrainableRotaryEmbedding(RotaryEmbedding):
+    """megatron caches the embedding; made inside ``inference_mode`` it could never be trained with."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return super().forward(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """The one model of this process: training and rollouts share its parameters."""
+
+    gpt: GPTModel
+    config: TransformerConfig
+    rope: RopeTable
+    vocab_size: int
+    """Real vocabulary; columns from here to ``padded_vocab_size`` are never sampled or scored."""
+    padded_vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters held by this rank."""
+        return sum(parameter.numel() for parameter in self.gpt.parameters())
+
+
+def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int) -> int:
+    """Megatron's rule: round up to a multiple of ``divisible_by * tensor_size``."""
+    multiple = divisible_by * tensor_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def parameter_dtype(config: RLConfig) -> torch.dtype:
+    """bf16 with `--bf16`, otherwise fp32."""
+    return torch.bfloat16 if config.precision.bf16 else torch.float32
+
+
+def build_transformer_config(config: RLConfig, platform: Platform) -> TransformerConfig:
+    """Translate our sections; fused kernels stay off where there is no CUDA to run them."""
+    model, kernels, parallel = config.model, config.kernels, config.parallel
+    on_cuda = platform.is_cuda
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=model.ffn_hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            kv_channels=model.kv_channels,
+            normalization=model.normalization,
+            layernorm_epsilon=model.norm_epsilon,
+            gated_linear_unit=model.swiglu,
+            activation_func=functional.silu if model.swiglu else functional.gelu,
+            add_bias_linear=model.add_bias_linear,
+            add_qkv_bias=model.add_qkv_bias,
+            qk_layernorm=model.qk_layernorm,
+            hidden_dropout=model.hidden_dropout,
+            attention_dropout=model.attention_dropout,
+            init_method_std=model.init_method_std,
+            embedding_init_method_std=model.embedding_init_method_std,
+            use_cpu_initialization=kernels.use_cpu_initialization or not on_cuda,
+            params_dtype=parameter_dtype(config),
+            pipeline_dtype=parameter_dtype(config),
+            bf16=config.precision.bf16,
+            attention_softmax_in_fp32=kernels.attention_softmax_in_fp32,
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
+            recompute_granularity=kernels.recompute_granularity,
+            recompute_method=kernels.recompute_method,
+            recompute_num_layers=kernels.recompute_num_layers,
+            # Our losses are sums with an explicit global denominator, which this switch makes
+            # megatron divide by once, after the data-parallel reduction.
+            calculate_per_token_loss=True,
+            # Fusions that need Apex, Transformer Engine or a CUDA kernel; parity before speed.
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
+        )
+
+
+def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> PolicyModel:
+    """Build this rank's part of the model with random weights (seed first).
+
+    ``vocab_size`` is the tokenizer's; it is padded the way Megatron pads it.
+    """
+    transformer_config = build_transformer_config(config, platform)
+    padded = padded_vocabulary(
+        vocab_size,
+        config.tokenizer.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
+    max_length = max(config.model.max_position_embeddings, config.training.seq_length)
+    gpt = GPTModel(
+        transformer_config,
+        block_spec(transformer_config),
+        vocab_size=padded,
+        max_sequence_length=max_length,
+        position_embedding_type=config.model.position_embedding_type,
+        rotary_base=config.model.rotary_base,
+        rotary_percent=config.model.rotary_percent,
+        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+    ).to(platform.device)
+    gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
+    # Sized to what a run can reach, not to the model's advertised context of 131072.
+    reach = max(config.training.seq_length, config.rollout.inference_max_seq_length)
+    policy = PolicyModel(
+        gpt=gpt,
+        config=transformer_config,
+        rope=RopeTable(gpt.rotary_pos_emb, reach),
+        vocab_size=vocab_size,
+        padded_vocab_size=padded,
+        dtype=transformer_config.params_dtype,
+        device=platform.device,
+    )
+    if config.precision.bf16:
+        gpt.to(torch.bfloat16)
+    logger.info("model: %s parameters on this rank, vocabulary %d (padded to %d)",
+                f"{policy.num_parameters:,}", vocab_size, padded)
+    return policy

@@ -1,0 +1,62 @@
+"""Small host-side exchanges between ranks: flags, sums and JSON values. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """True on every rank when it is true on one."""
+    value = torch.tensor([int(flag)])
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+def sum_over(values: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    """Add up named host numbers; every rank passes the same names in the same order."""
+    total = torch.tensor(list(values.values()), dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    return dict(zip(values, total.tolist(), strict=True))
+
+
+def max_over(values: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    """Largest of named host numbers; every rank passes the same names in the same order."""
+    largest = torch.tensor(list(values.values()), dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(values, largest.tolist(), strict=True))
+
+
+def gather_vectors(local: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """1-D host tensors of different lengths from every rank, in rank order."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([local.numel()]), group=group)
+    longest = max(int(size.item()) for size in sizes)
+    padded = torch.zeros(longest, dtype=local.dtype)
+    padded[: local.numel()] = local
+    parts = [torch.zeros_like(padded) for _ in sizes]
+    if longest:
+        dist.all_gather(parts, padded, group=group)
+    return [part[: int(size.item())] for part, size in zip(parts, sizes, strict=True)]
+
+
+def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """A small JSON value from every rank, in rank order."""
+    raw = bytearray(json.dumps(value).encode())
+    parts = gather_vectors(torch.frombuffer(raw, dtype=torch.uint8), group)
+    return [json.loads(bytes(part.tolist())) for part in parts]
+
+
+def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+    """A small JSON value from global rank ``source``; the others pass anything."""
+    is_source = dist.get_rank() == source
+    raw = bytearray(json.dumps(value).encode()) if is_source else bytearray(1)
+    size = torch.tensor([len(raw)])
+    dist.broadcast(size, source, group=group)
+    data = torch.frombuffer(raw, dtype=torch.uint8) if is_source else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, source, group=group)
+    return json.loads(bytes(data.tolist()))

@@ -1,0 +1,123 @@
+"""Start torch.distributed and megatron's groups, and hand them out by name."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import GlobalMemoryBuffer
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.platform import Platform
+
+
+class _TrainableMemoryBuffer(GlobalMemoryBuffer):
+    """megatron's scratch buffer, safe to be first asked for inside ``inference_mode``.
+
+    Stock, a buffer made during a rollout is an inference tensor, and the next training step
+    fails with "Inference tensors cannot be saved for backward".
+    """
+
+    def get_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return super().get_tensor(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """This rank's place in the job. Groups are named after what they split."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    tensor_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    """Ranks that hold the same weights and different samples (context parallel included)."""
+    model_group: dist.ProcessGroup
+    """Ranks that hold one copy of the model (tensor and pipeline parallel)."""
+
+    @property
+    def tensor_rank(self) -> int:
+        """Index in `tensor_group`."""
+        return self.tensor_group.rank()
+
+    @property
+    def tensor_size(self) -> int:
+        """Number of ranks in `tensor_group`."""
+        return self.tensor_group.size()
+
+    @property
+    def data_rank(self) -> int:
+        """Index in `data_group`."""
+        return self.data_group.rank()
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks in `data_group`."""
+        return self.data_group.size()
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes files and talks to the user."""
+        return self.rank == 0
+
+    @property
+    def leads_model(self) -> bool:
+        """True on the one rank of a model copy that talks to the environments."""
+        return self.model_group.rank() == 0
+
+    def model_leader(self) -> int:
+        """Global rank of this model copy's leader: the source of its broadcasts."""
+        return dist.get_global_rank(self.model_group, 0)
+
+
+def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
+    """Join the job torchrun started (or be a job of one rank) and build megatron's groups."""
+    if platform.is_cuda:
+        torch.cuda.set_device(platform.device)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    backend = platform.distributed_backend
+    if config.distributed_backend not in ("auto", ""):
+        backend = config.distributed_backend
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    if "MASTER_PORT" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # started without torchrun: one rank, a store in memory, no port to collide on
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        distributed_timeout_minutes=config.distributed_timeout_minutes,
+    )
+    parallel_state._GLOBAL_MEMORY_BUFFER = _TrainableMemoryBuffer()
+    return current_groups()
+
+
+def current_groups() -> ParallelGroups:
+    """The groups of an initialised job."""
+    return ParallelGroups(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        model_group=parallel_state.get_model_parallel_group(),
+    )
+
+
+def shut_down() -> None:
+    """Leave the job; safe to call at any time, also after a failed start."""
+    if not dist.is_initialized():
+        return
+    with contextlib.suppress(AssertionError, AttributeError):
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,182 @@
+"""Run megatron-core without CUDA: every patch, what it becomes, and who needs it.
+
+megatron-core writes ``device="cuda"``, ``torch.cuda.current_device()`` and CUDA random-number
+calls into code that has nothing to do with a GPU. `install` redirects them to the CPU. It is
+called by `megatron_rl.platform.prepare` only when there is no GPU, before megatron is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange", "zeros_like")
+
+
+def install() -> None:
+    """Apply every patch. Call once, before the first megatron import."""
+    _patch_device_queries()
+    _patch_streams_and_events()
+    _patch_random_numbers()
+    _patch_tensor_factories()
+    _patch_tensor_methods()
+    _import_megatron_without_compilation()
+    _patch_megatron()
+
+
+class _Event:
+    """``torch.cuda.Event`` on the host clock (engine and p2p timing)."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._time = 0.0
+
+    def record(self, *_: Any) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other._time - self._time) * 1e3
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """``torch.cuda.Stream`` where everything already runs in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    def wait_event(self, *_: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _patch_device_queries() -> None:
+    """Needed everywhere: buffers, optimizers and schedules ask for the current device."""
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.synchronize = _do_nothing
+    torch.cuda.memory_stats = lambda *_, **__: defaultdict(int)
+    torch.cuda.nvtx.range_push = _do_nothing
+    torch.cuda.nvtx.range_pop = _do_nothing
+
+
+def _patch_streams_and_events() -> None:
+    """Needed by context-parallel rope, the MoE all-to-all and p2p communication."""
+    stream = _Stream()
+    torch.cuda.Event = _Event
+    torch.cuda.Stream = _Stream
+    torch.cuda.stream = lambda _stream: contextlib.nullcontext()
+    torch.cuda.current_stream = lambda *_, **__: stream
+    torch.cuda.default_stream = lambda *_, **__: stream
+
+
+def _patch_random_numbers() -> None:
+    """The CUDA generator becomes the CPU generator."""
+    torch.cuda.manual_seed = torch.manual_seed
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        module.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _patch_tensor_factories() -> None:
+    """``device="cuda"`` literals in optimizers, gradient clipping and schedules."""
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def redirected(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return functools.update_wrapper(redirected, factory, updated=())
+
+
+def _patch_tensor_methods() -> None:
+    """Optimizers and ``clip_grads`` recognise tensors by the type name ``torch.cuda.*``."""
+    original_type = torch.Tensor.type
+
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original_type(self, *args, **kwargs)
+        if args or kwargs or answer.startswith("torch.cuda."):
+            return answer
+        return "torch.cuda." + answer.removeprefix("torch.")
+
+    torch.Tensor.type = tensor_type
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.Tensor.record_stream = _do_nothing
+
+
+@contextlib.contextmanager
+def _without_compilation() -> Iterator[None]:
+    """``torch.compile`` as the identity: compiling tiny fused functions costs seconds of start-up."""
+    original = torch.compile
+
+    def identity(model: Any = None, **_: Any) -> Any:
+        return model if model is not None else (lambda function: function)
+
+    torch.compile = identity
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
+def _import_megatron_without_compilation() -> None:
+    with _without_compilation():
+        import megatron.core
+        import megatron.core.jit
+
+    megatron.core.jit.disable_jit_fuser()
+
+
+def _patch_megatron() -> None:
+    import megatron.core.inference.communication_utils as inference_communication
+    import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    # Otherwise the state to set is queued for a CUDA start that never comes (a leak).
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # Pipeline inference refuses CPU tensors.
+    inference_communication._is_cuda = _do_nothing
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+
+
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """MoE all-to-all split sizes are already on the host."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,0 +1,43 @@
+"""Where a run stands: the counters that move from step to step and go into every checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_rl.errors import TrainingError
+
+MAX_CONSECUTIVE_SKIPS = 3
+
+
+@dataclass
+class Progress:
+    """Mutable on purpose: the one object the loop advances."""
+
+    step: int = 0
+    """Finished steps."""
+    updates: int = 0
+    """Applied optimizer updates."""
+    policy_version: int = 0
+    """Version of the weights; stamped on every completion."""
+    tokens: int = 0
+    """Tokens generated (RL) or trained on (supervised)."""
+    logprob_gap_max: float = 0.0
+    """Largest |inference - trainer| log-prob of any token so far."""
+    consecutive_skips: int = 0
+    best: dict[str, float] = field(default_factory=dict)
+
+    def count_updates(self, applied: int, skipped: int) -> None:
+        """Book a step's updates.
+
+        Raises:
+            TrainingError: the gradient was not finite ``MAX_CONSECUTIVE_SKIPS`` times in a row.
+        """
+        self.updates += applied
+        if applied:
+            self.policy_version += 1
+        self.consecutive_skips = 0 if not skipped else self.consecutive_skips + skipped
+        if self.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
+            raise TrainingError(
+                f"{self.consecutive_skips} updates in a row had a non-finite gradient and were skipped; the batches "
+                "are in the run directory's logs/; lower --lr or look for the cause there"
+            )

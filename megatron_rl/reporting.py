@@ -1,0 +1,188 @@
+"""From a step's numbers to the run directory and the screen."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
+from megatron_rl.metrics.console import ConsoleWriter
+from megatron_rl.metrics.jsonl import JsonlWriter
+from megatron_rl.metrics.report import write_report
+from megatron_rl.metrics.rollouts import write_rollouts
+from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.metrics.tensorboard import TensorBoardWriter
+from megatron_rl.metrics.timers import PhaseTimer
+from megatron_rl.metrics.wandb import WandbRun, open_wandb
+from megatron_rl.metrics.writer import MetricLog
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.platform import Platform
+from megatron_rl.progress import Progress
+from megatron_rl.types import PackedBatch, RolloutGroup
+
+if TYPE_CHECKING:
+    from megatron_rl.build import Run
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Owns the metric writers of rank 0; the other ranks have one that writes nowhere."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        groups: ParallelGroups,
+        directory: RunDirectory,
+        timer: PhaseTimer,
+        platform: Platform,
+        progress: Progress,
+        command: Sequence[str],
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._directory = directory
+        self._timer = timer
+        self._platform = platform
+        self._started = time.monotonic()
+        self.log = MetricLog()
+        if groups.is_main:
+            directory.create(to_dict(config), difference_from_defaults(config), command)
+            self.log = self._open_log(progress)
+
+    def step(self, step: int, metrics: dict[str, float], policy: torch.nn.Module) -> None:
+        """Add timings and what the user asked for, and write the row; collective."""
+        row = dict(metrics)
+        row |= self._timer.collect() | self._platform.memory_metrics()
+        row |= self._throughput(row, policy)
+        logging_config = self._config.logging
+        if logging_config.log_straggler:
+            row |= self._straggler(row)
+        if logging_config.log_params_norm:
+            row["actor/params_norm"] = parameter_norm(policy, self._groups.model_group)
+        last = step == self._config.total_steps
+        if self._groups.is_main and (step % logging_config.log_interval == 0 or last):
+            self.log.write(step, row)
+
+    def finish(self, status: str, summary: dict[str, object]) -> None:
+        """Close the writers, then write the summary and the report (rank 0)."""
+        if not self._groups.is_main:
+            return
+        self.log.close()
+        self.log = MetricLog()
+        self._directory.set_status(status)
+        self._directory.write_summary(summary)
+        write_report(self._directory.path)
+
+    @property
+    def seconds(self) -> float:
+        """Since the run was built."""
+        return time.monotonic() - self._started
+
+    def close(self) -> None:
+        """Flush whatever is open."""
+        self.log.close()
+        self.log = MetricLog()
+
+    def _open_log(self, progress: Progress) -> MetricLog:
+        config, resumed = self._config.logging, progress.step or None
+        mode = "rl" if self._config.training.perform_rl_step else "supervised"
+        displays = [ConsoleWriter(sys.stdout, self._config.total_steps, mode)]
+        displays.append(TensorBoardWriter(Path(config.tensorboard_dir), resume_step=resumed))
+        if config.wandb_project is not None and config.wandb_mode != "disabled":
+            run = WandbRun(
+                config.wandb_project,
+                config.wandb_exp_name,
+                Path(config.wandb_save_dir),
+                to_dict(self._config),
+                config.wandb_mode,
+            )
+            displays.append(open_wandb(run))
+        record = JsonlWriter(self._directory.metrics, resume_step=progress.step if resumed else None)
+        return MetricLog(record, displays)
+
+    def _throughput(self, row: dict[str, float], policy: torch.nn.Module) -> dict[str, float]:
+        """verl's tokens a second a rank; model FLOPs on request (6 N per trained, 2 N per drawn token)."""
+        seconds, tokens = row.get("timing_s/step"), row.get("perf/total_num_tokens")
+        if not seconds or not tokens:
+            return {}
+        rates = {"perf/throughput": tokens / seconds / self._groups.world_size}
+        generated, generating = row.get("perf/generated_tokens", 0.0), row.get("timing_s/gen")
+        if generated and generating:
+            rates["perf/rollout_tokens_per_s"] = generated / generating
+        if self._config.logging.log_throughput:
+            parameters = sum(p.numel() for p in policy.parameters()) * self._groups.model_group.size()
+            flops = parameters * (6 * tokens + 2 * generated)
+            rates["perf/tflops_per_rank"] = flops / seconds / self._groups.world_size / 1e12
+        return rates
+
+    def _straggler(self, row: dict[str, float]) -> dict[str, float]:
+        own = torch.tensor([row.get("timing_s/update_actor", 0.0)], dtype=torch.float64)
+        seconds = torch.cat(gather_vectors(own, dist.group.WORLD))
+        return {
+            "straggler/update_s_fastest": seconds.min().item(),
+            "straggler/update_s_slowest": seconds.max().item(),
+            "straggler/slowest_rank": float(seconds.argmax()),
+        }
+
+
+def report_step(run: Run, step: int, metrics: dict[str, float]) -> None:
+    """One row for ``step``; step 0 is the evaluation before training."""
+    run.reporter.step(step, metrics, run.policy.gpt)
+
+
+def write_records(run: Run, step: int, groups: Sequence[RolloutGroup]) -> None:
+    """The first `--rl-log-rollouts` groups of rank 0, as JSON lines."""
+    wanted = run.config.logging.rl_log_rollouts
+    if run.groups.is_main and wanted:
+        write_rollouts(
+            run.directory.rollouts_path(step), step, groups[:wanted], decode_token=run.tokenizer.decode_token
+        )
+
+
+def dump_batches(run: Run, step: int, updates: Sequence[Sequence[PackedBatch]]) -> None:
+    """Keep the batches of a skipped update: they hold the cause of its non-finite gradient."""
+    path = run.directory.logs / f"nonfinite_step_{step:06d}_rank_{run.groups.rank}.jsonl"
+    with path.open("w", encoding="utf-8") as stream:
+        for index, update in enumerate(updates):
+            for batch in update:
+                stream.write(json.dumps(_batch_record(index, batch)) + "\n")
+    logger.warning("step %d: an update had a non-finite gradient and was skipped; its batch is in %s", step, path)
+
+
+def _batch_record(update: int, batch: PackedBatch) -> dict[str, object]:
+    def finite(values: torch.Tensor) -> list[float | None]:
+        return [value if math.isfinite(value) else None for value in values.tolist()]
+
+    return {
+        "update": update,
+        "sample_ids": batch.sample_ids,
+        "lengths": batch.lengths,
+        "token_ids": batch.token_ids.tolist(),
+        "loss_mask": batch.loss_mask.tolist(),
+        "advantages": finite(batch.advantages),
+        "inference_logprobs": finite(batch.inference_logprobs),
+    }
+
+
+@torch.no_grad()
+def parameter_norm(policy: torch.nn.Module, model_group: dist.ProcessGroup) -> float:
+    """L2 norm over all ranks of the model copy; replicated parameters count once."""
+    own = [p for p in policy.parameters() if param_is_not_tensor_parallel_duplicate(p)]
+    device = next(policy.parameters()).device
+    total = torch.zeros([], dtype=torch.float64, device=device)
+    for parameter in own:
+        total += parameter.double().square().sum()
+    dist.all_reduce(total, group=model_group)
+    return math.sqrt(total.item())

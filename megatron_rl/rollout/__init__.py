@@ -1,0 +1,8 @@
+"""From tasks to graded groups."""
+
+from megatron_rl.rollout.evaluation import Evaluator
+from megatron_rl.rollout.prompt_source import Draw, PromptSource, TaskPool
+from megatron_rl.rollout.requests import RequestFactory
+from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
+
+__all__ = ["Draw", "Evaluator", "PromptSource", "RequestFactory", "RolloutResult", "Rollouter", "TaskPool"]

@@ -1,0 +1,124 @@
+"""Held-out evaluation: pass@k, greedy accuracy, reward and length for every environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from megatron_rl.algorithms.passk import pass_at_k
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.rollout.prompt_source import Draw
+from megatron_rl.rollout.requests import RequestFactory
+from megatron_rl.rollout.rollouter import Rollouter
+from megatron_rl.types import GenerationRequest, RolloutGroup
+
+_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class _TaskScore:
+    """One task's outcome; travels between ranks as ``_COLUMNS`` float64 numbers."""
+
+    environment: int
+    samples: int
+    """Graded samples; failed grades are left out, not counted as wrong."""
+    correct: int
+    reward_sum: float
+    tokens: int
+    truncated: int
+    greedy_graded: int
+    greedy_correct: int
+
+    def row(self) -> list[float]:
+        return [float(getattr(self, name)) for name in self.__dataclass_fields__]
+
+
+class Evaluator:
+    """Evaluates on a fixed list of held-out tasks with fixed random numbers.
+
+    The same draws at every evaluation: differences between two steps come from the policy.
+    An answer is correct when its reward is positive (environments score 0/1 or -1/+1).
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Draw],
+        samples_per_prompt: int,
+        factory: RequestFactory,
+        seed: int,
+        groups: ParallelGroups,
+    ) -> None:
+        self._environments = sorted({draw.source.environment for draw in tasks})
+        self._tasks = tasks
+        self._samples = samples_per_prompt
+        self._factory = factory
+        self._seed = seed
+        self._groups = groups
+
+    def evaluate(self, rollouter: Rollouter, policy_version: int) -> dict[str, float] | None:
+        """Metrics named ``val/<environment>/<measure>``; None when the run was asked to stop.
+
+        Collective over the whole job; every rank gets the same numbers.
+        """
+        requests = self._requests()
+        result = rollouter.run(requests, self._seed, policy_version)
+        if result.cancelled:
+            return None
+        pairs = zip(result.groups[::2], result.groups[1::2], strict=True)
+        rows = [value for sampled, greedy in pairs for value in self._score(sampled, greedy).row()]
+        gathered = gather_vectors(torch.tensor(rows, dtype=torch.float64), self._groups.data_group)
+        table = torch.cat(gathered).view(-1, _COLUMNS).numpy()
+        metrics: dict[str, float] = {}
+        for index, name in enumerate(self._environments):
+            metrics.update(self._summary(name, table[table[:, 0] == index]))
+        return metrics
+
+    def _requests(self) -> list[GenerationRequest]:
+        """This data-parallel rank's share; each task is sampled, then answered greedily."""
+        share = self._tasks[self._groups.data_rank :: self._groups.data_size]
+        requests: list[GenerationRequest] = []
+        for draw in share:
+            requests.append(self._factory.request(draw, self._samples, len(requests)))
+            requests.append(self._factory.request(draw, 1, len(requests), greedy=True))
+        return requests
+
+    def _score(self, sampled: RolloutGroup, greedy: RolloutGroup) -> _TaskScore:
+        graded = [r for r in sampled.rollouts if r.grade.status == "ok"]
+        greedy_graded = [r for r in greedy.rollouts if r.grade.status == "ok"]
+        return _TaskScore(
+            environment=self._environments.index(sampled.source.environment),
+            samples=len(graded),
+            correct=sum(r.grade.reward > 0 for r in graded),
+            reward_sum=sum(r.grade.reward for r in graded),
+            tokens=sum(len(r.completion.token_ids) for r in graded),
+            truncated=sum(r.completion.finish_reason == "length" for r in graded),
+            greedy_graded=len(greedy_graded),
+            greedy_correct=sum(r.grade.reward > 0 for r in greedy_graded),
+        )
+
+    def _summary(self, name: str, table: numpy.ndarray) -> dict[str, float]:
+        _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct = table.T
+        total = max(samples.sum(), 1)
+        metrics = {
+            "reward": reward.sum() / total,
+            "response_length": tokens.sum() / total,
+            "truncated": truncated.sum() / total,
+            "greedy": greedy_correct.sum() / max(greedy_graded.sum(), 1),
+            "num_tasks": len(table),
+            "failed_grades": self._samples * len(table) - samples.sum(),
+        }
+        for k in powers_of_two_up_to(self._samples):
+            enough = samples >= k
+            if enough.any():
+                metrics[f"pass@{k}"] = pass_at_k(samples[enough], correct[enough], k).mean()
+        return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
+
+
+def powers_of_two_up_to(count: int) -> list[int]:
+    """1, 2, 4, ... and ``count`` itself: the k of pass@k."""
+    powers = [2**exponent for exponent in range(count.bit_length()) if 2**exponent <= count]
+    return powers if powers[-1] == count else [*powers, count]

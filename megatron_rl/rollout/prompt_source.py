@@ -1,0 +1,109 @@
+"""Which task comes next: without replacement, weighted over environments, resumable."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.errors import ConfigError, EnvironmentFault
+from megatron_rl.types import SourcedTask, Task
+
+
+@dataclass(frozen=True)
+class TaskPool:
+    """The training tasks of one environment and its share of the draws."""
+
+    environment: str
+    tasks: Sequence[Task]
+    weight: float
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A task that fits, with its prompt's token ids."""
+
+    source: SourcedTask
+    prompt_ids: tuple[int, ...]
+
+
+class PromptSource:
+    """Draws tasks; its whole state is one integer per environment: how many it has drawn.
+
+    Each epoch of an environment is a permutation seeded by (seed, environment, epoch), so the
+    cursor is the count and every rank that runs the same source draws the same tasks. The
+    environment of a draw is the one furthest behind its share.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[TaskPool],
+        encode: Callable[[Task], Sequence[int]],
+        max_prompt_tokens: int,
+        seed: int,
+    ) -> None:
+        self._pools = [pool for pool in pools if pool.weight > 0]
+        if not self._pools:
+            raise ConfigError(["no environment has a positive weight, so there is nothing to train on"])
+        empty = [pool.environment for pool in self._pools if not pool.tasks]
+        if empty:
+            raise ConfigError([f"environment {name!r} has no training tasks" for name in empty])
+        self._encode = encode
+        self._max_prompt_tokens = max_prompt_tokens
+        self._seed = seed
+        self._drawn = {pool.environment: 0 for pool in self._pools}
+        self._order: dict[str, tuple[int, list[int]]] = {}
+        self.skipped_too_long = 0
+
+    def draw(self, count: int) -> list[Draw]:
+        """The next ``count`` tasks whose prompts fit; longer ones are skipped and counted.
+
+        Raises:
+            EnvironmentFault: an environment has no prompt that fits.
+        """
+        draws: list[Draw] = []
+        skipped_in_a_row = 0
+        while len(draws) < count:
+            pool = self._next_pool()
+            source = self._take(pool)
+            prompt_ids = tuple(self._encode(source.task))
+            if 0 < len(prompt_ids) <= self._max_prompt_tokens:
+                draws.append(Draw(source, prompt_ids))
+                skipped_in_a_row = 0
+                continue
+            self.skipped_too_long += 1
+            skipped_in_a_row += 1
+            if skipped_in_a_row > 2 * sum(len(p.tasks) for p in self._pools):
+                raise EnvironmentFault(
+                    f"no prompt of {pool.environment!r} fits in {self._max_prompt_tokens} tokens; "
+                    "raise --inference-max-seq-length or lower --rl-max-new-tokens"
+                )
+        return draws
+
+    def state(self) -> dict[str, int]:
+        """The cursor, for a checkpoint."""
+        return dict(self._drawn)
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue where `state` was taken; environments new to the run start at 0."""
+        self._drawn = {name: int(state.get(name, 0)) for name in self._drawn}
+
+    def _next_pool(self) -> TaskPool:
+        """The pool whose drawn count is furthest below its share of all draws."""
+        total = sum(self._drawn.values()) + 1
+        weights = sum(pool.weight for pool in self._pools)
+        return max(
+            self._pools,
+            key=lambda pool: total * pool.weight / weights - self._drawn[pool.environment],
+        )
+
+    def _take(self, pool: TaskPool) -> SourcedTask:
+        drawn = self._drawn[pool.environment]
+        epoch, index = divmod(drawn, len(pool.tasks))
+        self._drawn[pool.environment] = drawn + 1
+        known_epoch, order = self._order.get(pool.environment, (-1, []))
+        if known_epoch != epoch:
+            order = list(range(len(pool.tasks)))
+            random.Random(f"{self._seed}/{pool.environment}/{epoch}").shuffle(order)
+            self._order[pool.environment] = (epoch, order)
+        return SourcedTask(pool.environment, pool.tasks[order[index]], epoch)

@@ -1,0 +1,176 @@
+"""Generate groups and grade them while the rest still generates."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import uvloop
+
+from megatron_rl.inference import Engine, EngineStatistics
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import any_rank
+from megatron_rl.platform import StopRequest
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.types import (
+    GeneratedGroup,
+    GenerationRequest,
+    GradeResult,
+    Rollout,
+    RolloutGroup,
+    Task,
+    Transcript,
+)
+
+GradeFunction = Callable[[str, Sequence[tuple[Task, Transcript]]], Awaitable[Sequence[GradeResult]]]
+"""(environment, [(task, transcript)]) -> one result each; never raises for a bad sample."""
+
+_STOP_CHECK_EVERY = 8
+"""Engine steps between two looks at the stop request when several ranks must agree on it."""
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """What one call of `Rollouter.run` brought."""
+
+    groups: tuple[RolloutGroup, ...]
+    """Ordered like the requests."""
+    statistics: EngineStatistics
+    generate_seconds: float
+    grade_wait_seconds: float
+    """How long grading held the run up after the last token."""
+    cancelled: bool
+    """True on every rank of the job when one of them was asked to stop; groups are then empty."""
+
+
+class Rollouter:
+    """Owns the event loop in which generation and grading overlap.
+
+    Every rank of a model-parallel group generates; only the leader talks to the environment
+    server, and its verdicts are broadcast as one small tensor.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        groups: ParallelGroups,
+        grade: GradeFunction,
+        stop: StopRequest,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._groups = groups
+        self._grade = grade
+        self._stop = stop
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+    def run(
+        self, requests: Sequence[GenerationRequest], seed: int, policy_version: int
+    ) -> RolloutResult:
+        """Complete and grade all ``requests``; collective over the whole job."""
+        self._engine.begin(seed, policy_version)
+        result = self._runner.run(self._run(requests))
+        if any_rank(result.cancelled):
+            return RolloutResult((), result.statistics, 0.0, 0.0, cancelled=True)
+        return result
+
+    def call(self, awaitable: Awaitable[None]) -> None:
+        """Run something of the grader's on the same event loop (closing its connection)."""
+        self._runner.run(awaitable)
+
+    def close(self) -> None:
+        """Stop the event loop."""
+        self._runner.close()
+
+    async def _run(self, requests: Sequence[GenerationRequest]) -> RolloutResult:
+        started = time.perf_counter()
+        grading: dict[int, asyncio.Task[RolloutGroup]] = {}
+        for request in requests:
+            self._engine.submit(request)
+        steps, cancelled = 0, False
+        while self._engine.has_unfinished and not cancelled:
+            for group in self._engine.step():
+                grading[group.request.index] = asyncio.create_task(self._graded(group))
+            steps += 1
+            cancelled = self._must_stop(steps)
+            await asyncio.sleep(0)  # let the connections to the environment server move
+        generated = time.perf_counter()
+        if cancelled:
+            self._engine.abort()
+            for task in grading.values():
+                task.cancel()
+            await asyncio.gather(*grading.values(), return_exceptions=True)
+            return RolloutResult((), self._engine.statistics, 0.0, 0.0, cancelled=True)
+        ordered = [await grading[request.index] for request in requests]
+        waited = time.perf_counter() - generated
+        groups = self._share_grades(ordered)
+        return RolloutResult(
+            tuple(groups), self._engine.statistics, generated - started, waited, cancelled=False
+        )
+
+    def _must_stop(self, steps: int) -> bool:
+        """The ranks of one model copy step together, so they must also stop together."""
+        model_group = self._groups.model_group
+        if model_group.size() == 1:
+            return self._stop.requested
+        return steps % _STOP_CHECK_EVERY == 0 and any_rank(self._stop.requested, model_group)
+
+    async def _graded(self, group: GeneratedGroup) -> RolloutGroup:
+        request = group.request
+        source = request.source
+        transcripts = [self._transcript(completion) for completion in group.completions]
+        if self._groups.leads_model:
+            grades = await self._grade(
+                source.environment, [(source.task, transcript) for transcript in transcripts]
+            )
+        else:
+            grades = [GradeResult("error", code="pending")] * len(transcripts)
+        return RolloutGroup(
+            source=source,
+            prompt_ids=request.prompt_ids,
+            prompt_text=self._tokenizer.decode(request.prompt_ids),
+            rollouts=tuple(
+                Rollout(completion, transcript.text, grade)
+                for completion, transcript, grade in zip(group.completions, transcripts, grades, strict=True)
+            ),
+        )
+
+    def _transcript(self, completion) -> Transcript:
+        return Transcript(
+            text=self._tokenizer.decode(completion.token_ids),
+            finish_reason=completion.finish_reason,
+            num_tokens=len(completion.token_ids),
+        )
+
+    def _share_grades(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
+        """Give the leader's verdicts to the other ranks of the model copy: [samples, 2] fp64."""
+        if self._groups.model_group.size() == 1 or not groups:
+            return groups
+        verdicts = torch.tensor(
+            [(r.grade.reward or 0.0, r.grade.status == "ok") for g in groups for r in g.rollouts],
+            dtype=torch.float64,
+        )
+        dist.broadcast(verdicts, self._groups.model_leader(), group=self._groups.model_group)
+        if self._groups.leads_model:
+            return groups
+        rows = iter(verdicts.tolist())
+        return [
+            RolloutGroup(
+                group.source,
+                group.prompt_ids,
+                group.prompt_text,
+                tuple(Rollout(r.completion, r.text, _verdict(*next(rows))) for r in group.rollouts),
+            )
+            for group in groups
+        ]
+
+
+def _verdict(reward: float, graded: float) -> GradeResult:
+    if graded:
+        return GradeResult("ok", reward=reward)
+    return GradeResult("error", code="see_leader", message="the leading rank's record has the reason")

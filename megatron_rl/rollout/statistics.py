@@ -1,0 +1,66 @@
+"""Numbers about a step's rollouts, over all data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel.collectives import gather_json, gather_vectors
+from megatron_rl.types import RolloutGroup
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, float]:
+    """Lengths and endings under verl's names, and the mean of every metric the graders report."""
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    rows = [
+        (len(group.prompt_ids), len(r.completion.token_ids), r.completion.finish_reason == "length")
+        for group in groups
+        for r in group.rollouts
+    ]
+    local = torch.tensor(rows, dtype=torch.float64).view(-1)
+    table = torch.cat(gather_vectors(local, data_group)).view(-1, 3)
+    if not table.numel():
+        return {}
+    prompt, response, cut = table.unbind(1)
+    logprob_sum = sum(sum(completion.inference_logprobs) for completion in completions)
+    sums = torch.tensor([logprob_sum], dtype=torch.float64)
+    dist.all_reduce(sums, group=data_group)
+    return {
+        "prompt_length/mean": prompt.mean().item(),
+        "response_length/mean": response.mean().item(),
+        "response_length/max": response.max().item(),
+        "response_length/min": response.min().item(),
+        "response_length/clip_ratio": cut.mean().item(),
+        "rollout/logprob_mean": sums.item() / max(response.sum().item(), 1.0),
+        "perf/total_num_tokens": (prompt.sum() + response.sum()).item(),
+        "perf/generated_tokens": response.sum().item(),
+        **_grader_means(groups, data_group),
+    }
+
+
+def failure_counts(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, int]:
+    """How many grades failed, by error code, over all data-parallel ranks."""
+    local = Counter(r.grade.code for g in groups for r in g.rollouts if r.grade.status != "ok")
+    total: Counter[str] = Counter()
+    for counts in gather_json(dict(local), data_group):
+        total.update(counts)
+    return dict(sorted(total.items()))
+
+
+def _grader_means(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, float]:
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for group in groups:
+        for rollout in group.rollouts:
+            for name, value in rollout.grade.metrics.items():
+                sums[f"grade/{group.source.environment}/{name}"] += float(value)
+                counts[f"grade/{group.source.environment}/{name}"] += 1
+    all_sums: Counter[str] = Counter()
+    all_counts: Counter[str] = Counter()
+    for part_sums, part_counts in gather_json([dict(sums), dict(counts)], data_group):
+        all_sums.update(part_sums)
+        all_counts.update(part_counts)
+    return {name: all_sums[name] / all_counts[name] for name in sorted(all_counts)}

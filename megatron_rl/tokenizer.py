@@ -1,0 +1,77 @@
+"""The tokenizer: a Hugging Face tokenizer directory, checked before anything is built on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Prompt
+
+
+class Tokenizer:
+    """Text to token ids and back, with the end-of-text token the policy is trained to emit."""
+
+    def __init__(self, backend: Any, name: str) -> None:
+        if backend.eos_token_id is None:
+            raise ConfigError([
+                f"tokenizer {name!r} has no end-of-text token, so no answer could ever end; "
+                'set "eos_token" in its tokenizer_config.json'
+            ])
+        self._backend = backend
+        self.name = name
+        self.end_token_id: int = int(backend.eos_token_id)
+        self.vocab_size: int = max(len(backend), self.end_token_id + 1)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; no special tokens are added."""
+        return self._backend.encode(text, add_special_tokens=False)
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt; chat messages go through the tokenizer's chat template."""
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        rendered = self._backend.apply_chat_template(
+            [dict(message) for message in prompt], tokenize=False, add_generation_prompt=True
+        )
+        return self.encode(rendered)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True when chat prompts can be rendered."""
+        return bool(self._backend.chat_template)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out."""
+        return self._backend.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def decode_token(self, token_id: int) -> str:
+        """Text of a single token, special tokens by name; for reports."""
+        return self._backend.decode([token_id], clean_up_tokenization_spaces=False)
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Load `--tokenizer-model`: a local directory or a name in the local hub cache.
+
+    Raises:
+        ConfigError: nothing usable is there, or it has no end-of-text token.
+    """
+    if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():
+        raise ConfigError([
+            f"--tokenizer-model {path!r} holds no tokenizer_config.json; "
+            "give a Hugging Face tokenizer directory"
+        ])
+    from transformers import AutoTokenizer  # seconds of import, needed only here
+
+    try:
+        backend = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError([
+            f"--tokenizer-model {path!r} cannot be loaded ({reason}); give a directory with "
+            "tokenizer.json and tokenizer_config.json, or a hub name when online"
+        ]) from error
+    return Tokenizer(backend, path)

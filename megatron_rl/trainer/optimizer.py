@@ -1,0 +1,131 @@
+"""Megatron's DDP wrapper, optimizer and learning-rate schedule, from flags."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config import RLConfig
+from megatron_rl.models import PolicyModel
+
+
+@dataclass(frozen=True)
+class UpdateOutcome:
+    """What one optimizer step did. Equal on all ranks."""
+
+    applied: bool
+    """False when the gradient was not finite: parameters are untouched."""
+    grad_norm: float
+    """Before clipping."""
+    num_zeros: float | None
+    learning_rate: float
+
+
+class Optimization:
+    """The wrapped model, its optimizer and its schedule; owns the order of their calls."""
+
+    def __init__(self, policy: PolicyModel, config: RLConfig) -> None:
+        self.policy = policy
+        self._clip = config.optimizer.clip_grad
+        self._count_zeros = config.logging.log_num_zeros_in_grad
+        self.wrapped = _wrap(policy, config)
+        self.optimizer = _build_optimizer(self.wrapped, config, policy.dtype)
+        self.scheduler = build_schedule(self.optimizer, config)
+        settings = policy.config
+        settings.finalize_model_grads_func = finalize_model_grads
+        settings.grad_scale_func = self.optimizer.scale_loss
+        if config.parallel.overlap_grad_reduce:
+            settings.no_sync_func = self.wrapped.no_sync
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers before the first micro-batch."""
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> UpdateOutcome:
+        """Clip and apply the reduced gradients, unless they are not finite.
+
+        Megatron's own ``step`` would clip by a NaN norm and write NaN into every parameter.
+        The norm is reduced over all ranks, so all ranks decide alike.
+        """
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        found_inf = self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if found_inf or not math.isfinite(norm):
+            return UpdateOutcome(False, norm, None, learning_rate)
+        if self._clip > 0:
+            for part in self.optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip, norm)
+        zeros = self.optimizer.count_zeros() if self._count_zeros else None
+        applied = self.optimizer.step_with_ready_grads()
+        self.scheduler.step(increment=1)
+        return UpdateOutcome(bool(applied), norm, zeros, learning_rate)
+
+
+def _wrap(policy: PolicyModel, config: RLConfig) -> DistributedDataParallel:
+    parallel = config.parallel
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
+        # Gradients are summed; the loss's global denominator divides them once, at the end.
+        average_in_collective=False,
+    )
+    return DistributedDataParallel(policy.config, settings, policy.gpt)
+
+
+def _build_optimizer(
+    wrapped: DistributedDataParallel, config: RLConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    optimizer = config.optimizer
+    settings = OptimizerConfig(
+        optimizer=optimizer.optimizer,
+        lr=optimizer.lr,
+        min_lr=config.schedule.min_lr,  # must not be None: megatron compares with it
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
+        bf16=config.precision.bf16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+    )
+    return get_megatron_optimizer(settings, [wrapped])
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: RLConfig) -> OptimizerParamScheduler:
+    """The learning-rate schedule, counted in optimizer updates (Megatron's ``iters``)."""
+    schedule = config.schedule
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=config.optimizer.lr,
+        min_lr=schedule.min_lr,
+        lr_warmup_steps=config.lr_warmup_updates,
+        lr_decay_steps=config.lr_decay_updates,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=config.optimizer.weight_decay,
+        end_wd=config.optimizer.weight_decay,
+        wd_incr_steps=config.lr_decay_updates,
+        wd_incr_style="constant",
+        wsd_decay_steps=config.lr_wsd_decay_updates or None,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+    # megatron's first update would run at the initial rate, 0 by default: an update without effect.
+    scheduler.step(increment=1)
+    return scheduler

@@ -1,0 +1,108 @@
+"""Supervised warm start on an environment's demonstrations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import EnvironmentFault
+from megatron_rl.metrics.timers import PhaseTimer
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.trainer.accumulate import MicroLoss, update
+from megatron_rl.trainer.optimizer import Optimization
+from megatron_rl.trainer.policy import TrainOutcome, outcome_metrics
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import Demonstration, PackedBatch, Sample
+
+
+class DemonstrationSource:
+    """Demonstrations in the order the environment gives them; the cursor is a count.
+
+    The order is a curriculum, so it is not shuffled; after the last one it starts again.
+    """
+
+    def __init__(
+        self, demonstrations: Sequence[Demonstration], tokenizer: Tokenizer, max_tokens: int
+    ) -> None:
+        if not demonstrations:
+            raise EnvironmentFault(
+                "no environment of the list gives demonstrations, which supervised training needs; "
+                "add --perform-rl-step to train by RL"
+            )
+        self._demonstrations = demonstrations
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._cursor = 0
+        self.skipped_too_long = 0
+
+    def draw(self, count: int) -> list[Sample]:
+        """The next ``count`` demonstrations that fit; longer ones are skipped and counted.
+
+        Raises:
+            EnvironmentFault: none fits.
+        """
+        samples: list[Sample] = []
+        seen = 0
+        while len(samples) < count:
+            if not samples and seen > len(self._demonstrations):
+                raise EnvironmentFault(f"no demonstration fits in {self._max_tokens} tokens; raise --seq-length")
+            sample = self._sample(self._demonstrations[self._cursor % len(self._demonstrations)])
+            self._cursor += 1
+            seen += 1
+            if sample.length <= self._max_tokens:
+                samples.append(sample)
+            else:
+                self.skipped_too_long += 1
+        return samples
+
+    def state(self) -> dict[str, int]:
+        """The cursor, for a checkpoint."""
+        return {"demonstrations": self._cursor}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Continue where `state` was taken."""
+        self._cursor = int(state.get("demonstrations", 0))
+
+    def _sample(self, demonstration: Demonstration) -> Sample:
+        prompt = self._tokenizer.encode_prompt(demonstration.task.prompt)
+        answer = self._tokenizer.encode(demonstration.completion) + [self._tokenizer.end_token_id]
+        return Sample(torch.tensor(prompt + answer), len(prompt), 0.0, torch.zeros(0), self._cursor)
+
+
+class SupervisedTrainer:
+    """Cross-entropy on the demonstration's tokens; the denominator is their number in the batch."""
+
+    def __init__(
+        self, optimization: Optimization, scorer: Scorer, data_group: dist.ProcessGroup, timer: PhaseTimer
+    ) -> None:
+        self._optimization = optimization
+        self._scorer = scorer
+        self._data_group = data_group
+        self._timer = timer
+
+    def step(self, micro_batches: Sequence[PackedBatch]) -> TrainOutcome:
+        """One update; collective."""
+        with self._timer.phase("update_actor"):
+            outcome, statistics = update(
+                self._optimization, micro_batches, self._scorer.forward, self._loss
+            )
+        device = self._optimization.policy.device
+        sums = sum(statistics, torch.zeros(2, dtype=torch.float64, device=device))
+        dist.all_reduce(sums, group=self._data_group)
+        total, tokens = sums.tolist()
+        loss = total / max(tokens, 1.0)
+        metrics = {
+            "train/loss": loss,
+            "train/perplexity": math.exp(min(loss, 50.0)),
+            "perf/total_num_tokens": tokens,
+        }
+        return TrainOutcome(metrics | outcome_metrics([outcome]), int(not outcome.applied))
+
+    def _loss(self, logits: torch.Tensor, batch: PackedBatch) -> MicroLoss:
+        logprobs = self._scorer.select(logits, batch).logprobs
+        total = -(logprobs * batch.loss_mask).sum()
+        tokens = batch.loss_mask.sum()
+        return MicroLoss(total, tokens, torch.stack((total.detach(), tokens)).double())

@@ -1,0 +1,206 @@
+"""The data that crosses stage boundaries: frozen dataclasses, no behaviour beyond derived numbers.
+
+A worked example used throughout: prompt ``P0 P1``, answer ``A0 E`` (``E`` is the end token)::
+
+    token_ids           P0  P1  A0  E
+    loss mask            0   0   1   1
+    inference_logprobs   0   0  l2  l3      (token t's log-prob sits at index t)
+
+Shapes: ``[T]`` packed tokens, ``[B]`` samples, ``[G]`` a group, ``[V]`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Split = Literal["train", "test"]
+FinishReason = Literal["stop", "length", "stop_string"]
+Message = Mapping[str, str]
+"""One chat turn: ``{"role": "user", "content": "..."}``."""
+Prompt = str | tuple[Message, ...]
+"""Plain text, or chat messages to be rendered with the tokenizer's chat template."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem of an environment. ``id`` is unique and stable within its environment."""
+
+    id: str
+    prompt: Prompt
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the grader needs (a gold answer, a target); JSON values only."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A worked solution of a task, for the supervised warm start."""
+
+    task: Task
+    completion: str
+    """The text the model should answer, without the end-of-text token."""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What the policy produced for a task, as the grader sees it."""
+
+    text: str
+    """The decoded completion without the end-of-text token."""
+    finish_reason: FinishReason
+    num_tokens: int
+
+    @property
+    def ended(self) -> bool:
+        """True when the model ended by itself instead of being cut at the length limit."""
+        return self.finish_reason != "length"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """An environment's verdict. ``reward`` must be a finite number."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GradeResult:
+    """A grade as it arrives at the trainer: either a finite reward or an error, never both."""
+
+    status: Literal["ok", "error"]
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    code: str = ""
+    """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable``."""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class SourcedTask:
+    """A task together with the environment it came from."""
+
+    environment: str
+    task: Task
+    epoch: int = 0
+    """How often this task was drawn before; keeps the samples of a repeated task different."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn. ``top_k=0`` and ``top_p=1.0`` mean off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    greedy: bool = False
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and the number of samples wanted for it; the samples share one prefill."""
+
+    source: SourcedTask
+    prompt_ids: tuple[int, ...]
+    num_samples: int
+    sampling: SamplingParams
+    index: int = 0
+    """Position in the caller's list; comes back with the result."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer: ids include the end token when the model emitted it."""
+
+    token_ids: tuple[int, ...]
+    inference_logprobs: tuple[float, ...]
+    """fp32 log-prob of each token under the distribution it was drawn from."""
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class GeneratedGroup:
+    """All completions of one request, ordered by sample index."""
+
+    request: GenerationRequest
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One graded completion."""
+
+    completion: Completion
+    text: str
+    grade: GradeResult
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The graded samples of one task: what an advantage is computed over."""
+
+    source: SourcedTask
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence ready for training, on the CPU (prompt followed by completion)."""
+
+    token_ids: torch.Tensor
+    """[L] int64."""
+    prompt_length: int
+    """Tokens before this index carry no loss."""
+    advantage: float
+    inference_logprobs: torch.Tensor
+    """[L] fp32, 0 at prompt positions; empty for supervised samples."""
+    sample_id: int = 0
+    """Unique in the step; ties a sample to its row in the rollout records."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, prompt included."""
+        return int(self.token_ids.numel())
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences laid end to end (``thd``): one micro-batch. All tensors share one device.
+
+    Two samples ``P0 A0 E`` and ``Q0 B0``::
+
+        token_ids    P0 A0  E  Q0 B0
+        position_ids  0  1  2   0  1
+        cu_seqlens    0        3     5
+        loss_mask     0  1  1   0  1
+    """
+
+    token_ids: torch.Tensor
+    """[T] int64."""
+    position_ids: torch.Tensor
+    """[T] int64, restarts at 0 for every sequence."""
+    cu_seqlens: torch.Tensor
+    """[B+1] int32."""
+    lengths: tuple[int, ...]
+    """The B sequence lengths as host integers, so that no kernel launch waits for the device."""
+    loss_mask: torch.Tensor
+    """[T] fp32, 1 where the token was produced by the policy."""
+    advantages: torch.Tensor
+    """[T] fp32, the sample's advantage at each of its tokens."""
+    inference_logprobs: torch.Tensor
+    """[T] fp32, 0 where ``loss_mask`` is 0."""
+    sample_ids: tuple[int, ...]
+    """``Sample.sample_id`` of each of the B sequences."""
+    num_loss_tokens: int
+    """Host copy of ``loss_mask.sum()``."""
+    padding: int = 0
+    """Trailing tokens of a dummy sequence that only rounds T up (last in ``lengths``)."""

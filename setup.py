@@ -1,0 +1,41 @@
+"""Package metadata. ``environments/`` is installed as ``megatron_rl_environments``."""
+
+from setuptools import find_packages, setup
+
+LIBRARY = find_packages(include=["megatron_rl", "megatron_rl.*"])
+ENVIRONMENTS = [
+    "megatron_rl_environments" + name[len("environments"):]
+    for name in find_packages(include=["environments", "environments.*"])
+]
+
+setup(
+    name="megatron-rl",
+    version="0.1.0",
+    description="Reinforcement learning of language models inside one Megatron process per GPU",
+    python_requires=">=3.11,<3.13",
+    packages=LIBRARY + ENVIRONMENTS,
+    package_dir={"megatron_rl_environments": "environments"},
+    package_data={"megatron_rl": ["metrics/*.html"]},
+    install_requires=[
+        "torch>=2.11",
+        "megatron-core==0.16.1",
+        "transformers>=5.0",
+        "tokenizers>=0.22",
+        "flask-restful>=0.3.10",
+        "waitress>=3.0.2",
+        "aiohttp>=3.10",
+        "uvloop>=0.21",
+        "datasets>=4.0",
+        "evaluate>=0.4.6",
+        "wandb>=0.24",
+        "tensorboard>=2.19",
+        "pyyaml>=6.0",
+        "numpy>=1.26",
+        "psutil>=6.0",
+    ],
+    extras_require={
+        "te": ["transformer-engine[pytorch]>=2.8"],
+        "test": ["pytest>=8.0", "ruff>=0.9", "import-linter>=2.1"],
+    },
+    entry_points={"console_scripts": ["megatron-rl-environments=megatron_rl.environments.__main__:main"]},
+)

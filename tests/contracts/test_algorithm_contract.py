@@ -1,0 +1,137 @@
+"""What every discovered advantage, loss and correction must hold to; a new file is tested by being there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.interfaces import AdvantageConfig, CorrectionConfig, LossConfig, PolicyLoss
+
+LOSS_CONFIG = LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28, dual_clip=3.0)
+MASK = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+SEQUENCE = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
+MASKED = MASK == 0
+
+
+def logprobs(seed: int) -> Tensor:
+    return -3 * torch.rand(9, generator=torch.Generator().manual_seed(seed))
+
+
+def run_loss(name: str, current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor = MASK) -> PolicyLoss:
+    return discovery.get("losses", name)(current, old, advantages, mask, SEQUENCE, 3, LOSS_CONFIG)
+
+
+@pytest.mark.parametrize("name", discovery.available("advantages"))
+class TestAdvantages:
+    rewards = torch.tensor([0.0, 1.0, 0.5, 2.0, 3.0, 1.0])
+    valid = torch.tensor([True, True, True, True, True, False])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2])
+
+    def run(self, name: str, rewards: Tensor, valid: Tensor) -> Tensor:
+        return discovery.get("advantages", name)(rewards, valid, self.groups, AdvantageConfig(group_size=3))
+
+    def test_shape_dtype_and_detachment(self, name: str) -> None:
+        advantages = self.run(name, self.rewards, self.valid)
+        assert advantages.shape == (6,)
+        assert advantages.dtype == torch.float32
+        assert advantages.isfinite().all()
+        assert not advantages.requires_grad
+
+    def test_a_higher_reward_in_the_group_has_a_higher_advantage(self, name: str) -> None:
+        first, second, third = self.run(name, self.rewards, self.valid)[:3].tolist()
+        assert first < third < second
+
+    def test_masked_samples_take_no_part(self, name: str) -> None:
+        valid = torch.tensor([True, False, True, True, False, True])
+        advantages = self.run(name, self.rewards, valid)
+        changed = self.run(name, self.rewards.masked_fill(~valid, torch.nan), valid)
+        assert torch.equal(advantages, changed)
+        # Masked, or alone in its group: 0.
+        assert advantages[[1, 3, 4, 5]].tolist() == [0.0] * 4
+        assert advantages[[0, 2]].abs().min() > 0
+
+    def test_equal_rewards_have_no_advantage(self, name: str) -> None:
+        assert self.run(name, torch.full((6,), 0.1), self.valid).tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("name", discovery.available("losses"))
+class TestLosses:
+    def test_shape_dtype_and_detached_counts(self, name: str) -> None:
+        current = logprobs(0).requires_grad_()
+        loss = run_loss(name, current, logprobs(1), torch.randn(9))
+        assert loss.per_token.shape == (9,)
+        assert loss.per_token.dtype == torch.float32
+        assert loss.per_token.requires_grad
+        for count in (loss.num_clipped_lower, loss.num_clipped_upper, loss.num_dual_clipped):
+            assert count.shape == ()
+            assert count.dtype == torch.float32
+            assert not count.requires_grad
+            assert 0 <= count <= MASK.sum()
+
+    def test_nothing_passes_at_masked_positions(self, name: str) -> None:
+        advantages = torch.randn(9, generator=torch.Generator().manual_seed(2))
+        results = []
+        for filler in (-1.0, 1e30, -torch.inf, torch.nan):
+            current = logprobs(0).masked_fill(MASKED, filler).requires_grad_()
+            old = logprobs(1).masked_fill(MASKED, -filler)
+            loss = run_loss(name, current, old, advantages.masked_fill(MASKED, filler))
+            loss.per_token.sum().backward()
+            assert loss.per_token[MASKED].tolist() == [0.0] * 4
+            assert current.grad[MASKED].tolist() == [0.0] * 4
+            results.append((loss.per_token.detach(), current.grad))
+        for value, gradient in results[1:]:
+            assert torch.equal(value, results[0][0])
+            assert torch.equal(gradient, results[0][1])
+
+    def test_on_policy_it_is_the_policy_gradient(self, name: str) -> None:
+        current = logprobs(0).requires_grad_()
+        advantages = torch.tensor([9.0, 1.0, -2.0, 0.0, 9.0, 0.5, -1.0, 9.0, 9.0])
+        run_loss(name, current, current.detach().clone(), advantages).per_token.sum().backward()
+        torch.testing.assert_close(current.grad, -advantages * MASK)
+
+    def test_extreme_ratios_stay_finite(self, name: str) -> None:
+        for shift in (-500.0, 500.0):
+            current = (logprobs(1) + shift).requires_grad_()
+            for advantage in (-1.0, 1.0):
+                loss = run_loss(name, current, logprobs(1), torch.full((9,), advantage))
+                (gradient,) = torch.autograd.grad(loss.per_token.sum(), current)
+                assert loss.per_token.isfinite().all()
+                assert gradient.isfinite().all()
+
+    def test_nothing_to_learn_from_is_no_loss(self, name: str) -> None:
+        current = logprobs(0).requires_grad_()
+        loss = run_loss(name, current, logprobs(1), torch.ones(9), torch.zeros(9))
+        loss.per_token.sum().backward()
+        assert loss.per_token.abs().sum() == 0
+        assert current.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", discovery.available("corrections"))
+class TestCorrections:
+    config = CorrectionConfig()
+
+    def test_weights_are_finite_detached_and_never_negative(self, name: str) -> None:
+        old = (logprobs(0) + 500 * torch.linspace(-1, 1, 9)).requires_grad_()
+        result = discovery.get("corrections", name)(old, logprobs(1), MASK, self.config)
+        assert result.weights.shape == result.clipped.shape == (9,)
+        assert result.weights.dtype == torch.float32
+        assert result.clipped.dtype == torch.bool
+        assert not result.weights.requires_grad
+        assert result.weights.isfinite().all()
+        assert (result.weights >= 0).all()
+
+    def test_agreement_has_weight_one(self, name: str) -> None:
+        result = discovery.get("corrections", name)(logprobs(0), logprobs(0), MASK, self.config)
+        assert torch.equal(result.weights, MASK)
+        assert not result.clipped.any()
+
+    def test_masked_positions_have_weight_zero(self, name: str) -> None:
+        noise = torch.full((9,), torch.nan)
+        old = torch.where(MASKED, noise, logprobs(0))
+        result = discovery.get("corrections", name)(
+            old, torch.where(MASKED, -noise, logprobs(1)), MASK, self.config
+        )
+        assert result.weights[MASKED].tolist() == [0.0] * 4
+        assert not result.clipped[MASKED].any()

@@ -1,0 +1,121 @@
+"""What every environment that is discovered must keep to."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.environments.checks import task_problems
+from megatron_rl.environments.config import load_environment_specs
+from megatron_rl.environments.grading import grade_one
+from megatron_rl.environments.loader import PACKAGE, discover
+from megatron_rl.environments.selftest import run_checks
+from megatron_rl.environments.wire import (
+    demonstration_from_json,
+    demonstration_to_json,
+    dumps,
+    loads,
+    task_from_json,
+    task_to_json,
+)
+from megatron_rl.types import Transcript
+
+ROOT = Path(__file__).parents[2]
+DISCOVERY = discover()
+ALLOWED_IMPORTS = {"megatron_rl.environments.base", "megatron_rl.types"}
+SAMPLE = 50
+
+every_environment = pytest.mark.parametrize("name", sorted(DISCOVERY.environments))
+
+
+def make(name):
+    return DISCOVERY.environments[name].from_options({})
+
+
+def test_every_environment_imports():
+    assert [broken.traceback for broken in DISCOVERY.broken] == []
+    assert DISCOVERY.environments
+
+
+@every_environment
+def test_name_and_description(name):
+    environment = DISCOVERY.environments[name]
+    module = environment.__module__.removeprefix(f"{PACKAGE}.").partition(".")[0]
+    assert environment.name == name == module
+    assert environment.description().endswith(".")
+    assert environment.reward_range[0] < environment.reward_range[1]
+
+
+@every_environment
+def test_options_can_be_written_in_yaml(name):
+    for option in DISCOVERY.environments[name].options().values():
+        assert option.default is not option.empty, f"{option.name} needs a default"
+        dumps(option.default)
+
+
+@every_environment
+def test_imports_only_the_base_class_and_the_types(name):
+    module = importlib.import_module(DISCOVERY.environments[name].__module__)
+    folder = Path(module.__file__)
+    files = folder.parent.rglob("*.py") if folder.name == "__init__.py" else [folder]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                imported = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            else:
+                continue
+            ours = {path for path in imported if path.partition(".")[0] == "megatron_rl"}
+            assert ours <= ALLOWED_IMPORTS, f"{file.name} imports {ours}"
+            assert "torch" not in {path.partition(".")[0] for path in imported}
+
+
+@every_environment
+def test_tasks_are_usable_repeatable_and_survive_json(name):
+    environment = make(name)
+    assert task_problems(environment) == []  # ids unique over both splits, prompts not empty, data JSON
+    split = "test" if environment.evaluation_only else "train"
+    first = list(islice(environment.tasks(split), SAMPLE))
+    assert first == list(islice(make(name).tasks(split), SAMPLE))
+    assert [task_from_json(loads(dumps(task_to_json(task)))) for task in first] == first
+
+
+@every_environment
+def test_no_prompt_is_in_both_splits(name):
+    environment = make(name)
+    if environment.evaluation_only:
+        pytest.skip("never trained on")
+    train = {repr(task.prompt) for task in environment.tasks("train")}
+    train |= {repr(row.task.prompt) for row in environment.demonstrations("train")}
+    assert not train & {repr(task.prompt) for task in environment.tasks("test")}
+
+
+@every_environment
+def test_demonstrations_survive_json_and_get_a_valid_reward(name):
+    environment = make(name)
+    rows = list(environment.demonstrations("train"))
+    lowest, highest = environment.reward_range
+    for row in rows[:: max(1, len(rows) // SAMPLE)]:  # all along the curriculum
+        assert demonstration_from_json(loads(dumps(demonstration_to_json(row)))) == row
+        transcript = Transcript(row.completion, "stop", len(row.completion))
+        result = grade_one(environment, row.task, transcript)
+        assert result.status == "ok"
+        assert lowest <= result.reward <= highest
+
+
+@every_environment
+def test_self_test_passes(name):
+    """Gold and first demonstrations get the maximum, empty answers the minimum, and grades repeat."""
+    assert [check for check in run_checks(make(name), SAMPLE) if check.passed is False] == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples/environments").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_every_shipped_list_loads(path):
+    assert load_environment_specs(path)

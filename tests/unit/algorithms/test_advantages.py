@@ -1,0 +1,101 @@
+"""Advantages on numbers worked out by hand.
+
+One batch for all of them, groups interleaved, ``x`` masked::
+
+    group    0   1   0   2   0   1   0   2
+    reward   1   2   3   7  99   4   5   9
+    masked                  x            x
+
+Group 0 has 1, 3, 5: mean 3, variance (4 + 0 + 4) / 2 = 4, std 2.
+Group 1 has 2, 4: mean 3, variance (1 + 1) / 1 = 2.
+Group 2 has one valid sample, so no baseline.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.algorithms.advantages import batch_norm, dr_grpo, grpo, rloo
+from megatron_rl.algorithms.groups import groups_with_signal
+from megatron_rl.algorithms.interfaces import AdvantageConfig
+from megatron_rl.errors import ConfigError
+
+GROUPS = torch.tensor([0, 1, 0, 2, 0, 1, 0, 2])
+REWARDS = torch.tensor([1.0, 2.0, 3.0, 7.0, 99.0, 4.0, 5.0, 9.0])
+VALID = torch.tensor([True, True, True, True, False, True, True, False])
+CONFIG = AdvantageConfig(group_size=4)
+
+
+def assert_advantages(actual: torch.Tensor, expected: list[float], tolerance: float = 2e-6) -> None:
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=0, atol=tolerance)
+
+
+def test_grpo_divides_by_the_group_std() -> None:
+    half = 1 / math.sqrt(2)  # group 1: -1 / sqrt(2), 1 / sqrt(2)
+    expected = [-1.0, -half, 0.0, 0.0, 0.0, half, 1.0, 0.0]
+    assert_advantages(grpo.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
+
+
+def test_grpo_adds_epsilon_to_the_std() -> None:
+    # Group 0: 2 / (2 + 2) = 0.5; group 1: 1 / (1.414214 + 2) = 0.292893.
+    config = AdvantageConfig(group_size=4, epsilon=2.0)
+    expected = [-0.5, -0.292893, 0.0, 0.0, 0.0, 0.292893, 0.5, 0.0]
+    assert_advantages(grpo.compute(REWARDS, VALID, GROUPS, config), expected)
+
+
+def test_dr_grpo_only_subtracts_the_group_mean() -> None:
+    expected = [-2.0, -1.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.0]
+    assert_advantages(dr_grpo.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
+
+
+def test_rloo_leaves_the_sample_out_of_its_baseline() -> None:
+    # Group 0: 1 - (3 + 5) / 2 = -3;  3 - (1 + 5) / 2 = 0;  5 - (1 + 3) / 2 = 3.  Group 1: 2 - 4, 4 - 2.
+    expected = [-3.0, -2.0, 0.0, 0.0, 0.0, 2.0, 3.0, 0.0]
+    assert_advantages(rloo.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
+
+
+def test_batch_norm_takes_mean_and_std_over_all_usable_samples() -> None:
+    # Usable: 1, 2, 3, 4, 5: mean 3, variance (4 + 1 + 0 + 1 + 4) / 4 = 2.5, std 1.581139.
+    expected = [-1.264911, -0.632456, 0.0, 0.0, 0.0, 0.632456, 1.264911, 0.0]
+    assert_advantages(batch_norm.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 7, 8, 16])
+def test_equal_rewards_give_exactly_no_advantage(group_size: int) -> None:
+    # In fp32 the mean of eight times 0.1 is 0.1 + 7e-9, and 7e-9 / (7e-9 + 1e-6) = 0.007.
+    rewards = torch.full((group_size,), 0.1)
+    valid = torch.ones(group_size, dtype=torch.bool)
+    advantages = grpo.compute(rewards, valid, torch.zeros(group_size, dtype=torch.int64), CONFIG)
+    assert advantages.tolist() == [0.0] * group_size
+
+
+def test_a_masked_reward_may_be_nan() -> None:
+    rewards = REWARDS.masked_fill(~VALID, torch.nan)
+    for advantage in (grpo, dr_grpo, rloo, batch_norm):
+        expected = advantage.compute(REWARDS, VALID, GROUPS, CONFIG)
+        assert torch.equal(advantage.compute(rewards, VALID, GROUPS, CONFIG), expected)
+
+
+def test_groups_with_signal() -> None:
+    #          group 0: 1, 0    1: 1, 1, masked 0    2: 1, masked 0    3: both masked
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+    groups = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3, 3])
+    valid = torch.tensor([True, True, True, True, False, True, False, False, False])
+    assert groups_with_signal(rewards, valid, groups).tolist() == [True, False, False, False]
+
+
+def test_no_samples_have_no_advantages() -> None:
+    nothing = (torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64))
+    assert grpo.compute(*nothing, CONFIG).shape == (0,)
+    assert groups_with_signal(*nothing).shape == (0,)
+
+
+def test_a_group_of_one_is_refused_with_all_other_problems() -> None:
+    with pytest.raises(ConfigError) as refused:
+        AdvantageConfig(group_size=1, epsilon=0.0)
+    assert len(refused.value.problems) == 2
+    assert "group_size is 1" in refused.value.problems[0]

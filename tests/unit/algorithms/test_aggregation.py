@@ -1,0 +1,88 @@
+"""Reductions on one batch worked out by hand: two sequences and a padding sequence.
+
+sequence   0  0  0  1  1  2
+loss mask  0  1  1  0  1  0
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.algorithms.aggregation import (
+    Aggregation,
+    sequence_means,
+    sequence_of_tokens,
+    token_weights,
+    trusted_mask,
+)
+from megatron_rl.errors import ConfigError
+
+SEQUENCE = torch.tensor([0, 0, 0, 1, 1, 2])
+MASK = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected_weights", "expected_denominator"),
+    [
+        ("token-mean", [0.0, 1.0, 1.0, 0.0, 1.0, 0.0], 3),
+        ("sequence-mean", [0.0, 0.5, 0.5, 0.0, 1.0, 0.0], 2),
+        ("constant", [0.0, 0.25, 0.25, 0.0, 0.25, 0.0], 2),
+    ],
+)
+def test_weights_and_denominator(
+    kind: Aggregation, expected_weights: list[float], expected_denominator: int
+) -> None:
+    weights, denominator = token_weights(kind, MASK, SEQUENCE, 3, constant=4.0)
+    assert weights.tolist() == expected_weights
+    assert denominator.dtype == torch.int64
+    assert denominator.item() == expected_denominator
+
+
+@pytest.mark.parametrize("kind", ["token-mean", "sequence-mean", "constant"])
+def test_two_micro_batches_equal_one(kind: Aggregation) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([5, 2, 9, 4])
+    sequence = torch.arange(4).repeat_interleave(lengths)
+    mask = (torch.rand(20, generator=generator) > 0.4).float()
+    per_token = torch.randn(20, generator=generator)
+
+    weights, denominator = token_weights(kind, mask, sequence, 4, constant=10.0)
+    whole = (per_token * weights).sum() / denominator
+
+    # Sequences 0, 1 with three tokens of padding, then 2, 3 without.
+    first, second = slice(0, 7), slice(7, 20)
+    pad = torch.zeros(3)
+    padded = torch.cat([sequence[first], torch.full((3,), 2)])
+    weights_1, denominator_1 = token_weights(kind, torch.cat([mask[first], pad]), padded, 3, constant=10.0)
+    weights_2, denominator_2 = token_weights(kind, mask[second], sequence[second] - 2, 2, constant=10.0)
+    total = (torch.cat([per_token[first], pad]) * weights_1).sum() + (per_token[second] * weights_2).sum()
+    torch.testing.assert_close(total / (denominator_1 + denominator_2), whole)
+
+
+def test_what_cannot_be_reduced_is_refused() -> None:
+    with pytest.raises(ConfigError, match="token_mean"):
+        token_weights("token_mean", MASK, SEQUENCE, 3, constant=1.0)
+    with pytest.raises(ConfigError, match="constant"):
+        token_weights("constant", MASK, SEQUENCE, 3, constant=0.0)
+
+
+def test_a_non_finite_logprob_leaves_mask_and_denominator() -> None:
+    current = torch.tensor([torch.nan, -1.0, -torch.inf, -1.0, -1.0, -1.0])
+    inference = torch.tensor([-1.0, -1.0, -1.0, -1.0, torch.nan, torch.nan])
+    mask, num_dropped = trusted_mask(MASK, current, inference)
+    # Loss tokens 2 and 4 are dropped; tokens 0 and 5 were no loss tokens to begin with.
+    assert mask.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert num_dropped.item() == 2
+    assert token_weights("token-mean", mask, SEQUENCE, 3, constant=1.0)[1].item() == 1
+    assert token_weights("sequence-mean", mask, SEQUENCE, 3, constant=1.0)[1].item() == 1
+
+
+def test_sequence_means_are_over_loss_tokens() -> None:
+    values = torch.tensor([torch.nan, 1.0, 4.0, 9.0, -3.0, torch.nan])
+    assert sequence_means(values, MASK, SEQUENCE, 3).tolist() == [2.5, -3.0, 0.0]
+
+
+def test_sequence_of_tokens() -> None:
+    cu_seqlens = torch.tensor([0, 3, 5, 6], dtype=torch.int32)
+    assert torch.equal(sequence_of_tokens(cu_seqlens, 6), SEQUENCE)

@@ -1,0 +1,55 @@
+"""Two tensor-parallel ranks give the log-probs, entropies and gradients of one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_rl.algorithms.logprobs import selected_logprobs
+
+NUM_RANKS = 2
+SHARD = 6
+TOKENS = torch.tensor([3, 4, 0, 2, 1, 4, 3])
+POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 2])
+
+
+def test_two_ranks_equal_one() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_rank, args=(store.port,), nprocs=NUM_RANKS)
+
+
+def _rank(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    try:
+        # 12: all columns are real. 9: the second rank has padding. 5: it has nothing else.
+        for vocab_size in (12, 9, 5):
+            for scale in (1.0, 300.0):
+                _compare(rank, vocab_size, scale)
+    finally:
+        dist.destroy_process_group()
+
+
+def _compare(rank: int, vocab_size: int, scale: float) -> None:
+    """``scale`` 300 puts ranks hundreds of nats apart, where a careless sum of exponentials overflows."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = scale * torch.randn(7, NUM_RANKS * SHARD, generator=generator)
+    tokens = (TOKENS * 3 + 1) % vocab_size
+    columns = slice(rank * SHARD, (rank + 1) * SHARD)
+    whole = logits.clone().requires_grad_()
+    shard = logits[:, columns].clone().requires_grad_()
+    settings = {"vocab_size": vocab_size, "temperature": 0.7, "entropy": "differentiable"}
+
+    expected = selected_logprobs(whole, tokens, POSITIONS, **settings)
+    actual = selected_logprobs(
+        shard, tokens, POSITIONS, vocab_start=rank * SHARD, tensor_group=dist.group.WORLD, **settings
+    )
+    torch.testing.assert_close(actual.logprobs, expected.logprobs)
+    torch.testing.assert_close(actual.entropy, expected.entropy, atol=2e-4, rtol=1e-5)
+
+    weights = torch.linspace(-1.0, 2.0, 7)
+    (weights * (expected.logprobs + 0.3 * expected.entropy)).sum().backward()
+    (weights * (actual.logprobs + 0.3 * actual.entropy)).sum().backward()
+    torch.testing.assert_close(shard.grad, whole.grad[:, columns], atol=1e-5 * scale, rtol=1e-5)

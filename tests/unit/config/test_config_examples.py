@@ -1,0 +1,90 @@
+"""The Qwen2.5-32B command: its flags are read out of the script's text and must be valid for 64 ranks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import load_config, notes, parse_config, validate
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo"
+
+PROMISED = """
+--perform-rl-step --langrl-env-config --env-config --langrl-inference-server-type --grpo-prompts-per-step
+--grpo-group-size --grpo-iterations --grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-kl-beta
+--rl-prompts-per-eval --inference-max-batch-size --inference-max-seq-length
+--inference-dynamic-batching-buffer-size-gb --inference-dynamic-batching-num-cuda-graphs --enable-cuda-graph
+--te-rng-tracker --use-distributed-optimizer --sequence-parallel --recompute-granularity
+--recompute-activations --pretrained-checkpoint --load --save --finetune --ckpt-format
+--calculate-per-token-loss --log-straggler --log-throughput --log-params-norm --log-num-zeros-in-grad
+--tensorboard-dir --wandb-project --wandb-exp-name --empty-unused-memory-level --mock-data --train-samples
+--timing-log-level --initialize-socket-comms
+"""
+
+
+def script_flags(path: Path) -> list[str]:
+    """What stands between ``train_rl.py`` and ``"$@"``, with the defaults of the script's variables."""
+    text = path.read_text(encoding="utf-8")
+    variables: dict[str, str] = {}
+
+    def expand(word: str) -> str:
+        return re.sub(r"\$\{?(\w+)\}?", lambda match: variables[match[1]], word)
+
+    for name, default in re.findall(r"^(\w+)=\$\{\1:-(.*)\}$", text, re.MULTILINE):
+        variables[name] = default
+    arrays = {
+        name: [expand(word) for word in shlex.split(body)]
+        for name, body in re.findall(r"^(\w+)=\(\n(.*?)^\)$", text, re.MULTILINE | re.DOTALL)
+    }
+    words = shlex.split(text[text.index("\ntorchrun") :].replace("\\\n", " "))
+    flags: list[str] = []
+    for word in words[words.index("train_rl.py") + 1 :]:
+        array = re.fullmatch(r"\$\{(\w+)\[@\]\}", word)
+        flags += arrays[array[1]] if array else [] if word == "$@" else [expand(word)]
+    return flags
+
+
+@pytest.fixture(scope="module")
+def flags() -> list[str]:
+    return script_flags(EXAMPLE / "run.sh")
+
+
+def test_it_has_every_promised_flag(flags):
+    assert [flag for flag in PROMISED.split() if flag not in flags] == []
+
+
+def test_it_is_valid_on_64_ranks(flags):
+    config = load_config(flags, 64)
+    assert validate(config, 64) == []
+    assert config.data_parallel_size(64) == 8
+
+
+def test_its_values_arrive(flags):
+    config = load_config(flags, 64)
+    model, algorithm = config.model, config.algorithm
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (64, 5120, 27648)
+    assert (model.num_attention_heads, model.num_query_groups, model.kv_channels) == (40, 8, 128)
+    assert (model.rotary_base, model.add_bias_linear, model.add_qkv_bias) == (1000000, False, True)
+    assert (algorithm.grpo_clamp_eps_lower, algorithm.grpo_clamp_eps_upper) == (0.2, 0.28)
+    assert (config.samples_per_step, config.updates_per_rollout) == (1024, 1)
+    assert config.total_updates == 47683
+    # 2 x 64 layers x 1 head a rank x 128 channels x 2 bytes a token.
+    assert config.kv_cache_gib(12000) == pytest.approx(12000 * 32768 / 2**30)
+
+
+def test_flags_without_effect_are_noted(flags):
+    noted = {line.split()[0] for line in notes(parse_config(flags))}
+    assert {"--mock-data", "--initialize-socket-comms", "--use-mcore-models"} <= noted
+    assert not {"--sequence-parallel", "--grpo-group-size"} & noted
+
+
+def test_a_wrong_size_would_be_seen(flags):
+    assert len(validate(parse_config([*flags, "--num-attention-heads", "41"]), 64)) == 3
+
+
+def test_its_environment_list_is_where_the_script_says(flags):
+    path = parse_config(flags).environment.langrl_env_config
+    assert (EXAMPLE.parents[1] / path).is_file()

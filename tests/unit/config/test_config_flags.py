@@ -1,0 +1,77 @@
+"""What holds for every declared flag, and the reference page."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron_rl.config import parse_config
+from megatron_rl.config.fields import Flag
+from megatron_rl.config.reference import REFERENCE, main, reference_text
+from megatron_rl.config.rl_config import all_flags, section_classes
+from megatron_rl.config.values import refusal
+
+SECTIONS = [
+    "model", "kernels", "tokenizer", "parallel", "precision", "training", "optimizer", "schedule",
+    "checkpoint", "logging", "environment", "rollout", "algorithm", "compatibility",
+]
+
+
+def test_the_sections():
+    assert list(section_classes()) == SECTIONS
+
+
+@pytest.mark.parametrize("flag", all_flags(), ids=lambda flag: flag.name)
+def test_a_flag_is_documented_and_its_default_is_allowed(flag: Flag):
+    assert len(flag.help) > 10
+    assert flag.help.endswith(".")
+    assert flag.default is not None or flag.optional
+    if flag.default is not None and not flag.many:
+        assert refusal(flag, flag.default) is None
+        assert type(flag.default) is flag.kind
+    if flag.note is not None:
+        assert not flag.note.endswith(".")
+
+
+def test_every_spelling_and_field_name_belongs_to_one_flag():
+    spellings = Counter(text for flag in all_flags() for text in flag.spellings)
+    names = Counter(flag.name for flag in all_flags())
+    assert [text for text, count in spellings.items() if count > 1] == []
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_switch_that_is_on_shows_the_flag_that_switches_it_off():
+    assert [f.name for f in all_flags() if f.default is True and f.declaration.off is None] == []
+    assert [f.name for f in all_flags() if f.default is not True and f.declaration.off is not None] == []
+
+
+def test_every_switch_works_both_ways():
+    for flag in all_flags():
+        if flag.kind is bool:
+            for text, on in flag.spellings.items():
+                section = getattr(parse_config([f"--{text}"]), flag.section)
+                assert getattr(section, flag.name) is on
+
+
+def test_about_twenty_flags_are_common():
+    assert 18 <= sum(flag.declaration.common for flag in all_flags()) <= 26
+
+
+def test_the_reference_page_is_up_to_date():
+    assert REFERENCE.read_text(encoding="utf-8") == reference_text()
+    assert main(["--check"]) == 0
+
+
+def test_the_reference_page_has_a_row_for_every_flag():
+    rows = [line for line in reference_text().splitlines() if line.startswith("| `--")]
+    assert len(rows) == len(all_flags())
+    assert {row.count(" | ") for row in rows} == {3}
+
+
+def test_a_stale_page_fails_the_check_and_writing_repairs_it(tmp_path, capsys):
+    page = tmp_path / "flags.md"
+    assert main(["--check", "--output", str(page)]) == 1
+    assert "stale" in capsys.readouterr().out
+    assert main(["--output", str(page)]) == 0
+    assert main(["--check", "--output", str(page)]) == 0

@@ -1,0 +1,167 @@
+"""Command line to RLConfig: values, spellings and errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rl.config import RLConfig, load_config, parse_config
+from megatron_rl.errors import ConfigError
+
+
+def errors_of(*argv: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(argv)
+    return caught.value.problems
+
+
+def test_no_arguments_give_the_defaults():
+    assert parse_config([]) == RLConfig()
+
+
+def test_values_arrive_in_their_section_with_their_type():
+    config = parse_config(["--num-layers", "64", "--lr", "1e-6", "--save", "out", "--swiglu"])
+    assert config.model.num_layers == 64
+    assert config.optimizer.lr == 1e-6
+    assert config.checkpoint.save == "out"
+    assert config.model.swiglu is True
+    assert config.typed == {"num_layers": 64, "lr": 1e-6, "save": "out", "swiglu": True}
+
+
+def test_both_ways_to_write_a_value():
+    assert parse_config(["--seed=7"]) == parse_config(["--seed", "7"])
+
+
+def test_an_empty_value_is_a_value():
+    assert parse_config(["--split="]).compatibility.split == ""
+
+
+def test_a_negative_number_is_a_value_and_not_a_flag():
+    assert parse_config(["--grpo-entropy-term-weight", "-1e-3"]).algorithm.grpo_entropy_term_weight == -1e-3
+
+
+def test_the_last_of_a_repeated_flag_wins():
+    assert parse_config(["--seed", "1", "--seed", "2"]).training.seed == 2
+
+
+def test_lists_take_all_values_up_to_the_next_flag():
+    config = parse_config(["--rl-stop-strings", "\n\n", "</answer>", "--seed", "3"])
+    assert config.rollout.rl_stop_strings == ("\n\n", "</answer>")
+    assert config.training.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("alias", "section", "name", "text", "value"),
+    [
+        ("--env-config", "environment", "langrl_env_config", "e.yaml", "e.yaml"),
+        ("--rl-default-temperature", "rollout", "rl_temperature", "0.7", 0.7),
+        ("--grpo-default-temperature", "rollout", "rl_temperature", "0.7", 0.7),
+        ("--rl-default-top-p", "rollout", "rl_top_p", "0.9", 0.9),
+        ("--rl-default-top-k", "rollout", "rl_top_k", "50", 50),
+        ("--inference-max-requests", "rollout", "inference_max_batch_size", "32", 32),
+    ],
+)
+def test_aliases(alias, section, name, text, value):
+    assert getattr(getattr(parse_config([alias, text]), section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "section", "name"),
+    [
+        ("--disable-bias-linear", "model", "add_bias_linear"),
+        ("--no-masked-softmax-fusion", "kernels", "masked_softmax_fusion"),
+        ("--no-rope-fusion", "kernels", "apply_rope_fusion"),
+        ("--no-gradient-accumulation-fusion", "kernels", "gradient_accumulation_fusion"),
+        ("--grad-reduce-in-bf16", "precision", "accumulate_allreduce_grads_in_fp32"),
+        (
+            "--no-create-attention-mask-in-dataloader",
+            "compatibility",
+            "create_attention_mask_in_dataloader",
+        ),
+    ],
+)
+def test_inverted_flags_switch_off_what_is_on(flag, section, name):
+    assert getattr(getattr(parse_config([]), section), name) is True
+    assert getattr(getattr(parse_config([flag]), section), name) is False
+
+
+def test_every_switch_has_an_opposite():
+    assert parse_config(["--sequence-parallel", "--no-sequence-parallel"]).parallel.sequence_parallel is False
+    assert parse_config(["--disable-bias-linear", "--add-bias-linear"]).model.add_bias_linear is True
+    assert parse_config(["--no-load-optim"]).checkpoint.no_load_optim is True
+    assert parse_config(["--no-load-optim", "--load-optim"]).checkpoint.no_load_optim is False
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num-layer", "4"], "--num-layer is not a flag; did you mean --num-layers?"),
+        (["--env-confg", "x"], "--env-confg is not a flag; did you mean --env-config?"),
+        (["--disable-bias-liner"], "--disable-bias-liner is not a flag; did you mean --disable-bias-linear?"),
+        (["--zzzzzz"], "--zzzzzz is not a flag; --help-all lists all flags"),
+        (["--num-layers", "4.5"], "--num-layers is not a whole number, got '4.5'"),
+        (["--num-layers", "0"], "--num-layers must be at least 1, got 0"),
+        (["--lr", "fast"], "--lr is not a number, got 'fast'"),
+        (["--lr", "0"], "--lr must be above 0, got 0.0"),
+        (["--lr", "nan"], "--lr is not a finite number, got 'nan'"),
+        (["--rl-top-p", "1.5"], "--rl-top-p must be at most 1, got 1.5"),
+        (["--grpo-clamp-eps-lower", "1"], "--grpo-clamp-eps-lower must be below 1, got 1.0"),
+        (["--rl-dual-clip", "1"], "--rl-dual-clip must be above 1, got 1.0"),
+        (["--rl-temperature", "0"], "--rl-temperature must be above 0, got 0.0"),
+        (["--normalization", "BatchNorm"], "--normalization is not RMSNorm or LayerNorm, got 'BatchNorm'"),
+        (["--lr"], "--lr needs a value"),
+        (["--lr", "1", "2"], "--lr takes one value, got 2: '1 2'"),
+        (["--swiglu", "true"], "--swiglu takes no value, got 'true'"),
+        (["--rl-stop-strings"], "--rl-stop-strings needs at least one value"),
+        (["train", "--swiglu"], "'train' stands before any flag; every value follows its flag"),
+    ],
+)
+def test_what_is_wrong_with_one_flag(argv, message):
+    assert errors_of(*argv) == (message,)
+
+
+def test_all_errors_come_at_once():
+    problems = errors_of("--num-layer", "4", "--lr", "fast", "--normalization", "x", "--seed", "-1")
+    assert [line.split()[0] for line in problems] == ["--num-layer", "--lr", "--normalization", "--seed"]
+
+
+def test_load_config_reports_parsing_and_rules_together(command):
+    with pytest.raises(ConfigError) as caught:
+        load_config(command(num_attention_heads="9", lr="fast", tokenizer_model=None), 1)
+    starts = [line.split()[0] for line in caught.value.problems]
+    # --lr is not also reported as missing.
+    assert starts == ["--lr", "--tokenizer-model", "--hidden-size"]
+
+
+@pytest.mark.parametrize("changes", [{"lr": "fast"}, {"lr": None}])
+def test_load_config_fails_by_parsing_alone_and_by_rules_alone(command, changes):
+    with pytest.raises(ConfigError) as caught:
+        load_config(command(**changes), 1)
+    assert [line.split()[0] for line in caught.value.problems] == ["--lr"]
+
+
+def test_load_config_gives_a_resolved_configuration(command):
+    config = load_config(command(), 1)
+    assert config.model.ffn_hidden_size == 256
+
+
+@pytest.mark.parametrize(("token", "all_shown"), [("--help", False), ("-h", False), ("--help-all", True)])
+def test_help_goes_to_standard_output_and_exits(token, all_shown, capsys):
+    with pytest.raises(SystemExit) as exited:
+        parse_config([token])
+    text = capsys.readouterr().out
+    assert exited.value.code == 0
+    assert "--grpo-group-size INT (>= 1)" in text
+    assert ("--rotary-percent" in text) is all_shown
+    assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def test_importing_and_parsing_needs_no_torch():
+    script = (
+        "import sys; from megatron_rl.config import parse_config; parse_config(['--num-layers', '2']); "
+        "sys.exit(' '.join({'torch', 'numpy', 'megatron', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

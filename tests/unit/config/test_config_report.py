@@ -1,0 +1,54 @@
+"""A configuration as data: dictionaries, hash and notes."""
+
+from __future__ import annotations
+
+import json
+
+from megatron_rl.config import config_hash, difference_from_defaults, notes, resolve, to_dict
+
+
+def test_to_dict_is_nested_and_survives_json(config):
+    data = to_dict(resolve(config(rl_stop_strings="a b"), 1))
+    assert json.loads(json.dumps(data)) == data
+    assert data["model"]["num_layers"] == 4
+    assert data["rollout"]["rl_stop_strings"] == ["a", "b"]
+    assert list(data)[:3] == ["model", "kernels", "tokenizer"]
+    assert "typed" not in data
+
+
+def test_difference_from_defaults_is_flat_and_small(config):
+    assert difference_from_defaults(config(seed="1234", swiglu=True, train_iters=None)) == {
+        "num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "swiglu": True,
+        "tokenizer_model": "tokenizer", "perform_rl_step": True, "seq_length": 128, "lr": 1e-3,
+        "run_dir": "runs/test", "langrl_env_config": "environments.yaml", "grpo_prompts_per_step": 8,
+        "grpo_group_size": 4,
+    }
+
+
+def test_the_hash_counts_what_is_trained_and_not_where_it_is_written(config):
+    base = config_hash(resolve(config(), 1))
+    assert len(base) == 12
+    assert base == config_hash(resolve(config(run_dir="elsewhere", exit_interval="3", mock_data=True), 1))
+    assert base == config_hash(resolve(config(global_batch_size="32"), 1))  # the default, spelt out
+    assert base != config_hash(resolve(config(lr="2e-3"), 1))
+    assert base != config_hash(resolve(config(rl_policy_loss="gspo"), 1))
+
+
+def test_notes_are_of_typed_flags_only(config):
+    assert notes(config()) == []
+    assert notes(config(mock_data=True)) == [
+        "--mock-data has no effect: tasks come from the environments, so there is no dataset to mock"
+    ]
+    inverted = notes(config(no_create_attention_mask_in_dataloader=True))
+    assert [line.split()[0] for line in inverted] == ["--no-create-attention-mask-in-dataloader"]
+
+
+def test_a_note_survives_resolving_and_the_value_being_the_default(config):
+    assert len(notes(resolve(config(num_workers="2"), 1))) == 1
+
+
+def test_sequence_parallel_without_ranks_is_noted(config):
+    expected = ["--sequence-parallel is off: it needs --tensor-model-parallel-size above 1"]
+    assert notes(config(sequence_parallel=True)) == expected
+    assert notes(resolve(config(sequence_parallel=True), 1)) == expected
+    assert notes(config(sequence_parallel=True, tensor_model_parallel_size="2")) == []

@@ -1,0 +1,220 @@
+"""Each rule over several flags: it fires, says the numbers, and only then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_rl.config import AlgorithmConfig, ModelConfig, RLConfig, parse_config, resolve, validate
+
+
+def test_the_working_command_has_no_problems(problems):
+    assert problems() == []
+    assert problems(perform_rl_step=None, grpo_prompts_per_step=None, grpo_group_size=None) == []
+
+
+def test_everything_required_is_listed_at_once():
+    missing = [line.split()[0] for line in validate(parse_config(["--perform-rl-step"]), 1)]
+    assert missing == [
+        "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--tokenizer-model", "--lr",
+        "--langrl-env-config", "--grpo-prompts-per-step", "--grpo-group-size", "--run-dir", "--train-iters",
+    ]
+
+
+def test_other_rules_are_silent_about_what_is_missing(problems):
+    assert len(problems(num_attention_heads=None, num_query_groups="3", kv_channels="8")) == 1
+    assert len(problems(seq_length=None, rl_max_new_tokens="3", sequence_parallel=True)) == 1
+
+
+def test_groups_are_required_only_in_rl(problems):
+    assert problems(grpo_group_size=None) == [
+        "--grpo-group-size is missing: --perform-rl-step compares completions within a group; "
+        "for example --grpo-group-size 16"
+    ]
+    assert problems(grpo_group_size=None, perform_rl_step=None) == []
+
+
+TENSOR_2 = {"tensor_model_parallel_size": "2"}
+TENSOR_8 = {"tensor_model_parallel_size": "8"}
+SAMPLES = {"train_iters": None, "train_samples": "3200"}
+ONE_PROBLEM = [
+    # changes, ranks, what the message must say
+    ({"train_samples": "64"}, 1, ["--train-iters 100", "--train-samples 64", "keep one"]),
+    (TENSOR_2, 3, ["world size 3", "divisible by 2", "start 2 or 4 ranks"]),
+    ({"pipeline_model_parallel_size": "2"}, 2, ["--pipeline-model-parallel-size 2", "not built yet"]),
+    ({"context_parallel_size": "2"}, 2, ["--context-parallel-size 2", "tensor and data parallelism"]),
+    ({"expert_model_parallel_size": "2"}, 1, ["--expert-model-parallel-size 2", "not built yet"]),
+    (
+        {**TENSOR_8, "num_attention_heads": "4", "group_query_attention": True, "num_query_groups": "4"}, 8,
+        ["--num-attention-heads 4", "tensor-parallel size 8", "--tensor-model-parallel-size 1, 2 or 4"],
+    ),
+    ({"num_attention_heads": "12"}, 1, ["--hidden-size 64", "12", "60 or 72", "--kv-channels"]),
+    ({"num_query_groups": "2"}, 1, ["--num-query-groups 2", "use 8", "add --group-query-attention"]),
+    (
+        {"group_query_attention": True, "num_query_groups": "3"}, 1,
+        ["--num-query-groups 3", "--num-attention-heads 8", "use 1, 2, 4 or 8"],
+    ),
+    (
+        {"num_attention_heads": "24", "kv_channels": "8", "group_query_attention": True,
+         "num_query_groups": "6", "tensor_model_parallel_size": "4"}, 4,
+        ["--num-query-groups 6", "tensor-parallel size 4", "1, 2, 3 or 6, or a multiple of 6"],
+    ),
+    ({**TENSOR_8, "ffn_hidden_size": "100"}, 8, ["--ffn-hidden-size 100", "size 8", "96 or 104"]),
+    (
+        {**TENSOR_8, "sequence_parallel": True, "seq_length": "4100"}, 8,
+        ["--rl-sequence-packing-bin-size 4100 (from", "--seq-length", "parallel size 8", "4096 or 4104"],
+    ),
+    ({"overlap_param_gather": True, "overlap_grad_reduce": True}, 1, ["add --use-distributed-optimizer"]),
+    (
+        {"grpo_prompts_per_step": "6", "global_batch_size": "24"}, 4,
+        ["--grpo-prompts-per-step 6", "4 data-parallel replicas", "4 or 8"],
+    ),
+    ({"global_batch_size": "2"}, 4, ["--global-batch-size 2 ", "4 data-parallel replicas", "use 4"]),
+    ({"perform_rl_step": None, "global_batch_size": "30"}, 4, ["--global-batch-size 30", "28 or 32"]),
+    (
+        {"global_batch_size": "12"}, 1,
+        ["--global-batch-size 12", "32 samples", "8 prompts x 4 completions", "use 8 or 16"],
+    ),
+    ({"global_batch_size": "64"}, 1, ["--global-batch-size 64", "32 samples of a rollout", "use 32"]),
+    ({"grpo_group_size": "1"}, 1, ["--grpo-group-size 1", "2 or more"]),
+    ({"train_iters": None, "train_samples": "31"}, 1, ["--train-samples 31", "update of 32", "at least 32"]),
+    (
+        {"inference_max_seq_length": "256", "max_position_embeddings": "200",
+         "rl_sequence_packing_bin_size": "256"}, 1,
+        ["--inference-max-seq-length 256", "--max-position-embeddings 200", "at most 200"],
+    ),
+    (
+        {"inference_max_seq_length": "64", "max_position_embeddings": "100"}, 1,
+        ["--seq-length 128", "--max-position-embeddings 100", "at most 100"],
+    ),
+    ({"rl_max_new_tokens": "128"}, 1, ["--rl-max-new-tokens 128", "128 tokens", "at most 127"]),
+    (
+        {"rl_sequence_packing_bin_size": "100"}, 1,
+        ["--rl-sequence-packing-bin-size 100 ", "128 tokens", "at least 128"],
+    ),
+    ({"fp16": True}, 1, ["--fp16 is refused", "use --bf16"]),
+    ({"fp8_format": "e4m3"}, 1, ["--fp8-format e4m3 is refused", "not built yet"]),
+    ({"fp8_recipe": "blockwise"}, 1, ["--fp8-recipe blockwise is refused", "not built yet"]),
+    ({"hidden_dropout": "0.1"}, 1, ["--hidden-dropout 0.1", "log-probs", "--hidden-dropout 0"]),
+    ({"attention_dropout": "0.1"}, 1, ["--attention-dropout 0.1", "log-probs"]),
+    ({"position_embedding_type": "learned_absolute"}, 1, ["learned_absolute", "not built", "rope"]),
+    ({"attention_backend": "fused"}, 1, ["--attention-backend fused", "auto, sdpa or flash"]),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block"}, 1,
+        ["--recompute-method uniform --recompute-num-layers 1"],
+    ),
+    ({"recompute_granularity": "full"}, 1, ["--recompute-method uniform --recompute-num-layers 1"]),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "5"}, 1,
+        ["--recompute-num-layers 5", "4 layers", "at most 4"],
+    ),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "4",
+         "recompute_activations": True}, 1,
+        ["--recompute-activations means selective", "is full"],
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_method": "uniform"}, 1,
+        ["only --recompute-granularity full"],
+    ),
+    ({"ckpt_format": "torch"}, 1, ["--ckpt-format torch is refused", "use torch_dist"]),
+    ({"min_lr": "0.01"}, 1, ["--min-lr 0.01", "--lr 0.001"]),
+    ({"lr_warmup_init": "0.01"}, 1, ["--lr-warmup-init 0.01", "--lr 0.001"]),
+    ({"lr_warmup_iters": "100"}, 1, ["warms up for 100", "decays after 100", "at most 99"]),
+    ({"lr_warmup_samples": "64"}, 1, ["--lr-warmup-samples 64", "--train-iters", "--lr-warmup-iters"]),
+    ({**SAMPLES, "lr_decay_iters": "9"}, 1, ["--lr-decay-iters 9", "--lr-decay-samples"]),
+    ({"lr_warmup_fraction": "0.1", "lr_warmup_iters": "5"}, 1, ["--lr-warmup-fraction", "--lr-warmup-iters"]),
+    ({"lr_decay_style": "WSD"}, 1, ["WSD needs", "give --lr-wsd-decay-iters N"]),
+    ({**SAMPLES, "lr_decay_style": "WSD"}, 1, ["WSD needs", "give --lr-wsd-decay-samples N"]),
+    (
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": "95", "lr_warmup_iters": "10"}, 1,
+        ["warm-up of 10", "last phase of 95", "at most 90"],
+    ),
+    (
+        # 2 x 4 layers x 8 heads x 8 channels x 4 bytes x 1048576 tokens = 2 GiB.
+        {"inference_dynamic_batching_buffer_size_gb": "1.5", "seq_length": "1048576"}, 1,
+        ["gb 1.5", "1048576 tokens", "fp32", "2 GiB", "at least 2"],
+    ),
+    (
+        {"langrl_inference_server_type": "inplace_megatron_chat"}, 1,
+        ["inplace_megatron_chat is refused", "use inplace_megatron"],
+    ),
+    (
+        {"rl_inference_engine": "mcore", "rl_temperature": "0.7"}, 1,
+        ["--rl-temperature 0.7", "mcore", "raw logits", "--rl-temperature 1"],
+    ),
+    ({"rl_inference_engine": "mcore", "rl_top_k": "50"}, 1, ["--rl-top-k 50", "--rl-top-k 0"]),
+    ({"rl_inference_engine": "mcore", "rl_top_p": "0.9"}, 1, ["--rl-top-p 0.9", "--rl-top-p 1"]),
+    (
+        {"calculate_per_token_loss": True, "rl_loss_aggregation": "sequence-mean"}, 1,
+        ["--calculate-per-token-loss", "sequence-mean"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "ranks", "fragments"), ONE_PROBLEM)
+def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, ranks, fragments):
+    found = problems(ranks, **changes)
+    assert len(found) == 1
+    assert [text for text in fragments if text not in found[0]] == []
+    assert "\n" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        # Fewer key heads than ranks: each rank holds a copy of one.
+        ({"group_query_attention": True, "num_query_groups": "2", "tensor_model_parallel_size": "4"}, 4),
+        ({"num_query_groups": "8"}, 1),
+        ({"num_attention_heads": "12", "kv_channels": "16"}, 1),
+        ({"sequence_parallel": True, "seq_length": "4101"}, 1),
+        ({"perform_rl_step": None, "hidden_dropout": "0.1"}, 1),
+        ({"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": True}, 1),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": "1"}, 1),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": "90", "lr_warmup_iters": "10"}, 1),
+        ({"rl_inference_engine": "mcore", "rl_top_p": "0", "rl_top_k": "-1"}, 1),
+        ({"calculate_per_token_loss": True}, 1),
+        ({"min_lr": "1e-3", "lr_warmup_init": "1e-3"}, 1),
+        ({"train_iters": None, "train_samples": "32"}, 1),
+        ({"inference_dynamic_batching_buffer_size_gb": "2", "seq_length": "1048576"}, 1),
+        ({"rl_sequence_packing_bin_size": "128"}, 1),
+        ({"rl_max_new_tokens": "127"}, 1),
+    ],
+)
+def test_what_stands_just_inside_a_rule_is_allowed(problems, changes, ranks):
+    assert problems(ranks, **changes) == []
+
+
+def test_all_broken_rules_come_at_once(problems):
+    found = problems(4, fp16=True, ckpt_format="torch", grpo_prompts_per_step="6", min_lr="1")
+    starts = [line.split()[0] for line in found]
+    assert starts == ["--fp16", "--ckpt-format", "--min-lr", "--grpo-prompts-per-step"]
+
+
+def test_no_batch_is_called_uneven_when_the_ranks_do_not_fit_the_model(problems):
+    found = problems(7, tensor_model_parallel_size="2")
+    assert [line.split(" is ")[0] for line in found] == ["world size 7"]
+
+
+def test_an_uneven_rollout_is_reported_once(problems):
+    found = problems(2, grpo_prompts_per_step="7", grpo_group_size="3")
+    assert [line.split(" is ")[0] for line in found] == ["--grpo-prompts-per-step 7"]
+
+
+def test_bounds_hold_for_configurations_built_in_code():
+    config = RLConfig(model=ModelConfig(num_attention_heads=0, normalization="BatchNorm"))
+    assert validate(config, 1) == [
+        "--num-attention-heads must be at least 1, got 0",
+        "--normalization is not RMSNorm or LayerNorm, got 'BatchNorm'",
+    ]
+
+
+def test_validating_resolved_or_not_is_the_same(config):
+    broken = config(num_attention_heads="9", global_batch_size="5")
+    assert validate(broken, 1) == validate(resolve(broken, 1), 1) != []
+
+
+def test_sections_can_be_replaced_in_code(config):
+    changed = replace(config(), algorithm=AlgorithmConfig(grpo_prompts_per_step=8, grpo_group_size=1))
+    assert [line.split(":")[0] for line in validate(changed, 1)] == ["--grpo-group-size 1"]

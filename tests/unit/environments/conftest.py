@@ -1,0 +1,79 @@
+"""Fixtures of the environment tests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from megatron_rl.environments.address import Address, read_address
+from megatron_rl.environments.process import EnvironmentServerProcess
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def hostile_path() -> Iterator[None]:
+    """Makes ``hostile_environments`` importable, here and in server processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        yield
+
+
+@pytest.fixture(scope="module")
+def server(
+    hostile_path: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EnvironmentServerProcess]:
+    """One server process for all tests of a module."""
+    folder = tmp_path_factory.mktemp("server")
+    config = folder / "list.yaml"
+    config.write_text(
+        "- environment: arithmetic\n"
+        "  args: {train_tasks: 50, test_tasks: 7, demonstrations: 30}\n"
+        "- environment: hostile_environments:Steady\n"
+        "- environment: hostile_environments:Rewards\n"
+        "- environment: hostile_environments:BadRows\n"
+    )
+    with EnvironmentServerProcess(config, folder, start_timeout=30) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def address(server: EnvironmentServerProcess) -> Address:
+    """Where that server listens."""
+    return read_address(server.address_file)
+
+
+@pytest.fixture(scope="module")
+def call(address: Address) -> Callable[..., tuple[int, Any]]:
+    """Sends one request and returns the status and the parsed answer."""
+
+    def send(method: str, path: str, body: object = None, headers: dict | None = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(urlsplit(address.url).netloc, timeout=10)
+        data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        connection.request(method, path, data, address.headers if headers is None else headers)
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        assert response.headers["Content-Type"] == "application/json", text
+        return response.status, json.loads(text, parse_constant=pytest.fail)
+
+    return send
+
+
+@pytest.fixture
+def transcript_json() -> Callable[[str], dict[str, Any]]:
+    """The JSON item of a grade request for the given text."""
+
+    def item(text: str) -> dict[str, Any]:
+        return {
+            "task": {"id": "train-0", "prompt": "2+2=", "data": {"answer": 4}},
+            "transcript": {"text": text, "finish_reason": "stop", "num_tokens": len(text)},
+        }
+
+    return item

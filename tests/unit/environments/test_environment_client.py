@@ -1,0 +1,193 @@
+"""The client against servers that are absent, slow, dying or lying."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megatron_rl.environments.address import Address, read_address, write_address
+from megatron_rl.environments.client import EnvironmentClient
+from megatron_rl.errors import EnvironmentFault
+from megatron_rl.types import Task, Transcript
+
+ITEM = (Task("train-0", "2+2=", {"answer": 4}), Transcript("abc", "stop", 3))
+
+
+class Stub:
+    """An HTTP server that answers POSTs with what ``answers`` says in turn; None drops the connection."""
+
+    def __init__(self, *answers: tuple[int, str] | None) -> None:
+        self.bodies: list[dict] = []
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                stub.bodies.append(json.loads(body))
+                answer = answers[min(len(stub.bodies), len(answers)) - 1]
+                if answer is None:
+                    self.close_connection = True
+                    return
+                self.send_response(answer[0])
+                self.send_header("Content-Length", str(len(answer[1])))
+                self.end_headers()
+                self.wfile.write(answer[1].encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        return Address(f"http://127.0.0.1:{self.server.server_port}", "token", os.getpid())
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """Makes a stub server and a client of it."""
+    made = []
+
+    def make(*answers: tuple[int, str] | None, **options: object) -> tuple[Stub, EnvironmentClient]:
+        server = Stub(*answers)
+        made.append(server)
+        write_address(tmp_path / "address.json", server.address)
+        return server, EnvironmentClient(tmp_path / "address.json", backoff=0.001, **options)
+
+    yield make
+    for server in made:
+        server.server.shutdown()
+        server.server.server_close()
+
+
+def grade(client: EnvironmentClient, count: int = 1, environment: str = "steady"):
+    return asyncio.run(client.grade(environment, [ITEM] * count))
+
+
+def ok(*rewards: object) -> tuple[int, str]:
+    items = [{"status": "ok", "reward": reward, "metrics": {}} for reward in rewards]
+    return 200, json.dumps({"items": items})
+
+
+def test_grades_come_back_in_order(server):
+    texts = ["a", "raise", "abcd"]
+    items = [(ITEM[0], Transcript(text, "stop", 1)) for text in texts]
+    client = EnvironmentClient(server.address_file)
+    first, second, third = asyncio.run(client.grade("steady", items))
+    assert (first.reward, third.reward) == (1.0, 4.0)
+    assert (second.status, second.code, second.reward) == ("error", "environment_exception", None)
+
+
+def test_nothing_to_grade_sends_nothing(tmp_path):
+    assert asyncio.run(EnvironmentClient(tmp_path / "absent").grade("steady", [])) == []
+
+
+def test_tasks_and_demonstrations_are_fetched_page_by_page(server, monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.client.PAGE", 16)
+    client = EnvironmentClient(server.address_file)
+    tasks = client.fetch_tasks("arithmetic", "train")
+    assert len({task.id for task in tasks}) == 50
+    assert isinstance(tasks[0], Task)
+    assert len(client.fetch_demonstrations("arithmetic", "train")) == 30
+    assert client.fetch_demonstrations("arithmetic", "test") == []
+
+
+def test_an_unknown_environment_is_a_fault_with_the_server_s_words(server):
+    client = EnvironmentClient(server.address_file)
+    with pytest.raises(EnvironmentFault, match="did you mean 'arithmetic'"):
+        client.fetch_tasks("arithmatic", "train")
+    [result] = grade(client, environment="arithmatic")
+    assert (result.status, result.code) == ("error", "environment_exception")
+    assert "404" in result.message
+
+
+def test_no_server_gives_results_not_exceptions(tmp_path):
+    client = EnvironmentClient(tmp_path / "absent.json", attempts=3, backoff=0.001)
+    results = grade(client, 2)
+    assert [(r.status, r.code, r.reward) for r in results] == [("error", "server_unreachable", None)] * 2
+    assert not client.health()
+    write_address(tmp_path / "absent.json", Address("http://127.0.0.1:9", "t", 1))
+    assert grade(client)[0].code == "server_unreachable"
+
+
+def test_a_lost_answer_is_asked_for_again_under_the_same_id(stub):
+    server, client = stub(None, None, ok(0.5))
+    assert grade(client)[0].reward == 0.5
+    assert len(server.bodies) == 3
+    assert len({body["request_id"] for body in server.bodies}) == 1
+    grade(client)
+    assert len({body["request_id"] for body in server.bodies}) == 2
+
+
+def test_attempts_end(stub):
+    server, client = stub(None, attempts=3)
+    assert grade(client)[0].code == "server_unreachable"
+    assert len(server.bodies) == 3
+
+
+def test_revive_is_called_before_each_repetition_and_may_fail(stub):
+    def revive() -> None:
+        raise EnvironmentFault("dead for good")
+
+    _, client = stub(None, attempts=2, revive=revive)
+    [result] = grade(client)
+    assert (result.code, result.message) == ("server_unreachable", "dead for good")
+
+
+def test_an_old_token_is_read_again(stub, tmp_path):
+    reads: list[Callable] = []
+    server, client = stub((401, '{"message": "a valid bearer token is required"}'), ok(1))
+    client._revive = lambda: reads.append(read_address(tmp_path / "address.json"))
+    assert grade(client)[0].reward == 1.0
+    assert len(server.bodies) == 2
+
+
+def test_a_slow_grade_is_a_timeout_and_is_not_repeated(server):
+    client = EnvironmentClient(server.address_file, timeout=0.2)
+    items = [(ITEM[0], Transcript("sleep", "stop", 1))]
+    [result] = asyncio.run(client.grade("steady", items))
+    assert (result.status, result.code) == ("error", "timeout")
+
+
+@pytest.mark.parametrize("reward", ["NaN", "Infinity", "1e999", "true", '"1"', "null"])
+def test_rewards_are_checked_on_this_side_too(stub, reward):
+    _, client = stub((200, f'{{"items": [{{"status": "ok", "reward": {reward}, "metrics": {{}}}}]}}'))
+    [result] = grade(client)
+    assert result.status == "error"
+    assert result.reward is None
+    assert result.code in ("invalid_reward", "environment_exception")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ok(1.0),
+        ok(1.0, 1.0, 1.0),
+        (200, "<html>"),
+        (200, "[]"),
+        (200, '{"items": [{}, {}]}'),
+        (500, "oops"),
+        (200, '{"items": [1, 2]}'),
+        (413, '{"message": "too large"}'),
+    ],
+)
+def test_answers_that_make_no_sense_become_errors(stub, answer):
+    _, client = stub(answer)
+    results = grade(client, 2)
+    assert [result.status for result in results] == ["error", "error"]
+
+
+def test_a_damaged_address_file_is_a_fault(tmp_path):
+    path = tmp_path / "address.json"
+    for text in ("", "{}", '{"url": 1, "token": "t", "pid": 2}'):
+        path.write_text(text)
+        with pytest.raises(EnvironmentFault, match="is not the address"):
+            read_address(path)

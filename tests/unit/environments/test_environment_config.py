@@ -1,0 +1,180 @@
+"""The YAML list: both spellings, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.environments.config import check_environments, load_environment_specs
+from megatron_rl.errors import ConfigError
+
+
+@pytest.fixture
+def problems(tmp_path, hostile_path):
+    """Writes a list and returns the problems it is refused with."""
+
+    def load(text: str) -> list[str]:
+        path = tmp_path / "list.yaml"
+        path.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            load_environment_specs(path)
+        return [problem.removeprefix(f"{path}:") for problem in error.value.problems]
+
+    return load
+
+
+def load(tmp_path, text):
+    path = tmp_path / "list.yaml"
+    path.write_text(text)
+    return load_environment_specs(path)
+
+
+def test_both_spellings_mean_the_same(tmp_path):
+    [ours] = load(
+        tmp_path,
+        "- environment: arithmetic\n  args: {max_terms: 6}\n  weight: 2\n  evaluation_only: true\n",
+    )
+    [megatrons] = load(
+        tmp_path,
+        "- agent_type: ArithmeticAgent\n  agent_args: {max_terms: 6}\n  weight: 2.0\n"
+        "  evaluation_only: true\n",
+    )
+    for spec in (ours, megatrons):
+        assert (spec.name, spec.options, spec.weight) == ("arithmetic", {"max_terms": 6}, 2.0)
+        environment = spec.create()
+        assert environment.evaluation_only is True
+        assert type(environment).evaluation_only is False
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "arithmetic",
+        "Arithmetic",
+        "ArithmeticAgent",
+        "megatron_rl_environments.arithmetic:Arithmetic",
+        "examples.rl.environments.arithmetic_agent.ArithmeticAgent",
+    ],
+)
+def test_references(tmp_path, reference):
+    [spec] = load(tmp_path, f"- agent_type: {reference}\n  agent_args:\n")
+    assert (spec.name, spec.options, spec.weight) == ("arithmetic", {}, 1.0)
+
+
+def test_entries_of_one_environment_get_distinct_names(tmp_path):
+    specs = load(
+        tmp_path,
+        "- {environment: arithmetic}\n"
+        "- {environment: arithmetic, args: {seed: 1}}\n"
+        "- {environment: arithmetic, args: {seed: 2}, name: arithmetic_2}\n"
+        "- {environment: arithmetic, evaluation_only: true}\n",
+    )
+    assert [spec.name for spec in specs] == ["arithmetic", "arithmetic_3", "arithmetic_2", "arithmetic_4"]
+
+
+def test_repeated_entries_and_names_are_refused(problems):
+    [problem] = problems("- {environment: arithmetic}\n- {agent_type: ArithmeticAgent, weight: 3}\n")
+    assert problem.startswith("2: repeats")
+    [problem] = problems(
+        "- {environment: arithmetic, name: a}\n- {environment: arithmetic, name: a, args: {seed: 1}}\n"
+    )
+    assert problem.startswith("2: has the name 'a' of")
+
+
+def test_malformed_yaml_names_the_line(problems):
+    [problem] = problems("- environment: arithmetic\n  weight: [1,\n- x\n")
+    assert problem.startswith("3: not valid YAML")
+    [problem] = problems("- environment: arithmetic\n  weight: 1\n   bad: 2\n")
+    assert problem.startswith("3: not valid YAML")
+    [problem] = problems("- environment: !!python/object/apply:os.getcwd []\n")
+    assert problem.startswith("1: not valid YAML")
+    assert "not valid YAML" in problems("- environment: \x00\n")[0]
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "[]", "environment: arithmetic", "3", "null"])
+def test_anything_but_a_list_is_refused(problems, text):
+    assert "must be a list of environments" in problems(text)[0]
+
+
+def test_all_problems_come_at_once_with_their_lines(problems):
+    found = problems(
+        "- environment: arithmatic\n"
+        "- environment: arithmetic\n"
+        "  wieght: 2\n"
+        "  weight: -1\n"
+        "  evaluation_only: 1\n"
+        "  args: {max_term: 3, seed: '1'}\n"
+        "- weight: 1\n"
+        "- 7\n"
+    )
+    assert found[0] == "1: unknown environment 'arithmatic'; did you mean 'arithmetic'?"
+    assert found[1] == "2: unknown key 'wieght'; did you mean 'weight'?"
+    assert found[2].startswith("2: weight is -1")
+    assert found[3].startswith("2: evaluation_only is 1")
+    assert found[4].startswith("2: arithmetic has no option 'max_term'; did you mean 'max_terms'")
+    assert found[5] == "2: option 'seed' of arithmetic is '1'; it must be of type int"
+    assert found[6] == "7: no environment is named; add 'environment: NAME'"
+    assert found[7].startswith("8: an entry must be a mapping")
+
+
+@pytest.mark.parametrize("weight", ["-0.1", ".nan", ".inf", "true", "heavy", "null"])
+def test_bad_weights(problems, weight):
+    [problem] = problems(f"- environment: arithmetic\n  weight: {weight}\n")
+    assert problem.startswith("1: weight is")
+
+
+def test_weights_of_training_entries_must_not_sum_to_zero(problems, tmp_path):
+    [problem] = problems(
+        "- {environment: arithmetic, weight: 0}\n- {environment: arithmetic, evaluation_only: true}\n"
+    )
+    assert "the weights sum to 0" in problem
+    assert len(load(tmp_path, "- {environment: arithmetic, evaluation_only: true}\n")) == 1
+
+
+def test_keys_given_twice_are_refused(problems):
+    assert problems("- environment: arithmetic\n  weight: 1\n  weight: 2\n") == ["1: 'weight' is given twice"]
+    [problem] = problems("- {environment: arithmetic, agent_type: Arithmetic}\n")
+    assert "keep one" in problem
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_environment_specs(tmp_path / "absent.yaml")
+
+
+def test_check_finds_nothing_wrong_with_the_example(tmp_path):
+    (tmp_path / "list.yaml").write_text(
+        "- {environment: arithmetic, args: {train_tasks: 64, test_tasks: 8}}\n"
+    )
+    assert check_environments(tmp_path / "list.yaml") == []
+
+
+def test_check_walks_all_rows(tmp_path, hostile_path):
+    path = tmp_path / "list.yaml"
+    path.write_text(
+        "- environment: hostile_environments:BadRows\n"
+        "- environment: hostile_environments:NoTasks\n"
+        "- {environment: arithmetic, args: {min_terms: 9}}\n"
+    )
+    found = check_environments(path)
+    rows = [problem.removeprefix("bad_rows: train ") for problem in found if "bad_rows: train" in problem]
+    assert rows[0] == "row 1 is a dict, not a Task; it lacks id, prompt; it has question, answer"
+    assert rows[1] == "row 2 has the id 'a' of train row 0; ids must be unique"
+    assert rows[2] == "row 3 has an empty prompt"
+    assert rows[3] == "row 4 has the id ''; it must be a non-empty string"
+    assert rows[4].startswith("row 5 has data 'gold' that is not JSON")
+    assert rows[5] == "row 6 has data 'gold' that JSON does not return unchanged (tuple)"
+    assert rows[6].startswith("row 7 has data 'gold' that is not JSON")
+    assert rows[7] == "row 8 has a message 0 without text for content; it has role, text"
+    assert rows[8] == "row 9 raises KeyError: 'answer'"
+    assert any(problem.startswith("bad_rows: test row 0 has the id 'a' of train row 0") for problem in found)
+    assert "no_tasks: there are no train tasks" in found
+    assert found[-1] == (
+        "arithmetic: arithmetic cannot be set up with its options: "
+        "ValueError: 2 <= min_terms <= max_terms must hold, got 9 and 5"
+    )
+
+
+def test_check_reports_what_the_list_is_refused_with(tmp_path):
+    (tmp_path / "list.yaml").write_text("- environment: nothing\n")
+    [problem] = check_environments(tmp_path / "list.yaml")
+    assert "unknown environment 'nothing'" in problem

@@ -1,0 +1,106 @@
+"""Verdicts become results; JSON forms survive the round trip."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import numpy
+import pytest
+
+from megatron_rl.environments import wire
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.grading import grade_one
+from megatron_rl.environments.replay import ReplayCache, ReplayConflict
+from megatron_rl.types import Demonstration, Grade, GradeResult, Task, Transcript
+
+TASK = Task("1", "2+2=", {"answer": 4})
+
+
+class Returns(Environment):
+    """Returns what it was made with."""
+
+    name = "returns"
+
+    def __init__(self, verdict: object = 0.0) -> None:
+        self.verdict = verdict
+
+    def tasks(self, split):
+        return (TASK,)
+
+    def grade(self, task, transcript):
+        return self.verdict
+
+
+def grade(verdict: object) -> GradeResult:
+    return grade_one(Returns(verdict), TASK, Transcript("4", "stop", 1))
+
+
+@pytest.mark.parametrize("verdict", [1, 1.0, numpy.float32(1), numpy.int64(1), Fraction(1), Grade(1)])
+def test_finite_numbers_are_rewards(verdict):
+    result = grade(verdict)
+    assert result == GradeResult("ok", 1.0, {})
+    assert type(result.reward) is float
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        True,
+        numpy.True_,
+        float("nan"),
+        -float("inf"),
+        "1",
+        None,
+        1j,
+        [1],
+        10**400,
+        Grade(True),
+        Grade(1.0, {"m": float("nan")}),
+        Grade(1.0, {1: 1.0}),
+        Grade(1.0, [1.0]),
+    ],
+)
+def test_everything_else_is_not(verdict):
+    result = grade(verdict)
+    assert (result.status, result.code, result.reward) == ("error", "invalid_reward", None)
+
+
+def test_metrics_may_be_truth_values():
+    assert grade(Grade(0.5, {"right": True, "n": 3})).metrics == {"right": 1.0, "n": 3.0}
+
+
+def test_long_error_texts_are_cut():
+    assert len(wire.failed("timeout", "x" * 10**6).message) == wire.MAX_MESSAGE
+
+
+@pytest.mark.parametrize("prompt", ["2+2=", ({"role": "user", "content": "2+2?"},)])
+def test_round_trips(prompt):
+    task = Task("1", prompt, {"answer": [1, {"x": None}]})
+    demonstration = Demonstration(task, "4")
+    transcript = Transcript("\u00e9\ud800", "length", 2)
+
+    def through(value):
+        return json.loads(wire.dumps(value))
+
+    assert wire.task_from_json(through(wire.task_to_json(task))) == task
+    assert wire.demonstration_from_json(through(wire.demonstration_to_json(demonstration))) == demonstration
+    assert wire.transcript_from_json(through(wire.transcript_to_json(transcript))) == transcript
+    for result in (GradeResult("ok", 0.5, {"m": 1.0}), GradeResult("error", code="timeout", message="late")):
+        assert wire.results_from_json({"items": [through(wire.result_to_json(result))]}, 1) == [result]
+
+
+def test_replays_are_bounded_and_failures_forgotten():
+    cache = ReplayCache(capacity=2)
+    calls = []
+
+    def compute():
+        calls.append(1)
+        return len(calls)
+
+    assert [cache.answer(key, b"", compute) for key in ("a", "b", "a", "c", "a")] == [1, 2, 1, 3, 4]
+    with pytest.raises(ReplayConflict):
+        cache.answer("a", b"other", compute)
+    with pytest.raises(ZeroDivisionError):
+        cache.answer("d", b"", lambda: 1 / 0)
+    assert cache.answer("d", b"", compute) == 5

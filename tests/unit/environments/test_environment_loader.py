@@ -1,0 +1,122 @@
+"""Discovery: folder, entry points and module:Class, with broken environments among them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.environments.loader import PACKAGE, discover, find_environment
+from megatron_rl.errors import ConfigError
+
+GOOD = """
+from megatron_rl.environments.base import Environment
+
+class Good(Environment):
+    \"\"\"Is {name}.\"\"\"
+    name = "{name}"
+    def tasks(self, split): return ()
+    def grade(self, task, transcript): return 0.0
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Puts a package of that name on the path, as if environments had been installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        monkeypatch.delitem(sys.modules, name)
+    folder = tmp_path / PACKAGE
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "good.py").write_text(GOOD.format(name="good"))
+    (folder / "_helper.py").write_text("raise RuntimeError('helpers are not environments')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
+
+
+def test_the_folder_beside_the_library_is_found():
+    assert "arithmetic" in discover().environments
+
+
+def test_an_installed_package_is_preferred(installed):
+    assert list(discover().environments) == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("import no_such_module_x", "No module named"),
+        ("x = (", "SyntaxError"),
+        ("raise SystemExit(1)", "SystemExit"),
+        ("x = 1", "defines no Environment"),
+        (GOOD.format(name="Not a name!"), "Not a name!"),
+    ],
+)
+def test_a_broken_environment_does_not_hide_the_others(installed, source, shown):
+    (installed / "broken.py").write_text(source)
+    discovery = discover()
+    assert list(discovery.environments) == ["good"]
+    [broken] = discovery.broken
+    assert broken.name == "broken"
+    assert "Traceback" in broken.traceback
+    assert shown in broken.traceback
+    assert find_environment("good").name == "good"
+    with pytest.raises(ConfigError, match="'broken' fails to import:\nTraceback"):
+        find_environment("Broken")
+
+
+def test_a_folder_may_hold_environments_of_other_names(installed):
+    (installed / "pair.py").write_text(
+        GOOD.format(name="left") + GOOD.format(name="right").replace("Good", "R")
+    )
+    assert list(discover().environments) == ["good", "left", "right"]
+    assert find_environment("rightAgent").name == "right"
+
+
+def test_entry_points_of_other_packages_are_found(installed, tmp_path):
+    (tmp_path / "elsewhere.py").write_text(GOOD.format(name="elsewhere"))
+    info = tmp_path / "elsewhere-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[megatron_rl.environments]\nelsewhere = elsewhere:Good\nlost = elsewhere:Lost\n"
+    )
+    discovery = discover()
+    assert list(discovery.environments) == ["elsewhere", "good"]
+    assert [broken.name for broken in discovery.broken] == ["lost"]
+    assert find_environment("elsewhere").description() == "Is elsewhere."
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("no_such_module_x:Class", "No module named"),
+        ("hostile_environments:Stedy", "did you mean 'Steady'"),
+        ("pathlib:Path", "is not an Environment"),
+        ("megatron_rl.environments.base:Environment", "lacks grade"),
+        ("goood", "did you mean 'good'"),
+        ("zzz", "known: good"),
+        ("agent", "unknown environment 'agent'"),
+    ],
+)
+def test_unknown_references(installed, hostile_path, reference, message):
+    with pytest.raises(ConfigError, match=message):
+        find_environment(reference)
+
+
+def test_the_server_side_imports_no_torch():
+    code = (
+        "import sys, megatron_rl.environments.server, megatron_rl.environments.__main__\n"
+        "from megatron_rl.environments.loader import discover\n"
+        "assert discover().environments\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'aiohttp')))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode
+        == 0
+    )

@@ -1,0 +1,155 @@
+"""The server as a child: started, killed, restarted, stopped, orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.environments.address import read_address
+from megatron_rl.environments.client import EnvironmentClient
+from megatron_rl.environments.process import EnvironmentServerProcess
+from megatron_rl.errors import EnvironmentFault
+from megatron_rl.types import Transcript
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("- environment: arithmetic\n  args: {train_tasks: 4}\n")
+    return path
+
+
+def wait_gone(pid: int, seconds: float = 5.0) -> None:
+    """Waits until no process of that id runs; a zombie does not run."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.02)
+    pytest.fail(f"process {pid} still runs")
+
+
+def kill(process: EnvironmentServerProcess) -> None:
+    """Kills the server and waits until its exit status is there: its threads die after its main thread."""
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_killed_server_is_restarted_three_times(config, tmp_path):
+    with EnvironmentServerProcess(config, tmp_path) as process:
+        process.ensure_alive()
+        assert process.restarts == 0
+        for count in (1, 2, 3):
+            before = read_address(process.address_file)
+            kill(process)
+            process.ensure_alive()
+            assert process.restarts == count
+            assert read_address(process.address_file).token != before.token
+            assert EnvironmentClient(process.address_file).health()
+        kill(process)
+        with pytest.raises(EnvironmentFault, match="after 3 restarts"):
+            process.ensure_alive()
+
+
+def test_a_grade_survives_the_death_of_the_server(config, tmp_path):
+    with EnvironmentServerProcess(config, tmp_path) as process:
+        client = EnvironmentClient(process.address_file, revive=process.ensure_alive)
+        task = client.fetch_tasks("arithmetic", "train")[0]
+        os.kill(process.pid, signal.SIGKILL)
+        answer = Transcript(f"#{task.data['answer']}", "stop", 2)
+        [result] = asyncio.run(client.grade("arithmetic", [(task, answer)]))
+        assert (result.status, result.reward) == ("ok", 1.0)
+        assert process.restarts == 1
+
+
+def test_stop_leaves_nothing_behind(config, tmp_path):
+    process = EnvironmentServerProcess(config, tmp_path)
+    process.start()
+    pid = process.pid
+    process.stop()
+    assert not psutil.pid_exists(pid)
+    assert not process.address_file.exists()
+    process.stop()
+    with pytest.raises(EnvironmentFault, match="start"):
+        process.ensure_alive()
+
+
+def test_control_c_in_the_terminal_is_left_to_the_trainer(config, tmp_path):
+    with EnvironmentServerProcess(config, tmp_path) as process:
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+        assert EnvironmentClient(process.address_file).health()
+
+
+@pytest.mark.parametrize("keep_pipe", [False, True])
+def test_the_server_exits_with_its_parent(config, tmp_path, keep_pipe):
+    """Also when a fork of the parent lives on and holds the pipe open."""
+    script = (
+        "import os, sys, time\n"
+        "from megatron_rl.environments.process import EnvironmentServerProcess\n"
+        f"process = EnvironmentServerProcess({str(config)!r}, {str(tmp_path)!r})\n"
+        "process.start()\n"
+        f"child = os.fork() if {keep_pipe} else -1\n"
+        "if child == 0:\n"
+        "    time.sleep(30)\n"
+        "print(process.pid, child, flush=True)\n"
+        "time.sleep(30)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    server, fork = map(int, parent.stdout.readline().split())
+    assert psutil.pid_exists(server)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    try:
+        wait_gone(server)
+    finally:
+        if fork > 0:
+            os.kill(fork, signal.SIGKILL)
+    assert not (tmp_path / "environment_server.json").exists()
+
+
+def test_a_port_in_use_is_one_clear_line(config, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentFault) as fault:
+            EnvironmentServerProcess(config, tmp_path, port=port).start()
+    _, *log = str(fault.value).splitlines()
+    assert log == [f"error: port {port} on 127.0.0.1 is in use; choose another, or 0 for a free one"]
+
+
+def test_a_wrong_list_is_reported_from_the_log(tmp_path):
+    config = tmp_path / "list.yaml"
+    config.write_text("- environment: arithmatic\n")
+    process = EnvironmentServerProcess(config, tmp_path)
+    with pytest.raises(EnvironmentFault, match="did you mean 'arithmetic'"):
+        process.start()
+
+
+def test_it_starts_fast_without_torch_and_from_anywhere(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be used for loopback
+    begin = time.monotonic()
+    with EnvironmentServerProcess(config, tmp_path) as process:
+        assert time.monotonic() - begin < 2.0
+        maps = Path(f"/proc/{process.pid}/maps")
+        if maps.exists():
+            assert "libtorch" not in maps.read_text()

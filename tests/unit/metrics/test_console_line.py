@@ -1,0 +1,128 @@
+"""The exact text of the terminal lines."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from megatron_rl.metrics import names
+from megatron_rl.metrics.console import (
+    COMPACT,
+    ERASE_LINE,
+    Column,
+    ConsoleWriter,
+    format_duration,
+    format_number,
+)
+
+RL_STEP = {
+    names.REWARD_MEAN: 0.4312,
+    names.RESPONSE_LENGTH_MEAN: 21.34,
+    names.POLICY_LOSS: -0.01214,
+    names.GRAD_NORM: 0.5234,
+    names.LOGPROB_GAP_MEAN: 1.23e-6,
+    names.timing("gen"): 0.31,
+    names.timing("update_actor"): 0.18,
+    names.THROUGHPUT: 12_120.0,
+}
+
+
+def test_rl_step_line() -> None:
+    stream = io.StringIO()
+    ConsoleWriter(stream, total_steps=80).write(2, RL_STEP)
+    assert stream.getvalue() == (
+        "step  2/80 | reward 0.43 | len 21.3 | loss -0.0121 | grad 0.523 | gap 1.2e-06 "
+        "| gen 0.3s train 0.2s | 12.1k tok/s\n"
+    )
+
+
+def test_supervised_step_line() -> None:
+    stream = io.StringIO()
+    writer = ConsoleWriter(stream, total_steps=300, mode="supervised")
+    writer.write(12, {names.SUPERVISED_LOSS: 1.23456, names.PERPLEXITY: 3.437, names.LEARNING_RATE: 1e-4})
+    assert stream.getvalue() == "step  12/300 | loss 1.2346 | ppl 3.437 | lr 1.00e-04\n"
+
+
+def test_evaluation_line_for_each_environment() -> None:
+    stream = io.StringIO()
+    ConsoleWriter(stream, total_steps=80).write(
+        0,
+        {
+            names.validation("arithmetic", "pass@1"): 0.512,
+            names.validation("arithmetic", "greedy"): 0.55,
+            names.validation("arithmetic", names.VALIDATION_LENGTH): 20.12,
+            names.validation("team/math", "pass@8"): 1.0,
+        },
+    )
+    assert stream.getvalue() == (
+        "eval  0/80 | arithmetic | pass@1 0.512 | greedy 0.550 | len 20.1\n"
+        "eval  0/80 | team/math | pass@8 1.000\n"
+    )
+
+
+def test_columns_are_configurable_and_glue_waits_for_a_neighbour() -> None:
+    stream = io.StringIO()
+    columns = [
+        Column("gen {}s", "absent"),
+        Column("train {}s", "t", ".1f", glue=" "),
+        Column("{} tok", "n", COMPACT),
+    ]
+    ConsoleWriter(stream, 9, columns=columns).write(1, {"t": 2.0, "n": 5})
+    assert stream.getvalue() == "step 1/9 | train 2.0s | 5 tok\n"
+
+
+def test_plain_stream_gets_no_control_characters() -> None:
+    stream = io.StringIO()
+    writer = ConsoleWriter(stream, total_steps=2)
+    writer.write(1, RL_STEP)
+    writer.close()
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+
+
+def test_terminal_gets_a_bar_that_the_next_line_erases() -> None:
+    stream, now = io.StringIO(), iter([0.0, 30.0])
+    writer = ConsoleWriter(stream, total_steps=4, interactive=True, clock=lambda: next(now))
+    writer.write(1, {names.REWARD_MEAN: 0.5})
+    writer.write(2, {names.REWARD_MEAN: 1.0})
+    writer.close()
+    assert stream.getvalue() == (
+        f"{ERASE_LINE}step 1/4 | reward 0.50\n"
+        f"{ERASE_LINE}[######------------------]  25%\r"
+        f"{ERASE_LINE}step 2/4 | reward 1.00\n"
+        f"{ERASE_LINE}[############------------]  50%  1m 00s left\r"
+        f"{ERASE_LINE}"
+    )
+
+
+def test_narrow_encoding_loses_characters_not_lines() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    ConsoleWriter(stream, 1).write(1, {names.validation("数学", "pass@1"): 0.5})
+    assert raw.getvalue() == b"eval 1/1 | ?? | pass@1 0.500\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (999.6, "1.0k"),
+        (12_120, "12.1k"),
+        (3.4e6, "3.4M"),
+        (2.5e9, "2.5G"),
+        (-1500, "-1.5k"),
+    ],
+)
+def test_compact_numbers(value: float, text: str) -> None:
+    assert format_number(value, COMPACT) == text
+
+
+def test_nonfinite_numbers_are_shown() -> None:
+    assert format_number(float("nan"), ".2f") == "nan"
+    assert format_number(float("inf"), COMPACT) == "infG"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(45.2, "45s"), (200, "3m 20s"), (7500, "2h 05m")])
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -1,0 +1,110 @@
+"""The record of a run: strict JSON, no step twice, at most one line lost."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.metrics.jsonl import JsonlWriter, make_row, read_rows
+
+NOON = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A record of steps 1 to 4."""
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path, now=lambda: NOON)
+    for step in range(1, 5):
+        writer.write(step, {"loss": step / 2})
+    writer.close()
+    return path
+
+
+def steps(path: Path) -> list[int]:
+    return [row["step"] for row in read_rows(path)]
+
+
+def test_row_is_strict_json_with_nonfinite_values_named(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", now=lambda: NOON)
+    writer.write(3, {"a": 0.5, "b": float("nan"), "c": float("-inf"), "n": 7})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert line == (
+        '{"step": 3, "time": "2026-05-04T12:00:00.000+00:00", '
+        '"a": 0.5, "b": null, "c": null, "n": 7, "nonfinite": ["b", "c"]}\n'
+    )
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_line_is_on_disk_before_the_writer_is_closed(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.write(1, {"a": 1.0})
+    assert steps(tmp_path / "metrics.jsonl") == [1]
+
+
+def test_offset_counts_the_bytes_written(path: Path) -> None:
+    writer = JsonlWriter(path)
+    assert writer.offset == path.stat().st_size
+    writer.write(5, {})
+    assert writer.offset == path.stat().st_size
+
+
+def test_resume_by_step_cuts_later_rows(path: Path) -> None:
+    writer = JsonlWriter(path, resume_step=2)
+    assert writer.last_step == 2
+    writer.write(3, {"loss": 9.0})
+    assert steps(path) == [1, 2, 3]
+    assert read_rows(path)[-1]["loss"] == 9.0
+
+
+def test_resume_by_offset_cuts_later_rows(path: Path) -> None:
+    offset = sum(len(line) for line in path.read_bytes().splitlines(keepends=True)[:3])
+    writer = JsonlWriter(path, resume_offset=offset)
+    assert (writer.offset, writer.last_step) == (offset, 3)
+    writer.write(4, {})
+    assert steps(path) == [1, 2, 3, 4]
+
+
+def test_offset_inside_a_line_drops_that_line(path: Path) -> None:
+    JsonlWriter(path, resume_offset=path.stat().st_size - 1)
+    assert steps(path) == [1, 2, 3]
+
+
+def test_offset_beyond_the_file_keeps_what_is_there(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    JsonlWriter(path, resume_offset=10**6)
+    assert steps(path) == [1, 2, 3, 4]
+    assert "rows are missing" in caplog.text
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 5, "lo', b'{"step": 5}', b"\0\0\0"])
+def test_torn_last_line_is_cut(path: Path, tail: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(tail)
+    writer = JsonlWriter(path)
+    writer.write(5, {"loss": 0.0})
+    assert steps(path) == [1, 2, 3, 4, 5]
+    assert all(line.endswith(b"}\n") for line in path.open("rb"))
+
+
+def test_damaged_line_is_skipped_by_readers(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"\0" * 20 + b"\n" + lines[2])
+    assert steps(path) == [1, 3]
+    assert "skipped 1 damaged lines" in caplog.text
+
+
+def test_a_step_is_written_once(path: Path) -> None:
+    with pytest.raises(ValueError, match="a step has one row"):
+        JsonlWriter(path).write(4, {})
+
+
+def test_metrics_may_not_shadow_the_row() -> None:
+    with pytest.raises(ValueError, match="'step'"):
+        make_row(1, NOON, {"step": 2.0})
+
+
+def test_reading_no_file_gives_no_rows(tmp_path: Path) -> None:
+    assert read_rows(tmp_path / "absent.jsonl") == []

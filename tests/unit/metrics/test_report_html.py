@@ -1,0 +1,179 @@
+"""The report: hostile text stays text, curves stay small, and nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.metrics import names
+from megatron_rl.metrics.curves import MAX_POINTS, build_curves, select_indices
+from megatron_rl.metrics.jsonl import JsonlWriter
+from megatron_rl.metrics.report import main, to_script_json, write_report
+from megatron_rl.metrics.report_rollouts import (
+    MAX_STEPS,
+    MAX_TOKENS_PER_SAMPLE,
+    TOKEN_BUDGET,
+    build_rollouts,
+)
+from megatron_rl.metrics.rollouts import write_rollouts
+from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<!-- <script>",
+    "__REPORT_DATA__",
+    "]]> &lt; &amp; \" ' \\ \u2028 \u2029 \x00 \ud800 \U0001f600",
+)
+
+
+class ScriptCollector(HTMLParser):
+    """What a browser would take for scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+            self._inside = True
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            attributes, text = self.scripts[-1]
+            self.scripts[-1] = (attributes, text + data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag != "script"
+
+
+def embedded_data(page: str) -> Any:
+    collector = ScriptCollector()
+    collector.feed(page)
+    assert [attributes.get("id") for attributes, _ in collector.scripts] == ["report-data", None]
+    return json.loads(collector.scripts[0][1])
+
+
+def make_group(text: str, tokens: int = 1) -> RolloutGroup:
+    completion = Completion((7,) * tokens, (-0.5,) * tokens, "stop", policy_version=0)
+    rollout = Rollout(completion, text, GradeResult("ok", 1.0))
+    return RolloutGroup(SourcedTask(text, Task(text, text)), (1,), text, (rollout,))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create({}, {}, ["python", "train_rl.py", *HOSTILE])
+    return run
+
+
+def test_hostile_text_comes_back_unchanged_and_stays_data(run: RunDirectory) -> None:
+    groups = [make_group(text) for text in HOSTILE]
+    write_rollouts(run.rollouts_path(1), 1, groups, decode_token=lambda token: HOSTILE[0])
+    page = write_report(run.path).read_text(encoding="utf-8")
+    data = embedded_data(page)
+    step = data["rollouts"][0]
+    assert step["prompts"] == list(HOSTILE)
+    assert [sample["text"] for sample in step["samples"]] == list(HOSTILE)
+    assert step["samples"][0]["tokens"] == [HOSTILE[0]]
+    assert page.count("</script>") == 2
+    assert HOSTILE[0] in data["facts"]["command"]
+
+
+def test_escaped_json_holds_no_markup_and_is_ascii() -> None:
+    text = to_script_json({"completion": HOSTILE, "loss": float("nan")})
+    assert not set(text) & set("<>&\u2028\u2029")
+    assert text.isascii()
+    assert json.loads(text) == {"completion": list(HOSTILE), "loss": None}
+
+
+def test_page_is_self_contained(run: RunDirectory) -> None:
+    page = write_report(run.path).read_text(encoding="utf-8")
+    urls = set(re.findall(r"https?://[^\"'\s)]+", page))
+    assert urls <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"""<(link|img|iframe)\b|\bsrc=|@import|url\(|innerHTML|\beval\(""", page)
+    assert "default-src 'none'" in page
+
+
+def test_report_of_an_empty_directory_and_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    data = embedded_data((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert (data["charts"], data["rollouts"], data["table"]) == ([], [], [])
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "absent")])
+
+
+def test_only_recorded_metrics_get_a_chart(run: RunDirectory) -> None:
+    writer = JsonlWriter(run.metrics)
+    writer.write(1, {names.REWARD_MEAN: 0.25, names.SCORE_MEAN: 0.25, names.GRAD_NORM: float("nan")})
+    writer.write(
+        2, {names.REWARD_MEAN: 0.5, names.SCORE_MEAN: 0.5, names.validation("gsm8k", "pass@1"): 0.75}
+    )
+    data = embedded_data(write_report(run.path).read_text(encoding="utf-8"))
+    assert [chart["title"] for chart in data["charts"]] == ["Training reward", "Held-out: gsm8k"]
+    # The score repeats the reward here, so one line stands for both.
+    assert data["charts"][0]["series"] == [{"label": "reward", "steps": [1, 2], "values": [0.25, 0.5]}]
+    numbers = {"first": 0.25, "last": 0.5, "lowest": 0.25, "highest": 0.5}
+    assert data["table"][0] == {"chart": "Training reward", "line": "reward", **numbers}
+
+
+def test_phases_are_stacked_with_the_rest_of_the_step() -> None:
+    rows = [
+        {
+            "step": 1,
+            "timing_s/update_actor": 2.0,
+            "timing_s/gen": 3.0,
+            "timing_s/gen/prefill": 1.0,
+            "timing_s/step": 6.0,
+        },
+        {"step": 2, "timing_s/gen": 3.0, "timing_s/step": 3.0},
+    ]
+    (chart,) = build_curves(rows)
+    assert chart["kind"] == "stack"
+    assert {one["label"]: one["values"] for one in chart["series"]} == {
+        "gen": [3.0, 3.0],
+        "update_actor": [2.0, 0.0],
+        "other": [1.0, 0.0],
+    }
+
+
+def test_long_curves_are_downsampled_keeping_ends_and_spikes() -> None:
+    rows = [{"step": step, names.GRAD_NORM: 100.0 if step == 777 else 1.0} for step in range(1, 5001)]
+    series = build_curves(rows)[0]["series"][0]
+    assert len(series["steps"]) <= MAX_POINTS
+    assert (series["steps"][0], series["steps"][-1]) == (1, 5000)
+    assert max(series["values"]) == 100.0
+    assert series["steps"] == sorted(set(series["steps"]))
+
+
+def test_short_curves_are_whole() -> None:
+    assert select_indices([1.0] * 500, 500) == list(range(500))
+
+
+def test_missing_values_do_not_break_downsampling() -> None:
+    kept = select_indices([None] * 1000, 10)
+    assert kept == [0, 999]
+
+
+def test_rollouts_are_cut_to_a_size_a_browser_opens(tmp_path: Path) -> None:
+    groups = [make_group(f"t{index}", tokens=MAX_TOKENS_PER_SAMPLE + 5) for index in range(12)]
+    for step in range(1, 2 * MAX_STEPS + 1):
+        write_rollouts(tmp_path / f"step_{step:06d}.jsonl", step, groups[: 12 if step > 78 else 1])
+    steps = build_rollouts(tmp_path)
+    assert len(steps) == MAX_STEPS
+    assert (steps[0]["step"], steps[-1]["step"]) == (1, 2 * MAX_STEPS)
+    assert steps[-1]["recorded"] == 12
+    assert len(steps[-1]["samples"]) == TOKEN_BUDGET // MAX_STEPS // MAX_TOKENS_PER_SAMPLE
+    sample = steps[-1]["samples"][0]
+    assert (len(sample["tokens"]), sample["num_tokens"]) == (MAX_TOKENS_PER_SAMPLE, MAX_TOKENS_PER_SAMPLE + 5)
+    assert sample["tokens"][0] == "[7]"

@@ -1,0 +1,89 @@
+"""Rollout records come back as they were written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.metrics.rollouts import read_rollouts, write_rollouts
+from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+
+VOCABULARY = {5: "4", 6: "<eos>"}
+
+
+def make_group(task: str, *grades: GradeResult) -> RolloutGroup:
+    completion = Completion((5, 6), (-0.25, float("-inf")), "stop", policy_version=11)
+    rollouts = tuple(Rollout(completion, "4 \ud800", grade) for grade in grades)
+    return RolloutGroup(SourcedTask("arithmetic", Task(task, "2+2")), (1, 2), "user: 2+2", rollouts)
+
+
+GROUPS = [
+    make_group(
+        "a", GradeResult("ok", 1.0, {"length": 2.0}), GradeResult("error", code="timeout", message="slow")
+    ),
+    make_group("b", GradeResult("ok", 0.0)),
+]
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts" / "step_000012.jsonl"
+    assert write_rollouts(path, 12, GROUPS) == 3
+    first, second, third = read_rollouts(path)
+    assert first == {
+        "step": 12,
+        "environment": "arithmetic",
+        "task_id": "a",
+        "sample": 0,
+        "prompt": "user: 2+2",
+        "completion": "4 \ud800",
+        "token_ids": [5, 6],
+        "inference_logprobs": [-0.25, None],
+        "finish_reason": "stop",
+        "policy_version": 11,
+        "reward": 1.0,
+        "status": "ok",
+        "code": "",
+        "message": "",
+        "metrics": {"length": 2.0},
+    }
+    assert (second["reward"], second["status"], second["code"], second["sample"]) == (
+        None,
+        "error",
+        "timeout",
+        1,
+    )
+    assert third["task_id"] == "b"
+
+
+def test_token_texts_are_optional_and_decoded_once_per_id(tmp_path: Path) -> None:
+    decoded: list[int] = []
+
+    def decode(token: int) -> str:
+        decoded.append(token)
+        return VOCABULARY[token]
+
+    write_rollouts(tmp_path / "rows.jsonl", 1, GROUPS, decode_token=decode)
+    assert read_rollouts(tmp_path / "rows.jsonl")[0]["token_texts"] == ["4", "<eos>"]
+    assert decoded == [5, 6]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0, 0), (1, 1), (2, 2), (None, 3), (99, 3)])
+def test_limit_counts_samples(tmp_path: Path, limit: int | None, expected: int) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert write_rollouts(path, 1, GROUPS, limit) == expected
+    assert len(read_rollouts(path)) == expected
+
+
+def test_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_rollouts(path, 1, GROUPS)
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk gone"):
+        write_rollouts(path, 2, GROUPS)
+    assert [row["step"] for row in read_rollouts(path)] == [1, 1, 1]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -1,0 +1,121 @@
+"""The layout of a run and which paths may hold one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.metrics import provenance
+from megatron_rl.metrics.jsonl import JsonlWriter
+from megatron_rl.metrics.rundir import RunDirectory, check_usable
+
+COMMAND = ["python", "train_rl.py", "--wandb-exp-name", "a name"]
+CONFIG = {"algorithm": {"grpo_group_size": 8, "cap": float("inf"), "path": Path("x/y"), "names": ("a", "b")}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "runs" / "first")
+    run.create(CONFIG, {"algorithm": {"grpo_group_size": 8}}, COMMAND)
+    return run
+
+
+def write_steps(run: RunDirectory, last: int) -> None:
+    writer = JsonlWriter(run.metrics)
+    for step in range(1, last + 1):
+        writer.write(step, {})
+    writer.close()
+
+
+def test_create_lays_out_the_directory(run: RunDirectory) -> None:
+    assert {entry.name for entry in run.path.iterdir()} == {
+        *("run.json", "config.yaml", "config.diff.yaml", "command.txt"),
+        *("tensorboard", "rollouts", "checkpoints", "logs"),
+    }
+    assert yaml.safe_load(run.config.read_text()) == {
+        "algorithm": {"grpo_group_size": 8, "cap": float("inf"), "path": "x/y", "names": ["a", "b"]}
+    }
+    assert run.command.read_text() == "python train_rl.py --wandb-exp-name 'a name'\n"
+    facts = json.loads(run.facts.read_text())
+    assert facts["status"] == "running"
+    assert facts["command"] == COMMAND
+    assert {"python", "torch", "megatron-core"} <= set(facts["versions"])
+    assert facts["host"] and facts["created"]
+
+
+def test_rollouts_path_sorts_by_step(run: RunDirectory) -> None:
+    assert run.rollouts_path(12) == run.path / "rollouts" / "step_000012.jsonl"
+
+
+def test_status_and_summary_are_strict_json(run: RunDirectory) -> None:
+    run.set_status("failed", step=3, error="boom")
+    run.write_summary({"pass@1": 0.5, "loss": float("nan")})
+    facts = run.read_facts()
+    assert (facts["status"], facts["step"], facts["error"], facts["command"]) == (
+        "failed",
+        3,
+        "boom",
+        COMMAND,
+    )
+    assert json.loads(run.summary.read_text()) == {"pass@1": 0.5, "loss": None}
+
+
+def test_resumed_run_keeps_its_beginning(run: RunDirectory) -> None:
+    write_steps(run, 2)
+    created = run.read_facts()["created"]
+    run.create(CONFIG, {}, [*COMMAND, "--resume"])
+    facts = run.read_facts()
+    assert facts["created"] == created
+    assert [start["command"][-1] for start in facts["starts"]] == ["a name", "--resume"]
+    assert len(run.command.read_text().splitlines()) == 2
+    assert run.last_step() == 2
+
+
+def test_fresh_empty_and_unrelated_directories_are_usable(tmp_path: Path) -> None:
+    (tmp_path / "other" / "warm_start").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for name in ("absent/deeper", "empty", "other"):
+        assert check_usable(tmp_path / name, resume=False) == []
+        assert check_usable(tmp_path / name, resume=True) == []
+
+
+def test_a_run_is_not_overwritten(run: RunDirectory) -> None:
+    write_steps(run, 7)
+    run.set_status("stopped")
+    assert check_usable(run.path, resume=False) == [
+        f"{run.path} already holds a run (at step 7, status stopped); "
+        "continue it with --resume or choose another directory"
+    ]
+    assert check_usable(run.path, resume=True) == []
+
+
+def test_a_run_before_its_first_step_is_a_run_unless_it_failed(run: RunDirectory) -> None:
+    assert "before its first step" in check_usable(run.path, resume=False)[0]
+    run.set_status("failed")
+    assert check_usable(run.path, resume=False) == []
+
+
+def test_checkpoints_alone_make_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    assert len(check_usable(tmp_path, resume=False)) == 1
+
+
+def test_files_in_the_way_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "is a file" in check_usable(tmp_path / "file", resume=False)[0]
+    assert "is a file" in check_usable(tmp_path / "file" / "below", resume=True)[0]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    assert "checkpoints is a file" in check_usable(tmp_path / "run", resume=False)[0]
+
+
+def test_unwritable_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "not writable" in check_usable(tmp_path / "run", resume=False)[0]
+
+
+def test_no_commit_outside_a_checkout(tmp_path: Path) -> None:
+    assert provenance.git_commit(tmp_path) is None

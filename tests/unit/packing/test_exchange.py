@@ -1,0 +1,79 @@
+"""Samples reach the rank they are sent to, whole and in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_rl.errors import TrainingError
+from megatron_rl.packing.exchange import exchange_samples
+from megatron_rl.types import Sample
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_exchange(num_ranks: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_rank, args=(num_ranks, store.port), nprocs=num_ranks)
+
+
+def _rank(rank: int, num_ranks: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    try:
+        _every_sample_arrives(rank, num_ranks)
+        _ranks_may_have_nothing(rank, num_ranks)
+        _bad_destinations_are_refused(num_ranks)
+    finally:
+        dist.destroy_process_group()
+
+
+def _every_sample_arrives(rank: int, num_ranks: int) -> None:
+    # Ids fall with the rank that has them, so that the order of arrival is not the order of ids.
+    all_samples = [_sample(100 - index) for index in range(11)]
+    owner = [index % num_ranks for index in range(11)]
+    destination = [(index // 2) % num_ranks for index in range(11)]
+    mine = [index for index in range(11) if owner[index] == rank]
+
+    received = exchange_samples(
+        [all_samples[index] for index in mine], [destination[index] for index in mine], dist.group.WORLD
+    )
+
+    expected = [all_samples[index] for index in reversed(range(11)) if destination[index] == rank]
+    assert [sample.sample_id for sample in received] == [sample.sample_id for sample in expected]
+    for actual, sent in zip(received, expected, strict=True):
+        assert torch.equal(actual.token_ids, sent.token_ids)
+        assert torch.equal(actual.inference_logprobs, sent.inference_logprobs)
+        assert (actual.prompt_length, actual.advantage) == (sent.prompt_length, sent.advantage)
+        assert actual.inference_logprobs.dtype == torch.float32
+
+
+def _ranks_may_have_nothing(rank: int, num_ranks: int) -> None:
+    assert exchange_samples([], [], None) == []
+    # The last rank has all samples and gives all away to the first.
+    local = [_sample(2), _sample(1)] if rank == num_ranks - 1 else []
+    received = exchange_samples(local, [0] * len(local), None)
+    assert [sample.sample_id for sample in received] == ([1, 2] if rank == 0 else [])
+
+
+def _bad_destinations_are_refused(num_ranks: int) -> None:
+    with pytest.raises(TrainingError, match=f"sample 5 is to go to rank {num_ranks}"):
+        exchange_samples([_sample(5)], [num_ranks], None)
+    with pytest.raises(TrainingError, match="1 samples have 0 destinations"):
+        exchange_samples([_sample(5)], [], None)
+
+
+def _sample(sample_id: int) -> Sample:
+    """Of 2 to 6 tokens; every third one supervised. The advantage is one fp32 can hold."""
+    generator = torch.Generator().manual_seed(sample_id)
+    length = 2 + sample_id % 5
+    supervised = sample_id % 3 == 0
+    return Sample(
+        token_ids=torch.randint(0, 2**40, (length,), generator=generator),
+        prompt_length=1,
+        advantage=sample_id / 8,
+        inference_logprobs=torch.zeros(0) if supervised else -torch.rand(length, generator=generator),
+        sample_id=sample_id,
+    )
