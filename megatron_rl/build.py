@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.interfaces import AdvantageConfig, CorrectionConfig, LossConfig
-from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.build_engine import build_engine
+from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.checkpoint import CheckpointManager, RunState
 from megatron_rl.checkpoint.run_state import architecture_of
 from megatron_rl.config import RLConfig

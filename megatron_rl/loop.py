@@ -17,7 +17,6 @@ from megatron_rl.build import Run
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel.collectives import any_rank
-from megatron_rl.reporting import dump_batches, report_step, write_records
 from megatron_rl.rollout.statistics import failure_counts, rollout_metrics
 from megatron_rl.trainer.samples import refuse_failures, reward_metrics
 
@@ -54,8 +53,8 @@ def rl_step(run: Run, step: int) -> StepResult | None:
     outcome = run.trainer.step(updates)
 
     if outcome.skipped_updates:
-        dump_batches(run, step, updates)
-    write_records(run, step, rollouts.groups)
+        run.reporter.dump_batches(step, updates)
+    run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token)
     metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
     metrics |= reward_metrics(samples) | outcome.metrics
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds
@@ -77,7 +76,7 @@ def supervised_step(run: Run, step: int) -> StepResult | None:
         micro_batches = run.batches.pack(mine, seed=step)
     outcome = run.trainer.step(micro_batches)
     if outcome.skipped_updates:
-        dump_batches(run, step, [micro_batches])
+        run.reporter.dump_batches(step, [micro_batches])
     outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped_too_long)
     return StepResult(
         outcome.metrics,
@@ -96,7 +95,7 @@ def train(run: Run) -> str:
             before = evaluate(run)
         if before is None:
             return _stop(run)
-        report_step(run, 0, before)
+        run.reporter.step(0, before, run.policy.gpt)
     while progress.step < run.config.total_steps:
         if any_rank(run.stop.requested):
             return _stop(run)
@@ -113,7 +112,7 @@ def train(run: Run) -> str:
             with run.timer.phase("eval"):
                 held_out = evaluate(run)
             result.metrics.update(held_out or {})
-        report_step(run, progress.step, result.metrics)
+        run.reporter.step(progress.step, result.metrics, run.policy.gpt)
         leaves_early = any_rank(run.must_leave(time.monotonic() - started))
         if run.save_is_due() or leaves_early:
             with run.timer.phase("save"):

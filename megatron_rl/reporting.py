@@ -7,9 +7,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,9 +29,6 @@ from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.platform import Platform
 from megatron_rl.progress import Progress
 from megatron_rl.types import PackedBatch, RolloutGroup
-
-if TYPE_CHECKING:
-    from megatron_rl.build import Run
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +70,23 @@ class Reporter:
         last = step == self._config.total_steps
         if self._groups.is_main and (step % logging_config.log_interval == 0 or last):
             self.log.write(step, row)
+
+    def records(
+        self, step: int, groups: Sequence[RolloutGroup], decode_token: Callable[[int], str]
+    ) -> None:
+        """Write the first `--rl-log-rollouts` groups of rank 0 as JSON lines."""
+        wanted = self._config.logging.rl_log_rollouts
+        if self._groups.is_main and wanted:
+            write_rollouts(self._directory.rollouts_path(step), step, groups[:wanted], decode_token=decode_token)
+
+    def dump_batches(self, step: int, updates: Sequence[Sequence[PackedBatch]]) -> None:
+        """Keep the batches of a skipped update: they hold the cause of its non-finite gradient."""
+        path = self._directory.logs / f"nonfinite_step_{step:06d}_rank_{self._groups.rank}.jsonl"
+        with path.open("w", encoding="utf-8") as stream:
+            for index, update in enumerate(updates):
+                for batch in update:
+                    stream.write(json.dumps(_batch_record(index, batch)) + "\n")
+        logger.warning("step %d: a non-finite gradient, update skipped; its batch is in %s", step, path)
 
     def finish(self, status: str, summary: dict[str, object]) -> None:
         """Close the writers, then write the summary and the report (rank 0)."""
@@ -135,30 +148,6 @@ class Reporter:
             "straggler/update_s_slowest": seconds.max().item(),
             "straggler/slowest_rank": float(seconds.argmax()),
         }
-
-
-def report_step(run: Run, step: int, metrics: dict[str, float]) -> None:
-    """One row for ``step``; step 0 is the evaluation before training."""
-    run.reporter.step(step, metrics, run.policy.gpt)
-
-
-def write_records(run: Run, step: int, groups: Sequence[RolloutGroup]) -> None:
-    """The first `--rl-log-rollouts` groups of rank 0, as JSON lines."""
-    wanted = run.config.logging.rl_log_rollouts
-    if run.groups.is_main and wanted:
-        write_rollouts(
-            run.directory.rollouts_path(step), step, groups[:wanted], decode_token=run.tokenizer.decode_token
-        )
-
-
-def dump_batches(run: Run, step: int, updates: Sequence[Sequence[PackedBatch]]) -> None:
-    """Keep the batches of a skipped update: they hold the cause of its non-finite gradient."""
-    path = run.directory.logs / f"nonfinite_step_{step:06d}_rank_{run.groups.rank}.jsonl"
-    with path.open("w", encoding="utf-8") as stream:
-        for index, update in enumerate(updates):
-            for batch in update:
-                stream.write(json.dumps(_batch_record(index, batch)) + "\n")
-    logger.warning("step %d: an update had a non-finite gradient and was skipped; its batch is in %s", step, path)
 
 
 def _batch_record(update: int, batch: PackedBatch) -> dict[str, object]:

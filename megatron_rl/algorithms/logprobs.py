@@ -27,6 +27,8 @@ from megatron_rl.errors import ConfigError
 
 CHUNK_ELEMENTS = 2**26
 """Logits worked on at a time: 256 MiB for each fp32 temporary, whatever the length of the batch."""
+CPU_CHUNK_ELEMENTS = 2**20
+"""The same on a CPU, where temporaries that leave the cache made the pass twice as slow."""
 
 Entropy = Literal["none", "detached", "differentiable"]
 
@@ -123,12 +125,13 @@ class _Shard:
         return values
 
     def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Row ranges and their tempered real logits, each a new tensor [rows, columns], fp32 or fp64."""
+        """Row ranges and their real logits, a view [rows, columns] of ``logits`` each."""
         columns = self.columns(logits)
-        rows = max(1, CHUNK_ELEMENTS // max(columns, 1))
-        for start in range(0, logits.shape[0], rows):
+        elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS
+        rows = max(1, elements // max(columns, 1))
+        for start in range(0, logits.shape[0] if columns else 0, rows):
             part = slice(start, start + rows)
-            yield part, logits[part, :columns].to(_accumulation(logits), copy=True).div_(self.temperature)
+            yield part, logits[part, :columns]
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -163,19 +166,21 @@ class _TargetLogprobs(torch.autograd.Function):
         columns = shard.columns(logits)
         grad_logits = torch.empty_like(logits)
         grad_logits[:, columns:] = 0
-        grad_targets = torch.where(owned, grad_logprobs, 0.0)[:, None]
+        # With x = logits / temperature: d log p(target) / dx = [v is target] - p.
+        grad_all = -grad_logprobs[:, None] / shard.temperature
+        grad_target = torch.where(owned[:, None], -grad_all, 0.0)
 
         for rows, chunk in shard.chunks(logits):
-            all_logprobs = chunk.sub_(log_normaliser[rows, None])
-            probabilities = all_logprobs.exp()
-            # d log p(target) / dx = [v is target] - p;  d entropy / dx = -p (log p + entropy).
-            grad = probabilities * -grad_logprobs[rows, None]
+            all_logprobs = torch.add(-log_normaliser[rows, None], chunk, alpha=1 / shard.temperature)
             if ctx.differentiable_entropy:
-                surplus = _finite(all_logprobs).add_(entropies[rows, None])
-                grad -= surplus.mul_(probabilities).mul_(grad_entropies[rows, None])
-            if columns:
-                grad.scatter_add_(1, local_targets[rows, None], grad_targets[rows])
-            grad_logits[rows, :columns] = grad.div_(shard.temperature)
+                probabilities = all_logprobs.exp()
+                grad = probabilities * grad_all[rows]
+                # d entropy / dx = -p (log p + entropy).
+                surplus = _finite(all_logprobs).add_(entropies[rows, None]).mul_(probabilities)
+                grad -= surplus.mul_(grad_entropies[rows, None] / shard.temperature)
+            else:
+                grad = all_logprobs.exp_().mul_(grad_all[rows])
+            grad_logits[rows, :columns] = grad.scatter_add_(1, local_targets[rows, None], grad_target[rows])
         return grad_logits, None, None, None
 
 
@@ -205,16 +210,16 @@ def _local_statistics(
     log_normaliser = logits.new_full((count,), -torch.inf, dtype=dtype)
     target_logits = logits.new_zeros(count, dtype=dtype)
     mean_logits = logits.new_zeros(count, dtype=dtype) if want_entropy else None
-    if not shard.columns(logits):
-        return _LocalStatistics(log_normaliser, target_logits, mean_logits)
-
     for rows, chunk in shard.chunks(logits):
-        log_normaliser[rows] = chunk.logsumexp(dim=1)
-        chosen = chunk.gather(1, local_targets[rows, None])[:, 0]
+        tempered = chunk.to(dtype)
+        if shard.temperature != 1.0:
+            tempered = tempered / shard.temperature
+        log_normaliser[rows] = tempered.logsumexp(dim=1)
+        chosen = tempered.gather(1, local_targets[rows, None])[:, 0]
         target_logits[rows] = torch.where(owned[rows], chosen, 0.0)
         if mean_logits is not None:
-            probabilities = (chunk - log_normaliser[rows, None]).exp_()
-            mean_logits[rows] = probabilities.mul_(_finite(chunk)).sum(dim=1)
+            probabilities = (tempered - log_normaliser[rows, None]).exp_()
+            mean_logits[rows] = probabilities.mul_(_finite(tempered.clone())).sum(dim=1)
     return _LocalStatistics(log_normaliser, target_logits, mean_logits)
 
 

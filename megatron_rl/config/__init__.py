@@ -6,7 +6,7 @@ does all three and raises one ``ConfigError`` with every problem found.
 """
 
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.arguments import load_config, parse_config
+from megatron_rl.config.arguments import load_config, parse_config, read_config
 from megatron_rl.config.checkpoint import CheckpointConfig
 from megatron_rl.config.compatibility import CompatibilityConfig
 from megatron_rl.config.environment import EnvironmentConfig
@@ -48,6 +48,7 @@ __all__ = [
     "load_config",
     "notes",
     "parse_config",
+    "read_config",
     "resolve",
     "to_dict",
     "validate",

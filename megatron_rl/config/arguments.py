@@ -24,12 +24,21 @@ from megatron_rl.errors import ConfigError
 
 def load_config(argv: Sequence[str], world_size: int) -> RLConfig:
     """Parse, resolve and validate; raises one ``ConfigError`` with the problems of all three."""
+    config, problems = read_config(argv, world_size)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[str]]:
+    """As ``load_config``, but with the problems as a list, so that a caller can add what it finds itself.
+
+    With problems the configuration holds what could be read and is good for looking up paths and names.
+    """
     reading = _read(argv)
     config = resolve(_build(reading.values), world_size)
     broken = [line for line in validate(config, world_size) if not _is_about(line, reading.failed)]
-    if reading.problems or broken:
-        raise ConfigError([*reading.problems, *broken])
-    return config
+    return config, [*reading.problems, *broken]
 
 
 def parse_config(argv: Sequence[str]) -> RLConfig:

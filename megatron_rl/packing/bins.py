@@ -12,9 +12,9 @@ from megatron_rl.errors import ConfigError
 def pack(lengths: Sequence[int], capacity: int, seed: int = 0, min_bins: int = 0) -> list[list[int]]:
     """Best-fit decreasing: each sample, longest first, goes into the fullest bin that still has room for it.
 
-    Guarantees at most 11/9 of the optimal number of bins plus 4 (Johnson, 1974); on lengths of real rollouts
-    bins are 98 to 99 % full. The order of the bins is shuffled: left as it is, all long samples would come
-    first in every step.
+    Guarantees at most 11/9 of the optimal number of bins plus 4 (Johnson, 1974); with hundreds of log-normal
+    lengths bins are 98 to 99.9 % full. The order of the bins is shuffled: left as it is, all long samples
+    would come first in every step.
 
     Args:
         lengths: tokens of each sample, 1 or more.

@@ -33,7 +33,7 @@ def prepare() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Apex is not installed", "TE is not installed", ...
         if torch.cuda.is_available():
-            import megatron.core  # noqa: F401
+            import megatron.core
         else:
             from megatron_rl.platform import cpu
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.corrections.statistics import mismatch_statistics
 from megatron_rl.algorithms.interfaces import AdvantageConfig, CorrectionConfig, LossConfig, PolicyLoss
 
 LOSS_CONFIG = LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28, dual_clip=3.0)
@@ -100,6 +101,15 @@ class TestLosses:
                 assert loss.per_token.isfinite().all()
                 assert gradient.isfinite().all()
 
+    def test_the_host_reads_nothing(self, name: str) -> None:
+        # A meta tensor has no values: a read raises, where on a GPU it would make the host wait.
+        current = torch.empty(9, device="meta", requires_grad=True)
+        nowhere = torch.empty(9, device="meta")
+        loss = discovery.get("losses", name)(
+            current, nowhere, nowhere, nowhere, SEQUENCE.to("meta"), 3, LOSS_CONFIG
+        )
+        loss.per_token.sum().backward()
+
     def test_nothing_to_learn_from_is_no_loss(self, name: str) -> None:
         current = logprobs(0).requires_grad_()
         loss = run_loss(name, current, logprobs(1), torch.ones(9), torch.zeros(9))
@@ -121,6 +131,12 @@ class TestCorrections:
         assert not result.weights.requires_grad
         assert result.weights.isfinite().all()
         assert (result.weights >= 0).all()
+
+    def test_the_host_reads_nothing(self, name: str) -> None:
+        nowhere = torch.empty(9, device="meta")
+        result = discovery.get("corrections", name)(nowhere, nowhere, nowhere, self.config)
+        statistics = mismatch_statistics(nowhere, nowhere, nowhere, result)
+        assert statistics.merge(statistics).sum_tensor().is_meta
 
     def test_agreement_has_weight_one(self, name: str) -> None:
         result = discovery.get("corrections", name)(logprobs(0), logprobs(0), MASK, self.config)

@@ -78,6 +78,17 @@ def test_a_non_finite_logprob_leaves_mask_and_denominator() -> None:
     assert token_weights("sequence-mean", mask, SEQUENCE, 3, constant=1.0)[1].item() == 1
 
 
+@pytest.mark.parametrize("kind", ["token-mean", "sequence-mean", "constant"])
+def test_the_host_reads_nothing(kind: Aggregation) -> None:
+    # A meta tensor has no values: a read raises, where on a GPU it would make the host wait.
+    sequence = sequence_of_tokens(torch.empty(4, dtype=torch.int32, device="meta"), 6)
+    mask, num_dropped = trusted_mask(MASK.to("meta"), MASK.to("meta"))
+    weights, denominator = token_weights(kind, mask, sequence, 3, constant=1.0)
+    assert weights.is_meta
+    assert denominator.is_meta
+    assert num_dropped.is_meta
+
+
 def test_sequence_means_are_over_loss_tokens() -> None:
     values = torch.tensor([torch.nan, 1.0, 4.0, 9.0, -3.0, torch.nan])
     assert sequence_means(values, MASK, SEQUENCE, 3).tolist() == [2.5, -3.0, 0.0]

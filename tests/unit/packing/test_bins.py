@@ -17,8 +17,8 @@ def rollout_lengths(count: int, seed: int = 0) -> list[int]:
 
 
 def test_a_sample_goes_into_the_fullest_bin_with_room() -> None:
-    # 7 and 6 open bins with 3 and 4 left. The 3 goes to the 7, where it fits exactly, and leaves the 6 to both 2:
-    # in the emptiest bin, with the 6, it would have cost a third bin.
+    # 7 and 6 open bins with 3 and 4 left. The 3 goes to the 7, where it fits exactly, and leaves the 6 to
+    # the two 2: in the emptiest bin, with the 6, it would have cost a third bin.
     assert sorted(map(sorted, pack([2, 7, 3, 2, 6], capacity=10))) == [[0, 3, 4], [1, 2]]
 
 

@@ -1,0 +1,55 @@
+"""Shared fixtures: one initialised rank for the tests that need a model, real data where it is present."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the tests marked 'long'")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="long; run with --long"))
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[object]:
+    """The process groups of a job of one rank; megatron's are global, so they are made once."""
+    import torch
+
+    from megatron_rl.parallel import initialize, shut_down
+    from megatron_rl.platform import current_platform
+    from tests.support.tiny import tiny_config
+
+    torch.set_num_threads(1)
+    yield initialize(tiny_config().parallel, current_platform())
+    shut_down()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with real data sets; tests that need it skip where it is absent."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"real data is absent: no folder {SHARED_DATA.name} beside the checkout's shared/")
+    return SHARED_DATA

@@ -1,0 +1,81 @@
+"""Run a function on several ranks, each in a process of its own, and collect what they return."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+
+
+def run_ranks(function: str, world_size: int, timeout: float = 240.0, **arguments: Any) -> list[Any]:
+    """Call ``package.module:function(**arguments)`` on every rank; JSON in, JSON out, in rank order.
+
+    The function runs with the environment torchrun would give it and initialises what it needs.
+    A failure shows the rank's output.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(world_size):
+            answer, log = Path(folder) / f"{rank}.json", Path(folder) / f"{rank}.log"
+            command = [sys.executable, "-m", "tests.support.ranks", function, str(answer), json.dumps(arguments)]
+            process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=rank_environment(rank, world_size, port),
+                stdout=log.open("wb"),
+                stderr=subprocess.STDOUT,
+            )
+            started.append((process, answer, log))
+        try:
+            for process, _, log in started:
+                if process.wait(timeout) != 0:
+                    raise AssertionError(f"{function} failed:\n{log.read_text()[-6000:]}")
+        except subprocess.TimeoutExpired as error:
+            output = "\n".join(log.read_text()[-3000:] for _, _, log in started)
+            raise AssertionError(f"{function} hangs:\n{output}") from error
+        finally:
+            for process, _, _ in started:
+                process.kill()
+        return [json.loads(answer.read_text()) for _, answer, _ in started]
+
+
+def _main() -> None:
+    import importlib
+
+    target, answer, arguments = sys.argv[1:]
+    module, name = target.split(":")
+    result = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    Path(answer).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main()

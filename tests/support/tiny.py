@@ -1,0 +1,78 @@
+"""The smallest configuration and model that exercise the real code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import RLConfig, read_config
+
+VOCABULARY = 32
+
+FLAGS = {
+    "num-layers": 2,
+    "hidden-size": 32,
+    "ffn-hidden-size": 64,
+    "num-attention-heads": 4,
+    "group-query-attention": None,
+    "num-query-groups": 2,
+    "swiglu": None,
+    "disable-bias-linear": None,
+    "add-qkv-bias": None,
+    "untie-embeddings-and-output-weights": None,
+    "normalization": "RMSNorm",
+    "seq-length": 48,
+    "make-vocab-size-divisible-by": 8,
+    "init-method-std": 0.2,
+    "embedding-init-method-std": 0.5,
+    "tokenizer-model": "unused",
+    "langrl-env-config": "unused",
+    "run-dir": "unused",
+    "perform-rl-step": None,
+    "grpo-group-size": 4,
+    "grpo-prompts-per-step": 4,
+    "train-iters": 4,
+    "lr": 1e-2,
+    "micro-batch-size": 4,
+}
+
+
+def tiny_config(world_size: int = 1, **changes: object) -> RLConfig:
+    """`FLAGS` with changes: ``tiny_config(add_qkv_bias=False, seq_length=64)``; False removes a flag."""
+    flags = dict(FLAGS)
+    for name, value in changes.items():
+        spelling = name.replace("_", "-")
+        flags.pop(spelling, None)
+        if value is not False:
+            flags[spelling] = None if value is True else value
+    argv: list[str] = []
+    for name, value in flags.items():
+        argv += [f"--{name}"] if value is None else [f"--{name}", str(value)]
+    config, problems = read_config(argv, world_size)
+    assert not problems, problems
+    return config
+
+
+def tiny_policy(config: RLConfig | None = None, seed: int = 1):
+    """A `PolicyModel` with random weights; the process groups must be initialised."""
+    from megatron_rl.models import build_model
+    from megatron_rl.parallel import seed_everything
+    from megatron_rl.platform import current_platform
+
+    seed_everything(seed)
+    return build_model(config or tiny_config(), current_platform(), VOCABULARY)
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """The quickstart's tokenizer, made by the quickstart's own script."""
+    import runpy
+
+    script = Path(__file__).parents[2] / "examples" / "quickstart" / "make_tokenizer.py"
+    runpy.run_path(str(script))["main"](directory)
+    return directory
+
+
+def single_thread() -> None:
+    """Tests compare numbers and share two cores: one thread each."""
+    torch.set_num_threads(1)
