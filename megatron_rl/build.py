@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import discovery
-from megatron_rl.algorithms.interfaces import AdvantageConfig, CorrectionConfig, LossConfig
+from megatron_rl.algorithms.settings import advantage_config, correction_config, loss_config
 from megatron_rl.build_engine import build_engine
 from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.checkpoint import CheckpointManager, RunState
-from megatron_rl.checkpoint.run_state import architecture_of
+from megatron_rl.checkpoint.run_state import architecture_of, mode_of
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
@@ -112,7 +112,7 @@ class Run:
             logprob_gap_max=progress.logprob_gap_max,
             consecutive_skips=progress.consecutive_skips,
             seed=config.training.seed,
-            mode="rl" if config.training.perform_rl_step else "supervised",
+            mode=mode_of(config),
             has_optimizer=progress.updates > 0 and not config.checkpoint.no_save_optim,
             vocab_size=self.policy.vocab_size,
             padded_vocab_size=self.policy.padded_vocab_size,
@@ -257,7 +257,7 @@ def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
     algorithm = config.algorithm
     return SampleBuilder(
         discovery.get("advantages", algorithm.rl_advantage),
-        AdvantageConfig(group_size=algorithm.grpo_group_size),
+        advantage_config(config),
         algorithm.rl_keep_zero_variance_groups,
         groups,
     )
@@ -276,13 +276,9 @@ def _trainer(
     algorithm = config.algorithm
     settings = LossSettings(
         loss=discovery.get("losses", algorithm.rl_policy_loss),
-        loss_config=LossConfig(
-            clamp_eps_lower=algorithm.grpo_clamp_eps_lower,
-            clamp_eps_upper=algorithm.grpo_clamp_eps_upper,
-            dual_clip=algorithm.rl_dual_clip,
-        ),
+        loss_config=loss_config(config),
         correction=discovery.get("corrections", algorithm.rl_correction),
-        correction_config=CorrectionConfig(cap=algorithm.rl_correction_cap),
+        correction_config=correction_config(config),
         aggregation=algorithm.rl_loss_aggregation,
         aggregation_constant=float(config.rollout.rl_max_new_tokens),
         kl_beta=algorithm.grpo_kl_beta,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_config
 from megatron_rl.errors import ConfigError, MegatronRLError
@@ -14,14 +17,24 @@ from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.preflight import preflight
 
+if TYPE_CHECKING:  # torch is imported where it is first needed, so that --check and --help stay quick
+    from megatron_rl.parallel import ParallelGroups
+    from megatron_rl.platform import Platform, StopRequest
+
 logger = logging.getLogger("megatron_rl")
 
 CONFIGURATION_ERROR = 2
 RUN_ERROR = 1
+INTERRUPTED = 130
+
+PATIENCE_WITH_RANK_0_S = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 finished or stopped on request, 1 failed, 2 wrong configuration."""
+    """Returns the exit code.
+
+    0: finished or stopped on request; 1: failed; 2: wrong configuration; 130: interrupted twice.
+    """
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank)
     config, problems = read_config(argv[1:], _world_size(argv))
@@ -35,6 +48,9 @@ def main(argv: Sequence[str]) -> int:
     except MegatronRLError as error:
         logger.error("%s", error)
         return RUN_ERROR
+    except KeyboardInterrupt:
+        logger.error("interrupted a second time: the steps since the last checkpoint are lost")
+        return INTERRUPTED
 
 
 def _world_size(argv: Sequence[str]) -> int:
@@ -63,7 +79,6 @@ def _tell(problems: Sequence[str], rank: int) -> None:
 
 
 def _run(config: RLConfig, problems: list[str], argv: Sequence[str], rank: int) -> int:
-    # torch and megatron are imported here, so that --check and --help stay quick
     import torch
 
     from megatron_rl.parallel import initialize, shut_down
@@ -75,30 +90,41 @@ def _run(config: RLConfig, problems: list[str], argv: Sequence[str], rank: int) 
     if not platform.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     if problems:  # rules about sizes: without them the process groups cannot even be built
+        if rank != 0:
+            _wait_for_rank_0(stop)
         raise ConfigError([*problems, *(preflight(config) if rank == 0 else [])])
     groups = initialize(config.parallel, platform)
     try:
-        found = preflight(config) if groups.is_main else []
-        found = broadcast_json(found, source=0)
+        found = broadcast_json(preflight(config) if groups.is_main else [], source=0)
         if found:
+            if rank != 0:
+                _wait_for_rank_0(stop)
             raise ConfigError(found)
         return _build_and_train(_Launch(config, platform, groups, stop, argv))
     finally:
         shut_down()
 
 
+def _wait_for_rank_0(stop: StopRequest) -> None:
+    """Until rank 0 has written what is wrong and ends, upon which the launcher asks the others to stop.
+
+    torchrun ends all ranks, rank 0 amid its checks, as soon as the first one exits.
+    """
+    deadline = time.monotonic() + PATIENCE_WITH_RANK_0_S
+    while not stop.requested and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 @dataclass(frozen=True)
 class _Launch:
     config: RLConfig
-    platform: object
-    groups: object
-    stop: object
+    platform: Platform
+    groups: ParallelGroups
+    stop: StopRequest
     argv: Sequence[str]
 
 
 def _build_and_train(launch: _Launch) -> int:
-    from pathlib import Path
-
     from megatron_rl.build import build_run
     from megatron_rl.loop import train
     from megatron_rl.summary import summarise
@@ -117,10 +143,16 @@ def _build_and_train(launch: _Launch) -> int:
         ) as run:
             status = train(run)
             run.reporter.finish(status, summarise(run, status))
-    except (MegatronRLError, KeyboardInterrupt) as error:
+    except BaseException as error:
         if groups.is_main:
-            RunDirectory(Path(config.logging.run_dir)).set_status("failed", error=str(error))
+            _mark_as_failed(Path(config.logging.run_dir), error)
         raise
     if groups.is_main:
         logger.info("%s: %s", status, config.logging.run_dir)
     return 0
+
+
+def _mark_as_failed(run_dir: Path, error: BaseException) -> None:
+    """Whatever ended the run, its record says so."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    RunDirectory(run_dir).set_status("failed", error=str(error) or type(error).__name__)

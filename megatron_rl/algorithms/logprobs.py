@@ -133,6 +133,11 @@ class _Shard:
             part = slice(start, start + rows)
             yield part, logits[part, :columns]
 
+    def tempered(self, chunk: Tensor) -> Tensor:
+        """A fresh copy of ``chunk`` in fp32 or better, divided by the temperature."""
+        copy = chunk.to(_accumulation(chunk), copy=True)
+        return copy if self.temperature == 1.0 else copy.div_(self.temperature)
+
 
 class _TargetLogprobs(torch.autograd.Function):
     """Log-prob of ``targets[t]`` and the entropy under ``logits[t]``: all [T], no shift."""
@@ -143,15 +148,17 @@ class _TargetLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         local_targets, owned = _local_targets(logits, targets, shard)
         local = _local_statistics(logits, local_targets, owned, shard, entropy != "none")
-        log_normaliser, target_logits, mean_logits = _combine(local, shard)
+        largest, log_sum, target_logits, mean_logits = _combine(local, shard)
 
         known = (targets >= 0) & (targets < shard.vocab_size)
-        logprobs = torch.where(known, target_logits - log_normaliser, -torch.inf)
-        # Entropy is -sum p log p with log p = x - log Z, so log Z - sum p x.
-        entropies = None if mean_logits is None else log_normaliser - mean_logits
+        # (x - max) - log sum exp(x - max), never x - log Z: at logits of 20 one ulp is 2e-6, and the two
+        # rounded terms would leave that error in every log-prob.
+        logprobs = torch.where(known, (target_logits - largest) - log_sum, -torch.inf)
+        # Entropy is -sum p log p with log p = (x - max) - log sum, so log sum - sum p (x - max).
+        entropies = None if mean_logits is None else log_sum - mean_logits
 
         ctx.shard, ctx.differentiable_entropy = shard, entropy == "differentiable"
-        ctx.save_for_backward(logits, local_targets, owned, log_normaliser, entropies)
+        ctx.save_for_backward(logits, local_targets, owned, largest, log_sum, entropies)
         if entropies is not None and not ctx.differentiable_entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -161,7 +168,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
-        logits, local_targets, owned, log_normaliser, entropies = ctx.saved_tensors
+        logits, local_targets, owned, largest, log_sum, entropies = ctx.saved_tensors
         shard: _Shard = ctx.shard
         columns = shard.columns(logits)
         grad_logits = torch.empty_like(logits)
@@ -171,7 +178,7 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_target = torch.where(owned[:, None], -grad_all, 0.0)
 
         for rows, chunk in shard.chunks(logits):
-            all_logprobs = torch.add(-log_normaliser[rows, None], chunk, alpha=1 / shard.temperature)
+            all_logprobs = shard.tempered(chunk).sub_(largest[rows, None]).sub_(log_sum[rows, None])
             if ctx.differentiable_entropy:
                 probabilities = all_logprobs.exp()
                 grad = probabilities * grad_all[rows]
@@ -188,12 +195,14 @@ class _TargetLogprobs(torch.autograd.Function):
 class _LocalStatistics:
     """What this rank's columns contribute to each row; all [T] fp32."""
 
-    log_normaliser: Tensor
-    """Log of the sum of exp over the local columns; -inf when there are none."""
+    largest: Tensor
+    """Largest logit; -inf when there are no columns."""
+    log_sum: Tensor
+    """Log of the sum of ``exp(logit - largest)``; -inf when there are no columns."""
     target_logits: Tensor
     """0 where another rank holds the target."""
     mean_logits: Tensor | None
-    """Mean logit under the softmax over the local columns, for the entropy."""
+    """Mean of ``logit - largest`` under the softmax over the local columns, for the entropy."""
 
 
 def _local_targets(logits: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
@@ -207,35 +216,41 @@ def _local_statistics(
     logits: Tensor, local_targets: Tensor, owned: Tensor, shard: _Shard, want_entropy: bool
 ) -> _LocalStatistics:
     count, dtype = logits.shape[0], _accumulation(logits)
-    log_normaliser = logits.new_full((count,), -torch.inf, dtype=dtype)
+    largest = logits.new_full((count,), -torch.inf, dtype=dtype)
+    log_sum = logits.new_full((count,), -torch.inf, dtype=dtype)
     target_logits = logits.new_zeros(count, dtype=dtype)
     mean_logits = logits.new_zeros(count, dtype=dtype) if want_entropy else None
-    for rows, chunk in shard.chunks(logits):
-        tempered = chunk.to(dtype)
-        if shard.temperature != 1.0:
-            tempered = tempered / shard.temperature
-        log_normaliser[rows] = tempered.logsumexp(dim=1)
-        chosen = tempered.gather(1, local_targets[rows, None])[:, 0]
+    if not shard.columns(logits):
+        return _LocalStatistics(largest, log_sum, target_logits, mean_logits)
+
+    for rows, raw in shard.chunks(logits):
+        chunk = shard.tempered(raw)
+        chosen = chunk.gather(1, local_targets[rows, None])[:, 0]
         target_logits[rows] = torch.where(owned[rows], chosen, 0.0)
+        largest[rows] = chunk.amax(dim=1)
+        shifted = chunk.sub_(largest[rows, None])
+        powers = shifted.exp()
+        total = powers.sum(dim=1)
+        log_sum[rows] = total.log()
         if mean_logits is not None:
-            probabilities = (tempered - log_normaliser[rows, None]).exp_()
-            mean_logits[rows] = probabilities.mul_(_finite(tempered.clone())).sum(dim=1)
-    return _LocalStatistics(log_normaliser, target_logits, mean_logits)
+            mean_logits[rows] = powers.mul_(_finite(shifted)).sum(dim=1) / total
+    return _LocalStatistics(largest, log_sum, target_logits, mean_logits)
 
 
-def _combine(local: _LocalStatistics, shard: _Shard) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-normaliser, target logit and mean logit over the whole vocabulary: two all-reduces of a few [T]."""
+def _combine(local: _LocalStatistics, shard: _Shard) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The four statistics over the whole vocabulary: two all-reduces of a few [T]."""
     if shard.tensor_group is None:
-        return local.log_normaliser, local.target_logits, local.mean_logits
-    # The largest local log-normaliser is what is subtracted before exp, so that no rank overflows.
-    largest = shard.reduce(local.log_normaliser.clone(), dist.ReduceOp.MAX)
-    share = (local.log_normaliser - largest).exp()
+        return local.largest, local.log_sum, local.target_logits, local.mean_logits
+    # The largest logit of all ranks is what is subtracted before exp, so that no rank overflows.
+    largest = shard.reduce(local.largest.clone(), dist.ReduceOp.MAX)
+    below = torch.where(local.largest > -torch.inf, local.largest - largest, -torch.inf)
+    share = (below + local.log_sum).exp()
     rows = [share, local.target_logits]
     if local.mean_logits is not None:
-        rows.append(share * local.mean_logits)
+        rows.append(share * (local.mean_logits + _finite(below.clone())))
     total_share, target_logits, *mean_shares = shard.reduce(torch.stack(rows), dist.ReduceOp.SUM).unbind()
     mean_logits = mean_shares[0] / total_share if mean_shares else None
-    return largest + total_share.log(), target_logits, mean_logits
+    return largest, total_share.log(), target_logits, mean_logits
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -2,6 +2,10 @@
 
 A packed batch is laid out as padded rows for the product and packed again after it, so the mask
 is causal per sequence and never T x T over the whole batch.
+
+On a CPU the trainer (up to `EXPLICIT_LENGTH`) and the rollout engine share `_attend`, in a form whose
+results do not depend on how many rows are computed together: their log-probs then agree to the bit
+in fp32, instead of to 2e-5 for the least likely tokens of a sharp model.
 """
 
 from __future__ import annotations
@@ -11,6 +15,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
+
+EXPLICIT_LENGTH = 256
+"""Longest row for which the CPU spells the product out; beyond it the flash kernel wins time and memory."""
+
+FEWEST_ROWS = 4
+"""Matrix products with fewer rows take another CPU kernel, which adds up in another order."""
+
+FEWEST_KEYS = 16
+"""The same for the keys of a softmax and of its products; masked keys fill the row up."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,7 @@ class PaddedRows:
         cls, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor
     ) -> PaddedRows:
         """Built on the device of ``cu_seqlens``; reads nothing back to the host."""
-        count, longest = len(lengths), max(lengths)
+        count, longest = len(lengths), max(*lengths, FEWEST_KEYS)
         starts = cu_seqlens[:-1].long()
         columns = torch.arange(longest, device=starts.device)
         inside = columns[None] < (cu_seqlens[1:].long() - starts)[:, None]
@@ -60,9 +73,10 @@ def packed_attention(
     A padding cell is a copy of token 0 behind the sequence's end: causality keeps it from every
     real token, and its own output is never gathered.
     """
-    output = functional.scaled_dot_product_attention(
-        rows.pad(query), rows.pad(key), rows.pad(value), is_causal=True, enable_gqa=True
-    )
+    padded = rows.pad(query), rows.pad(key), rows.pad(value)
+    if query.device.type == "cpu" and rows.longest <= EXPLICIT_LENGTH:
+        return rows.unpad(_explicit_causal(*padded))
+    output = functional.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
     return rows.unpad(output)
 
 
@@ -77,7 +91,27 @@ def cached_attention(
     """
     rows, _, heads, width = query.shape
     groups = key_cache.shape[1]
-    folded = query.reshape(rows, groups, heads // groups, width)
-    scores = torch.matmul(folded * width**-0.5, key_cache.transpose(-1, -2)).add_(mask)
-    weights = scores.float().softmax(-1).to(value_cache.dtype)
-    return torch.matmul(weights, value_cache).view(rows, 1, heads * width)
+    share = heads // groups
+    folded = query.reshape(rows, groups, share, width)
+    if query.device.type == "cpu" and share < FEWEST_ROWS:
+        folded = functional.pad(folded, (0, 0, 0, FEWEST_ROWS - share))
+    output = _attend(folded, key_cache, value_cache, mask)[:, :, :share]
+    return output.reshape(rows, 1, heads * width)
+
+
+def _explicit_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``[B, heads, L, D]`` against ``[B, groups, L, D]``, differentiable."""
+    count, heads, length, width = query.shape
+    share = heads // key.shape[1]
+    mask = torch.full((length, length), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
+    folded = query.reshape(count, key.shape[1], share * length, width)
+    return _attend(folded, key, value, mask.repeat(share, 1)).view(count, heads, length, width)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32."""
+    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)).add_(mask)
+    weights = scores.float().softmax(-1).to(value.dtype)
+    return torch.matmul(weights, value)

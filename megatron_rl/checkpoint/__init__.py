@@ -3,12 +3,18 @@
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is imported)
 from megatron_rl.checkpoint.layout import find_checkpoint, list_checkpoints
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import RunState, architecture_problems, read_run_state
+from megatron_rl.checkpoint.run_state import (
+    RunState,
+    architecture_problems,
+    continuation_problems,
+    read_run_state,
+)
 
 __all__ = [
     "CheckpointManager",
     "RunState",
     "architecture_problems",
+    "continuation_problems",
     "find_checkpoint",
     "list_checkpoints",
     "read_run_state",

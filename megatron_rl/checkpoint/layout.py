@@ -1,9 +1,10 @@
 """Checkpoint directories and their atomic commit.
 
     checkpoints/
-      latest                 name of the newest committed step
+      latest                 name of the newest committed step, for people and scripts
       step_0000040/          manifest.json (sha256 of every file), run_state.json, the tensors
       step_0000080.tmp/      being written, or left by a kill; never loaded
+      step_0000060.damaged/  found damaged by a resume that went back to an older one; never loaded
 
 Write everything into ``.tmp``, sync it to disk, rename, and only then point ``latest`` at it: a
 kill at any moment leaves the previous checkpoint as it was.
@@ -11,20 +12,18 @@ kill at any moment leaves the previous checkpoint as it was.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
+from megatron_rl.checkpoint.manifest import sync, verify, write_manifest, write_synced
 from megatron_rl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 _STEP_NAME = re.compile(r"step_(\d{7,})")
-_MANIFEST = "manifest.json"
 _LATEST = "latest"
 
 
@@ -54,100 +53,80 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
     """The checkpoint a user means by ``path``: a step directory, or the newest valid one below it.
 
-    A damaged checkpoint is named in a warning and the next older one is taken.
+    A damaged checkpoint is named in a warning and the next older one is taken. ``contents`` False
+    trusts files that are there, see `verify`.
 
     Raises:
         CheckpointError: there is none, or no undamaged one.
     """
     root = Path(path)
     if _STEP_NAME.fullmatch(root.name) and root.is_dir():
-        verify(root)
+        verify(root, contents)
         return root
     for nested in (root, root / "checkpoints"):
-        candidates = list_checkpoints(nested)
-        if candidates:
-            return _newest_valid(candidates)
+        if list_checkpoints(nested):
+            return newest_valid(nested, contents)
     raise CheckpointError(
         f"no checkpoint in {str(root)!r}; give a directory that holds step_* directories, "
         "such as RUN_DIR/checkpoints"
     )
 
 
-def _newest_valid(candidates: list[Path]) -> Path:
+def newest_valid(root: Path, contents: bool = True) -> Path:
+    """The newest undamaged checkpoint directly below ``root``.
+
+    Raises:
+        CheckpointError: all are damaged, or there is none.
+    """
     problems = []
-    for directory in reversed(candidates):
+    for directory in reversed(list_checkpoints(root)):
         try:
-            verify(directory)
+            verify(directory, contents)
         except CheckpointError as error:
             logger.warning("%s; trying the one before it", error)
             problems.append(str(error))
         else:
             return directory
-    raise CheckpointError("no undamaged checkpoint is left: " + "; ".join(problems))
+    raise CheckpointError(f"no undamaged checkpoint in {str(root)!r}: " + "; ".join(problems or ["it is empty"]))
+
+
+def set_aside_newer(directory: Path) -> None:
+    """Rename the damaged checkpoints after ``directory``, from which the run goes on.
+
+    Left in place, `remove_old` would count them as the newest ones and delete valid older ones.
+    """
+    for newer in list_checkpoints(directory.parent):
+        if step_of(newer) > step_of(directory):
+            aside = newer.with_name(newer.name + ".damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(newer, aside)
+            logger.warning("set aside as %s", aside)
 
 
 def commit(root: Path, step: int) -> Path:
     """Turn the written temporary directory into the checkpoint of ``step``; one rank calls it."""
     source, target = temporary_directory(root, step), step_directory(root, step)
-    files = sorted(path for path in source.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(source)): _sha256(path) for path in files}
-    _write_synced(source / _MANIFEST, json.dumps({"step": step, "files": manifest}, indent=1))
-    for path in files:
-        _sync(path)
-    _sync(source)
-    if target.exists():
-        shutil.rmtree(target)  # the same step saved again, for example after a resume
+    write_manifest(source, step)
+    replaced = target.with_name(target.name + ".replaced.tmp")
+    if target.exists():  # the same step saved again
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(target, replaced)
     os.replace(source, target)
-    _sync(root)
+    sync(root)
+    shutil.rmtree(replaced, ignore_errors=True)
     pointer = root / (_LATEST + ".tmp")
-    _write_synced(pointer, target.name + "\n")
+    write_synced(pointer, target.name + "\n")
     os.replace(pointer, root / _LATEST)
-    _sync(root)
+    sync(root)
     return target
 
 
-def verify(directory: Path) -> None:
-    """Compare every file with the manifest.
-
-    Raises:
-        CheckpointError: a file is missing or changed; names it.
-    """
-    try:
-        manifest = json.loads((directory / _MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {str(directory)!r} has no readable {_MANIFEST} ({error})") from error
-    for name, digest in manifest.items():
-        path = directory / name
-        if not path.is_file():
-            raise CheckpointError(f"checkpoint file {str(path)!r} is missing")
-        if _sha256(path) != digest:
-            raise CheckpointError(f"checkpoint file {str(path)!r} is damaged (its sha256 differs)")
-
-
 def remove_old(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints, and leftovers of killed saves."""
+    """Delete all but the newest ``keep`` checkpoints (0 keeps all), and leftovers of killed saves."""
     for leftover in root.glob("step_*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     for directory in list_checkpoints(root)[:-keep] if keep > 0 else []:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    path.write_text(text)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,14 +13,18 @@ from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
     list_checkpoints,
+    newest_valid,
     remove_old,
+    set_aside_newer,
     temporary_directory,
 )
 from megatron_rl.checkpoint.random_state import load_random_state, save_random_state
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
+from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.trainer import Optimization
 
 logger = logging.getLogger(__name__)
@@ -56,16 +61,16 @@ class CheckpointManager:
         dist.barrier()
 
     def newest(self) -> Path | None:
-        """The checkpoint to resume from, if this directory has one."""
-        return find_checkpoint(self._root) if list_checkpoints(self._root) else None
+        """The checkpoint to resume from, if this directory has one; damaged newer ones are set aside."""
+        return self._agreed(self._newest_of_own)
 
     def find(self, path: str) -> Path:
         """The checkpoint a user means by ``path``."""
-        return find_checkpoint(path)
+        return self._agreed(lambda: find_checkpoint(path))
 
     def start_from_weights(self, path: str, policy: PolicyModel) -> None:
         """`--pretrained-checkpoint` or `--load` with `--finetune`: weights only."""
-        directory = find_checkpoint(path)
+        directory = self.find(path)
         load_weights(directory, policy)
         logger.info("weights from %s", directory)
 
@@ -83,11 +88,35 @@ class CheckpointManager:
             self._saved_step = state.step
         if state.has_optimizer and with_optimizer:
             load_all(directory, policy, optimization)
-            optimization.scheduler.step(increment=state.updates)
         else:
             load_weights(directory, policy)
             optimization.optimizer.reload_model_params()
+            logger.info("the optimizer starts without moments")
+        # The schedule is a function of the update's number, so it goes on without an optimizer state too.
+        optimization.scheduler.step(increment=state.updates)
         if with_random_state and not load_random_state(directory, self._groups.rank):
             logger.info("rank %d is new to this run: its generators start from the seed", self._groups.rank)
         logger.info("resumed from %s (step %d)", directory, state.step)
         return state
+
+    def _newest_of_own(self) -> Path | None:
+        if not list_checkpoints(self._root):
+            logger.info("no checkpoint in %s yet: starting at the beginning", self._root)
+            return None
+        newest = newest_valid(self._root)
+        set_aside_newer(newest)
+        return newest
+
+    def _agreed(self, look: Callable[[], Path | None]) -> Path | None:
+        """What rank 0 finds: hashed once for all, and no two ranks can choose differently."""
+        answer: dict[str, str | None] = {}
+        if self._groups.is_main:
+            try:
+                found = look()
+                answer = {"path": None if found is None else str(found)}
+            except CheckpointError as error:
+                answer = {"error": str(error)}
+        answer = broadcast_json(answer, source=0)
+        if "error" in answer:
+            raise CheckpointError(answer["error"])
+        return None if answer["path"] is None else Path(answer["path"])

@@ -74,13 +74,40 @@ def read_run_state(directory: Path) -> RunState:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
 
 
-def architecture_problems(config: RLConfig, directory: Path) -> list[str]:
-    """One line for every flag in which the checkpoint's model differs from the configured one."""
-    saved = read_run_state(directory).architecture
-    wanted = architecture_of(config)
-    return [
+def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | None = None) -> list[str]:
+    """One line for every way in which the checkpoint's model differs from the configured one.
+
+    Args:
+        vocab_size: the tokenizer's; None when it could not be loaded, which is reported elsewhere.
+    """
+    state = read_run_state(directory)
+    saved, wanted = state.architecture, architecture_of(config)
+    problems = [
         f"checkpoint {str(directory)!r} was made with {name} {saved[name]!r}, this run has {value!r}; "
         f"use the checkpoint's value or another checkpoint"
         for name, value in wanted.items()
         if name in saved and saved[name] != value
+    ]
+    if vocab_size is not None and state.vocab_size not in (0, vocab_size):
+        problems.append(
+            f"checkpoint {str(directory)!r} was made with a vocabulary of {state.vocab_size} tokens, "
+            f"--tokenizer-model has {vocab_size}; use the tokenizer it was trained with"
+        )
+    return problems
+
+
+def mode_of(config: RLConfig) -> str:
+    """How the run trains: ``rl`` or ``supervised``."""
+    return "rl" if config.training.perform_rl_step else "supervised"
+
+
+def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
+    """Why the run saved in ``directory`` cannot be gone on with: its steps and cursor mean something else."""
+    saved, wanted = read_run_state(directory).mode, mode_of(config)
+    if saved == wanted:
+        return []
+    switch = "add" if saved == "rl" else "leave out"
+    return [
+        f"checkpoint {str(directory)!r} is of a run in mode {saved}, which cannot go on in mode {wanted}; "
+        f"{switch} --perform-rl-step, or start a new run from its weights with --pretrained-checkpoint"
     ]

@@ -18,9 +18,9 @@ class AlgorithmConfig:
     """Completions of each prompt; advantages compare them (Megatron's default: 2)."""
     grpo_iterations: int = flag(1, ge=1)
     """Passes over each rollout (Megatron's default: 2)."""
-    grpo_clamp_eps_lower: float = flag(0.2, ge=0, lt=1)
+    grpo_clamp_eps_lower: float = flag(0.2, gt=0, lt=1)
     """The probability ratio is clipped at 1 - this (Megatron's default: 0.01)."""
-    grpo_clamp_eps_upper: float = flag(0.2, ge=0)
+    grpo_clamp_eps_upper: float = flag(0.2, gt=0)
     """The probability ratio is clipped at 1 + this (Megatron's default: 0.01)."""
     grpo_kl_beta: float = flag(0.0, ge=0)
     """Weight of the KL term; 0 also saves the reference pass (Megatron's default: 0.001)."""

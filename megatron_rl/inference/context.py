@@ -9,7 +9,7 @@ from megatron.core.inference.contexts.base_context import BaseInferenceContext
 
 from megatron_rl.attention.plan import PackedPlan
 from megatron_rl.attention.rope import RopeTable, rotate
-from megatron_rl.attention.sdpa import cached_attention, packed_attention
+from megatron_rl.attention.sdpa import FEWEST_ROWS, cached_attention, packed_attention
 from megatron_rl.inference.kv_cache import SlotCache
 
 
@@ -44,7 +44,9 @@ class RolloutContext(BaseInferenceContext):
     ) -> None:
         """Prompts of ``lengths``; slot ``slots[i]`` receives the cache of prompt ``source[i]``."""
         self._prompts = PackedPlan.build(lengths, cu_seqlens, position_ids, self._rope, self._dtype)
-        self._last_tokens = cu_seqlens[1:].long() - 1
+        last = cu_seqlens[1:].long() - 1
+        missing = max(0, FEWEST_ROWS - len(lengths))
+        self._last_tokens = torch.cat((last, last[-1:].expand(missing)))
         self._slots, self._source = slots, source
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
@@ -94,7 +96,10 @@ class RolloutContext(BaseInferenceContext):
         return False
 
     def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[1, T, hidden]`` -> ``[prompts or rows, hidden]``, the only positions worth a logit."""
+        """``[1, T, hidden]`` -> ``[prompts or rows, hidden]``, the only positions worth a logit.
+
+        Fewer than `FEWEST_ROWS` prompts are filled up with copies of the last one.
+        """
         if self._prompts is None:
             return hidden_states[0]
         return hidden_states[0].index_select(0, self._last_tokens)

@@ -17,12 +17,19 @@ class EngineStatistics:
     """Rows computed over all decode steps; the finished ones among them are wasted work."""
     prefill_tokens: int = 0
     generated_tokens: int = 0
+    completions: int = 0
     host_reads: int = 0
+    """How often the host waited for the device to see what has finished."""
+
+    def count_completion(self, num_tokens: int) -> None:
+        """A sample has finished with ``num_tokens`` tokens."""
+        self.generated_tokens += num_tokens
+        self.completions += 1
 
     @property
     def useful_share(self) -> float:
-        """Share of decoded rows that gave a token somebody asked for."""
-        return self.generated_tokens / max(self.decode_rows, 1)
+        """Share of decoded rows that gave a token somebody asked for; first tokens come from prefill."""
+        return (self.generated_tokens - self.completions) / max(self.decode_rows, 1)
 
 
 class Engine(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +51,15 @@ class CacheShape:
             raise EngineError(
                 f"the KV cache budget of {budget_gb} GB is too small for one sequence of "
                 f"{self.max_length} tokens; use --inference-dynamic-batching-buffer-size-gb "
-                f"{self.bytes_per_slot / 2**30:.3g} or more"
+                f"{_rounded_up(self.bytes_per_slot / 2**30)} or more"
             )
         return min(wanted, fitting)
+
+
+def _rounded_up(value: float) -> str:
+    """Three digits and never less than ``value``, so that who follows the advice is not refused again."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / step) * step:.3g}"
 
 
 class SlotCache:

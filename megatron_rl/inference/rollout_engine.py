@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron_rl.attention.sdpa import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import EngineStatistics
@@ -37,6 +38,24 @@ class EngineOptions:
     steps_per_host_read: int = 8
     prefill_token_budget: int = 8192
     cache_budget_gb: float | None = None
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what no engine of these sizes can finish.
+
+        Raises:
+            EngineError: nothing is asked for, or prompt and answer exceed the maximum sequence length.
+        """
+        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        if min(prompt, new, request.num_samples) < 1:
+            raise EngineError(
+                f"task {request.source.task.id!r}: {prompt} prompt tokens, {new} new ones and "
+                f"{request.num_samples} samples; each must be at least 1"
+            )
+        if prompt + new > self.max_sequence_length:
+            raise EngineError(
+                f"task {request.source.task.id!r}: {prompt} prompt tokens and {new} new ones do not fit "
+                f"--inference-max-seq-length {self.max_sequence_length}; raise it, or lower --rl-max-new-tokens"
+            )
 
 
 @dataclass
@@ -89,15 +108,9 @@ class RolloutEngine:
         """See `Engine.submit`.
 
         Raises:
-            EngineError: prompt and answer do not fit the maximum sequence length.
+            EngineError: see `EngineOptions.check`.
         """
-        longest = len(request.prompt_ids) + request.sampling.max_new_tokens
-        if longest > self._options.max_sequence_length or not request.prompt_ids:
-            raise EngineError(
-                f"task {request.source.task.id!r}: {len(request.prompt_ids)} prompt tokens and "
-                f"{request.sampling.max_new_tokens} new ones do not fit "
-                f"--inference-max-seq-length {self._options.max_sequence_length}"
-            )
+        self._options.check(request)
         self._pending[self._next_request] = _Pending(request)
         self._scheduler.add(self._next_request, len(request.prompt_ids), request.num_samples)
         self._next_request += 1
@@ -166,13 +179,15 @@ class RolloutEngine:
 
     def _decode_burst(self) -> None:
         """Up to k steps on rows ``0 .. n - 1``; the host reads nothing."""
-        rows, occupied = self._scheduler.num_rows, self._scheduler.occupied()
+        occupied = self._scheduler.occupied()
+        # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see sdpa.py).
+        rows = max(self._scheduler.num_rows, min(FEWEST_ROWS, self.num_slots))
         longest = max(self._position[slot] for slot in occupied)
         steps = max(self._remaining[slot] for slot in occupied)
         steps = min(steps, self._options.steps_per_host_read)
         for step in range(steps):
             positions = self._state.position[:rows]
-            reach = min(longest + step + 1, self._options.max_sequence_length)
+            reach = min(max(longest + step + 1, FEWEST_KEYS), self._options.max_sequence_length)
             self._context.begin_decode(positions, reach)
             logits = self._forward(self._state.token[:rows], positions)
             self._draw(logits, slice(0, rows))
@@ -255,7 +270,7 @@ class RolloutEngine:
         request_id, sample_index = self._scheduler.occupant(slot)
         pending = self._pending[request_id]
         pending.completions[sample_index] = completion
-        self.statistics.generated_tokens += len(completion.token_ids)
+        self.statistics.count_completion(len(completion.token_ids))
         if len(pending.completions) < pending.request.num_samples:
             return []
         del self._pending[request_id]

@@ -25,7 +25,7 @@ def sample_seed(*key: object) -> int:
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """fp32 numbers in (0, 1), a function of ``seeds`` [N] int64 and ``positions`` [N] int64 only."""
+    """fp32 numbers in (0, 1], a function of ``seeds`` [N] int64 and ``positions`` [N] int64 only."""
     state = seeds * _GAMMA + (positions + 1) * _POSITION
     state = (state ^ _shift(state, 30)) * _MIX_1
     state = (state ^ _shift(state, 27)) * _MIX_2
@@ -84,6 +84,6 @@ def _keep_support(
     mass = ordered.exp().masked_fill(~keep, 0.0)
     mass = mass / mass.sum(-1, keepdim=True)
     # A token stays while the mass before it is short of top_p; the first always stays.
-    keep &= (mass.cumsum(-1) - mass < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    keep &= (rank == 0) | (mass.cumsum(-1) - mass < top_p[:, None]) | (top_p[:, None] >= 1.0)
     kept = torch.zeros_like(keep).scatter_(-1, order, keep)
     return torch.log_softmax(logprobs.masked_fill(~kept, float("-inf")), -1)

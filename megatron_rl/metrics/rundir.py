@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -121,7 +122,7 @@ def check_usable(path: Path, resume: bool) -> list[str]:
         existing = existing.parent
     if not existing.is_dir():
         return [f"{existing} is a file, so the run directory {path} cannot be made; choose another directory"]
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if not writable(existing):
         return [f"{existing} is not writable, so {path} cannot hold a run; choose another directory"]
     run = RunDirectory(path)
     in_the_way = [folder for folder in run.folders if folder.exists() and not folder.is_dir()]
@@ -136,6 +137,17 @@ def check_usable(path: Path, resume: bool) -> list[str]:
         f"{path} already holds a run ({where}, status {status}); continue it with --resume "
         "or choose another directory"
     ]
+
+
+def writable(directory: Path) -> bool:
+    """Whether something can be made in ``directory``: tried, because permissions promise root too much."""
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return False
+    try:
+        with tempfile.TemporaryDirectory(prefix=".writable_", dir=directory):
+            return True
+    except OSError:
+        return False
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class _DropMessages(logging.Filter):
 def prepare() -> None:
     """Patch torch and megatron-core where this machine needs it; later calls do nothing.
 
-    With a GPU only two gaps of megatron-core are closed (see `_close_gaps`); without one
+    With a GPU only the gaps of megatron-core are closed (see `_close_gaps`); without one
     `cpu.install` makes the ``torch.cuda`` calls it hard-codes harmless.
     """
     # One thread a rank unless the user says otherwise: ranks that fight for cores are slower.
@@ -47,12 +47,15 @@ def prepare() -> None:
 
 
 def _close_gaps() -> None:
-    """Two places where megatron-core 0.16.1 needs a package it should not need."""
+    """Places where megatron-core 0.16.1 needs a package it should not need."""
     import megatron.core.transformer.attention as attention
     from megatron.core.transformer.moe import moe_utils
 
     # Dynamic-batching attention asserts flash-attn; our SelfAttention supplies the kernel.
     attention.HAVE_FA3 = True
+    # Its one use of einops there: "s b h d -> s b (h d)" on that kernel's output.
+    if attention.rearrange is None:
+        attention.rearrange = lambda heads, _pattern: heads.flatten(2)
     # Without Transformer Engine the router's linear raises NameError on this name.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -103,18 +103,19 @@ class Evaluator:
     def _summary(self, name: str, table: numpy.ndarray) -> dict[str, float]:
         _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct = table.T
         total = max(samples.sum(), 1)
-        metrics = {
-            "reward": reward.sum() / total,
-            "response_length": tokens.sum() / total,
-            "truncated": truncated.sum() / total,
-            "greedy": greedy_correct.sum() / max(greedy_graded.sum(), 1),
-            "num_tasks": len(table),
-            "failed_grades": self._samples * len(table) - samples.sum(),
-        }
+        metrics = {}
         for k in powers_of_two_up_to(self._samples):
             enough = samples >= k
             if enough.any():
                 metrics[f"pass@{k}"] = pass_at_k(samples[enough], correct[enough], k).mean()
+        metrics |= {
+            "greedy": greedy_correct.sum() / max(greedy_graded.sum(), 1),
+            "reward": reward.sum() / total,
+            "response_length": tokens.sum() / total,
+            "truncated": truncated.sum() / total,
+            "num_tasks": len(table),
+            "failed_grades": self._samples * len(table) - samples.sum(),
+        }
         return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
 
 

@@ -36,7 +36,8 @@ class SampleBuilder:
     """Computes advantages over all groups of the step, wherever they were generated.
 
     Rewards are gathered from all data-parallel ranks (a few bytes a sample), so an advantage that
-    looks beyond its own group gives the same numbers on one rank and on many.
+    looks beyond its own group gives the same numbers on one rank and on many. Samples are numbered
+    as one rank would number them, so the updates a step is cut into are the same ones, too.
     """
 
     def __init__(
@@ -53,50 +54,50 @@ class SampleBuilder:
 
     def build(self, rollouts: Sequence[RolloutGroup]) -> StepSamples:
         """Collective over the data-parallel group."""
-        rewards = _column(rollouts, lambda grade: grade.reward if grade.status == "ok" else 0.0)
-        valid = _column(rollouts, lambda grade: float(grade.status == "ok")).bool()
-        sizes = torch.tensor([len(group.rollouts) for group in rollouts])
-        local_groups = torch.repeat_interleave(torch.arange(len(rollouts)), sizes)
-
-        data_group = self._groups.data_group
-        all_rewards = torch.cat(gather_vectors(rewards, data_group))
-        all_valid = torch.cat(gather_vectors(valid.to(torch.uint8), data_group)).bool()
-        group_counts = [int(c) for c in torch.cat(gather_vectors(torch.tensor([len(rollouts)]), data_group))]
-        first_group = sum(group_counts[: self._groups.data_rank])
-        all_groups = torch.cat(gather_vectors(local_groups + first_group, data_group))
-        if all_rewards.numel() == 0:
-            return StepSamples((), 0, 0, 0, 0, all_rewards, all_rewards)
-
-        advantages = self._advantage(all_rewards, all_valid, all_groups, self._settings)
-        signal = groups_with_signal(all_rewards, all_valid, all_groups)
-        used = all_valid & (signal[all_groups] | self._keep_all)
-        sample_counts = torch.cat(gather_vectors(torch.tensor([rewards.numel()]), data_group))
-        first_sample = int(sample_counts[: self._groups.data_rank].sum())
+        group_index, rewards, valid = self._gather(rollouts)
+        if not group_index.numel():
+            return StepSamples((), 0, 0, 0, 0, rewards, rewards)
+        advantages = self._advantage(rewards, valid, group_index, self._settings)
+        signal = groups_with_signal(rewards, valid, group_index)
+        used = valid & (signal[group_index] | self._keep_all)
+        own_ids = (group_index % self._groups.data_size == self._groups.data_rank).nonzero()[:, 0]
         return StepSamples(
-            samples=_samples(rollouts, advantages, used, first_sample),
-            num_samples=all_rewards.numel(),
-            num_failed=int((~all_valid).sum()),
-            num_groups=sum(group_counts),
+            samples=_samples(rollouts, own_ids.tolist(), advantages, used),
+            num_samples=rewards.numel(),
+            num_failed=int((~valid).sum()),
+            num_groups=group_index.unique().numel(),
             num_groups_with_signal=int(signal.sum()),
-            rewards=all_rewards[all_valid],
+            rewards=rewards[valid],
             advantages=advantages[used],
         )
 
+    def _gather(self, rollouts: Sequence[RolloutGroup]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Group, reward and validity of every sample of the job, each [B], ordered by group.
 
-def _column(rollouts: Sequence[RolloutGroup], read) -> torch.Tensor:
-    values = [read(rollout.grade) for group in rollouts for rollout in group.rollouts]
-    return torch.tensor(values, dtype=torch.float32)
+        Prompts are dealt to the ranks in turn: group j of rank r is number ``j * ranks + r``.
+        """
+        size, rank = self._groups.data_size, self._groups.data_rank
+        rows = [
+            (index * size + rank, r.grade.reward if r.grade.status == "ok" else 0.0, r.grade.status == "ok")
+            for index, group in enumerate(rollouts)
+            for r in group.rollouts
+        ]
+        local = torch.tensor(rows, dtype=torch.float64).view(-1)
+        table = torch.cat(gather_vectors(local, self._groups.data_group)).view(-1, 3)
+        group_index, rewards, valid = table[table[:, 0].argsort(stable=True)].unbind(1)
+        return group_index.long(), rewards.float(), valid.bool()
 
 
 def _samples(
-    rollouts: Sequence[RolloutGroup], advantages: torch.Tensor, used: torch.Tensor, first: int
+    rollouts: Sequence[RolloutGroup], sample_ids: Sequence[int], advantages: torch.Tensor, used: torch.Tensor
 ) -> tuple[Sample, ...]:
+    """This rank's usable samples; ``sample_ids`` numbers all its rollouts in their order."""
     samples = []
-    sample_id = first
+    ids = iter(sample_ids)
     for group in rollouts:
         prompt = len(group.prompt_ids)
         for rollout in group.rollouts:
-            completion = rollout.completion
+            sample_id, completion = next(ids), rollout.completion
             if used[sample_id] and completion.token_ids:
                 samples.append(
                     Sample(
@@ -107,7 +108,6 @@ def _samples(
                         sample_id=sample_id,
                     )
                 )
-            sample_id += 1
     return tuple(samples)
 
 

@@ -117,5 +117,15 @@ def test_unwritable_directory_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert "not writable" in check_usable(tmp_path / "run", resume=False)[0]
 
 
+def test_what_permissions_promise_is_tried() -> None:
+    """The superuser may write to /proc by its permissions, and cannot."""
+    assert "/proc is not writable" in check_usable(Path("/proc/run"), resume=False)[0]
+
+
+def test_trying_leaves_no_trace(tmp_path: Path) -> None:
+    assert check_usable(tmp_path / "run", resume=False) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_commit_outside_a_checkout(tmp_path: Path) -> None:
     assert provenance.git_commit(tmp_path) is None

@@ -1,0 +1,29 @@
+"""From flags to the settings of advantage, loss and correction.
+
+Each raises ``ConfigError`` for values that make no sense, so that they are found before a model is built.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.algorithms.interfaces import AdvantageConfig, CorrectionConfig, LossConfig
+from megatron_rl.config import RLConfig
+
+
+def advantage_config(config: RLConfig) -> AdvantageConfig:
+    """Of `--rl-advantage`."""
+    return AdvantageConfig(group_size=config.algorithm.grpo_group_size)
+
+
+def loss_config(config: RLConfig) -> LossConfig:
+    """Of `--rl-policy-loss`."""
+    algorithm = config.algorithm
+    return LossConfig(
+        clamp_eps_lower=algorithm.grpo_clamp_eps_lower,
+        clamp_eps_upper=algorithm.grpo_clamp_eps_upper,
+        dual_clip=algorithm.rl_dual_clip,
+    )
+
+
+def correction_config(config: RLConfig) -> CorrectionConfig:
+    """Of `--rl-correction`."""
+    return CorrectionConfig(cap=config.algorithm.rl_correction_cap)

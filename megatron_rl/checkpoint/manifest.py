@@ -1,0 +1,77 @@
+"""The list of a checkpoint's files with their checksums, by which damage is found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_rl.errors import CheckpointError
+
+FILE_NAME = "manifest.json"
+
+_HASHING_THREADS = 8
+"""hashlib lets go of the interpreter lock; one thread alone reads slower than a disk."""
+
+
+def write_manifest(directory: Path, step: int) -> None:
+    """List every file of ``directory``, and bring all of them to the disk."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    names = [str(path.relative_to(directory)) for path in files]
+    manifest = dict(zip(names, _checksums(files), strict=True))
+    write_synced(directory / FILE_NAME, json.dumps({"step": step, "files": manifest}, indent=1))
+    for path in files:
+        sync(path)
+    sync(directory)
+
+
+def verify(directory: Path, contents: bool = True) -> None:
+    """Compare ``directory`` with its manifest.
+
+    Args:
+        contents: False only looks whether the files are there, which is quick at any size.
+
+    Raises:
+        CheckpointError: a file is missing or changed; names the first one.
+    """
+    try:
+        manifest = dict(json.loads((directory / FILE_NAME).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {str(directory)!r} has no readable {FILE_NAME} ({error})") from error
+    files = [directory / name for name in manifest]
+    for path in files:
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint file {str(path)!r} is missing")
+    if not contents:
+        return
+    for path, written, found in zip(files, manifest.values(), _checksums(files), strict=True):
+        if written != found:
+            raise CheckpointError(f"checkpoint file {str(path)!r} is damaged (its sha256 differs)")
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write ``text`` and wait until the disk has it."""
+    path.write_text(text)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksums(paths: Sequence[Path]) -> list[str]:
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return list(pool.map(_sha256, paths))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,30 @@
+"""Everything that can be found wrong before a model is built, all of it reported together.
+
+The configuration's own rules are `megatron_rl.config.validate`'s; here are the files, names and ports it
+mentions. No process group is needed: `--check` calls this, and rank 0 of every launch.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.config import RLConfig
+from megatron_rl.preflight.algorithms import algorithm_problems
+from megatron_rl.preflight.checkpoints import checkpoint_problems, resumes
+from megatron_rl.preflight.environments import environment_problems
+from megatron_rl.preflight.output import output_problems
+from megatron_rl.preflight.services import service_problems
+from megatron_rl.preflight.text import tokenizer_problems
+
+__all__ = ["preflight", "resumes"]
+
+
+def preflight(config: RLConfig) -> list[str]:
+    """One line for every problem: what, why, what instead."""
+    tokenizer, problems = tokenizer_problems(config)
+    return [
+        *output_problems(config),
+        *problems,
+        *environment_problems(config, tokenizer),
+        *checkpoint_problems(config, tokenizer),
+        *algorithm_problems(config),
+        *service_problems(config),
+    ]

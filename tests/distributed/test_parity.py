@@ -1,0 +1,140 @@
+"""One rank, two data-parallel ranks and two tensor-parallel ranks are the same run.
+
+Everything is fp32 and every draw is counter-based, so completions must agree token for token; losses, gradient
+norms and weights differ only by the order of additions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+
+SUPERVISED = {
+    "perform_rl_step": False,
+    "grpo_group_size": False,
+    "grpo_prompts_per_step": False,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "weight_decay": 0.1,
+}
+SEVERAL_UPDATES = {"global_batch_size": 8, "grpo_iterations": 2, "grpo_kl_beta": 0.1, "train_iters": 16}
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"untie_embeddings_and_output_weights": False},
+    "qk_layernorm": {"qk_layernorm": True},
+    "fewer_groups_than_ranks": {"num_query_groups": 1, "qk_layernorm": True},
+    "biases_and_layernorm": {"disable_bias_linear": False, "swiglu": False, "normalization": "LayerNorm"},
+    "no_qkv_bias": {"add_qkv_bias": False, "group_query_attention": False, "num_query_groups": 4},
+    "recompute_full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "recompute_selective": {"recompute_granularity": "selective"},
+    "several_updates": SEVERAL_UPDATES,
+    "entropy_and_correction": {
+        "grpo_entropy_term_weight": 0.01,
+        "rl_correction": "token_tis",
+        "rl_loss_aggregation": "sequence-mean",
+        "rl_temperature": 0.7,
+    },
+    "supervised": SUPERVISED,
+    "supervised_tied": SUPERVISED | {"untie_embeddings_and_output_weights": False, "qk_layernorm": True},
+}
+"""Changes to `tiny_config`; each is compared with itself on one rank."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "plain+distributed": {"use_distributed_optimizer": True},
+    "plain+overlap_grad": {"overlap_grad_reduce": True},
+    "several_updates+distributed": SEVERAL_UPDATES | {"use_distributed_optimizer": True},
+    "several_updates+overlap": SEVERAL_UPDATES | OVERLAP,
+    "supervised+distributed": SUPERVISED | {"use_distributed_optimizer": True},
+    "supervised+overlap": SUPERVISED | OVERLAP,
+}
+"""The same after ``+`` with another optimizer: compared with what stands before it on one rank."""
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+
+
+class Reports:
+    """Runs a topology when a test first asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reports: dict[str, dict[str, Any]] = {}
+
+    def report(self, topology: str, variant: str) -> dict[str, Any]:
+        """The first rank's report of ``variant``."""
+        if topology not in self._reports:
+            self._reports[topology] = self._run(topology)
+        return self._reports[topology][variant]
+
+    def weights(self, topology: str, variant: str, when: str) -> dict[str, torch.Tensor]:
+        """Whole weights ``before`` or ``after`` training."""
+        self.report(topology, variant)
+        return torch.load(self._folder / topology / f"{variant}.{when}.pt", weights_only=True)
+
+    def _run(self, topology: str) -> dict[str, Any]:
+        folder = self._folder / topology
+        folder.mkdir()
+        variants = dict(MODELS)
+        if topology != "one":
+            variants |= OPTIMIZERS
+        if topology == "tensor+sequence":
+            variants = {name: changes | SEQUENCE_PARALLEL for name, changes in variants.items()}
+        world_size, tensor_size = {"one": (1, 1), "data": (2, 1)}.get(topology, (2, 2))
+        reports = run_ranks(
+            "tests.distributed.programs:train_variants",
+            world_size,
+            folder=str(folder),
+            tensor_size=tensor_size,
+            variants=variants,
+        )
+        for name in variants:
+            assert all(r[name]["metrics"] == reports[0][name]["metrics"] for r in reports), f"{name}: ranks differ"
+        return reports[0]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    return Reports(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.mark.parametrize("variant", [*MODELS, *OPTIMIZERS])
+@pytest.mark.parametrize("topology", ["data", "tensor", "tensor+sequence"])
+def test_many_ranks_equal_one(reports: Reports, topology: str, variant: str) -> None:
+    base = variant.partition("+")[0]
+    actual, expected = reports.report(topology, variant), reports.report("one", base)
+
+    for name, value in reports.weights("one", base, "before").items():
+        assert torch.equal(reports.weights(topology, variant, "before")[name], value), name
+    assert actual.get("sampled") == expected.get("sampled")
+    assert actual.get("greedy") == expected.get("greedy")
+    assert len(actual["metrics"]) == len(expected["metrics"]) >= 3
+    for own, other in zip(actual["metrics"], expected["metrics"], strict=True):
+        assert own.keys() == other.keys()
+        for name, value in other.items():
+            tolerance = 1e-4 if name == "actor/grad_norm" else 1e-5
+            assert own[name] == pytest.approx(value, rel=0, abs=tolerance), name
+    for name, value in reports.weights("one", base, "after").items():
+        difference = (reports.weights(topology, variant, "after")[name] - value).abs().max().item()
+        assert difference < WEIGHT_TOLERANCE, name
+
+
+WEIGHT_TOLERANCE = 5e-5
+"""Adam divides by the root of the squared gradient: where a gradient is nearly 0, its rounding shows."""
+
+
+def test_training_moved_the_weights_and_answers_are_answers(reports: Reports) -> None:
+    """The comparison above would hold for a run that does nothing."""
+    for variant in MODELS:
+        before, after = (reports.weights("one", variant, when) for when in ("before", "after"))
+        moved = [(after[name] - before[name]).abs().max().item() for name in before]
+        assert min(moved) > 100 * WEIGHT_TOLERANCE, variant
+    sampled = reports.report("one", "plain")["sampled"]
+    assert len(sampled) == 4
+    assert all(len(answers) == 4 and len(set(map(tuple, answers))) > 1 for answers in sampled.values())

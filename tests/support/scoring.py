@@ -1,0 +1,34 @@
+"""What the trainer says about an engine's completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rl.models import PolicyModel
+from megatron_rl.packing.collate import collate
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import Completion, GenerationRequest, PackedBatch, Sample
+
+
+def packed(requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Completion]]) -> PackedBatch:
+    """All completions in one batch, with a padding sequence at the end."""
+    samples = [
+        Sample(
+            token_ids=torch.tensor(wanted.prompt_ids + completion.token_ids),
+            prompt_length=len(wanted.prompt_ids),
+            advantage=1.0,
+            inference_logprobs=torch.tensor((0.0,) * len(wanted.prompt_ids) + completion.inference_logprobs),
+        )
+        for wanted, group in zip(requests, groups, strict=True)
+        for completion in group
+    ]
+    return collate(samples, "cpu", round_to=8)
+
+
+def gaps(policy: PolicyModel, groups: ParallelGroups, batch: PackedBatch, temperature: float) -> torch.Tensor:
+    """|trainer - engine| at every sampled token."""
+    trained = Scorer(policy, groups.tensor_group, temperature).logprobs(batch)
+    return (trained - batch.inference_logprobs).abs()[batch.loss_mask.bool()]

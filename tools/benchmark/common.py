@@ -1,0 +1,171 @@
+"""What every benchmark needs: a model from the real flags, fair turns, medians and a record."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config import RLConfig, read_config
+from megatron_rl.metrics.provenance import git_commit, package_versions
+
+Round = Mapping[str, float]
+"""What each contender reached in one round, in tokens per CPU second."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``64x3`` is hidden size 64 and 3 layers; the rest follows the quickstart's proportions."""
+
+    hidden: int
+    layers: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """``128x4`` -> Shape(128, 4)."""
+        hidden, _, layers = text.partition("x")
+        return cls(int(hidden), int(layers))
+
+    @property
+    def heads(self) -> int:
+        """4 heads, more where they would be wider than 64."""
+        return max(4, self.hidden // 64)
+
+    def flags(self) -> list[str]:
+        """A Qwen2-like model: grouped queries, biased QKV, SwiGLU, RMSNorm, untied head."""
+        sizes = {
+            "num-layers": self.layers,
+            "hidden-size": self.hidden,
+            "ffn-hidden-size": 3 * self.hidden,
+            "num-attention-heads": self.heads,
+            "num-query-groups": self.heads // 2,
+            "norm-epsilon": 1e-6,
+            "init-method-std": self.hidden**-0.5,
+            "embedding-init-method-std": 0.5,
+            "make-vocab-size-divisible-by": 16,
+        }
+        switches = ("group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
+                    "untie-embeddings-and-output-weights")  # fmt: skip
+        return [f"--{name}={value}" for name, value in sizes.items()] + [f"--{name}" for name in switches]
+
+
+def benchmark_config(shape: Shape, seq_length: int, *extra: str) -> RLConfig:
+    """The flags of an RL run on this shape; files it would read are never opened."""
+    files = [f"--{name}=unused" for name in ("tokenizer-model", "langrl-env-config", "run-dir")]
+    run = ["--perform-rl-step", f"--seq-length={seq_length}", "--train-iters=1000", "--lr=1e-4"]
+    if not any(flag.startswith("--grpo-group-size") for flag in extra):
+        run += ["--grpo-group-size=8", "--grpo-prompts-per-step=8"]
+    config, problems = read_config([*shape.flags(), *files, *run, *extra], 1)
+    if problems:
+        raise SystemExit("\n".join(problems))
+    return config
+
+
+def one_thread() -> None:
+    """CPU seconds of one thread: comparable between contenders, and between busy machines."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+def turn_order(names: Sequence[str], round_index: int) -> list[str]:
+    """Who goes when: the list rotates, so that nobody always runs on a cold or a warm cache."""
+    start = round_index % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def compete(
+    contenders: Mapping[str, Callable[[int], int]], rounds: int, turn_seconds: float = 0.5
+) -> list[Round]:
+    """Every contender has a turn a round, after one untimed run each.
+
+    A contender takes a seed and returns how many useful tokens it made.
+    """
+    for contender in contenders.values():
+        contender(0)
+    results: list[Round] = []
+    for index in range(rounds):
+        speeds = {}
+        for name in turn_order(list(contenders), index):
+            gc.collect()  # one contender's garbage must not be paid for by the next
+            speeds[name] = _turn(contenders[name], index + 1, turn_seconds)
+        results.append(speeds)
+    return results
+
+
+def _turn(contender: Callable[[int], int], seed: int, at_least: float) -> float:
+    """Tokens per CPU second over as many runs as fill ``at_least`` seconds: one may take only 50 ms."""
+    tokens, started = 0, time.process_time()
+    while True:
+        tokens += contender(seed)
+        seconds = time.process_time() - started
+        if seconds >= at_least:
+            return tokens / seconds
+
+
+def summarise(rounds: Sequence[Round], first: str) -> dict[str, Any]:
+    """Medians, extremes, and the speed of ``first`` relative to each other contender.
+
+    A ratio is the median of the rounds' own ratios: what slows a whole round cancels out.
+    """
+    names = list(rounds[0])
+    columns = {name: [speeds[name] for speeds in rounds] for name in names}
+    ratios = {
+        f"{first}/{other}": [speeds[first] / speeds[other] for speeds in rounds]
+        for other in names
+        if first in names and other != first
+    }
+    return {
+        "tokens_per_cpu_second": {name: statistics.median(values) for name, values in columns.items()},
+        "spread": {name: [min(values), max(values)] for name, values in columns.items()},
+        "ratio": {pair: statistics.median(values) for pair, values in ratios.items()},
+        "ratio_spread": {pair: [min(values), max(values)] for pair, values in ratios.items()},
+        "rounds": list(rounds),
+    }
+
+
+def provenance(module: str) -> dict[str, Any]:
+    """How to get a figure again: command, commit, hardware, versions, date."""
+    return {
+        "command": shlex.join(["python", "-m", f"tools.benchmark.{module}", *sys.argv[1:]]),
+        "commit": git_commit(),
+        "hardware": hardware(),
+        "versions": package_versions(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def hardware() -> str:
+    """Processor, cores and the threads used; no host name."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
+                 if line.startswith("model name")]  # fmt: skip
+        model = names[0] if names else model
+    return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used"
+
+
+def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
+    """Write the record as JSON, if a file was asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[tuple[int, ...]]:
+    """``count`` prompts of ``length`` random ids."""
+    generator = random.Random(seed)
+    return [tuple(generator.randrange(vocab_size) for _ in range(length)) for _ in range(count)]
