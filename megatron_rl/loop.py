@@ -35,7 +35,7 @@ class StepResult:
 
 def rl_step(run: Run, step: int) -> StepResult | None:
     """One RL step; None when the run was asked to stop and the step left no trace."""
-    cursor = run.source.state()
+    cursor, skipped = run.source.state(), run.source.skipped_too_long
     with run.timer.phase("gen"), rollout_mode(run.policy, run.optimization.wrapped):
         draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
         requests = run.requests_of_this_rank(draws)
@@ -58,7 +58,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
     metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
     metrics |= reward_metrics(samples) | outcome.metrics
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds
-    metrics["training/skipped_prompts"] = float(run.source.skipped_too_long)
+    metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
     total = len(updates) * run.config.algorithm.grpo_iterations
     return StepResult(
         metrics,
@@ -70,6 +70,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
 
 def supervised_step(run: Run, step: int) -> StepResult | None:
     """One update on demonstrations; the denominator of the loss is the batch's answer tokens."""
+    skipped = run.source.skipped_too_long
     with run.timer.phase("data"):
         batch = run.source.draw(run.config.training.global_batch_size)
         mine = batch[run.groups.data_rank :: run.groups.data_size]
@@ -77,7 +78,7 @@ def supervised_step(run: Run, step: int) -> StepResult | None:
     outcome = run.trainer.step(micro_batches)
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, [micro_batches])
-    outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped_too_long)
+    outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped_too_long - skipped)
     return StepResult(
         outcome.metrics,
         applied_updates=1 - outcome.skipped_updates,
@@ -113,7 +114,9 @@ def train(run: Run) -> str:
                 held_out = evaluate(run)
             result.metrics.update(held_out or {})
         run.reporter.step(progress.step, result.metrics, run.policy.gpt)
-        leaves_early = any_rank(run.must_leave(time.monotonic() - started))
+        leaves_early = progress.step < run.config.total_steps and any_rank(
+            run.must_leave(time.monotonic() - started)
+        )
         if run.save_is_due() or leaves_early:
             with run.timer.phase("save"):
                 run.save()

@@ -109,10 +109,12 @@ class Reporter:
         self.log = MetricLog()
 
     def _open_log(self, progress: Progress) -> MetricLog:
-        config, resumed = self._config.logging, progress.step or None
+        config = self._config.logging
+        # At step 0 there is nothing to keep: the evaluation before the first step is made again.
+        kept = progress.step or -1
         mode = "rl" if self._config.training.perform_rl_step else "supervised"
         displays = [ConsoleWriter(sys.stdout, self._config.total_steps, mode)]
-        displays.append(TensorBoardWriter(Path(config.tensorboard_dir), resume_step=resumed))
+        displays.append(TensorBoardWriter(Path(config.tensorboard_dir), resume_step=kept))
         if config.wandb_project is not None and config.wandb_mode != "disabled":
             run = WandbRun(
                 config.wandb_project,
@@ -122,7 +124,7 @@ class Reporter:
                 config.wandb_mode,
             )
             displays.append(open_wandb(run))
-        record = JsonlWriter(self._directory.metrics, resume_step=progress.step if resumed else None)
+        record = JsonlWriter(self._directory.metrics, resume_step=kept)
         return MetricLog(record, displays)
 
     def _throughput(self, row: dict[str, float], policy: torch.nn.Module) -> dict[str, float]:

@@ -26,7 +26,8 @@ def main() -> int:
         write_environments(run_dir / "environments.yaml", arguments.seed)
         runpy.run_path(str(HERE / "make_tokenizer.py"))["main"](run_dir / "tokenizer")
     except OSError as error:
-        print(f"the run directory {run_dir} cannot be made ({error.strerror}); choose another --run-dir", file=sys.stderr)
+        problem = f"the run directory {run_dir} cannot be made ({error.strerror}); choose another --run-dir"
+        print(problem, file=sys.stderr)
         return 2
     return 0
 

@@ -12,7 +12,7 @@ from megatron_rl.metrics.table import can_draw_boxes, format_table
 
 START_AT_MOST = 0.45
 END_AT_LEAST = 0.95
-HEADERS = ("seed", "pass@1 before", "after", "pass@8 after", "greedy after", "length", "gap max", "warm s", "RL s", "kept")
+HEADERS = ("seed", "pass@1 before", "after", "pass@8", "greedy", "length", "gap max", "warm-up s", "RL s", "kept")
 
 
 def main() -> int:

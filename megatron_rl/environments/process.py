@@ -115,6 +115,9 @@ class EnvironmentServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": paths},
+                # torchrun passes SIGTERM to the whole group of a rank: the server would be gone while the
+                # rank still grades its last step
+                start_new_session=True,
             )
         try:
             self._wait_until_healthy(self._process)

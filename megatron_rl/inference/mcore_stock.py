@@ -139,18 +139,19 @@ def build_stock_engine(
     # evicted, and an evicted request would be sampled again from its first token.
     buffer_bytes = shape.bytes_per_slot * requests + shape.bytes_per_slot // pages
     longest_step = max(prefill_token_budget, max_sequence_length, requests)
+    tensor_size = policy.config.tensor_model_parallel_size
     context = _ZeroedContext(
         params_dtype=policy.dtype,
         num_layers=shape.layers,
         kv_channels=shape.width,
-        num_attention_heads=policy.config.num_query_groups,
+        num_attention_heads=shape.groups * tensor_size,  # every rank has a group, also of fewer groups than ranks
         max_sequence_length=max_sequence_length,
         buffer_size_gb=buffer_bytes / 2**30,
         max_requests=requests,
         # Stock rounds the tokens of a step up, also beyond a limit that is not round itself.
         max_tokens=DynamicInferenceContext.round_up_tokens(longest_step),
         block_size_tokens=PAGE_TOKENS,
-        tensor_model_parallel_size=policy.config.tensor_model_parallel_size,
+        tensor_model_parallel_size=tensor_size,
         materialize_only_last_token_logits=True,
     )
     wrapper = InferenceWrapperConfig(

@@ -79,8 +79,13 @@ def _accumulate(
 
 
 def _join_reduction(optimization: Optimization) -> None:
-    """A rank without samples adds zero gradients and a zero denominator to the others'."""
-    if optimization.wrapped.ddp_config.overlap_grad_reduce:
-        optimization.wrapped.start_grad_sync()
+    """A rank without samples makes the others' collectives, with zero gradients and a zero denominator."""
+    wrapped = optimization.wrapped
+    if wrapped.use_forward_hook:
+        # The others gather the parameters of the update before as they go forward: last bucket first.
+        for bucket_group in reversed(wrapped.bucket_groups):
+            bucket_group.finish_param_sync()
+    if wrapped.ddp_config.overlap_grad_reduce:
+        wrapped.start_grad_sync()
     device = optimization.policy.device
-    finalize_model_grads([optimization.wrapped], torch.zeros([], dtype=torch.int, device=device))
+    finalize_model_grads([wrapped], torch.zeros([], dtype=torch.int, device=device))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_rl.build import Run
+from megatron_rl.checkpoint import CheckpointManager
 from megatron_rl.config import RLConfig
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.loop import rl_step, supervised_step
@@ -84,6 +85,25 @@ def odd_batches(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[
         run.rollouter.close()
     shut_down()
     return reports
+
+
+def save_while_gathering(folder: str, changes: Mapping[str, Any]) -> list[float]:
+    """How far each rank's checkpoint is from the weights of the last update: with overlap they are on their way."""
+    groups = join(tensor_size=1)
+    run = toy_run(toy_config(groups, changes), groups)
+    run.checkpoints = CheckpointManager(Path(folder), 0, groups)
+    for step in range(STEPS):
+        supervised_step(run, step + 1)
+    run.progress.step = STEPS
+    run.save()
+    with rollout_mode(run.policy, run.optimization.wrapped):
+        current = [parameter.detach().clone() for parameter in run.policy.gpt.parameters()]
+    run.checkpoints.start_from_weights(folder, run.policy)
+    saved = list(run.policy.gpt.parameters())
+    distances = [(a - b).abs().max().item() for a, b in zip(current, saved, strict=True)]
+    run.rollouter.close()
+    shut_down()
+    return distances
 
 
 def roll_out(run: Run) -> Sequence[Sample]:

@@ -15,7 +15,8 @@ from tests.support.scoring import gaps, packed
 from tests.support.tiny import tiny_config, tiny_policy
 
 BF16_MEAN_GAP, BF16_MAX_GAP = 0.02, 0.15
-"""In bf16 the two passes round differently (measured: mean 0.006, largest 0.05); never by more than this."""
+"""Two bf16 passes may round differently. Measured: megatron-core's engine mean 0.009 and largest 0.06 nats; ours
+5e-7 on a CPU, where its arithmetic is the trainer's."""
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -12,6 +12,7 @@ from megatron_rl.inference import Engine, RolloutEngine
 from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.inference.rollout_engine import EngineOptions
 from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.parallel.groups import current_groups
 from megatron_rl.types import Completion, GenerationRequest, SamplingParams, SourcedTask, Task
 from tests.support.tiny import VOCABULARY
 
@@ -46,15 +47,16 @@ def ragged_requests(
 
 def rollout_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **options: object) -> RolloutEngine:
     """Our engine for a tiny model: 8 slots of 48 tokens unless said otherwise."""
-    sizes = EngineOptions(**{"max_batch_size": 8, "max_sequence_length": 48} | options)
-    return RolloutEngine(policy, sizes, stop_ids, letters)
+    return RolloutEngine(policy, _sizes(options), stop_ids, letters, current_groups().tensor_group)
 
 
 def mcore_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **options: object) -> McoreEngine:
     """megatron-core's engine of the same sizes."""
-    return McoreEngine(
-        policy, EngineOptions(**{"max_batch_size": 8, "max_sequence_length": 48} | options), stop_ids
-    )
+    return McoreEngine(policy, _sizes(options), stop_ids)
+
+
+def _sizes(options: dict[str, object]) -> EngineOptions:
+    return EngineOptions(**{"max_batch_size": 8, "max_sequence_length": 48} | options)
 
 
 def generate(

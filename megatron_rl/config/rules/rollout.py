@@ -34,20 +34,24 @@ def _server_type(config: RLConfig) -> Iterator[str]:
         )
 
 
+def _whole_distribution(config: RLConfig) -> Iterator[str]:
+    """Evaluation may cut the distribution; in training the ratio of new to old would be of two different ones."""
+    rollout = config.rollout
+    for flag, value, off in (("--rl-top-p", rollout.rl_top_p, 1.0), ("--rl-top-k", rollout.rl_top_k, 0)):
+        if config.training.perform_rl_step and value != off:
+            yield (
+                f"{flag} {value} with --perform-rl-step: the trainer's log-probs are of the whole distribution, "
+                f"not of the tokens that were left to sample from; use {flag} {off:g}"
+            )
+
+
 def _mcore_engine(config: RLConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.rl_inference_engine != "mcore":
-        return
-    for flag, value, plain in (
-        ("--rl-temperature", rollout.rl_temperature, 1.0),
-        ("--rl-top-p", rollout.rl_top_p, 1.0),
-        ("--rl-top-k", rollout.rl_top_k, 0),
-    ):
-        if value != plain:
-            yield (
-                f"{flag} {value} with --rl-inference-engine mcore: its log-probs are of the raw logits, not "
-                f"of what was sampled; use {flag} {plain:g}, or --rl-inference-engine rollout"
-            )
+    if rollout.rl_inference_engine == "mcore" and rollout.rl_temperature != 1.0:
+        yield (
+            f"--rl-temperature {rollout.rl_temperature} with --rl-inference-engine mcore: its log-probs are of the "
+            "raw logits, not of what was sampled; use --rl-temperature 1, or --rl-inference-engine rollout"
+        )
 
 
 def _loss_aggregation(config: RLConfig) -> Iterator[str]:
@@ -59,4 +63,6 @@ def _loss_aggregation(config: RLConfig) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_kv_cache, _server_type, _mcore_engine, _loss_aggregation)
+RULES: tuple[Rule, ...] = (
+    _kv_cache, _server_type, _whole_distribution, _mcore_engine, _loss_aggregation,
+)

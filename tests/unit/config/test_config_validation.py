@@ -144,7 +144,7 @@ ONE_PROBLEM = [
         {"rl_inference_engine": "mcore", "rl_temperature": "0.7"}, 1,
         ["--rl-temperature 0.7", "mcore", "raw logits", "--rl-temperature 1"],
     ),
-    ({"rl_inference_engine": "mcore", "rl_top_k": "50"}, 1, ["--rl-top-k 50", "--rl-top-k 0"]),
+    ({"rl_top_k": "50"}, 1, ["--rl-top-k 50", "whole distribution", "--rl-top-k 0"]),
     ({"rl_inference_engine": "mcore", "rl_top_p": "0.9"}, 1, ["--rl-top-p 0.9", "--rl-top-p 1"]),
     (
         {"calculate_per_token_loss": True, "rl_loss_aggregation": "sequence-mean"}, 1,
@@ -174,6 +174,7 @@ def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, rank
         ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": "1"}, 1),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": "90", "lr_warmup_iters": "10"}, 1),
         ({"rl_inference_engine": "mcore", "rl_top_p": "0", "rl_top_k": "-1"}, 1),
+        ({"perform_rl_step": None, "rl_top_p": "0.9", "rl_top_k": "50"}, 1),
         ({"calculate_per_token_loss": True}, 1),
         ({"min_lr": "1e-3", "lr_warmup_init": "1e-3"}, 1),
         ({"train_iters": None, "train_samples": "32"}, 1),

@@ -1,0 +1,45 @@
+"""What every rank of `test_tensor_parallel` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.platform import current_platform
+from tests.support.generation import generate, mcore_engine, ragged_requests, rollout_engine
+from tests.support.scoring import gaps, packed
+from tests.support.tiny import single_thread, tiny_config, tiny_policy
+
+MODELS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"untie_embeddings_and_output_weights": False, "qk_layernorm": True},
+    "fewer_groups_than_ranks": {"num_query_groups": 1},
+}
+
+
+def on_ranks(tensor_size: int) -> dict[str, dict[str, Any]]:
+    """All `MODELS` on ``tensor_size`` ranks, with sequence parallelism in training."""
+    single_thread()
+    parallel = {"tensor_model_parallel_size": tensor_size, "sequence_parallel": tensor_size > 1}
+    groups = initialize(tiny_config(tensor_size, **parallel).parallel, current_platform())
+    report = {name: report_of(groups, parallel | changes) for name, changes in MODELS.items()}
+    shut_down()
+    return report
+
+
+def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Greedy and sampled completions of both engines and their distance from the trainer's log-probs."""
+    policy = tiny_policy(tiny_config(groups.world_size, **changes))
+    report: dict[str, Any] = {}
+    for name, make_engine in (("rollout", rollout_engine), ("mcore", mcore_engine)):
+        engine = make_engine(policy)
+        for kind in ("greedy", "sampled"):
+            requests = ragged_requests(4, num_samples=2, max_new_tokens=16, greedy=kind == "greedy")
+            completions = generate(policy, engine, requests)
+            report[f"{name} {kind}"] = {
+                "tokens": [list(c.token_ids) for group in completions for c in group],
+                "logprobs": [x for group in completions for c in group for x in c.inference_logprobs],
+                "gap": gaps(policy, groups, packed(requests, completions), 1.0).max().item(),
+            }
+    return report

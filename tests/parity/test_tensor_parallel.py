@@ -1,0 +1,30 @@
+"""Both engines on two tensor-parallel ranks: the tokens and log-probs of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_rl.parallel import ParallelGroups
+from tests.parity.tensor_parallel_case import MODELS, report_of
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, dict[str, Any]]]:
+    """The report of each of the two ranks."""
+    return run_ranks("tests.parity.tensor_parallel_case:on_ranks", 2, tensor_size=2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_generate_what_one_does(
+    one_rank: ParallelGroups, two_ranks: list[dict[str, dict[str, Any]]], model: str
+) -> None:
+    first, second = (report[model] for report in two_ranks)
+    assert first == second, "the ranks disagree"
+    for case, alone in report_of(one_rank, MODELS[model]).items():
+        assert first[case]["tokens"] == alone["tokens"], case
+        assert first[case]["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-5), case
+        assert first[case]["gap"] < 1e-5, case
+    assert first["rollout greedy"]["tokens"] == first["mcore greedy"]["tokens"]

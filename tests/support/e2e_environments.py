@@ -1,0 +1,89 @@
+"""Environments of the end-to-end tests; YAML lists name them ``tests.support.e2e_environments:Digits``."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.environments.base import Environment
+from megatron_rl.types import Demonstration, Grade, Split, Task, Transcript
+
+BAD_REWARDS = (float("nan"), float("inf"), -float("inf"), "a lot", None)
+
+
+class Digits(Environment):
+    """The reward is the share of digits: nearly every group of a random policy has a signal."""
+
+    name = "digits"
+
+    def __init__(self, *, count: int = 32, long_every: int = 0, chat: bool = False, demonstrations: int = 64) -> None:
+        self._count, self._long_every, self._chat = count, long_every, chat
+        self._num_demonstrations = demonstrations
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        """``12+3=`` and the like; one in ``long_every`` is far too long."""
+        for number in range(self._count if split == "train" else 4):
+            text = f"{number}+{number % 7}="
+            if self._long_every and number % self._long_every == 0:
+                text = "1+" * 60 + text
+            prompt = ({"role": "user", "content": text},) if self._chat else text
+            yield Task(id=f"{split}-{number}", prompt=prompt)
+
+    def grade(self, task: Task, transcript: Transcript) -> float | Grade:
+        """Digits over characters."""
+        text = transcript.text
+        return sum(character.isdigit() for character in text) / max(len(text), 1)
+
+    def demonstrations(self, split: Split) -> Iterator[Demonstration]:
+        """Sums, right ones."""
+        for number in range(self._num_demonstrations):
+            task = Task(id=f"demonstration-{number}", prompt=f"{number}+{number % 7}=")
+            yield Demonstration(task, str(number + number % 7))
+
+
+class Unreliable(Digits):
+    """About one reward in five is NaN, infinite, a text, or nothing; with ``always`` every one."""
+
+    name = "unreliable"
+
+    def __init__(self, *, always: bool = False, **options: int) -> None:
+        super().__init__(**options)
+        self._always = always
+
+    def grade(self, task: Task, transcript: Transcript) -> float | Grade:
+        """Bad or good, as the text's checksum says: the same text always gets the same."""
+        checksum = zlib.crc32(f"{task.id}/{transcript.text}".encode())
+        if self._always or checksum % 5 == 0:
+            return BAD_REWARDS[checksum // 5 % len(BAD_REWARDS)]
+        return super().grade(task, transcript)
+
+
+class Slow(Digits):
+    """A grade takes a while, so that a signal can arrive in the middle of a step."""
+
+    name = "slow"
+
+    def __init__(self, *, seconds: float = 0.05, started: str = "", **options: int) -> None:
+        super().__init__(**options)
+        self._seconds, self._started = seconds, started
+
+    def grade(self, task: Task, transcript: Transcript) -> float | Grade:
+        """Touches the file ``started``, waits, and grades."""
+        if self._started:
+            Path(self._started).touch()
+        time.sleep(self._seconds)
+        return super().grade(task, transcript)
+
+
+class Broken(Digits):
+    """Row 2 is not a task: a data set lost a column."""
+
+    name = "broken"
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        """Two tasks, then a row without a prompt."""
+        yield Task(id=f"{split}-0", prompt="1+1=")
+        yield Task(id=f"{split}-1", prompt="1+2=")
+        yield {"question": "1+3=", "id": f"{split}-2"}

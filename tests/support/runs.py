@@ -1,0 +1,138 @@
+"""Whole runs, as a user starts them, in as few processes as possible.
+
+A rank's process needs seconds to import torch and megatron-core, a tiny run takes one: commands that may
+share a process are given to `run_many` together. Where a fresh process matters (a resume), call it twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import REPOSITORY, free_port, rank_environment
+
+TINY: dict[str, Any] = {
+    "num-layers": 2, "hidden-size": 32, "ffn-hidden-size": 64, "num-attention-heads": 4,
+    "group-query-attention": True, "num-query-groups": 2, "swiglu": True, "disable-bias-linear": True,
+    "add-qkv-bias": True, "untie-embeddings-and-output-weights": True, "seq-length": 48,
+    "make-vocab-size-divisible-by": 8, "init-method-std": 0.2, "embedding-init-method-std": 0.5,
+    "lr": 1e-2, "min-lr": 1e-3, "train-iters": 4,
+}  # fmt: skip
+RL: dict[str, Any] = {
+    "perform-rl-step": True, "grpo-group-size": 4, "grpo-prompts-per-step": 4, "rl-max-new-tokens": 16,
+    "micro-batch-size": 2,
+}  # fmt: skip
+SUPERVISED: dict[str, Any] = {"global-batch-size": 8, "micro-batch-size": 2}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, on every rank."""
+
+    codes: tuple[int, ...]
+    output: str
+    """What the ranks wrote, one after the other."""
+
+    def check(self, code: int = 0) -> Outcome:
+        """Fails the test, with the output, unless every rank ended with ``code``."""
+        assert set(self.codes) == {code}, f"exit codes {self.codes}:\n{self.output[-8000:]}"
+        return self
+
+
+def command(flags: Mapping[str, Any]) -> list[str]:
+    """``{"lr": 1, "swiglu": True, "seed": None}`` -> ``--lr 1 --swiglu``."""
+    argv: list[str] = []
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return argv
+
+
+def run_many(commands: Sequence[Sequence[str]], ranks: int = 1, timeout: float = 240.0) -> list[Outcome]:
+    """Run ``train_rl.py`` with each argument list, one after the other, in one process a rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job.json"
+        plan = [{"argv": list(argv), "port": free_port()} for argv in commands]
+        job.write_text(json.dumps(plan))
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.support.runs", str(job)],
+                cwd=REPOSITORY,
+                env=rank_environment(rank, ranks, 0),
+                stdin=subprocess.DEVNULL,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            for process in started:
+                process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"the runs hang:\n{_written(folder)}") from error
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        return [_outcome(Path(folder), index, ranks) for index in range(len(commands))]
+
+
+def run(argv: Sequence[str], ranks: int = 1, timeout: float = 120.0) -> Outcome:
+    """One run in fresh processes."""
+    return run_many([argv], ranks, timeout)[0]
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    timed = ("timing_s/", "perf/throughput", "perf/rollout_tokens_per_s")
+    return [
+        {name: value for name, value in row.items() if name != "time" and not name.startswith(timed)} for row in rows
+    ]
+
+
+def facts_of(run_dir: Path) -> dict[str, Any]:
+    """``run.json``."""
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def _outcome(folder: Path, index: int, ranks: int) -> Outcome:
+    codes, texts = [], []
+    for rank in range(ranks):
+        code, log = folder / f"{index}.{rank}.code", folder / f"{index}.{rank}.log"
+        codes.append(int(code.read_text()) if code.exists() else -1)
+        texts.append(log.read_text(errors="replace") if log.exists() else "")
+    return Outcome(tuple(codes), "".join(texts))
+
+
+def _written(folder: str) -> str:
+    return "\n".join(path.read_text(errors="replace")[-4000:] for path in sorted(Path(folder).glob("*.log")))
+
+
+def _main(job: Path) -> None:
+    """What each rank's process does."""
+    from megatron_rl.main import main
+
+    rank = os.environ["RANK"]
+    for index, run in enumerate(json.loads(job.read_text())):
+        with (job.parent / f"{index}.{rank}.log").open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.environ["MASTER_PORT"] = str(run["port"])
+        code = -1
+        try:
+            code = main(["train_rl.py", *run["argv"]])
+        except Exception:  # noqa: BLE001 - what a user would see as a traceback
+            traceback.print_exc()
+        sys.stdout.flush()
+        (job.parent / f"{index}.{rank}.code").write_text(str(code))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
