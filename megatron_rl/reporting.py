@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
 from megatron_rl.metrics.console import ConsoleWriter
 from megatron_rl.metrics.jsonl import JsonlWriter
+from megatron_rl.metrics.names import VALIDATION_PREFIX
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.rollouts import write_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
@@ -67,8 +68,9 @@ class Reporter:
             row |= self._straggler(row)
         if logging_config.log_params_norm:
             row["actor/params_norm"] = parameter_norm(policy, self._groups.model_group)
-        last = step == self._config.total_steps
-        if self._groups.is_main and (step % logging_config.log_interval == 0 or last):
+        evaluated = any(name.startswith(VALIDATION_PREFIX) for name in row)
+        due = step % logging_config.log_interval == 0 or step == self._config.total_steps
+        if self._groups.is_main and (due or evaluated):
             self.log.write(step, row)
 
     def records(

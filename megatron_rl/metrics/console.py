@@ -62,9 +62,6 @@ EVALUATION_COLUMNS: Mapping[str, tuple[str, str]] = {
 }
 """Measures of an evaluation that are not shown as ``<measure> 0.123``."""
 
-EVALUATION_COUNTS = frozenset({"num_tasks", "failed_grades"})
-"""Measures that are counts: in the files; on the screen only failures, if there are any."""
-
 
 class ConsoleWriter:
     """Writes to a stream it is given; colours nothing, so that a log file reads like the screen."""
@@ -144,7 +141,7 @@ def format_evaluations(metrics: Mapping[str, float]) -> list[str]:
     cells: dict[str, list[str]] = {}
     for name, value in metrics.items():
         split = names.split_validation(name)
-        if split is None or (split[1] in EVALUATION_COUNTS and not (split[1] == "failed_grades" and value > 0)):
+        if split is None or (split[1] in names.VALIDATION_COUNTS and not (split[1] == "failed_grades" and value > 0)):
             continue
         environment, measure = split
         template, number_format = EVALUATION_COLUMNS.get(measure, (f"{measure} {{}}", ".3f"))

@@ -91,7 +91,7 @@ def charts_for(rows: Sequence[Row]) -> list[Chart]:
         environment, measure = names.split_validation(name) or ("", "")
         if measure == names.VALIDATION_LENGTH:
             lengths.append(Line(name, f"held-out {environment}"))
-        elif measure:
+        elif measure and measure not in names.VALIDATION_COUNTS:
             held_out.setdefault(environment, []).append(Line(name, measure))
     evaluations = [Chart(f"Held-out: {name}", tuple(lines)) for name, lines in held_out.items()]
     length = Chart("Response length", tuple(lengths))

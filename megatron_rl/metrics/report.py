@@ -42,11 +42,23 @@ def build_payload(run: RunDirectory) -> dict[str, Any]:
     return {
         "name": run.path.resolve().name,
         "facts": _facts(run.read_facts(), rows),
-        "summary": read_json_object(run.summary),
+        "summary": _evaluation_figures(read_json_object(run.summary)),
         "table": _table(rows),
         "charts": build_curves(rows),
         "rollouts": build_rollouts(run.rollouts),
     }
+
+
+def _evaluation_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary with "pass@1: 0.29 -> 0.98" in place of the nested evaluations."""
+    results = summary.get("eval") or {}
+    before, after = results.get("before", {}), results.get("after", {})
+    changes = {
+        f"held-out {measure}": f"{before[measure]:.3g} \u2192 {after[measure]:.3g}"
+        for measure in after
+        if measure in before and (measure.startswith("pass@") or measure == "greedy")
+    }
+    return {**changes, **{name: value for name, value in summary.items() if name != "eval"}}
 
 
 def to_script_json(value: object) -> str:
