@@ -66,7 +66,7 @@ torchrun --nproc-per-node="$NPROC" train_rl.py "${MODEL[@]}" "${COMMON[@]}" \
     --grpo-group-size 16 --grpo-prompts-per-step 16 --grpo-iterations 1 \
     --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 --grpo-kl-beta 0.0 \
     --rl-temperature 1.0 --rl-max-new-tokens 44 --micro-batch-size 64 \
-    --train-iters 80 --lr 5e-4 --min-lr 1.5e-4 --lr-decay-style linear --lr-warmup-iters 5 --weight-decay 0.0 \
+    --train-iters 80 --lr 8e-4 --min-lr 2.4e-4 --lr-decay-style linear --lr-warmup-iters 5 --weight-decay 0.0 \
     --eval-interval 20 --rl-prompts-per-eval 256 --rl-samples-per-eval-prompt 8 \
     --save-interval 40 --run-dir "$RUN_DIR"
 
