@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import discovery
@@ -21,7 +20,7 @@ from megatron_rl.algorithms.settings import advantage_config, correction_config,
 from megatron_rl.build_engine import build_engine
 from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.checkpoint import CheckpointManager, RunState
-from megatron_rl.checkpoint.run_state import architecture_of, mode_of
+from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
@@ -56,7 +55,8 @@ class Run:
     optimization: Optimization
     source: PromptSource | DemonstrationSource
     factory: RequestFactory
-    rollouter: Rollouter
+    rollouter: Rollouter | None
+    """None in a supervised run that never evaluates: no KV cache is taken."""
     samples: SampleBuilder | None
     batches: BatchBuilder
     trainer: PolicyTrainer | SupervisedTrainer
@@ -117,6 +117,7 @@ class Run:
             vocab_size=self.policy.vocab_size,
             padded_vocab_size=self.policy.padded_vocab_size,
             architecture=architecture_of(config),
+            optimizer_form=optimizer_form_of(config),
             world={
                 "ranks": self.groups.world_size,
                 "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -156,9 +157,13 @@ def build_run(
                 saved.logprob_gap_max, saved.consecutive_skips,
             )  # fmt: skip
         scorer = Scorer(policy, groups.tensor_group, _temperature(config))
-        engine = build_engine(config, policy, tokenizer, groups)
-        rollouter = Rollouter(engine, tokenizer, groups, environments.client.grade, stop)
-        stack.callback(rollouter.close)
+        rollouter = None
+        if config.training.perform_rl_step or config.training.eval_interval is not None:
+            engine = build_engine(config, policy, tokenizer, groups)
+            rollouter = Rollouter(
+            engine, tokenizer, groups, environments.client.grade, stop, config.training.exit_grace_seconds
+        )
+            stack.callback(rollouter.close)
         reporter = Reporter(config, groups, directory, timer, platform, progress, command)
         stack.callback(reporter.close)
         yield Run(
@@ -307,11 +312,3 @@ def _evaluator(
         draws, config.environment.rl_samples_per_eval_prompt, factory, config.training.seed, groups
     )
 
-
-def describe(config: RLConfig, policy: PolicyModel, platform: Platform) -> dict[str, float]:
-    """Facts of the build that belong among the metrics of the first step."""
-    return {"model/parameters_on_rank_0": float(policy.num_parameters)} | (
-        {"model/device_memory_gb": torch.cuda.memory_allocated(platform.device) / 2**30}
-        if platform.is_cuda
-        else {}
-    )

@@ -49,6 +49,7 @@ class CheckpointManager:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
         dist.barrier()
+        optimization.gather_parameters()
         save_tensors(target, policy, optimization if state.has_optimizer else None)
         save_random_state(target, self._groups.rank)
         if self._groups.is_main:

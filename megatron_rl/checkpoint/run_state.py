@@ -46,12 +46,22 @@ class RunState:
     """Parallel sizes of the run that saved it."""
     consecutive_skips: int = 0
     """Updates skipped in a row because of non-finite gradients."""
-    counters: dict[str, int] = field(default_factory=dict)
+    optimizer_form: dict[str, Any] = field(default_factory=dict)
+    """What decides which tensors the optimizer state consists of."""
 
 
 def architecture_of(config: RLConfig) -> dict[str, Any]:
     """The flags two runs must share to share weights."""
     return {name: getattr(config.model, name) for name in _ARCHITECTURE}
+
+
+def optimizer_form_of(config: RLConfig) -> dict[str, Any]:
+    """The flags two runs must share to share an optimizer state."""
+    return {
+        "optimizer": config.optimizer.optimizer,
+        "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+        "bf16": config.precision.bf16,
+    }
 
 
 def write_run_state(directory: Path, state: RunState) -> None:
@@ -102,12 +112,21 @@ def mode_of(config: RLConfig) -> str:
 
 
 def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
-    """Why the run saved in ``directory`` cannot be gone on with: its steps and cursor mean something else."""
-    saved, wanted = read_run_state(directory).mode, mode_of(config)
-    if saved == wanted:
-        return []
-    switch = "add" if saved == "rl" else "leave out"
-    return [
-        f"checkpoint {str(directory)!r} is of a run in mode {saved}, which cannot go on in mode {wanted}; "
-        f"{switch} --perform-rl-step, or start a new run from its weights with --pretrained-checkpoint"
-    ]
+    """Why the run saved in ``directory`` cannot be gone on with, although its weights fit."""
+    state, problems = read_run_state(directory), []
+    if state.mode != mode_of(config):  # steps and cursor would mean something else
+        switch = "add" if state.mode == "rl" else "leave out"
+        problems.append(
+            f"checkpoint {str(directory)!r} is of a run in mode {state.mode}, which cannot go on in mode "
+            f"{mode_of(config)}; {switch} --perform-rl-step, or start a new run from its weights with "
+            "--pretrained-checkpoint"
+        )
+    if state.has_optimizer and not config.checkpoint.no_load_optim:
+        wanted = optimizer_form_of(config)
+        problems += [
+            f"checkpoint {str(directory)!r} has the optimizer state of a run with {name} {value}, this run has "
+            f"{wanted[name]}; use the same, or start with a fresh optimizer with --no-load-optim"
+            for name, value in state.optimizer_form.items()
+            if name in wanted and wanted[name] != value
+        ]
+    return problems

@@ -11,15 +11,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.checkpoint.optimizer_state import load_state, make_room
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
 from megatron_rl.trainer import Optimization
@@ -29,6 +30,8 @@ _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+_LONGEST_REASON = 200
+"""megatron lists every tensor of the model when one is missing."""
 
 
 def save_tensors(directory: Path, policy: PolicyModel, optimization: Optimization | None) -> None:
@@ -52,15 +55,10 @@ def load_weights(directory: Path, policy: PolicyModel) -> None:
 
 def load_all(directory: Path, policy: PolicyModel, optimization: Optimization) -> None:
     """Load weights and optimizer state in place; collective."""
-    for part in optimization.optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer):
-            # Without TE or Apex a fresh torch Adam has no state to load into. The dummy step also
-            # moves the weights (decay); they are loaded right after.
-            part._init_optimizer_states_with_dummy_values()
+    make_room(optimization)
     state = _load(directory, _state(policy, optimization, loading=True))
     policy.gpt.load_state_dict(state["model"])
-    optimization.optimizer.load_state_dict(state["optimizer"])
-    _separate_step_counters(optimization)
+    load_state(optimization, state["optimizer"])
 
 
 def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool) -> dict[str, Any]:
@@ -80,24 +78,19 @@ def _load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
             return dist_checkpointing.load(
                 state, str(directory), get_default_load_sharded_strategy(str(directory))
             )
-    except (dist_checkpointing.core.CheckpointingException, KeyError, RuntimeError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except (CheckpointingException, CheckpointException, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint {str(directory)!r} does not fit this model ({first_line}); "
+            f"checkpoint {str(directory)!r} does not fit this model ({_reason(error)}); "
             "use the flags it was trained with"
         ) from error
 
 
-def _separate_step_counters(optimization: Optimization) -> None:
-    """Give every parameter its own step counter.
-
-    megatron loads one tensor into all of them; the next step would then count it up once for
-    every parameter, and Adam's bias correction would be silently wrong.
-    """
-    for part in optimization.optimizer.chained_optimizers:
-        for values in part.optimizer.state.values():
-            if torch.is_tensor(values.get("step")):
-                values["step"] = values["step"].clone()
+def _reason(error: BaseException) -> str:
+    """The start of the message; torch's own only counts the ranks on which the real error happened."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    first_line = str(error).strip().splitlines()[0]
+    return first_line if len(first_line) <= _LONGEST_REASON else first_line[:_LONGEST_REASON] + " ..."
 
 
 class _quiet(warnings.catch_warnings):

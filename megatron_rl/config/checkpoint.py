@@ -17,7 +17,7 @@ class CheckpointConfig:
     load: str | None = flag(None)
     """Directory of checkpoints to continue from, if it has one."""
     pretrained_checkpoint: str | None = flag(None, common=True)
-    """Weights to start from where nothing is continued: a checkpoint, or a Hugging Face directory."""
+    """Weights to start from where nothing is continued: a directory of checkpoints, or one of them."""
     finetune: bool = flag(False)
     """Take only the weights from --load: no optimizer, no random state, step 0."""
     save_interval: int | None = flag(None, ge=1, common=True)

@@ -25,6 +25,6 @@ class EnvironmentConfig:
     rl_environment_port: int = flag(0, ge=0, le=65535)
     """Port of the environment server on loopback; 0 takes any free one."""
     rl_grade_timeout_seconds: float = flag(30.0, gt=0)
-    """A grade that takes longer is abandoned and its worker killed."""
+    """Longest wait for the grades of one group; after it they count as failed."""
     rl_max_failed_share: float = flag(0.05, ge=0, le=1)
     """Stop the run when more than this share of a step's grades failed."""

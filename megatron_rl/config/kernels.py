@@ -7,40 +7,47 @@ from typing import Literal
 
 from megatron_rl.config.fields import flag
 
+_NOT_FUSED = "layers run without fused kernels in this version"
+_NO_GRAPHS = "rollouts run without CUDA graphs in this version"
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """Implementations, fusions and activation recomputation."""
 
-    transformer_impl: Literal["local", "transformer_engine"] = flag("local")
-    """Where layers come from; transformer_engine needs the extra ``te`` (Megatron's default)."""
+    transformer_impl: Literal["local", "transformer_engine"] = flag(
+        "local", note="layers are always megatron-core's local ones in this version"
+    )
+    """Where layers come from (Megatron's default: transformer_engine)."""
     attention_backend: Literal["auto", "sdpa", "flash", "fused", "unfused", "local"] = flag("auto")
     """Attention kernel; auto takes the fastest present. Megatron's fused, unfused and local are refused."""
     use_flash_attn: bool = flag(
         False, note="the attention kernel is chosen with --attention-backend, which takes flash where present"
     )
     """Megatron's older spelling of --attention-backend flash."""
-    attention_softmax_in_fp32: bool = flag(False)
+    attention_softmax_in_fp32: bool = flag(False, note="every attention kernel here adds up its softmax in fp32")
     """Compute the attention softmax in fp32."""
-    masked_softmax_fusion: bool = flag(True, off="--no-masked-softmax-fusion")
+    masked_softmax_fusion: bool = flag(True, off="--no-masked-softmax-fusion", note=_NOT_FUSED)
     """Fusion of scale, mask and softmax."""
-    bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion")
+    bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion", note=_NOT_FUSED)
     """Fusion of bias and GELU."""
-    bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion")
+    bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion", note=_NOT_FUSED)
     """Fusion of bias and SwiGLU."""
-    bias_dropout_fusion: bool = flag(True, off="--no-bias-dropout-fusion")
+    bias_dropout_fusion: bool = flag(True, off="--no-bias-dropout-fusion", note=_NOT_FUSED)
     """Fusion of bias, dropout and residual."""
-    apply_rope_fusion: bool = flag(True, off="--no-rope-fusion")
+    apply_rope_fusion: bool = flag(True, off="--no-rope-fusion", note=_NOT_FUSED)
     """Fusion of the rotary embedding."""
-    gradient_accumulation_fusion: bool = flag(True, off="--no-gradient-accumulation-fusion")
-    """Fusion of gradient accumulation into the weight-gradient product."""
-    enable_cuda_graph: bool = flag(False)
-    """Capture the rollout engine's decode step in CUDA graphs."""
-    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag(
-        "none", note="the engine has one kind of CUDA graph: --enable-cuda-graph switches it on"
+    gradient_accumulation_fusion: bool = flag(
+        True, off="--no-gradient-accumulation-fusion", note=_NOT_FUSED
     )
+    """Fusion of gradient accumulation into the weight-gradient product."""
+    enable_cuda_graph: bool = flag(False, note=_NO_GRAPHS)
+    """Capture the rollout engine's decode step in CUDA graphs."""
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none", note=_NO_GRAPHS)
     """Megatron's choice among kinds of CUDA graph."""
-    te_rng_tracker: bool = flag(False)
+    te_rng_tracker: bool = flag(
+        False, note="only CUDA graphs of Transformer Engine's layers need it, and there are none in this version"
+    )
     """Use Transformer Engine's random-state tracker, which CUDA graphs of its layers need."""
     use_cpu_initialization: bool = flag(False)
     """Initialise weights on the CPU: the same numbers whatever the tensor-parallel size."""
@@ -52,5 +59,5 @@ class KernelConfig:
     """With full: groups of --recompute-num-layers layers (uniform), or only the first ones (block)."""
     recompute_num_layers: int | None = flag(None, ge=1)
     """With full: layers a group (uniform) or layers recomputed (block)."""
-    recompute_modules: tuple[str, ...] | None = flag(None)
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] | None = flag(None)
     """With selective: what is recomputed. Without it core_attn."""

@@ -34,12 +34,12 @@ class LoggingConfig:
     """Log the norm of all parameters."""
     log_num_zeros_in_grad: bool = flag(False)
     """Log how many gradient entries are exactly 0."""
-    log_timers_to_tensorboard: bool = flag(False)
-    """Write the timers of --timing-log-level to TensorBoard too."""
     timing_log_level: int = flag(0, ge=0, le=2)
-    """Detail of the timers: 0 the step, 1 its stages, 2 also what is inside them."""
+    """Above 0 every stage's time waits for the device: exact, at the price of a stall."""
     rl_log_rollouts: int = flag(4, ge=0)
     """Groups a step written to rollouts/*.jsonl."""
+    log_timers_to_tensorboard: bool = flag(False, note="the seconds of every stage are always among the metrics")
+    """Megatron's switch for timers in TensorBoard."""
     log_progress: bool = flag(False, note="metrics.jsonl records time, tokens and FLOPs of every step")
     """Megatron's progress file."""
     log_memory_to_tensorboard: bool = flag(False, note="memory figures are always among the metrics")

@@ -48,6 +48,11 @@ def notes(config: RLConfig) -> list[str]:
     lines = [f"{flag.spelling} has no effect: {flag.note}" for flag in used]
     if config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1:
         lines.append("--sequence-parallel is off: it needs --tensor-model-parallel-size above 1")
+    if config.kernels.attention_backend == "flash":
+        lines.append(
+            "--attention-backend flash is not built yet in this version: sdpa is used, which takes torch's own "
+            "flash kernel where it can"
+        )
     return lines
 
 

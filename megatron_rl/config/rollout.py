@@ -36,7 +36,9 @@ class RolloutConfig:
         None, gt=0, aliases=("--inference-buffer-size-gb",)
     )
     """KV cache in GiB a rank. Without it what the largest batch needs (Megatron's default: 40)."""
-    inference_dynamic_batching_num_cuda_graphs: int = flag(16, ge=1, aliases=("--inference-num-cuda-graphs",))
+    inference_dynamic_batching_num_cuda_graphs: int = flag(
+        16, aliases=("--inference-num-cuda-graphs",), note="rollouts run without CUDA graphs in this version"
+    )
     """Most batch sizes to capture a CUDA graph for."""
     inference_dynamic_batching: bool = flag(False, note="the rollout engine always batches dynamically")
     """Megatron's switch for dynamic batching."""

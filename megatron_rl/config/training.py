@@ -39,8 +39,8 @@ class TrainingConfig:
     """Save and stop after a step that is a multiple of this."""
     exit_duration_in_mins: int | None = flag(None, ge=1)
     """Save and stop after this many minutes."""
-    exit_grace_seconds: int = flag(60, ge=0)
-    """Time that rollouts still running get to finish after SIGTERM, before they are cancelled."""
+    exit_grace_seconds: int = flag(0, ge=0)
+    """Time that running rollouts get to finish after Ctrl-C or SIGTERM; torchrun kills a rank after 30 s."""
     empty_unused_memory_level: int = flag(0, ge=0, le=2)
     """Return cached device memory: 0 never, 1 after the backward pass, 2 also after the update."""
     mock_data: bool = flag(False, note="tasks come from the environments, so there is no dataset to mock")

@@ -29,7 +29,10 @@ class RolloutContext(BaseInferenceContext):
         self._rope = rope
         self._first_layer = first_layer
         self._dtype = dtype
-        self._columns = torch.arange(cache.shape.max_length, device=cache.keys[0].device)
+        device = cache.keys[0].device
+        self._columns = torch.arange(cache.shape.max_length, device=device)
+        self._masked = torch.tensor(float("-inf"), dtype=dtype, device=device)
+        self._visible = torch.zeros_like(self._masked)
         self._prompts: PackedPlan | None = None
 
     # -- the two states ------------------------------------------------------------------------
@@ -56,8 +59,7 @@ class RolloutContext(BaseInferenceContext):
         self._cells = self._cache.cells_at(positions)
         self._cos, self._sin = self._rope.at(positions, self._dtype)
         hidden = (self._columns[:key_length] > positions[:, None])[:, None, None]
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
-        self._mask = mask.masked_fill_(hidden, float("-inf"))
+        self._mask = torch.where(hidden, self._masked, self._visible)
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------
 

@@ -36,7 +36,6 @@ class McoreEngine:
         self, policy: PolicyModel, options: EngineOptions, stop_token_ids: Sequence[int]
     ) -> None:
         self._options = options
-        self._policy = policy
         self._stop_ids = frozenset(stop_token_ids)
         is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
         is_stop[list(self._stop_ids)] = True

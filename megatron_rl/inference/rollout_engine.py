@@ -80,7 +80,8 @@ class RolloutEngine:
         self._decode_text = decode_text
         self._stop_ids = frozenset(stop_token_ids)
         self._tensor_group = tensor_group if tensor_group is not None and tensor_group.size() > 1 else None
-        shape = CacheShape.of(policy.gpt, options.max_sequence_length, policy.dtype)
+        # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
+        shape = CacheShape.of(policy.gpt, max(options.max_sequence_length, FEWEST_KEYS), policy.dtype)
         slots = shape.slots_within(options.cache_budget_gb, options.max_batch_size)
         self._cache = SlotCache(shape, slots, policy.dtype, policy.device)
         first_layer = policy.gpt.decoder.layers[0].layer_number
@@ -132,6 +133,7 @@ class RolloutEngine:
         params = [pending.request.sampling for pending in self._pending.values()]
         self._any_greedy = any(p.greedy for p in params)
         self._any_filter = any(p.top_k > 0 or p.top_p < 1.0 for p in params)
+        self._any_tempered = any(p.temperature != 1.0 for p in params)
         if admissions:
             self._prefill(admissions)
         if self._scheduler.num_running == 0:
@@ -187,7 +189,7 @@ class RolloutEngine:
         steps = min(steps, self._options.steps_per_host_read)
         for step in range(steps):
             positions = self._state.position[:rows]
-            reach = min(max(longest + step + 1, FEWEST_KEYS), self._options.max_sequence_length)
+            reach = min(max(longest + step + 1, FEWEST_KEYS), self._cache.shape.max_length)
             self._context.begin_decode(positions, reach)
             logits = self._forward(self._state.token[:rows], positions)
             self._draw(logits, slice(0, rows))
@@ -211,7 +213,7 @@ class RolloutEngine:
     def _draw(self, logits: torch.Tensor, rows: slice | torch.Tensor) -> None:
         """Sample the next token of ``rows`` and book it."""
         state = self._state
-        sampling = state.sampling(rows, self._any_greedy, self._any_filter)
+        sampling = state.sampling(rows, self._any_greedy, self._any_filter, self._any_tempered)
         token, logprob = sample(logits, state.position[rows] + 1, sampling)
         if self._tensor_group is not None:
             # The ranks computed the same logits; if rounding ever made them differ, one draws for

@@ -52,6 +52,8 @@ class SamplingTensors:
     """fp32; 1 where off."""
     any_greedy: bool
     any_filter: bool
+    any_tempered: bool = True
+    """False where every temperature is 1, which saves a pass over [N, V]."""
 
 
 def sample(
@@ -63,10 +65,13 @@ def sample(
     to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
     were drawn from: tempered, and renormalised over the top-k / top-p support where that is on.
     """
-    logprobs = torch.log_softmax(logits / params.temperature[:, None], -1)
+    if params.any_tempered:
+        logits = logits / params.temperature[:, None]
+    logprobs = torch.log_softmax(logits, -1)
     if params.any_filter:
         logprobs = _keep_support(logprobs, params.top_k, params.top_p)
-    cumulative = logprobs.exp().cumsum(-1)
+    # In place: on a CPU a third fresh buffer of [N, V] costs more in page faults than in additions.
+    cumulative = logprobs.exp().cumsum_(-1)
     draw = uniform(params.seeds, positions) * cumulative[:, -1]
     token = torch.searchsorted(cumulative, draw[:, None])[:, 0].clamp_max_(logits.shape[-1] - 1)
     if params.any_greedy:

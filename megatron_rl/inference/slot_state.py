@@ -57,7 +57,13 @@ class SlotState:
             [1.0 if p.greedy else p.temperature for p in params], torch.float32
         )
 
-    def sampling(self, rows: slice | torch.Tensor, any_greedy: bool, any_filter: bool) -> SamplingTensors:
+    def sampling(
+        self,
+        rows: slice | torch.Tensor,
+        any_greedy: bool,
+        any_filter: bool,
+        any_tempered: bool = True,
+    ) -> SamplingTensors:
         """Sampling parameters of ``rows``."""
         return SamplingTensors(
             seeds=self.seed[rows],
@@ -67,6 +73,7 @@ class SlotState:
             top_p=self.top_p[rows],
             any_greedy=any_greedy,
             any_filter=any_filter,
+            any_tempered=any_tempered,
         )
 
     def record(
@@ -74,9 +81,10 @@ class SlotState:
     ) -> None:
         """Append the drawn ``token`` [N] to ``rows`` and end those that stopped or are full.
 
-        ``is_stop`` [V] marks end tokens. Nothing is read by the host.
+        ``is_stop`` [V] marks end tokens. Nothing is read by the host. What a finished row is fed
+        next does not matter, but its position stays: it must not run out of the cache.
         """
-        alive, count = self.alive[rows], self.count[rows]
+        alive, count, position = self.alive[rows], self.count[rows], self.position[rows]
         column = torch.where(alive, count, self.trash)[:, None]
         if isinstance(rows, slice):
             self.tokens[rows].scatter_(1, column, token[:, None])
@@ -84,10 +92,11 @@ class SlotState:
         else:
             self.tokens[rows, column[:, 0]] = token
             self.logprobs[rows, column[:, 0]] = logprob
-        count = count + alive
-        self.count[rows] = count
-        self.position[rows] += alive
-        self.token[rows] = torch.where(alive, token, self.token[rows])
+        count += alive
+        position += alive
+        if not isinstance(rows, slice):  # a slice is a view and has been updated in place
+            self.count[rows], self.position[rows] = count, position
+        self.token[rows] = token
         self.alive[rows] = alive & (count < self.limit[rows]) & ~is_stop[token]
 
     def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:

@@ -87,7 +87,6 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             params_dtype=parameter_dtype(config),
             pipeline_dtype=parameter_dtype(config),
             bf16=config.precision.bf16,
-            attention_softmax_in_fp32=kernels.attention_softmax_in_fp32,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             context_parallel_size=parallel.context_parallel_size,
@@ -95,6 +94,7 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             recompute_granularity=kernels.recompute_granularity,
             recompute_method=kernels.recompute_method,
             recompute_num_layers=kernels.recompute_num_layers,
+            recompute_modules=None if kernels.recompute_modules is None else list(kernels.recompute_modules),
             # Our losses are sums with an explicit global denominator, which this switch makes
             # megatron divide by once, after the data-parallel reduction.
             calculate_per_token_loss=True,

@@ -1,4 +1,4 @@
-"""The layer specification: stock modules of megatron's local backend, our attention and norm."""
+"""The layer specification: megatron's local backend, with our attention and norm."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.attention import PlannedSelfAttention
+from megatron_rl.models.linear import use_whole_linears
 
 
 class TorchNorm(torch.nn.Module):
@@ -58,6 +59,8 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     if config.qk_layernorm:
         layer.self_attention.submodules.q_layernorm = TorchNorm
         layer.self_attention.submodules.k_layernorm = TorchNorm
+    if config.tensor_model_parallel_size == 1:
+        use_whole_linears(spec)
     return spec
 
 

@@ -21,6 +21,11 @@ class StopRequest:
         """True once somebody asked this process to stop."""
         return bool(self.reason)
 
+    @property
+    def seconds(self) -> float:
+        """Since the request; 0 while there is none."""
+        return time.monotonic() - self._first if self.requested else 0.0
+
     def install(self) -> StopRequest:
         """Catch SIGINT and SIGTERM from now on."""
         signal.signal(signal.SIGINT, self._handle)

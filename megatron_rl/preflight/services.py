@@ -1,8 +1,7 @@
-"""Ports, accounts and packages."""
+"""Ports and accounts."""
 
 from __future__ import annotations
 
-import importlib.util
 import netrc
 import os
 import socket
@@ -12,7 +11,7 @@ from megatron_rl.config import RLConfig
 
 def service_problems(config: RLConfig) -> list[str]:
     """What the run needs of the machine and does not find."""
-    return [*_port(config), *_wandb(config), *_packages(config)]
+    return [*_port(config), *_wandb(config)]
 
 
 def _port(config: RLConfig) -> list[str]:
@@ -48,14 +47,3 @@ def _netrc_knows_wandb() -> bool:
         return netrc.netrc().authenticators("api.wandb.ai") is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _packages(config: RLConfig) -> list[str]:
-    if config.kernels.transformer_impl != "transformer_engine":
-        return []
-    if importlib.util.find_spec("transformer_engine") is None:
-        return [
-            "--transformer-impl transformer_engine needs Transformer Engine, which is not installed; "
-            "run 'pip install megatron-rl[te]' or use --transformer-impl local"
-        ]
-    return []

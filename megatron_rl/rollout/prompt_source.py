@@ -53,6 +53,7 @@ class PromptSource:
         self._seed = seed
         self._drawn = {pool.environment: 0 for pool in self._pools}
         self._order: dict[str, tuple[int, list[int]]] = {}
+        self._misses = {pool.environment: 0 for pool in self._pools}
         self.skipped_too_long = 0
 
     def draw(self, count: int) -> list[Draw]:
@@ -62,22 +63,15 @@ class PromptSource:
             EnvironmentFault: an environment has no prompt that fits.
         """
         draws: list[Draw] = []
-        skipped_in_a_row = 0
         while len(draws) < count:
             pool = self._next_pool()
             source = self._take(pool)
             prompt_ids = tuple(self._encode(source.task))
             if 0 < len(prompt_ids) <= self._max_prompt_tokens:
                 draws.append(Draw(source, prompt_ids))
-                skipped_in_a_row = 0
-                continue
-            self.skipped_too_long += 1
-            skipped_in_a_row += 1
-            if skipped_in_a_row > 2 * sum(len(p.tasks) for p in self._pools):
-                raise EnvironmentFault(
-                    f"no prompt of {pool.environment!r} fits in {self._max_prompt_tokens} tokens; "
-                    "raise --inference-max-seq-length or lower --rl-max-new-tokens"
-                )
+                self._misses[pool.environment] = 0
+            else:
+                self._skip(pool)
         return draws
 
     def state(self) -> dict[str, int]:
@@ -87,6 +81,16 @@ class PromptSource:
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue where `state` was taken; environments new to the run start at 0."""
         self._drawn = {name: int(state.get(name, 0)) for name in self._drawn}
+
+    def _skip(self, pool: TaskPool) -> None:
+        """Counted by environment: beside a healthy one, one without a fitting prompt would go unnoticed."""
+        self.skipped_too_long += 1
+        self._misses[pool.environment] += 1
+        if self._misses[pool.environment] >= 2 * len(pool.tasks):  # a whole epoch is among them
+            raise EnvironmentFault(
+                f"no prompt of {pool.environment!r} fits in {self._max_prompt_tokens} tokens; "
+                "raise --inference-max-seq-length or lower --rl-max-new-tokens"
+            )
 
     def _next_pool(self) -> TaskPool:
         """The pool whose drawn count is furthest below its share of all draws."""

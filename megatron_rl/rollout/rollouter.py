@@ -61,12 +61,15 @@ class Rollouter:
         groups: ParallelGroups,
         grade: GradeFunction,
         stop: StopRequest,
+        grace_seconds: float = 0.0,
     ) -> None:
+        """After a request to stop, a rollout goes on for ``grace_seconds`` before it is cancelled."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._groups = groups
         self._grade = grade
         self._stop = stop
+        self._grace_seconds = grace_seconds
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def run(
@@ -116,9 +119,10 @@ class Rollouter:
     def _must_stop(self, steps: int) -> bool:
         """The ranks of one model copy step together, so they must also stop together."""
         model_group = self._groups.model_group
+        wanted = self._stop.requested and self._stop.seconds >= self._grace_seconds
         if model_group.size() == 1:
-            return self._stop.requested
-        return steps % _STOP_CHECK_EVERY == 0 and any_rank(self._stop.requested, model_group)
+            return wanted
+        return steps % _STOP_CHECK_EVERY == 0 and any_rank(wanted, model_group)
 
     async def _graded(self, group: GeneratedGroup) -> RolloutGroup:
         request = group.request

@@ -49,7 +49,10 @@ def update(
     else:
         _join_reduction(optimization)
         statistics = []
-    return optimization.step(), statistics
+    optimization.release_memory(level=1)
+    outcome = optimization.step()
+    optimization.release_memory(level=2)
+    return outcome, statistics
 
 
 def _accumulate(

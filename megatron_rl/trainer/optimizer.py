@@ -12,8 +12,8 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.nn.utils import clip_grads_with_norm_
 
 from megatron_rl.config import RLConfig
 from megatron_rl.models import PolicyModel
@@ -38,6 +38,7 @@ class Optimization:
         self.policy = policy
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
+        self._empty_cache_level = config.training.empty_unused_memory_level
         self.wrapped = _wrap(policy, config)
         self.optimizer = _build_optimizer(self.wrapped, config, policy.dtype)
         self.scheduler = build_schedule(self.optimizer, config)
@@ -52,6 +53,11 @@ class Optimization:
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def release_memory(self, level: int) -> None:
+        """Return cached device memory if `--empty-unused-memory-level` is at least ``level``."""
+        if self._empty_cache_level >= level and self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     @torch.no_grad()
     def step(self) -> UpdateOutcome:
         """Clip and apply the reduced gradients, unless they are not finite.
@@ -64,13 +70,25 @@ class Optimization:
         norm = float(self.optimizer.get_grad_norm())
         if found_inf or not math.isfinite(norm):
             return UpdateOutcome(False, norm, None, learning_rate)
-        if self._clip > 0:
-            for part in self.optimizer.chained_optimizers:
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip, norm)
+        if 0 < self._clip < norm:
+            clip_grads_with_norm_(self._parameters(), self._clip, torch.tensor(norm), foreach=True)
         zeros = self.optimizer.count_zeros() if self._count_zeros else None
         applied = self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return UpdateOutcome(bool(applied), norm, zeros, learning_rate)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """This rank's master weights; their ``grad`` is what the update applies."""
+        return [p for part in self.optimizer.chained_optimizers for p in part.get_parameters()]
+
+    def gather_parameters(self) -> None:
+        """Make every rank hold the weights of the last update; collective.
+
+        With `--overlap-param-gather` they are on their way until the next forward pass: whoever reads
+        parameters in between, a checkpoint for example, would read old ones.
+        """
+        if self.wrapped.use_forward_hook:
+            self.wrapped.start_param_sync(force_sync=True)
 
 
 def _wrap(policy: PolicyModel, config: RLConfig) -> DistributedDataParallel:
@@ -98,6 +116,7 @@ def _build_optimizer(
         adam_beta1=optimizer.adam_beta1,
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
+        sgd_momentum=optimizer.sgd_momentum,
         clip_grad=optimizer.clip_grad,
         bf16=config.precision.bf16,
         params_dtype=dtype,
@@ -105,18 +124,34 @@ def _build_optimizer(
         overlap_param_gather=config.parallel.overlap_param_gather,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )
-    return get_megatron_optimizer(settings, [wrapped])
+    built = get_megatron_optimizer(settings, [wrapped])
+    if next(wrapped.parameters()).device.type == "cpu":
+        for part in built.chained_optimizers:
+            _use_fused_kernel(part.optimizer)
+    return built
+
+
+def _use_fused_kernel(inner: torch.optim.Optimizer) -> None:
+    """Where Apex and Transformer Engine are absent, torch's Adam goes through a dozen calls a parameter."""
+    if isinstance(inner, torch.optim.AdamW):
+        for group in inner.param_groups:
+            group["fused"] = True
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: RLConfig) -> OptimizerParamScheduler:
-    """The learning-rate schedule, counted in optimizer updates (Megatron's ``iters``)."""
-    schedule = config.schedule
-    scheduler = OptimizerParamScheduler(
+    """The learning-rate schedule, counted in optimizer updates (Megatron's ``iters``).
+
+    Of 4 warm-up updates to 1.0 the first runs at 0.25 and the fourth at 1.0. Megatron's own first
+    update would run at `--lr-warmup-init`, 0 by default: an update without effect.
+    """
+    schedule, peak, warmup = config.schedule, config.optimizer.lr, config.lr_warmup_updates
+    first = schedule.lr_warmup_init + (peak - schedule.lr_warmup_init) / max(warmup, 1)
+    return OptimizerParamScheduler(
         optimizer,
-        init_lr=schedule.lr_warmup_init,
-        max_lr=config.optimizer.lr,
+        init_lr=first,
+        max_lr=peak,
         min_lr=schedule.min_lr,
-        lr_warmup_steps=config.lr_warmup_updates,
+        lr_warmup_steps=max(warmup - 1, 0),  # after the first one
         lr_decay_steps=config.lr_decay_updates,
         lr_decay_style=schedule.lr_decay_style,
         start_wd=config.optimizer.weight_decay,
@@ -126,6 +161,3 @@ def build_schedule(optimizer: MegatronOptimizer, config: RLConfig) -> OptimizerP
         wsd_decay_steps=config.lr_wsd_decay_updates or None,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
     )
-    # megatron's first update would run at the initial rate, 0 by default: an update without effect.
-    scheduler.step(increment=1)
-    return scheduler

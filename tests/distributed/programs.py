@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_rl.build import Run
 from megatron_rl.checkpoint import CheckpointManager
@@ -106,6 +105,50 @@ def save_while_gathering(folder: str, changes: Mapping[str, Any]) -> list[float]
     return distances
 
 
+def place(tensor_size: int) -> dict[str, Any]:
+    """Where this rank stands, and who is in its groups."""
+    groups = join(tensor_size)
+    members = {
+        name: dist.get_process_group_ranks(group)
+        for name, group in (("tensor", groups.tensor_group), ("data", groups.data_group), ("model", groups.model_group))
+    }
+    report = members | {
+        "indices": [groups.tensor_rank, groups.data_rank],
+        "sizes": [groups.tensor_size, groups.data_size],
+        "is_main": groups.is_main,
+        "leads_model": groups.leads_model,
+        "model_leader": groups.model_leader(),
+    }
+    shut_down()
+    return report
+
+
+def stop_on_one_rank(tensor_size: int, stopped_rank: int) -> dict[str, Any]:
+    """A step during which one rank is asked to stop, and the same step afterwards."""
+    groups = join(tensor_size)
+    # One token an engine step: enough steps for the ranks of a copy to ask each other in between.
+    run = toy_run(toy_config(groups, {"rl_decode_steps_per_sync": 1}), groups)
+    steps = 0
+    engine_step = run.rollouter._engine.step
+
+    def step_until_asked() -> list[Any]:
+        nonlocal steps
+        steps += 1
+        if steps == 2 and groups.rank == stopped_rank:
+            run.stop.reason = "SIGTERM"
+        return engine_step()
+
+    run.rollouter._engine.step = step_until_asked
+    before = run.source.state()
+    interrupted = rl_step(run, 1)
+    after = run.source.state()
+    run.stop.reason = ""
+    again = rl_step(run, 1)
+    run.rollouter.close()
+    shut_down()
+    return {"result": interrupted is None, "cursor": before == after, "loss": again.metrics["actor/pg_loss"]}
+
+
 def roll_out(run: Run) -> Sequence[Sample]:
     """This rank's samples of the first step."""
     requests = run.requests_of_this_rank(run.source.draw(run.config.algorithm.grpo_prompts_per_step))
@@ -119,7 +162,7 @@ def join(tensor_size: int) -> ParallelGroups:
     single_thread()
     config = tiny_config(int(os.environ["WORLD_SIZE"]), tensor_model_parallel_size=tensor_size)
     # Several buckets, as in a model of a real size, so that overlapping has something to put in order.
-    optimizer.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=4_000)
+    optimizer.DistributedDataParallelConfig = partial(optimizer.DistributedDataParallelConfig, bucket_size=4_000)
     return initialize(config.parallel, current_platform())
 
 

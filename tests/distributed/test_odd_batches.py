@@ -39,7 +39,7 @@ class Outcome:
         folder = self._folder / topology
         folder.mkdir()
         program = "tests.distributed.programs:odd_batches"
-        return run_ranks(program, world_size, timeout=120, folder=str(folder), variants=VARIANTS)
+        return run_ranks(program, world_size, timeout=600, folder=str(folder), variants=VARIANTS)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.platform import current_platform
+from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import generate, mcore_engine, ragged_requests, rollout_engine
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
@@ -29,7 +30,10 @@ def on_ranks(tensor_size: int) -> dict[str, dict[str, Any]]:
 
 
 def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Greedy and sampled completions of both engines and their distance from the trainer's log-probs."""
+    """Greedy and sampled completions of both engines and their distance from the trainer's log-probs.
+
+    After them the model is trained on, which fails when a rollout left an inference tensor behind.
+    """
     policy = tiny_policy(tiny_config(groups.world_size, **changes))
     report: dict[str, Any] = {}
     for name, make_engine in (("rollout", rollout_engine), ("mcore", mcore_engine)):
@@ -37,9 +41,12 @@ def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, A
         for kind in ("greedy", "sampled"):
             requests = ragged_requests(4, num_samples=2, max_new_tokens=16, greedy=kind == "greedy")
             completions = generate(policy, engine, requests)
+            batch = packed(requests, completions)
             report[f"{name} {kind}"] = {
                 "tokens": [list(c.token_ids) for group in completions for c in group],
                 "logprobs": [x for group in completions for c in group for x in c.inference_logprobs],
-                "gap": gaps(policy, groups, packed(requests, completions), 1.0).max().item(),
+                "gap": gaps(policy, groups, batch, 1.0).max().item(),
             }
+    scorer = Scorer(policy, groups.tensor_group, 1.0)
+    scorer.select(scorer.forward(policy.gpt, batch), batch).logprobs.sum().backward()
     return report

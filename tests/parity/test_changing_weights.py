@@ -16,9 +16,10 @@ from tests.support.generation import (
     tokens,
 )
 from tests.support.scoring import gaps, packed
-from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 
 ENGINES = pytest.mark.parametrize("make_engine", [rollout_engine, mcore_engine])
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @ENGINES
@@ -39,10 +40,14 @@ def test_an_in_place_update_is_used_at_once(one_rank: object, make_engine) -> No
 
 
 @ENGINES
-@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
-def test_rollouts_and_updates_take_turns(one_rank, make_engine, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    "recompute",
+    [{}, {"recompute_granularity": "selective"}, FULL_RECOMPUTE],
+    ids=["stored", "selective", "full"],
+)
+def test_rollouts_and_updates_take_turns(one_rank, make_engine, recompute: dict[str, object]) -> None:
     """The rollout comes first, so that every cache of the model is born inside inference mode."""
-    policy = tiny_policy(tiny_config(recompute_activations=recompute))
+    policy = tiny_policy(tiny_config(**recompute))
     engine = make_engine(policy)
     optimizer = torch.optim.SGD(policy.gpt.parameters(), lr=1.0)
     requests = ragged_requests(4, num_samples=2, max_new_tokens=12)
@@ -55,6 +60,18 @@ def test_rollouts_and_updates_take_turns(one_rank, make_engine, recompute: bool)
         said.append(tokens(groups))
         _update(policy, one_rank, optimizer, batch)
     assert said[0] != said[1] != said[2], "the updates did not reach the rollouts"
+
+
+@ENGINES
+def test_megatrons_own_forward_stays_trainable(one_rank: object, make_engine) -> None:
+    """megatron caches its rotary embedding by length, and full recomputation saves it for the backward pass."""
+    policy = tiny_policy(tiny_config(**FULL_RECOMPUTE))
+    length = 48  # the engine's maximum, so that the cached entry is the one training asks for
+    generate(policy, make_engine(policy), ragged_requests(2, max_new_tokens=4))
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    logits = policy.gpt(torch.arange(length)[None] % VOCABULARY, torch.arange(length)[None], future)
+    logits.logsumexp(-1).sum().backward()
+    assert all(parameter.grad is not None for parameter in policy.gpt.parameters())
 
 
 def _update(policy: PolicyModel, one_rank, optimizer: torch.optim.Optimizer, batch) -> None:

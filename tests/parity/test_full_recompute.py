@@ -1,4 +1,4 @@
-"""Greedy decoding with a cache against the plain forward pass over the whole sequence, token by token."""
+"""Decoding with a cache against the plain forward pass over the whole sequence, token by token."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megatron_rl.inference.sampler import sample_seed, uniform
 from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import END, generate, ragged_requests, randomise_vectors, rollout_engine
+from tests.support.scoring import packed
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 
 
@@ -40,3 +43,22 @@ def test_the_cache_changes_nothing(one_rank: object, architecture: dict[str, obj
         expected = [greedy_without_cache(policy, r.prompt_ids, r.sampling.max_new_tokens) for r in requests]
     assert [group[0].token_ids for group in groups] == expected
     assert len({ids for ids in expected}) > 3, "the model says the same to every prompt"
+
+
+def test_a_draw_is_the_inverse_distribution_at_seed_and_position(one_rank) -> None:
+    """Every sampled token follows from its sample's seed, its position and the trainer's logits alone."""
+    policy = tiny_policy()
+    (wanted,) = ragged_requests(1, num_samples=6, temperature=1.3, max_new_tokens=20)
+    (group,) = generate(policy, rollout_engine(policy), [wanted], seed=77)
+    scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+    source = wanted.source
+    for index, completion in enumerate(group):
+        batch = packed([wanted], [[completion]])
+        before = slice(len(wanted.prompt_ids) - 1, len(wanted.prompt_ids) - 1 + len(completion.token_ids))
+        with torch.no_grad():
+            logits = scorer.forward(policy.gpt, batch)[before, :VOCABULARY]
+        position = torch.arange(before.start + 1, before.stop + 1)
+        seed = sample_seed(77, source.environment, source.task.id, source.epoch, index)
+        cumulative = (logits / 1.3).softmax(-1).cumsum(-1)
+        number = uniform(torch.full_like(position, seed), position)
+        assert (cumulative < number[:, None]).sum(-1).tolist() == list(completion.token_ids)

@@ -11,6 +11,7 @@ import shlex
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -74,10 +75,10 @@ def benchmark_config(shape: Shape, seq_length: int, *extra: str) -> RLConfig:
     return config
 
 
-def one_thread() -> None:
-    """CPU seconds of one thread: comparable between contenders, and between busy machines."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def prepare() -> None:
+    """CPU seconds of one thread: comparable between contenders, and on a machine that others use too."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # deprecations inside torch and megatron would drown the table
 
 
 def turn_order(names: Sequence[str], round_index: int) -> list[str]:
@@ -86,9 +87,7 @@ def turn_order(names: Sequence[str], round_index: int) -> list[str]:
     return [*names[start:], *names[:start]]
 
 
-def compete(
-    contenders: Mapping[str, Callable[[int], int]], rounds: int, turn_seconds: float = 0.5
-) -> list[Round]:
+def compete(contenders: Mapping[str, Callable[[int], int]], rounds: int, turn_seconds: float = 0.5) -> list[Round]:
     """Every contender has a turn a round, after one untimed run each.
 
     A contender takes a seed and returns how many useful tokens it made.
@@ -148,14 +147,14 @@ def provenance(module: str) -> dict[str, Any]:
 
 
 def hardware() -> str:
-    """Processor, cores and the threads used; no host name."""
+    """Processor and cores; no host name."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
                  if line.startswith("model name")]  # fmt: skip
         model = names[0] if names else model
-    return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used"
+    return f"{model}, {os.cpu_count()} cores"
 
 
 def write_record(path: Path | None, record: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from tools.benchmark.common import (
     Shape,
     benchmark_config,
     compete,
-    one_thread,
+    prepare,
     provenance,
     random_prompts,
     summarise,
@@ -74,7 +74,7 @@ class Workload:
 
 
 def make_workload(arguments: argparse.Namespace) -> Workload:
-    """Ragged limits are uniform on 1 .. new-tokens, scaled by nothing: their mean is half of it."""
+    """Ragged limits are uniform on 1 .. new-tokens: their mean is half of it."""
     draw = random.Random(arguments.seed)
     longest = arguments.new_tokens
     limits = [draw.randint(1, longest) if arguments.ragged else longest for _ in range(arguments.batch)]
@@ -157,14 +157,13 @@ def agreement(contenders: dict[str, Generate]) -> dict[str, float]:
     answers = {name: generate(0, True) for name, generate in contenders.items()}
     ours = answers.pop("ours")
     return {
-        name: sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
-        for name, theirs in answers.items()
+        name: sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours) for name, theirs in answers.items()
     }
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     """Build, check that all compute the same, measure."""
-    one_thread()
+    prepare()
     length = arguments.prompt_tokens + arguments.new_tokens
     config = benchmark_config(arguments.shape, length)
     platform = current_platform()

@@ -65,6 +65,11 @@ def _recompute(config: RLConfig) -> Iterator[str]:
             "--recompute-method and --recompute-num-layers choose whole layers, which only "
             "--recompute-granularity full recomputes; add it, or leave them out"
         )
+    if kernels.recompute_modules is not None and kernels.recompute_granularity != "selective":
+        yield (
+            "--recompute-modules chooses parts of a layer, which only --recompute-granularity selective "
+            "recomputes; add it, or leave them out"
+        )
     if count is not None and layers is not None and count > layers:
         yield f"--recompute-num-layers {count} is more than the model's {layers} layers; use at most {layers}"
 

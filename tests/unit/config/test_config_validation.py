@@ -118,6 +118,7 @@ ONE_PROBLEM = [
         {"recompute_granularity": "selective", "recompute_method": "uniform"}, 1,
         ["only --recompute-granularity full"],
     ),
+    ({"recompute_modules": "mlp"}, 1, ["--recompute-modules", "--recompute-granularity selective"]),
     ({"ckpt_format": "torch"}, 1, ["--ckpt-format torch is refused", "use torch_dist"]),
     ({"min_lr": "0.01"}, 1, ["--min-lr 0.01", "--lr 0.001"]),
     ({"lr_warmup_init": "0.01"}, 1, ["--lr-warmup-init 0.01", "--lr 0.001"]),

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.inference.stop_strings import truncate_at_stop
 
-PIECES = ["a", "b", "</", "answer", ">", "x>y", "", "\n\nQ:"]
+PIECES = ["a", "b", "</", "answer", ">", ">y", "", "\n\nQ:"]
 
 
 def decode(token_ids: list[int]) -> str:
@@ -36,7 +36,7 @@ def test_tokens_kept(token_ids: list[int], stop: list[str], kept: int | None) ->
 
 def test_agrees_with_looking_after_every_token() -> None:
     """The bisection against the plain definition, on all sequences of four pieces."""
-    stop = ["ab", "x>", "</answer"]
+    stop = ["ab", "b>", "</answer>", "y\n"]
     for number in range(len(PIECES) ** 4):
         ids = [number // len(PIECES) ** place % len(PIECES) for place in range(4)]
         hits = [n for n in range(1, 5) if any(text in decode(ids[:n]) for text in stop)]

@@ -1,0 +1,63 @@
+"""pass@k and accuracy as a Hugging Face ``evaluate`` metric, for people who evaluate with that library::
+
+    PassAtK().compute(predictions=[[1.0, 0.0, 0.0, 0.0], [1.0, 1.0]], k=[1, 2])
+    {"accuracy": 0.625, "pass@1": 0.625, "pass@2": 0.75}
+
+Nothing of a training run imports this module: ``import evaluate`` pulls in ``datasets`` and ``transformers``
+and takes about 3 CPU seconds. Runs use ``algorithms.passk``, which this module, a layer below, must not import;
+a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+
+import datasets
+import evaluate
+
+_DESCRIPTION = "The chance that at least one of k answers to a task is right, and the share of right answers."
+_CITATION = "Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374, equation 1"
+_INPUTS = """
+    predictions: for each task, the rewards of its answers; a positive one is right, None is a failed grade, left out.
+    k: attempts granted; a task with fewer graded answers than k does not count in pass@k.
+"""
+
+
+class PassAtK(evaluate.Metric):
+    """Works offline and in memory: no file is written, no cache directory made."""
+
+    def __init__(self) -> None:
+        super().__init__(keep_in_memory=True)
+
+    def _info(self) -> evaluate.MetricInfo:
+        rewards = datasets.Sequence(datasets.Value("float64"))
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation=_CITATION,
+            inputs_description=_INPUTS,
+            features=datasets.Features({"predictions": rewards}),
+        )
+
+    def _build_data_dir(self) -> str:
+        """The base class would make one below the user's cache, though everything stays in memory."""
+        return ""
+
+    def _compute(self, predictions: Sequence[Sequence[float | None]], k: Sequence[int] = (1,)) -> dict[str, float]:
+        graded = [[reward > 0 for reward in rewards if reward is not None] for rewards in predictions]
+        tasks = [(len(right), sum(right)) for right in graded if right]
+        results = {"accuracy": _mean([correct / count for count, correct in tasks])}
+        for attempts in k:
+            chances = [_pass_at(count, correct, attempts) for count, correct in tasks if count >= attempts]
+            results[f"pass@{attempts}"] = _mean(chances)
+        return results
+
+
+def _pass_at(count: int, correct: int, attempts: int) -> float:
+    """Python's integers do not overflow: the binomials are exact."""
+    return 1 - comb(count - correct, attempts) / comb(count, attempts)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN without a task to take the mean over: 0 would say that every answer was wrong."""
+    return sum(values) / len(values) if values else float("nan")

@@ -1,0 +1,129 @@
+"""One short run for every algorithm and every switch of the loss: each ends well and each does something."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from megatron_rl.algorithms.discovery import available
+from tests.support.checkpoints import state_of
+from tests.support.runs import Outcome, rows_of, run_many
+
+TWO_PASSES = {
+    "grpo_iterations": 2, "global_batch_size": 8, "train_iters": 12,
+    "grpo_clamp_eps_lower": 0.02, "grpo_clamp_eps_upper": 0.02,
+}  # fmt: skip
+"""Two halves of a rollout of 16, twice: 4 updates a step, 3 steps; narrow enough for some ratios to be clipped."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": {},
+    **{f"advantage_{name}": {"rl_advantage": name} for name in available("advantages") if name != "grpo"},
+    **{f"loss_{name}": {"rl_policy_loss": name, **TWO_PASSES} for name in available("losses")},
+    **{f"correction_{name}": {"rl_correction": name, "rl_correction_cap": 0.5} for name in available("corrections")},
+    "dual_clip": {"rl_dual_clip": 1.01, **TWO_PASSES},
+    "kl": {"grpo_kl_beta": 0.01},
+    "kl_k1": {"grpo_kl_beta": 0.01, "rl_kl_estimator": "k1"},
+    "entropy": {"grpo_entropy_term_weight": 0.1},
+    "sequence_mean": {"rl_loss_aggregation": "sequence-mean"},
+    "constant": {"rl_loss_aggregation": "constant"},
+    "samples": {"train_iters": None, "train_samples": 48},
+    "stop_strings": {"rl_stop_strings": "="},
+    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "recompute_mlp": {"recompute_granularity": "selective", "recompute_modules": "core_attn mlp layernorm"},
+    "sgd": {"optimizer": "sgd"},
+    "logging": {
+        "log_params_norm": True, "log_num_zeros_in_grad": True, "log_straggler": True, "log_throughput": True,
+        "log_interval": 2, "timing_log_level": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(workshop, warm_start) -> dict[str, Outcome]:
+    """All of them in one process."""
+    commands = []
+    for name, flags in VARIANTS.items():
+        argv = workshop.rl(name, pretrained_checkpoint=warm_start, **{"train_iters": 3} | flags)
+        commands.append([part for text in argv for part in text.split()])
+    return dict(zip(VARIANTS, run_many(commands, timeout=500), strict=True))
+
+
+@pytest.fixture(scope="module")
+def rows(outcomes, workshop) -> dict[str, list[dict[str, Any]]]:
+    """Their metrics."""
+    return {name: rows_of(workshop.run_dir(name)) for name in outcomes}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_run_ends_well(outcomes, rows, workshop, name):
+    outcomes[name].check()
+    assert rows[name][-1]["step"] == 3
+    for row in rows[name]:
+        assert "nonfinite" not in row
+        assert row["actor/grad_norm"] > 0
+        assert row["actor/skipped_updates"] == 0
+    updates = state_of(workshop.run_dir(name) / "checkpoints" / "step_0000003")["updates"]
+    assert updates == (12 if "grpo_iterations" in VARIANTS[name] else 3)
+
+
+def test_no_two_algorithms_are_the_same(rows):
+    """A name that is accepted and does nothing would give the run of another one."""
+    for kind in ("advantage", "loss"):
+        names = [name for name in VARIANTS if name.startswith(f"{kind}_")] + ["base"]
+        for one, other in combinations(names, 2):
+            assert rows[one][-1]["actor/grad_norm"] != rows[other][-1]["actor/grad_norm"], (one, other)
+    for name in ("dual_clip", "kl", "kl_k1", "entropy", "sequence_mean", "constant", "stop_strings", "sgd"):
+        assert rows[name][-1]["actor/grad_norm"] != rows["base"][-1]["actor/grad_norm"], name
+
+
+def test_ratios_are_clipped_only_after_the_first_update(rows):
+    assert all(row["actor/pg_clipfrac"] == 0 for row in rows["base"])
+    assert rows["loss_clip"][-1]["actor/pg_clipfrac"] > 0
+    assert rows["dual_clip"][-1]["actor/pg_clipfrac_lower"] > 0
+    assert rows["loss_clip"][-1]["actor/ppo_kl"] != 0
+
+
+def test_the_reference_is_the_policy_of_the_start(rows):
+    for name in ("kl", "kl_k1"):
+        assert rows[name][0]["actor/kl_loss"] == pytest.approx(0, abs=1e-9)
+    assert rows["kl"][-1]["actor/kl_loss"] > 1e-6
+    assert rows["kl"][-1]["actor/kl_loss"] != rows["kl_k1"][-1]["actor/kl_loss"]
+
+
+def test_the_entropy_bonus_keeps_entropy_up(rows):
+    assert rows["entropy"][-1]["actor/entropy"] > rows["base"][-1]["actor/entropy"]
+
+
+def test_corrections_weigh_by_the_gap_between_engine_and_trainer(rows):
+    """There is none on a CPU: ratios are 1, of which token_tis with a cap of 0.5 leaves a half."""
+    for name in ("none", "masked_is"):
+        assert rows[f"correction_{name}"][-1]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-4), name
+    assert rows["correction_token_tis"][-1]["rollout_corr/rollout_is_mean"] == pytest.approx(0.5)
+    assert rows["correction_token_tis"][0]["actor/grad_norm"] == pytest.approx(
+        rows["correction_none"][0]["actor/grad_norm"] / 2, rel=1e-4
+    )
+
+
+def test_recomputing_activations_changes_no_result(rows):
+    for name in ("recompute", "recompute_mlp"):
+        for ours, theirs in zip(rows[name], rows["base"], strict=True):
+            assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-5), name
+    assert [row["actor/grad_norm"] for row in rows["samples"]] == [row["actor/grad_norm"] for row in rows["base"]]
+
+
+def test_a_stop_string_ends_a_completion(workshop, outcomes):
+    lines = (workshop.run_dir("stop_strings") / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    ended = [record for record in map(json.loads, lines) if "=" in record["completion"]]
+    assert ended
+    assert {record["finish_reason"] for record in ended} == {"stop_string"}
+
+
+def test_logging_switches_add_their_metrics(rows):
+    assert [row["step"] for row in rows["logging"]] == [2, 3]
+    added = set(rows["logging"][-1]) - set(rows["base"][-1])
+    assert added == {
+        "actor/params_norm", "actor/num_zeros_in_grad", "perf/tflops_per_rank",
+        "straggler/update_s_fastest", "straggler/update_s_slowest", "straggler/slowest_rank",
+    }  # fmt: skip

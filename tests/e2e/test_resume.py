@@ -1,0 +1,127 @@
+"""A run in one go equals the same run stopped half way and resumed, in every topology: bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import contents, differences, state_of
+from tests.support.runs import Outcome, facts_of, rows_of, run_many
+
+TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "rl_two_replicas": (2, "rl", {"use_distributed_optimizer": True, "eval_interval": 3, "rl_prompts_per_eval": 2}),
+    "supervised_two_replicas": (
+        2, "supervised",
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
+    "rl_tensor_parallel": (2, "rl", TENSOR_PARALLEL),
+    "rl_bf16_two_replicas": (2, "rl", {"use_distributed_optimizer": True, "bf16": True}),
+    "rl_one_rank": (
+        1, "rl",
+        {"grpo_iterations": 2, "global_batch_size": 8, "train_iters": 16, "grpo_kl_beta": 0.05},
+    ),
+    "rl_bf16_one_rank": (1, "rl", {"bf16": True}),
+}
+"""Name -> ranks, mode, flags. Each takes 4 steps; `rl_one_rank` makes 4 updates in each."""
+
+
+def _commands(workshop, ranks: int, suffix: str, **changes: Any) -> list[list[str]]:
+    return [
+        getattr(workshop, mode)(f"{name}_{suffix}", **flags, **changes)
+        for name, (wanted, mode, flags) in CASES.items()
+        if wanted == ranks
+    ]
+
+
+@pytest.fixture(scope="module", params=[2, 1], ids=["two_ranks", "one_rank"])
+def runs(request, workshop) -> tuple[int, list[str]]:
+    """Whole runs and first halves in one process a rank, the second halves in fresh ones."""
+    ranks = request.param
+    first = [*_commands(workshop, ranks, "whole"), *_commands(workshop, ranks, "halved", exit_interval=2)]
+    for outcome in run_many(first, ranks):
+        outcome.check()
+    names = [name for name, (wanted, _, _) in CASES.items() if wanted == ranks]
+    for name in names:
+        halved = workshop.run_dir(f"{name}_halved")
+        assert facts_of(halved)["status"] == "stopped"
+        shutil.copytree(halved, workshop.run_dir(f"{name}_first_half"))
+    for outcome in run_many(_commands(workshop, ranks, "halved", exit_interval=2, resume=True), ranks):
+        assert "(step 2)" in outcome.check().output
+    return ranks, names
+
+
+def test_a_resumed_run_ends_as_if_it_had_not_stopped(runs, workshop):
+    for name in runs[1]:
+        whole, halved = workshop.run_dir(f"{name}_whole"), workshop.run_dir(f"{name}_halved")
+        assert facts_of(halved)["status"] == "finished"
+        last = Path("checkpoints") / "step_0000004"
+        assert differences(whole / last, halved / last) == [], name
+        names = contents(whole / last)
+        assert any("exp_avg" in key for key in names), "the optimizer's moments were not compared"
+        assert any("step" in key and "run_state" not in key for key in names), "the step counters were not compared"
+
+
+def test_a_resumed_run_logs_the_same_rows(runs, workshop):
+    for name in runs[1]:
+        rows = rows_of(workshop.run_dir(f"{name}_halved"))
+        assert rows == rows_of(workshop.run_dir(f"{name}_whole")), name
+        assert [row["step"] for row in rows if row["step"]] == [1, 2, 3, 4]
+        assert rows[-1]["actor/lr"] < rows[-2]["actor/lr"], "the schedule stands still"
+
+
+def test_a_resumed_run_keeps_the_same_rollouts(runs, workshop):
+    for name in (name for name in runs[1] if CASES[name][1] == "rl"):
+        for step in (1, 2, 3, 4):
+            record = Path("rollouts") / f"step_{step:06d}.jsonl"
+            whole, halved = (workshop.run_dir(f"{name}_{kind}") / record for kind in ("whole", "halved"))
+            assert whole.read_text() == halved.read_text(), f"{name}, step {step}"
+            assert whole.read_text().count("\n") >= 2
+
+
+MOVES = {
+    "tensor_parallel_to_replicas": ("rl_tensor_parallel", 2, {}),
+    "replicas_to_tensor_parallel": ("rl_two_replicas", 2, {**TENSOR_PARALLEL, "use_distributed_optimizer": True}),
+    "replicas_to_one_rank": ("rl_two_replicas", 1, {"use_distributed_optimizer": True}),
+    "tensor_parallel_to_one_rank": ("rl_tensor_parallel", 1, {}),
+}
+"""Name -> the run whose first half is continued, ranks, flags."""
+
+
+@pytest.fixture(scope="module")
+def moved(workshop, runs) -> dict[str, Outcome]:
+    """The same first halves continued by other numbers of ranks; the fixture runs once for each number."""
+    ranks = runs[0]
+    chosen = {name: move for name, move in MOVES.items() if move[1] == ranks}
+    for name, (origin, _, _) in chosen.items():
+        source = workshop.run_dir(f"{origin}_first_half")
+        shutil.copytree(source, workshop.run_dir(name))
+    commands = [workshop.rl(name, resume=True, **flags) for name, (_, _, flags) in chosen.items()]
+    return dict(zip(chosen, run_many(commands, ranks), strict=True))
+
+
+def test_a_run_goes_on_in_another_topology(moved, workshop):
+    for name, outcome in moved.items():
+        outcome.check()
+        origin = MOVES[name][0]
+        whole, own = workshop.run_dir(f"{origin}_whole"), workshop.run_dir(name)
+        last = Path("checkpoints") / "step_0000004"
+        assert state_of(own / last)["cursor"] == state_of(whole / last)["cursor"]
+        for step in (3, 4):
+            drawn, expected = _prompts(own, step), _prompts(whole, step)
+            assert drawn, name
+            assert drawn <= expected or expected <= drawn, f"{name}: other prompts in step {step}"
+        for ours, theirs in zip(rows_of(own)[-2:], rows_of(whole)[-2:], strict=True):
+            for metric in ("critic/rewards/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
+                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-3, abs=1e-5), f"{name}: {metric}"
+            assert ours["actor/lr"] == theirs["actor/lr"]
+
+
+def _prompts(run_dir: Path, step: int) -> set[str]:
+    """Prompts in rank 0's records: all draws on one rank, every second one with two replicas."""
+    lines = (run_dir / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return {json.loads(line)["prompt"] for line in lines}

@@ -1,0 +1,142 @@
+"""Signals and kills: what is finished is saved, nothing is left running, and a resume goes on from there."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import differences, state_of
+from tests.support.launches import launched
+from tests.support.runs import facts_of, rows_of, run, run_many
+
+SLOW = "tests.support.e2e_environments:Slow"
+STEPS = 12
+LAST = Path("checkpoints") / f"step_{STEPS:07d}"
+
+
+def _environments(workshop, name: str, seconds: float, **options) -> Path:
+    """The same tasks and rewards, graded as slowly as a test needs it."""
+    entry = {"environment": SLOW, "args": {"seconds": seconds, **options}}
+    return workshop.environments(name, [entry])
+
+
+@pytest.fixture(scope="module")
+def whole(workshop) -> Path:
+    """The run that nobody disturbs, on two ranks."""
+    environments = _environments(workshop, "undisturbed", seconds=0.0)
+    run(
+        workshop.rl("undisturbed", train_iters=STEPS, langrl_env_config=environments, use_distributed_optimizer=True),
+        ranks=2,
+    ).check()
+    return workshop.run_dir("undisturbed")
+
+
+def test_a_run_stopped_in_every_way_and_resumed_is_the_undisturbed_one(workshop, whole):
+    run_dir, slow = workshop.run_dir("disturbed"), _environments(workshop, "slow", seconds=0.05)
+    flags = {"train_iters": STEPS, "langrl_env_config": slow, "use_distributed_optimizer": True}
+    stops = {
+        "SIGTERM to torchrun": lambda launch: launch.signal(signal.SIGTERM),
+        "Ctrl-C in the terminal": lambda launch: launch.signal_group(signal.SIGINT),
+        "SIGTERM to one rank": lambda launch: launch.signal_rank(1, signal.SIGTERM),
+    }
+    reached = 0
+    for what, stop in stops.items():
+        with launched(workshop.rl("disturbed", **flags, resume=reached > 0), run_dir, ranks=2) as launch:
+            launch.wait_for_step(reached + 2)
+            stop(launch)
+            code = launch.wait()
+            assert launch.leftovers() == [], what
+            assert "Traceback" not in launch.output.partition("torch/distributed")[0], what
+            assert "restart" not in launch.output, f"{what}: the environment server got the signal too"
+        assert facts_of(run_dir)["status"] == "stopped", what
+        if what == "SIGTERM to one rank":
+            assert code == 0, launch.output[-3000:]
+        done = rows_of(run_dir)[-1]["step"]
+        saved = (run_dir / "checkpoints" / "latest").read_text().strip()
+        assert saved == f"step_{done:07d}", f"{what}: the finished steps were not saved"
+        assert reached < done < STEPS, what
+        reached = done
+    _environments(workshop, "slow", seconds=0.0)
+    run(workshop.rl("disturbed", **flags, resume=True), ranks=2).check()
+    assert facts_of(run_dir)["status"] == "finished"
+    assert rows_of(run_dir) == rows_of(whole)
+    assert differences(run_dir / LAST, whole / LAST) == []
+
+
+def test_a_killed_rank_takes_the_others_along_and_the_last_save_is_resumed(workshop, whole):
+    run_dir, slow = workshop.run_dir("killed"), _environments(workshop, "killed", seconds=0.05)
+    flags = {"train_iters": STEPS, "langrl_env_config": slow, "use_distributed_optimizer": True, "save_interval": 2}
+    with launched(workshop.rl("killed", **flags), run_dir, ranks=2) as launch:
+        launch.wait_for_step(3)
+        launch.signal_rank(1, signal.SIGKILL)
+        assert launch.wait() != 0
+        assert launch.leftovers() == []
+    assert facts_of(run_dir)["status"] == "failed"
+    _environments(workshop, "killed", seconds=0.0)
+    outcome = run(workshop.rl("killed", **flags, resume=True), ranks=2).check()
+    assert "resumed from" in outcome.output
+    assert rows_of(run_dir) == rows_of(whole)
+    assert differences(run_dir / LAST, whole / LAST) == []
+
+
+def test_a_killed_main_rank_leaves_no_environment_server(workshop):
+    run_dir, slow = workshop.run_dir("killed_main"), _environments(workshop, "killed_main", seconds=0.05)
+    with launched(workshop.rl("killed_main", train_iters=STEPS, langrl_env_config=slow), run_dir) as launch:
+        launch.wait_for_step(1)
+        assert len(launch.processes()) == 2  # the rank and its environment server
+        launch.signal(signal.SIGKILL)
+        assert launch.wait() == -signal.SIGKILL
+        assert launch.leftovers() == []
+
+
+def test_a_killed_environment_server_is_replaced(workshop):
+    run_dir = workshop.run_dir("server_killed")
+    slow = _environments(workshop, "server_killed", seconds=0.05)
+    with launched(workshop.rl("server_killed", langrl_env_config=slow), run_dir) as launch:
+        launch.wait_for_step(1)
+        first = launch.server()
+        first.kill()
+        assert launch.wait() == 0
+        assert "restart 1 of 3" in launch.output
+        assert launch.leftovers() == []
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["training/failed_grades"] for row in rows] == [0, 0, 0, 0]
+
+
+def test_a_stop_before_the_first_update_is_saved_and_resumed(workshop):
+    run_dir, started = workshop.run_dir("early"), workshop.folder / "early_started"
+    slow = _environments(workshop, "early", seconds=0.2, started=str(started))
+    flags = {"langrl_env_config": slow, "eval_interval": 2, "rl_prompts_per_eval": 2, "rl_samples_per_eval_prompt": 2}
+    with launched(workshop.rl("early", **flags), run_dir) as launch:
+        launch.wait_until(started.exists, "the first grade")
+        launch.signal(signal.SIGTERM)
+        assert launch.wait() == 0
+        assert launch.leftovers() == []
+    checkpoint = run_dir / "checkpoints" / "step_0000000"
+    assert state_of(checkpoint)["has_optimizer"] is False
+    assert facts_of(run_dir)["status"] == "stopped"
+
+    quick = _environments(workshop, "early", seconds=0.0)
+    undisturbed = flags | {"langrl_env_config": quick}
+    resumed, other = run_many([workshop.rl("early", **undisturbed, resume=True), workshop.rl("early2", **undisturbed)])
+    assert "(step 0)" in resumed.check().output
+    other.check()
+    assert rows_of(run_dir) == rows_of(workshop.run_dir("early2"))
+
+
+def test_a_second_run_in_a_used_directory_is_refused(workshop):
+    first, second, resumed = run_many([
+        workshop.supervised("used"),
+        workshop.supervised("used"),
+        workshop.supervised("used", resume=True),
+    ])  # fmt: skip
+    first.check()
+    second.check(2)
+    assert "1 problem(s)" in second.output
+    assert "already holds a run (at step 4, status finished); continue it with --resume" in second.output
+    resumed.check()
+    assert facts_of(workshop.run_dir("used"))["status"] == "finished"
+    assert len(rows_of(workshop.run_dir("used"))) == 4

@@ -1,0 +1,29 @@
+"""Graded groups made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.types import Completion, FinishReason, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+
+FAILED = GradeResult("error", code="timeout", message="10 s")
+
+
+def graded_group(
+    rewards: Sequence[float | None],
+    prompt_ids: Sequence[int] = (1, 2),
+    task_id: str = "t",
+    environment: str = "toy",
+    lengths: Sequence[int] | None = None,
+    finish_reasons: Sequence[FinishReason] | None = None,
+) -> RolloutGroup:
+    """One rollout a reward; None is a failed grade. Sample i's answer is ``10 + i`` repeated."""
+    lengths = lengths or [index + 1 for index in range(len(rewards))]
+    finish_reasons = finish_reasons or ["stop"] * len(rewards)
+    rollouts = []
+    for index, (reward, length, reason) in enumerate(zip(rewards, lengths, finish_reasons, strict=True)):
+        completion = Completion((10 + index,) * length, (-0.5 - index,) * length, reason, policy_version=0)
+        grade = FAILED if reward is None else GradeResult("ok", reward=reward)
+        rollouts.append(Rollout(completion, "text", grade))
+    source = SourcedTask(environment, Task(task_id, "prompt"))
+    return RolloutGroup(source, tuple(prompt_ids), "prompt", tuple(rollouts))

@@ -1,0 +1,63 @@
+"""Training samples and optimizations for the trainer's tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rl.models import PolicyModel
+from megatron_rl.trainer import Optimization
+from megatron_rl.types import Sample
+from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+
+
+def make_sample(
+    token_ids: Sequence[int],
+    prompt_length: int = 1,
+    advantage: float = 1.0,
+    inference_logprob: float = -2.0,
+    sample_id: int = 0,
+) -> Sample:
+    """A sample whose drawn tokens all have the same inference log-prob."""
+    logprobs = torch.full((len(token_ids),), inference_logprob)
+    logprobs[:prompt_length] = 0.0
+    return Sample(torch.tensor(token_ids), prompt_length, advantage, logprobs, sample_id)
+
+
+def random_samples(count: int, seed: int = 0) -> list[Sample]:
+    """``count`` samples of 3 to 20 tokens, with advantages of both signs."""
+    draw = random.Random(seed)
+    return [
+        make_sample(
+            [draw.randrange(VOCABULARY) for _ in range(draw.randint(3, 20))],
+            prompt_length=draw.randint(1, 2),
+            advantage=draw.uniform(-1, 1),
+            inference_logprob=draw.uniform(-4, -3),
+            sample_id=index,
+        )
+        for index in range(count)
+    ]
+
+
+def tiny_optimization(seed: int = 1, **changes: object) -> Optimization:
+    """A tiny policy with its optimizer; gradients are not clipped unless ``changes`` say so."""
+    config = tiny_config(**{"clip_grad": 0.0, **changes})
+    return Optimization(tiny_policy(config, seed), config)
+
+
+def weights_of(policy: PolicyModel) -> list[torch.Tensor]:
+    """Copies of all parameters."""
+    return [parameter.detach().clone() for parameter in policy.gpt.parameters()]
+
+
+def gradients_of(optimization: Optimization) -> dict[str, torch.Tensor]:
+    """Copies of the gradients of the last update, by parameter."""
+    named = optimization.policy.gpt.named_parameters()
+    return {name: parameter.main_grad.detach().clone() for name, parameter in named}
+
+
+def all_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,43 @@
+"""The benchmarks run from the command line and compare the same model with itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import REPOSITORY
+
+SMALL = ["--shape", "32x1", "--vocab", "16", "--prompt-tokens", "3", "--new-tokens", "5", "--rounds", "1"]
+
+
+def benchmark(module: str, record: Path, *arguments: str) -> dict[str, Any]:
+    """Run it in a process of its own, because it makes process groups of its own."""
+    command = [sys.executable, "-m", f"tools.benchmark.{module}", *SMALL, *arguments, "--json", str(record)]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "tokens / CPU s" in result.stdout
+    return json.loads(record.read_text())
+
+
+@pytest.mark.parametrize("extra", [(), ("--ragged", "--greedy")])
+def test_rollout(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    record = benchmark("rollout", tmp_path / "r.json", "--batch", "8", "--group", "4", *extra)
+    assert set(record["tokens_per_cpu_second"]) == {"ours", "hf", "stock"}
+    assert set(record["ratio"]) == {"ours/hf", "ours/stock"}
+    assert len(record["rounds"]) == 1
+    assert record["greedy_agreement"] == {"hf": 1.0, "stock": 1.0}
+    assert record["command"].startswith("python -m tools.benchmark.rollout --shape 32x1")
+    assert record["hardware"] and record["date"]
+
+
+def test_update(tmp_path: Path) -> None:
+    record = benchmark("update", tmp_path / "u.json", "--samples", "12", "--micro-batch", "4")
+    assert set(record["ratio"]) == {"ours/plain"}
+    first = record["first_update"]
+    assert first["ours"] == pytest.approx(first["plain"], rel=1e-4)
+    assert first["ours"]["grad_norm"] > 0

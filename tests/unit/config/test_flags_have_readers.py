@@ -1,0 +1,42 @@
+"""A flag that nothing reads is a lie: it must have a reader, or a note that says it has no effect."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import megatron_rl
+from megatron_rl.config import notes, parse_config
+from megatron_rl.config.fields import Flag
+from megatron_rl.config.rl_config import all_flags
+
+LIBRARY = Path(megatron_rl.__file__).parent
+ONLY_ONE_VALUE = {"tokenizer_type", "ckpt_format", "langrl_inference_server_type", "attention_backend"}
+"""Choices of which one is built; the parser, a rule or a note says so."""
+
+
+def _words(path: Path) -> set[str]:
+    """Attributes a module reads and strings it holds (`getattr`, `_fill(name=...)`)."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    words = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return words | {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+@pytest.fixture(scope="module")
+def read() -> set[str]:
+    modules = [path for path in LIBRARY.rglob("*.py") if path.parent != LIBRARY / "config"]
+    modules += [LIBRARY / "config" / name for name in ("resolve.py", "rl_config.py", "arguments.py")]
+    return set().union(*map(_words, modules))
+
+
+@pytest.mark.parametrize("flag", [f for f in all_flags() if f.note is None], ids=lambda flag: flag.name)
+def test_a_flag_without_a_note_has_a_reader(flag: Flag, read: set[str]) -> None:
+    assert flag.name in read or flag.name in ONLY_ONE_VALUE
+
+
+def test_flash_attention_is_noted() -> None:
+    (line,) = notes(parse_config(["--attention-backend", "flash"]))
+    assert line.startswith("--attention-backend flash is not built yet")
+    assert notes(parse_config(["--attention-backend", "sdpa"])) == []

@@ -1,0 +1,102 @@
+"""The model built from flags, its norm, and its two modes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.models import rollout_mode
+from megatron_rl.models.gpt import padded_vocabulary
+from megatron_rl.models.spec import TorchNorm
+from megatron_rl.parallel import ParallelGroups
+from tests.support.samples import tiny_optimization
+from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "divisible_by", "ranks", "expected"),
+    [(32, 8, 1, 32), (33, 8, 1, 40), (33, 8, 2, 48), (16, 16, 2, 32), (50257, 128, 8, 51200), (1, 1, 1, 1)],
+)
+def test_padding_of_the_vocabulary(vocabulary: int, divisible_by: int, ranks: int, expected: int) -> None:
+    assert padded_vocabulary(vocabulary, divisible_by, ranks) == expected
+
+
+def test_flags_reach_the_model(one_rank: ParallelGroups) -> None:
+    changes = {
+        "num_layers": 3, "ffn_hidden_size": 48, "rotary_base": 500, "norm_epsilon": 1e-3,
+        "qk_layernorm": True, "untie_embeddings_and_output_weights": False, "make_vocab_size_divisible_by": 20,
+    }  # fmt: skip
+    policy = tiny_policy(tiny_config(**changes))
+    gpt = policy.gpt
+    layer = gpt.decoder.layers[0]
+    assert len(gpt.decoder.layers) == 3
+    assert layer.mlp.linear_fc1.weight.shape == (2 * 48, 32)  # gate and up
+    assert layer.input_layernorm.eps == layer.self_attention.q_layernorm.eps == 1e-3
+    assert layer.self_attention.linear_qkv.bias is not None
+    assert layer.mlp.linear_fc1.bias is None
+    assert (policy.vocab_size, policy.padded_vocab_size) == (VOCABULARY, 40)
+    assert gpt.share_embeddings_and_output_weights
+    assert policy.num_parameters == sum(parameter.numel() for parameter in gpt.parameters())
+    plain = tiny_policy()
+    assert not torch.equal(plain.rope.cos, policy.rope.cos[: plain.rope.cos.shape[0]])
+
+
+def test_the_seed_fixes_the_weights(one_rank: ParallelGroups) -> None:
+    first, same, other = (tiny_policy(seed=seed).gpt.output_layer.weight for seed in (1, 1, 2))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_bf16_holds_parameters_in_bf16(one_rank: ParallelGroups) -> None:
+    policy = tiny_policy(tiny_config(bf16=True))
+    assert {parameter.dtype for parameter in policy.gpt.parameters()} == {torch.bfloat16} == {policy.dtype}
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norm(normalization: str, sequence_parallel: bool) -> None:
+    settings = SimpleNamespace(
+        params_dtype=torch.float32, sequence_parallel=sequence_parallel, normalization=normalization
+    )
+    norm = TorchNorm(settings, hidden_size=4, eps=0.5)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    # mean 1, mean square 3, variance 2: divided by sqrt(3 + 0.5) or, centred, by sqrt(2 + 0.5)
+    values = torch.tensor([[1.0, -1.0, 3.0, 1.0]])
+    if normalization == "RMSNorm":
+        expected = values / 3.5**0.5 * norm.weight
+        assert norm.bias is None
+    else:
+        with torch.no_grad():
+            norm.bias.fill_(0.25)
+        expected = (values - 1) / 2.5**0.5 * norm.weight + 0.25
+        assert norm.bias.sequence_parallel == sequence_parallel
+    torch.testing.assert_close(norm(values), expected)
+    assert norm.weight.sequence_parallel == sequence_parallel
+
+
+@pytest.mark.parametrize("changes", [{}, OVERLAP])
+def test_rollout_mode_ends_also_by_an_exception(one_rank: ParallelGroups, changes: dict[str, bool]) -> None:
+    optimization = tiny_optimization(**changes)
+    policy, wrapped = optimization.policy, optimization.wrapped
+    hooks = len(wrapped.remove_forward_pre_hook_handles)
+    assert (hooks > 0) == bool(changes)
+    with pytest.raises(KeyboardInterrupt), rollout_mode(policy, wrapped):
+        assert not policy.gpt.training
+        assert len(wrapped.remove_forward_pre_hook_handles) == 0
+        raise KeyboardInterrupt
+    assert policy.gpt.training
+    assert len(wrapped.remove_forward_pre_hook_handles) == hooks
+
+
+def test_a_rollout_first_does_not_spoil_training(one_rank: ParallelGroups) -> None:
+    """megatron caches tensors; made inside inference_mode, they could not be trained with."""
+    optimization = tiny_optimization()
+    ids, positions = torch.tensor([[1, 2, 3]]), torch.arange(3)[None]
+    with rollout_mode(optimization.policy), torch.inference_mode():
+        optimization.policy.gpt(ids, positions, None)
+    optimization.policy.gpt(ids, positions, None).sum().backward()

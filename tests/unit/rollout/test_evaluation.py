@@ -1,0 +1,105 @@
+"""Evaluation numbers from rewards made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_rl.inference import EngineStatistics
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout import Draw, Evaluator, RequestFactory, RolloutResult
+from megatron_rl.rollout.evaluation import powers_of_two_up_to
+from megatron_rl.types import GenerationRequest, RolloutGroup, SamplingParams, SourcedTask, Task
+from tests.support.rollouts import graded_group
+
+FACTORY = RequestFactory(SamplingParams(max_new_tokens=8), max_sequence_length=16)
+
+
+class FixedRollouter:
+    """Answers the requests with groups made beforehand, and remembers what it was asked."""
+
+    def __init__(self, groups: Sequence[RolloutGroup], cancelled: bool = False) -> None:
+        self._result = RolloutResult(tuple(groups), EngineStatistics(), 0.0, 0.0, cancelled)
+        self.asked: list[tuple[list[GenerationRequest], int, int]] = []
+
+    def run(self, requests: Sequence[GenerationRequest], seed: int, policy_version: int) -> RolloutResult:
+        self.asked.append((list(requests), seed, policy_version))
+        return self._result
+
+
+def evaluator(groups: ParallelGroups, tasks: Sequence[tuple[str, str]], samples: int) -> Evaluator:
+    draws = [Draw(SourcedTask(environment, Task(task_id, "p")), (1, 2)) for environment, task_id in tasks]
+    return Evaluator(draws, samples, FACTORY, seed=7, groups=groups)
+
+
+def test_numbers(one_rank: ParallelGroups) -> None:
+    """Two tasks, four samples each, and one greedy answer each."""
+    cut = ["stop", "length", "stop", "length"]
+    groups = [
+        # One of four is right: pass@1 1/4, pass@2 1 - C(3,2)/C(4,2) = 1/2, pass@4 1.
+        graded_group([1.0, -1.0, -1.0, -1.0], lengths=[1, 2, 3, 4], finish_reasons=["stop", "length", "stop", "stop"]),
+        graded_group([1.0], lengths=[9]),
+        # Two of the three that were graded: pass@1 2/3, pass@2 1 - C(1,2)/C(3,2) = 1; four there are not.
+        graded_group([1.0, None, 1.0, -1.0], lengths=[2, 50, 2, 2], finish_reasons=cut),
+        graded_group([-1.0], lengths=[9]),
+    ]
+    metrics = evaluator(one_rank, [("toy", "0"), ("toy", "1")], samples=4).evaluate(FixedRollouter(groups), 3)
+    assert metrics == pytest.approx(
+        {
+            "val/toy/reward": (1 - 3 + 2 - 1) / 7,
+            "val/toy/response_length": (1 + 2 + 3 + 4 + 2 + 2 + 2) / 7,
+            "val/toy/truncated": 2 / 7,
+            "val/toy/greedy": 1 / 2,
+            "val/toy/num_tasks": 2.0,
+            "val/toy/failed_grades": 1.0,
+            "val/toy/pass@1": (1 / 4 + 2 / 3) / 2,
+            "val/toy/pass@2": (1 / 2 + 1) / 2,
+            "val/toy/pass@4": 1.0,  # of the one task with four graded samples
+        }
+    )
+
+
+def test_a_failed_greedy_grade_is_left_out(one_rank: ParallelGroups) -> None:
+    groups = [graded_group([1.0]), graded_group([None]), graded_group([1.0]), graded_group([1.0])]
+    metrics = evaluator(one_rank, [("toy", "0"), ("toy", "1")], samples=1).evaluate(FixedRollouter(groups), 0)
+    assert metrics["val/toy/greedy"] == 1.0
+
+
+def test_nothing_graded_at_all(one_rank: ParallelGroups) -> None:
+    groups = [graded_group([None, None]), graded_group([None])]
+    metrics = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0)
+    assert metrics["val/toy/failed_grades"] == 2.0
+    assert not any(name.startswith("val/toy/pass@") for name in metrics)
+
+
+def test_environments_are_kept_apart(one_rank: ParallelGroups) -> None:
+    groups = [
+        graded_group([1.0], environment="b"), graded_group([1.0], environment="b"),
+        graded_group([0.0], environment="a"), graded_group([0.0], environment="a"),
+    ]  # fmt: skip
+    metrics = evaluator(one_rank, [("b", "0"), ("a", "0")], samples=1).evaluate(FixedRollouter(groups), 0)
+    assert (metrics["val/a/pass@1"], metrics["val/b/pass@1"]) == (0.0, 1.0)
+    assert (metrics["val/a/greedy"], metrics["val/b/greedy"]) == (0.0, 1.0)
+
+
+def test_every_evaluation_asks_the_same(one_rank: ParallelGroups) -> None:
+    """Each task sampled, then greedily; with the same random numbers every time."""
+    groups = [graded_group([1.0, 0.0]), graded_group([1.0])]
+    rollouter = FixedRollouter(groups)
+    evaluation = evaluator(one_rank, [("toy", "0")], samples=2)
+    evaluation.evaluate(rollouter, policy_version=1)
+    evaluation.evaluate(rollouter, policy_version=2)
+    (first, first_seed, _), (second, second_seed, version) = rollouter.asked
+    assert first == second and first_seed == second_seed == 7 and version == 2
+    assert [(r.num_samples, r.sampling.greedy, r.index) for r in first] == [(2, False, 0), (1, True, 1)]
+
+
+def test_a_cancelled_evaluation_has_no_numbers(one_rank: ParallelGroups) -> None:
+    rollouter = FixedRollouter([], cancelled=True)
+    assert evaluator(one_rank, [("toy", "0")], samples=1).evaluate(rollouter, 0) is None
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
+def test_the_k_of_pass_at_k(count: int, expected: list[int]) -> None:
+    assert powers_of_two_up_to(count) == expected

@@ -1,0 +1,221 @@
+"""Generation and grading side by side, with an engine that does what the test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from megatron_rl.inference import EngineStatistics
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform import StopRequest
+from megatron_rl.rollout import Rollouter, RolloutResult
+from megatron_rl.rollout.rollouter import GradeFunction
+from megatron_rl.types import (
+    Completion,
+    GeneratedGroup,
+    GenerationRequest,
+    GradeResult,
+    SamplingParams,
+    SourcedTask,
+    Task,
+    Transcript,
+)
+from tests.support.toy import toy_tokenizer
+
+GOOD = GradeResult("ok", reward=1.0)
+
+
+class ScriptedEngine:
+    """Finishes request ``i`` in step ``finish_at[i]``."""
+
+    def __init__(self, finish_at: Sequence[int], step_seconds: float = 0.0) -> None:
+        self._finish_at = finish_at
+        self._step_seconds = step_seconds
+        self._waiting: dict[int, GenerationRequest] = {}
+        self.statistics = EngineStatistics()
+        self.steps = 0
+        self.began: tuple[int, int] | None = None
+        self.aborted = False
+
+    def begin(self, seed: int, policy_version: int) -> None:
+        self.began, self.steps = (seed, policy_version), 0
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._waiting[request.index] = request
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> list[GeneratedGroup]:
+        self.steps += 1
+        time.sleep(self._step_seconds)
+        done = [index for index in self._waiting if self._finish_at[index] == self.steps]
+        return [self._finished(self._waiting.pop(index)) for index in done]
+
+    def abort(self) -> None:
+        self._waiting.clear()
+        self.aborted = True
+
+    def _finished(self, request: GenerationRequest) -> GeneratedGroup:
+        """Sample s says letter ``index``, then stops (even s) or is cut (odd s)."""
+        letter = request.index + 1
+        endings = [((letter, 0), "stop"), ((letter, letter), "length")]
+        completions = [
+            Completion(ids, (-1.0,) * len(ids), reason, policy_version=4)
+            for ids, reason in (endings[sample % 2] for sample in range(request.num_samples))
+        ]
+        return GeneratedGroup(request, tuple(completions))
+
+
+def make_requests(count: int, num_samples: int = 2) -> list[GenerationRequest]:
+    sources = [SourcedTask("toy", Task(str(index), "ab")) for index in range(count)]
+    return [
+        GenerationRequest(source, (1, 2), num_samples, SamplingParams(), index) for index, source in enumerate(sources)
+    ]
+
+
+async def grade_at_once(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    return [GradeResult("ok", reward=float(task.id)) for task, _ in items]
+
+
+class Harness:
+    """A rollouter over a scripted engine, closed at the end of the test."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = groups
+        self.stop = StopRequest()
+        self.rollouter: Rollouter | None = None
+
+    def run(self, engine: ScriptedEngine, grade: GradeFunction, num_samples: int = 2) -> RolloutResult:
+        self.rollouter = Rollouter(engine, toy_tokenizer(), self._groups, grade, self.stop)
+        return self.rollouter.run(make_requests(len(engine._finish_at), num_samples), seed=9, policy_version=4)
+
+
+@pytest.fixture
+def harness(one_rank: ParallelGroups) -> Iterator[Harness]:
+    harness = Harness(one_rank)
+    yield harness
+    if harness.rollouter is not None:
+        harness.rollouter.close()
+
+
+def test_the_engine_steps_while_a_grade_is_pending(harness: Harness) -> None:
+    """The first group's grade is not given before the engine has made five more steps."""
+    engine = ScriptedEngine(finish_at=[1, 8])
+    seen: dict[str, tuple[int, int]] = {}
+
+    async def patient(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        started = engine.steps
+        for _ in range(1000):
+            if engine.steps >= started + 5 or not engine.has_unfinished:
+                break
+            await asyncio.sleep(0)
+        seen[items[0][0].id] = (started, engine.steps)
+        return [GOOD] * len(items)
+
+    result = harness.run(engine, patient)
+    assert seen["0"] == (1, 6)
+    assert len(result.groups) == 2
+    assert engine.began == (9, 4)
+
+
+def test_grading_time_hides_behind_generation(harness: Harness) -> None:
+    """Four grades of 50 ms and 20 steps of 10 ms: one after the other they would take 400 ms."""
+    engine = ScriptedEngine(finish_at=[1, 2, 3, 20], step_seconds=0.01)
+
+    async def slow(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        await asyncio.sleep(0.05)
+        return [GOOD] * len(items)
+
+    result = harness.run(engine, slow)
+    assert result.generate_seconds >= 0.2
+    assert 0.03 < result.grade_wait_seconds < 0.15  # only the last group's grade is waited for
+
+
+def test_groups_come_back_in_the_order_of_the_requests(harness: Harness) -> None:
+    result = harness.run(ScriptedEngine(finish_at=[4, 1, 3, 2]), grade_at_once)
+    assert [group.source.task.id for group in result.groups] == ["0", "1", "2", "3"]
+    assert [[r.grade.reward for r in group.rollouts] for group in result.groups] == [
+        [float(index)] * 2 for index in range(4)
+    ]
+    assert not result.cancelled
+
+
+def test_the_grader_sees_text_ending_and_length(harness: Harness) -> None:
+    seen: list[Transcript] = []
+
+    async def look(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        assert environment == "toy"
+        seen.extend(transcript for _, transcript in items)
+        return [GOOD] * len(items)
+
+    group = harness.run(ScriptedEngine(finish_at=[1]), look).groups[0]
+    assert seen == [Transcript("a", "stop", 2), Transcript("aa", "length", 2)]
+    assert [transcript.ended for transcript in seen] == [True, False]
+    assert group.prompt_text == "ab"
+    assert [rollout.text for rollout in group.rollouts] == ["a", "aa"]
+    assert group.rollouts[0].completion.policy_version == 4
+
+
+def test_failed_grades_are_data(harness: Harness) -> None:
+    broken = GradeResult("error", code="timeout", message="10 s")
+
+    async def half(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        return [GOOD, broken]
+
+    result = harness.run(ScriptedEngine(finish_at=[1, 2]), half)
+    assert [[r.grade for r in group.rollouts] for group in result.groups] == [[GOOD, broken]] * 2
+
+
+def test_a_grader_that_returns_too_few_verdicts_is_an_error(harness: Harness) -> None:
+    async def short(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        return [GOOD]
+
+    with pytest.raises(ValueError, match="shorter"):
+        harness.run(ScriptedEngine(finish_at=[1]), short)
+
+
+def test_a_stop_request_ends_the_rollout_and_its_grades(harness: Harness) -> None:
+    engine = ScriptedEngine(finish_at=[1, 10**9])
+    cancelled: list[str] = []
+
+    async def endless(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        harness.stop.reason = "SIGTERM"
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(items[0][0].id)
+            raise
+        return [GOOD] * len(items)
+
+    started = time.perf_counter()
+    result = harness.run(engine, endless)
+    assert result.cancelled and result.groups == ()
+    assert engine.aborted and cancelled == ["0"]
+    assert time.perf_counter() - started < 5
+
+
+def test_a_second_rollout_on_the_same_loop(harness: Harness) -> None:
+    harness.run(ScriptedEngine(finish_at=[1]), grade_at_once)
+    rollouter = harness.rollouter
+    again = rollouter.run(make_requests(0), seed=1, policy_version=5)
+    assert again.groups == () and not again.cancelled
+
+
+def test_call_runs_on_the_same_loop(harness: Harness) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def note(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        loops.append(asyncio.get_running_loop())
+        return [GOOD] * len(items)
+
+    async def close() -> None:
+        loops.append(asyncio.get_running_loop())
+
+    harness.run(ScriptedEngine(finish_at=[1]), note)
+    harness.rollouter.call(close())
+    assert loops[0] is loops[1]

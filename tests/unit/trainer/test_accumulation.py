@@ -1,0 +1,115 @@
+"""Two micro-batches are one: the gradient of an update does not depend on how its samples are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.interfaces import CorrectionConfig, LossConfig
+from megatron_rl.packing.collate import collate
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.accumulate import update
+from megatron_rl.trainer.policy_loss import LossSettings, PolicyLossFunction, ScoredBatch, reduce_statistics
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import Sample
+from tests.support.samples import gradients_of, make_sample, random_samples, tiny_optimization
+
+AGGREGATIONS = ["token-mean", "sequence-mean", "constant"]
+LAYOUTS = {
+    "one each": [[0], [1], [2], [3], [4]],
+    "two": [[0, 3], [1, 2, 4]],
+    "shuffled": [[4, 1], [2], [3, 0]],
+}
+
+
+def settings(aggregation: str, loss: str = "clip") -> LossSettings:
+    return LossSettings(
+        loss=discovery.get("losses", loss),
+        loss_config=LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28),
+        correction=discovery.get("corrections", "token_tis"),
+        correction_config=CorrectionConfig(cap=2.0),
+        aggregation=aggregation,
+        aggregation_constant=7.0,
+        kl_beta=0.1,
+        kl_estimator="k3",
+        entropy_weight=0.05,
+    )
+
+
+def scored(samples: Sequence[Sample], shift: float = 0.1) -> ScoredBatch:
+    """Old and reference log-probs that differ from the model's, token by token."""
+    batch = collate(samples, "cpu")
+    wave = torch.sin(batch.token_ids + batch.position_ids.float())
+    return ScoredBatch(batch, -3.4 + shift * wave, -3.6 - shift * wave)
+
+
+def updated(
+    one_rank: ParallelGroups, layout: Sequence[Sequence[int]], policy_settings: LossSettings
+) -> tuple[dict[str, torch.Tensor], dict[str, float], float]:
+    """Gradients, metrics and the gradient norm of one update."""
+    optimization = tiny_optimization()
+    scorer = Scorer(optimization.policy, one_rank.tensor_group, 1.0)
+    samples = random_samples(5)
+    batches = [scored([samples[index] for index in members]) for members in layout]
+    outcome, statistics = update(
+        optimization,
+        batches,
+        lambda model, item: scorer.forward(model, item.batch),
+        PolicyLossFunction(scorer, policy_settings),
+    )
+    metrics = reduce_statistics(statistics, one_rank.data_group, optimization.policy.device)
+    return gradients_of(optimization), metrics, outcome.grad_norm
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_layout_does_not_matter(one_rank: ParallelGroups, aggregation: str, loss: str) -> None:
+    expected, metrics, norm = updated(one_rank, [[0, 1, 2, 3, 4]], settings(aggregation, loss))
+    assert norm > 1e-3
+    for layout in LAYOUTS.values():
+        actual, own_metrics, own_norm = updated(one_rank, layout, settings(aggregation, loss))
+        assert own_norm == pytest.approx(norm, rel=1e-5)
+        assert own_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_gradient_is_that_of_the_whole_batch_divided_once(one_rank: ParallelGroups, aggregation: str) -> None:
+    """Against autograd on ``total / denominator``, without megatron's schedule."""
+    actual, _, _ = updated(one_rank, LAYOUTS["two"], settings(aggregation))
+    policy = tiny_optimization().policy
+    scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+    whole = scored(random_samples(5))
+    loss = PolicyLossFunction(scorer, settings(aggregation))(scorer.forward(policy.gpt, whole.batch), whole)
+    parameters = dict(policy.gpt.named_parameters())
+    for parameter in parameters.values():
+        parameter.main_grad.zero_()
+    (loss.total / loss.denominator).backward()  # the wrapper's hooks add it to main_grad
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(actual[name], parameter.main_grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_clipping_scales_the_gradient_to_the_limit(one_rank: ParallelGroups) -> None:
+    free, clipped = tiny_optimization(), tiny_optimization(clip_grad=0.01)
+    norms = [sum_of_squares(one_rank, optimization) for optimization in (free, clipped)]
+    assert norms[0][0] == pytest.approx(norms[1][0])  # reported before clipping
+    assert norms[0][1] == pytest.approx(norms[0][0], rel=1e-5)
+    assert norms[1][1] == pytest.approx(0.01, rel=1e-3)
+
+
+def sum_of_squares(one_rank: ParallelGroups, optimization: Optimization) -> tuple[float, float]:
+    """The norm an update reports and the norm of the gradients it leaves."""
+    scorer = Scorer(optimization.policy, one_rank.tensor_group, 1.0)
+    outcome, _ = update(
+        optimization,
+        [scored([make_sample([1, 2, 3])])],
+        lambda model, item: scorer.forward(model, item.batch),
+        PolicyLossFunction(scorer, settings("token-mean")),
+    )
+    left = torch.cat([gradient.flatten() for gradient in gradients_of(optimization).values()])
+    return outcome.grad_norm, left.norm().item()

@@ -1,0 +1,135 @@
+"""Samples to micro-batches over several ranks: balanced, nothing lost or doubled, always the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.types import PackedBatch, Sample
+
+CPU = torch.device("cpu")
+BIN_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class DataGroup:
+    """As much of `ParallelGroups` as a batch builder asks for."""
+
+    data_group: dist.ProcessGroup
+
+    @property
+    def data_size(self) -> int:
+        return self.data_group.size()
+
+
+def make_samples(count: int) -> list[Sample]:
+    """Of 2 to 60 tokens; every token is the sample's id, its log-probs and advantage follow from it."""
+    draw = random.Random(7)
+    samples = []
+    for index in range(count):
+        length = draw.randint(2, 60)
+        logprobs = torch.full((length,), -float(index))
+        logprobs[0] = 0.0
+        samples.append(Sample(torch.full((length,), index), 1, float(index), logprobs, index))
+    return samples
+
+
+def contents(updates: list[list[PackedBatch]]) -> list[list[list[int]]]:
+    """Sample ids by update and micro-batch; checks that every sample arrived whole."""
+    originals = make_samples(40)
+    for batch in (batch for update in updates for batch in update):
+        parts = batch.token_ids.split(batch.lengths)
+        for sample_id, tokens, advantages, logprobs in zip(
+            batch.sample_ids,
+            parts,
+            batch.advantages.split(batch.lengths),
+            batch.inference_logprobs.split(batch.lengths),
+            strict=False,  # a padding sequence at the end has no id
+        ):
+            assert torch.equal(tokens, originals[sample_id].token_ids)
+            assert torch.equal(logprobs, originals[sample_id].inference_logprobs)
+            assert advantages.tolist() == [float(sample_id)] * tokens.numel()
+    return [[list(batch.sample_ids) for batch in update] for update in updates]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_over_ranks(num_ranks: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_rank, args=(num_ranks, store.port), nprocs=num_ranks)
+
+
+def _rank(rank: int, num_ranks: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    try:
+        builder = BatchBuilder(BIN_TOKENS, 4, CPU, DataGroup(dist.group.WORLD))
+        _everything_arrives_once_and_balanced(builder, rank, num_ranks)
+        _fewer_samples_than_ranks(builder, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def _everything_arrives_once_and_balanced(builder: BatchBuilder, rank: int, num_ranks: int) -> None:
+    samples = make_samples(40)
+    # The first rank has generated nearly everything: balancing is up to the builder.
+    mine = [s for s in samples if (s.sample_id % 10 == 0) == (rank == num_ranks - 1) and rank in (0, num_ranks - 1)]
+    updates = builder.updates(mine, num_updates=4, seed=3)
+    again = builder.updates(mine, num_updates=4, seed=3)
+    assert contents(updates) == contents(again)
+
+    everybody: list = [None] * num_ranks
+    dist.all_gather_object(everybody, contents(updates))
+    tokens = {sample.sample_id: sample.length for sample in samples}
+    for update in range(4):
+        shares = [[i for batch in ids[update] for i in batch] for ids in everybody]
+        assert sum(len(share) for share in shares) == 10
+        loads = [sum(tokens[i] for i in share) for share in shares]
+        assert max(loads) - min(loads) <= 60  # the longest sample: LPT cannot be further off
+    flat = sorted(i for ids in everybody for update in ids for batch in update for i in batch)
+    assert flat == list(range(40))
+    # The updates are those of one rank with all samples: they do not depend on who generated what.
+    alone = _updates_of_one_rank(samples)
+    for update in range(4):
+        assert sorted(i for ids in everybody for batch in ids[update] for i in batch) == alone[update]
+
+
+def _updates_of_one_rank(samples: list[Sample]) -> list[list[int]]:
+    order = list(range(len(samples)))
+    random.Random(3).shuffle(order)
+    return [sorted(order[update::4]) for update in range(4)]
+
+
+def _fewer_samples_than_ranks(builder: BatchBuilder, rank: int) -> None:
+    one = make_samples(1) if rank == 1 else []
+    updates = builder.updates(one, num_updates=4, seed=3)
+    assert len(updates) == 1  # on every rank, also where it is empty
+    counts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(updates[0]))
+    assert sorted(counts) == [0] * (len(counts) - 1) + [1]
+    assert builder.updates([], num_updates=4, seed=3) == []
+
+
+def test_one_rank_updates_are_equal_parts(one_rank: ParallelGroups) -> None:
+    builder = BatchBuilder(BIN_TOKENS, 1, CPU, one_rank)
+    updates = contents(builder.updates(make_samples(40), num_updates=4, seed=3))
+    flat = [sorted(i for batch in update for i in batch) for update in updates]
+    assert flat == _updates_of_one_rank(make_samples(40))
+    other = contents(builder.updates(make_samples(40), num_updates=4, seed=4))
+    assert [sorted(i for batch in update for i in batch) for update in other] != flat
+
+
+def test_bins_keep_to_the_token_limit_and_the_rounding(one_rank: ParallelGroups) -> None:
+    builder = BatchBuilder(BIN_TOKENS, 8, CPU, one_rank)
+    batches = builder.pack(make_samples(40), seed=0)
+    total = sum(sample.length for sample in make_samples(40))
+    assert all(batch.token_ids.numel() <= BIN_TOKENS and batch.token_ids.numel() % 8 == 0 for batch in batches)
+    assert len(batches) <= 1.3 * total / BIN_TOKENS
+    assert builder.pack([], seed=0) == []

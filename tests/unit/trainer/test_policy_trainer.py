@@ -1,0 +1,108 @@
+"""Which log-probs are fixed when, and which passes are left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.metrics.timers import PhaseTimer
+from megatron_rl.packing.collate import collate
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer import Optimization, PolicyTrainer
+from megatron_rl.trainer.policy_loss import LossSettings, ScoredBatch
+from megatron_rl.trainer.reference import ReferencePolicy
+from megatron_rl.trainer.scoring import Scorer
+from tests.support.samples import random_samples, tiny_optimization
+from tests.unit.trainer.test_policy_loss import PLAIN
+
+UPDATES = [[collate(random_samples(3, seed=1), "cpu")], [collate(random_samples(4, seed=2), "cpu")]]
+
+
+class Setup:
+    """A trainer that remembers what its loss was given."""
+
+    def __init__(
+        self,
+        groups: ParallelGroups,
+        iterations: int = 1,
+        settings: LossSettings = PLAIN,
+        with_reference: bool = False,
+    ) -> None:
+        self.optimization: Optimization = tiny_optimization(train_iters=100)
+        self.scorer = Scorer(self.optimization.policy, groups.tensor_group, 1.0)
+        self.timer = PhaseTimer()
+        reference = ReferencePolicy(self.optimization.policy) if with_reference else None
+        self.trainer = PolicyTrainer(
+            self.optimization, self.scorer, settings, iterations, reference, groups.data_group, self.timer
+        )
+        self.given: list[ScoredBatch] = []
+        self.current: list[torch.Tensor] = []
+        loss = self.trainer._loss
+
+        def remember(logits: torch.Tensor, scored: ScoredBatch):
+            self.given.append(scored)
+            self.current.append(self.scorer.select(logits, scored.batch).logprobs.detach())
+            return loss(logits, scored)
+
+        self.trainer._loss = remember
+
+    def phases(self) -> set[str]:
+        return {name.removeprefix("timing_s/") for name in self.timer.collect()}
+
+
+def test_one_update_needs_no_old_and_no_reference_pass(one_rank: ParallelGroups) -> None:
+    setup = Setup(one_rank)
+    setup.trainer.step(UPDATES[:1])
+    assert [scored.old_logprobs for scored in setup.given] == [None]
+    assert [scored.ref_logprobs for scored in setup.given] == [None]
+    assert setup.phases() == {"update_actor"}
+
+
+@pytest.mark.parametrize(("iterations", "updates"), [(2, UPDATES[:1]), (1, UPDATES), (2, UPDATES)])
+def test_old_logprobs_are_those_before_the_first_update(
+    one_rank: ParallelGroups, iterations: int, updates: list
+) -> None:
+    setup = Setup(one_rank, iterations)
+    before = [setup.scorer.logprobs(batch) for (batch,) in updates]
+    outcome = setup.trainer.step(updates)
+    assert len(setup.given) == iterations * len(updates)
+    for index, scored in enumerate(setup.given):
+        assert scored.batch is updates[index % len(updates)][0]
+        assert torch.equal(scored.old_logprobs, before[index % len(updates)])
+    # The first update sees the old policy itself, the last one a policy that has moved away from it.
+    torch.testing.assert_close(setup.current[0], setup.given[0].old_logprobs)
+    assert (setup.current[-1] - setup.given[-1].old_logprobs).abs().max() > 1e-3
+    assert outcome.metrics["actor/ppo_kl"] != 0.0
+    assert setup.phases() == {"old_log_prob", "update_actor"}
+
+
+def test_reference_logprobs_are_those_of_the_start_of_the_run(one_rank: ParallelGroups) -> None:
+    setup = Setup(one_rank, settings=replace(PLAIN, kl_beta=0.1), with_reference=True)
+    start = setup.scorer.logprobs(UPDATES[0][0])
+    first = setup.trainer.step(UPDATES[:1]).metrics["actor/kl_loss"]
+    for _ in range(3):
+        last = setup.trainer.step(UPDATES[:1]).metrics["actor/kl_loss"]
+    assert all(torch.equal(scored.ref_logprobs, start) for scored in setup.given)
+    assert first == pytest.approx(0.0, abs=1e-9)  # no distance before the first update
+    assert last > 1e-4
+    assert "ref" in setup.phases()
+
+
+def test_an_update_raises_the_probability_of_what_was_good(one_rank: ParallelGroups) -> None:
+    """The whole way from advantage to weights has the right sign."""
+    setup = Setup(one_rank)
+    good, bad = random_samples(2, seed=3)
+    batch = collate([replace(good, advantage=1.0), replace(bad, advantage=-1.0)], "cpu")
+    before = setup.scorer.logprobs(batch) * batch.loss_mask
+    for _ in range(3):
+        setup.trainer.step([[batch]])
+    gain = (setup.scorer.logprobs(batch) * batch.loss_mask - before).split(batch.lengths)
+    assert gain[0].sum() > 0.1
+    assert gain[1].sum() < -0.1
+
+
+def test_no_updates_at_all(one_rank: ParallelGroups) -> None:
+    outcome = Setup(one_rank).trainer.step([])
+    assert (outcome.metrics, outcome.skipped_updates) == ({}, 0)

@@ -1,0 +1,84 @@
+"""A gradient that is not finite leaves no trace in weights, momentum or schedule; three in a row end the run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.errors import TrainingError
+from megatron_rl.metrics.timers import PhaseTimer
+from megatron_rl.packing.collate import collate
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.progress import MAX_CONSECUTIVE_SKIPS, Progress
+from megatron_rl.trainer import Optimization, PolicyTrainer
+from megatron_rl.trainer.scoring import Scorer
+from tests.support.samples import all_equal, random_samples, tiny_optimization, weights_of
+from tests.unit.trainer.test_policy_loss import PLAIN
+
+HEALTHY = collate(random_samples(3), "cpu")
+POISONED = collate([replace(random_samples(1)[0], advantage=math.inf)], "cpu")
+OPTIMIZERS = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "distributed": {"use_distributed_optimizer": True},
+    "clipped": {"clip_grad": 1.0},
+}
+
+
+def trainer_of(groups: ParallelGroups, optimization: Optimization) -> PolicyTrainer:
+    scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
+    return PolicyTrainer(optimization, scorer, PLAIN, 1, None, groups.data_group, PhaseTimer())
+
+
+def optimizer_state(optimization: Optimization) -> list[torch.Tensor]:
+    """Momenta and step counters."""
+    states = [
+        value
+        for part in optimization.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for value in state.values()
+    ]
+    return [torch.as_tensor(value).clone() for value in states]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_poisoned_update_is_skipped(one_rank: ParallelGroups, kind: str) -> None:
+    optimization = tiny_optimization(**OPTIMIZERS[kind])
+    trainer = trainer_of(one_rank, optimization)
+    assert trainer.step([[HEALTHY]]).skipped_updates == 0
+    weights, state = weights_of(optimization.policy), optimizer_state(optimization)
+    rate = optimization.optimizer.param_groups[0]["lr"]
+    assert state
+
+    outcome = trainer.step([[HEALTHY, POISONED]])
+    assert outcome.skipped_updates == 1
+    assert not math.isfinite(outcome.metrics["actor/grad_norm"])
+    assert all_equal(weights_of(optimization.policy), weights)
+    assert all_equal(optimizer_state(optimization), state)
+    assert optimization.optimizer.param_groups[0]["lr"] == rate
+
+    assert trainer.step([[HEALTHY]]).skipped_updates == 0
+    assert not all_equal(weights_of(optimization.policy), weights)
+
+
+def test_only_the_poisoned_one_of_two_updates_is_skipped(one_rank: ParallelGroups) -> None:
+    optimization = tiny_optimization()
+    outcome = trainer_of(one_rank, optimization).step([[POISONED], [HEALTHY]])
+    assert outcome.skipped_updates == 1
+    assert outcome.metrics["actor/skipped_updates"] == 1.0
+
+
+def test_three_in_a_row_end_the_run() -> None:
+    progress = Progress()
+    progress.count_updates(applied=1, skipped=0)
+    for _ in range(MAX_CONSECUTIVE_SKIPS - 1):
+        progress.count_updates(applied=0, skipped=1)
+    progress.count_updates(applied=1, skipped=0)  # a good one in between starts the count again
+    for _ in range(MAX_CONSECUTIVE_SKIPS - 1):
+        progress.count_updates(applied=0, skipped=1)
+    assert (progress.updates, progress.policy_version) == (2, 2)
+    with pytest.raises(TrainingError, match="3 updates in a row"):
+        progress.count_updates(applied=0, skipped=1)

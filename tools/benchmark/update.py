@@ -1,0 +1,169 @@
+"""Trained tokens per CPU second: our policy update against one in plain PyTorch.
+
+    python -m tools.benchmark.update --shape 64x3 --samples 256
+
+Both start from the same samples and end at moved weights. Ours packs them, runs megatron's
+GPTModel under DDP with the distributed optimizer, and also makes the step's statistics (entropy,
+mismatch, clip fractions). The other pads each micro-batch to its longest sample and runs the
+Hugging Face twin with torch's fused AdamW. Same clipped loss; padding is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.settings import correction_config, loss_config
+from megatron_rl.config import RLConfig
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.metrics.table import format_table
+from megatron_rl.metrics.timers import PhaseTimer
+from megatron_rl.models import PolicyModel, build_model
+from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
+from megatron_rl.platform import current_platform
+from megatron_rl.trainer import Optimization, PolicyTrainer
+from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.policy_loss import LossSettings
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import Sample
+from tools.benchmark.common import (
+    Shape,
+    benchmark_config,
+    compete,
+    prepare,
+    provenance,
+    random_prompts,
+    summarise,
+    write_record,
+)
+from tools.benchmark.plain_update import PlainUpdate
+
+Update = Callable[[Sequence[Sample]], tuple[float, float]]
+"""One update; returns its loss and the norm of its gradient before clipping."""
+
+
+def make_samples(arguments: argparse.Namespace) -> list[Sample]:
+    """Answers of 1 to ``--new-tokens`` tokens (``--equal``: all the longest), advantages -1 and 1."""
+    draw = random.Random(arguments.seed)
+    samples = []
+    for index in range(arguments.samples):
+        answer = arguments.new_tokens if arguments.equal else draw.randint(1, arguments.new_tokens)
+        (ids,) = random_prompts(1, arguments.prompt_tokens + answer, arguments.vocab, draw.random())
+        samples.append(
+            Sample(
+                torch.tensor(ids),
+                arguments.prompt_tokens,
+                advantage=draw.choice((-1.0, 1.0)),
+                inference_logprobs=torch.zeros(len(ids)),
+                sample_id=index,
+            )
+        )
+    return samples
+
+
+def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) -> Update:
+    """What `loop.py` does with a rollout's samples, built from the same flags."""
+    algorithm = config.algorithm
+    settings = LossSettings(
+        loss=discovery.get("losses", algorithm.rl_policy_loss),
+        loss_config=loss_config(config),
+        correction=discovery.get("corrections", algorithm.rl_correction),
+        correction_config=correction_config(config),
+        aggregation=algorithm.rl_loss_aggregation,
+        aggregation_constant=1.0,
+        kl_beta=0.0,
+        kl_estimator=algorithm.rl_kl_estimator,
+        entropy_weight=0.0,
+    )
+    optimization = Optimization(policy, config)
+    scorer = Scorer(policy, groups.tensor_group, temperature=1.0)
+    batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
+    trainer = PolicyTrainer(
+        optimization, scorer, settings, 1, reference=None, data_group=groups.data_group, timer=PhaseTimer()
+    )
+
+    def update(samples: Sequence[Sample]) -> tuple[float, float]:
+        metrics = trainer.step(batches.updates(samples, 1, seed=0)).metrics
+        return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
+
+    return update
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    """Build both from the same weights, check that they compute the same update, measure."""
+    prepare()
+    length = arguments.prompt_tokens + arguments.new_tokens
+    config = benchmark_config(
+        arguments.shape, length, f"--micro-batch-size={arguments.micro_batch}", "--lr-decay-style=constant",
+        "--use-distributed-optimizer", "--rl-correction=none", "--weight-decay=0", "--clip-grad=1.0",
+    )  # fmt: skip
+    platform = current_platform()
+    groups = initialize(config.parallel, platform)
+    try:
+        seed_everything(arguments.seed)
+        policy = build_model(config, platform, arguments.vocab)
+        updates: dict[str, Update] = {"plain": PlainUpdate(policy, config, length)}
+        updates["ours"] = our_update(policy, config, groups)
+        samples = make_samples(arguments)
+        first = {name: update(samples) for name, update in updates.items()}
+        _require_same(first["ours"], first["plain"])
+        tokens = sum(sample.length for sample in samples)
+
+        def timed(name: str) -> Callable[[int], int]:
+            return lambda _: (updates[name](samples), tokens)[1]
+
+        rounds = compete({name: timed(name) for name in ("ours", "plain")}, arguments.rounds)
+    finally:
+        shut_down()
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "shape")}
+    return {
+        **summarise(rounds, "ours"),
+        "first_update": {name: {"loss": loss, "grad_norm": norm} for name, (loss, norm) in first.items()},
+        "settings": {"shape": asdict(arguments.shape), **settings},
+        **provenance("update"),
+    }
+
+
+def _require_same(ours: tuple[float, float], plain: tuple[float, float]) -> None:
+    if any(abs(a - b) > 1e-3 * max(abs(b), 1e-2) for a, b in zip(ours, plain, strict=True)):
+        raise MegatronRLError(f"loss and gradient norm differ, {ours} and {plain}: speeds mean nothing")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; the defaults are the quickstart's step."""
+    parser = argparse.ArgumentParser(prog="python -m tools.benchmark.update")
+    parser.add_argument("--shape", type=Shape.parse, default=Shape(64, 3), help="hidden size x layers: 64x3")
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument(
+        "--micro-batch", type=int, default=64, help="samples a padded micro-batch; ours packs as many tokens"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=44)
+    parser.add_argument("--vocab", type=int, default=16)
+    parser.add_argument("--equal", action="store_true", help="all samples of one length: no padding for anybody")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the record here")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, write the record."""
+    arguments = parse(argv)
+    record = run(arguments)
+    rows = [
+        [name, round(speed), "{:.0f} .. {:.0f}".format(*record["spread"][name]), record["ratio"].get(f"ours/{name}")]
+        for name, speed in record["tokens_per_cpu_second"].items()
+    ]
+    print(format_table(["update", "tokens / CPU s", "spread", "ours / it"], rows))
+    write_record(arguments.json, record)
+
+
+if __name__ == "__main__":
+    main()
