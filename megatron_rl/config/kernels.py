@@ -59,5 +59,5 @@ class KernelConfig:
     """With full: groups of --recompute-num-layers layers (uniform), or only the first ones (block)."""
     recompute_num_layers: int | None = flag(None, ge=1)
     """With full: layers a group (uniform) or layers recomputed (block)."""
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] | None = flag(None)
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] | None = flag(None)
     """With selective: what is recomputed. Without it core_attn."""

@@ -57,6 +57,6 @@ class ModelConfig:
     embedding_init_method_std: float | None = flag(None, gt=0)
     """The same for the embedding. Without it --init-method-std."""
     attention_dropout: float = flag(0.0, ge=0, lt=1)
-    """Dropout of attention weights; must be 0 in RL (Megatron's default: 0.1)."""
+    """Dropout of attention weights; must be 0 (Megatron's default: 0.1)."""
     hidden_dropout: float = flag(0.0, ge=0, lt=1)
     """Dropout of hidden states; must be 0 in RL (Megatron's default: 0.1)."""

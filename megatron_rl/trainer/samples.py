@@ -62,7 +62,7 @@ class SampleBuilder:
         used = valid & (signal[group_index] | self._keep_all)
         own_ids = (group_index % self._groups.data_size == self._groups.data_rank).nonzero()[:, 0]
         return StepSamples(
-            samples=_samples(rollouts, own_ids.tolist(), advantages, used),
+            samples=_samples(rollouts, own_ids.tolist(), advantages.tolist(), used.tolist()),
             num_samples=rewards.numel(),
             num_failed=int((~valid).sum()),
             num_groups=group_index.unique().numel(),
@@ -89,7 +89,10 @@ class SampleBuilder:
 
 
 def _samples(
-    rollouts: Sequence[RolloutGroup], sample_ids: Sequence[int], advantages: torch.Tensor, used: torch.Tensor
+    rollouts: Sequence[RolloutGroup],
+    sample_ids: Sequence[int],
+    advantages: Sequence[float],
+    used: Sequence[bool],
 ) -> tuple[Sample, ...]:
     """This rank's usable samples; ``sample_ids`` numbers all its rollouts in their order."""
     samples = []
@@ -103,7 +106,7 @@ def _samples(
                     Sample(
                         token_ids=torch.tensor(group.prompt_ids + completion.token_ids),
                         prompt_length=prompt,
-                        advantage=float(advantages[sample_id]),
+                        advantage=advantages[sample_id],
                         inference_logprobs=torch.tensor((0.0,) * prompt + completion.inference_logprobs),
                         sample_id=sample_id,
                     )

@@ -57,6 +57,15 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "supervised+overlap": SUPERVISED | OVERLAP,
 }
 """The same after ``+`` with another optimizer: compared with what stands before it on one rank."""
+TOPOLOGIES: dict[str, tuple[int, int]] = {
+    "one": (1, 1),
+    "data": (2, 1),
+    "tensor": (2, 2),
+    "tensor+sequence": (2, 2),
+    "tensor+data": (4, 2),
+}
+"""Ranks, and how many of them share a copy of the model."""
+COMPARED = ["data", "tensor", "tensor+sequence", pytest.param("tensor+data", marks=pytest.mark.long)]
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 WEIGHT_TOLERANCE = 1e-5
 
@@ -87,7 +96,7 @@ class Reports:
             variants |= OPTIMIZERS
         if topology == "tensor+sequence":
             variants = {name: changes | SEQUENCE_PARALLEL for name, changes in variants.items()}
-        world_size, tensor_size = {"one": (1, 1), "data": (2, 1)}.get(topology, (2, 2))
+        world_size, tensor_size = TOPOLOGIES[topology]
         reports = run_ranks(
             "tests.distributed.programs:train_variants",
             world_size,
@@ -107,7 +116,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 
 
 @pytest.mark.parametrize("variant", [*MODELS, *OPTIMIZERS])
-@pytest.mark.parametrize("topology", ["data", "tensor", "tensor+sequence"])
+@pytest.mark.parametrize("topology", COMPARED)
 def test_many_ranks_equal_one(reports: Reports, topology: str, variant: str) -> None:
     base = variant.partition("+")[0]
     actual, expected = reports.report(topology, variant), reports.report("one", base)

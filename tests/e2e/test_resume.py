@@ -17,7 +17,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "rl_two_replicas": (2, "rl", {"use_distributed_optimizer": True, "eval_interval": 3, "rl_prompts_per_eval": 2}),
     "supervised_two_replicas": (
         2, "supervised",
-        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {
+            "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
+            "hidden_dropout": 0.1,
+        },
     ),
     "rl_tensor_parallel": (2, "rl", TENSOR_PARALLEL),
     "rl_bf16_two_replicas": (2, "rl", {"use_distributed_optimizer": True, "bf16": True}),

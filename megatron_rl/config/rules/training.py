@@ -19,14 +19,17 @@ def _precision(config: RLConfig) -> Iterator[str]:
 
 
 def _dropout(config: RLConfig) -> Iterator[str]:
-    for name in ("attention_dropout", "hidden_dropout"):
-        value = getattr(config.model, name)
-        if value > 0 and config.training.perform_rl_step:
-            flag = f"--{name.replace('_', '-')}"
-            yield (
-                f"{flag} {value} with --perform-rl-step: the trainer's log-probs would differ from the "
-                f"rollout's, which has no dropout; use {flag} 0"
-            )
+    model = config.model
+    if model.attention_dropout > 0:
+        yield (
+            f"--attention-dropout {model.attention_dropout} is not built: the attention kernels here have none; "
+            "use --attention-dropout 0"
+        )
+    if model.hidden_dropout > 0 and config.training.perform_rl_step:
+        yield (
+            f"--hidden-dropout {model.hidden_dropout} with --perform-rl-step: the trainer's log-probs would "
+            "differ from the rollout's, which has no dropout; use --hidden-dropout 0"
+        )
 
 
 def _positions(config: RLConfig) -> Iterator[str]:

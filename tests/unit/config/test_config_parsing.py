@@ -108,7 +108,7 @@ def test_every_switch_has_an_opposite():
         (["--lr", "nan"], "--lr is not a finite number, got 'nan'"),
         (["--rl-top-p", "1.5"], "--rl-top-p must be at most 1, got 1.5"),
         (["--grpo-clamp-eps-lower", "1"], "--grpo-clamp-eps-lower must be below 1, got 1.0"),
-        (["--recompute-modules", "mlp", "moe"], "--recompute-modules is not core_attn, layernorm or mlp, got 'moe'"),
+        (["--recompute-modules", "mlp", "moe"], "--recompute-modules is not core_attn or mlp, got 'moe'"),
         (["--rl-dual-clip", "1"], "--rl-dual-clip must be above 1, got 1.0"),
         (["--rl-temperature", "0"], "--rl-temperature must be above 0, got 0.0"),
         (["--normalization", "BatchNorm"], "--normalization is not RMSNorm or LayerNorm, got 'BatchNorm'"),

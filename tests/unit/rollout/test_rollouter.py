@@ -219,3 +219,11 @@ def test_call_runs_on_the_same_loop(harness: Harness) -> None:
     harness.run(ScriptedEngine(finish_at=[1]), note)
     harness.rollouter.call(close())
     assert loops[0] is loops[1]
+
+
+def test_no_result_is_ever_formatted(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``asyncio.Runner.run`` does so when it takes its SIGINT handler back."""
+    formatted: list[object] = []
+    monkeypatch.setattr(RolloutResult, "__repr__", lambda result: formatted.append(result) or "")
+    harness.run(ScriptedEngine(finish_at=[1]), grade_at_once)
+    assert formatted == []

@@ -10,7 +10,9 @@ import torch
 from megatron_rl.trainer import Optimization
 
 
-@pytest.mark.parametrize(("level", "device", "expected"), [(0, "cuda", 0), (1, "cuda", 1), (2, "cuda", 2), (2, "cpu", 0)])
+@pytest.mark.parametrize(
+    ("level", "device", "expected"), [(0, "cuda", 0), (1, "cuda", 1), (2, "cuda", 2), (2, "cpu", 0)]
+)
 def test_cached_memory_goes_back_as_often_as_asked(
     monkeypatch: pytest.MonkeyPatch, level: int, device: str, expected: int
 ) -> None:

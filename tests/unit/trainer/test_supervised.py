@@ -75,18 +75,19 @@ def supervised(groups: ParallelGroups, **changes: object) -> SupervisedTrainer:
 
 
 def test_loss_by_hand(one_rank: ParallelGroups) -> None:
-    """Answer ``A0 E`` after ``P`` at (3/4, 1/4) and (1/2, 1/2): A0 = 1 has 1/4, E = 0 has 1/2."""
+    """``P0 P1 A0 E``: A0 = 1 has 1/4 after P1, E = 0 has 1/2 after A0; what P1 had after P0 does not count."""
     scorer = Scorer(SimpleNamespace(vocab_size=2, padded_vocab_size=2), one_rank.tensor_group, 1.0)
     trainer = SupervisedTrainer(None, scorer, one_rank.data_group, PhaseTimer())
-    batch = collate(source("a:a").draw(1), "cpu")
-    batch.token_ids.copy_(torch.tensor([0, 1, 0]))
-    logits = torch.tensor([[math.log(3), 0.0], [0.0, 0.0], [5.0, -5.0]], requires_grad=True)
+    batch = collate(source("aa:a").draw(1), "cpu")
+    batch.token_ids.copy_(torch.tensor([0, 1, 1, 0]))
+    rows = [[5.0, -5.0], [math.log(3), 0.0], [0.0, 0.0], [5.0, -5.0]]
+    logits = torch.tensor(rows, requires_grad=True)
     loss = trainer._loss(logits, batch)
     assert loss.total.item() == pytest.approx(math.log(4) + math.log(2), abs=1e-6)
     assert loss.denominator.item() == 2
     loss.total.backward()
     # p - onehot at the two logits that predict the answer.
-    expected = [[0.75, -0.75], [-0.5, 0.5], [0.0, 0.0]]
+    expected = [[0.0, 0.0], [0.75, -0.75], [-0.5, 0.5], [0.0, 0.0]]
     torch.testing.assert_close(logits.grad, torch.tensor(expected))
 
 

@@ -1,0 +1,83 @@
+"""The readable part of a checkpoint, and whether a run may start from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.checkpoint.run_state import (
+    FILE_NAME,
+    RunState,
+    architecture_of,
+    architecture_problems,
+    continuation_problems,
+    optimizer_form_of,
+    read_run_state,
+    write_run_state,
+)
+from megatron_rl.errors import CheckpointError
+from tests.support.tiny import tiny_config
+
+
+def _state(**changes: object) -> RunState:
+    config = tiny_config()
+    state = RunState(
+        step=4, updates=7, policy_version=6, cursor={"digits": 19}, logprob_gap_max=0.25, vocab_size=16,
+        architecture=architecture_of(config), optimizer_form=optimizer_form_of(config), consecutive_skips=1,
+    )  # fmt: skip
+    return replace(state, **changes)
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_run_state(tmp_path, _state())
+    assert read_run_state(tmp_path) == _state()
+
+
+def test_a_field_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text('{"step": 4, "updates": 7, "policy_version": 6, "moon": "full"}')
+    assert read_run_state(tmp_path).updates == 7
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"step": 4}'])
+def test_what_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / FILE_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=FILE_NAME):
+        read_run_state(tmp_path)
+
+
+def test_every_flag_of_another_architecture_is_named(tmp_path: Path) -> None:
+    write_run_state(tmp_path, _state())
+    assert architecture_problems(tiny_config(), tmp_path, vocab_size=16) == []
+    other = tiny_config(num_layers=3, rotary_base=500)
+    lines = architecture_problems(other, tmp_path, vocab_size=20)
+    assert [text in line for text, line in zip(
+        ["num_layers 2, this run has 3", "rotary_base 10000, this run has 500", "16 tokens, --tokenizer-model has 20"],
+        lines, strict=True,
+    )] == [True] * 3  # fmt: skip
+
+
+def test_without_a_tokenizer_the_vocabulary_is_not_judged(tmp_path: Path) -> None:
+    write_run_state(tmp_path, _state())
+    assert architecture_problems(tiny_config(), tmp_path) == []
+
+
+def test_a_run_goes_on_in_its_mode_and_with_its_kind_of_optimizer(tmp_path: Path) -> None:
+    write_run_state(tmp_path, _state())
+    assert continuation_problems(tiny_config(), tmp_path) == []
+    supervised = tiny_config(perform_rl_step=False, grpo_group_size=False, grpo_prompts_per_step=False)
+    (mode,) = continuation_problems(supervised, tmp_path)
+    assert "in mode rl" in mode
+    assert "add --perform-rl-step" in mode
+    distributed = tiny_config(use_distributed_optimizer=True)
+    (form,) = continuation_problems(distributed, tmp_path)
+    assert "use_distributed_optimizer False, this run has True" in form
+
+
+def test_a_fresh_optimizer_may_be_of_another_kind(tmp_path: Path) -> None:
+    write_run_state(tmp_path, _state())
+    assert continuation_problems(tiny_config(bf16=True, no_load_optim=True), tmp_path) == []
+    write_run_state(tmp_path, _state(has_optimizer=False))
+    assert continuation_problems(tiny_config(bf16=True), tmp_path) == []

@@ -1,0 +1,65 @@
+"""The linear layers of a whole model against megatron's own on the same weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.models.linear import ColumnParallelLinear, RowParallelLinear, WholeColumnLinear, WholeRowLinear
+from megatron_rl.parallel import ParallelGroups
+from tests.support.tiny import tiny_config, tiny_policy
+
+STOCK = {WholeColumnLinear: ColumnParallelLinear, WholeRowLinear: RowParallelLinear}
+
+
+def linears(**changes: object) -> list[torch.nn.Module]:
+    """Those of one layer, with biases that are not 0."""
+    layer = tiny_policy(tiny_config(**changes)).gpt.decoder.layers[0]
+    attention, mlp = layer.self_attention, layer.mlp
+    found = [attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2]
+    for module in found:
+        if module.bias is not None:
+            torch.nn.init.normal_(module.bias)
+    return found
+
+
+def run(module: torch.nn.Module, kind: type, tokens: Tensor) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Output, bias left to the caller, and the gradients of input, weight and bias."""
+    leaf = tokens.clone().requires_grad_()
+    output, bias = kind.forward(module, leaf)
+    total = output if bias is None else output + bias
+    inputs = [leaf, *module.parameters()]
+    return output.detach(), bias, list(torch.autograd.grad((total * total.detach().cos()).sum(), inputs))
+
+
+@pytest.mark.parametrize("changes", [{}, {"disable_bias_linear": False}, {"add_qkv_bias": False}])
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_equals_stock(one_rank: ParallelGroups, changes: dict[str, bool], num_tokens: int) -> None:
+    for module in linears(**changes):
+        tokens = torch.randn(num_tokens, 1, module.input_size)
+        output, bias, gradients = run(module, type(module), tokens)
+        expected, expected_bias, expected_gradients = run(module, STOCK[type(module)], tokens)
+        assert torch.equal(output, expected)
+        assert bias is expected_bias
+        for own, other in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(own, other)
+
+
+def test_biases_are_put_where_stock_puts_them(one_rank: ParallelGroups) -> None:
+    """The query-key-value bias is added at once, the others are left to a later step."""
+    biases = [module(torch.randn(2, 1, module.input_size))[1] for module in linears(disable_bias_linear=False)]
+    assert [bias is None for bias in biases] == [True, False, False, False]
+
+
+def test_several_tensor_parallel_ranks_keep_the_stock_layers(one_rank: ParallelGroups) -> None:
+    from megatron_rl.models import build_transformer_config
+    from megatron_rl.models.spec import layer_spec
+    from megatron_rl.platform import current_platform
+
+    for ranks, whole in ((1, True), (2, False)):
+        config = tiny_config(ranks, tensor_model_parallel_size=ranks)
+        layer = layer_spec(build_transformer_config(config, current_platform()))
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        used = {attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2}
+        assert used == (set(STOCK) if whole else set(STOCK.values()))
