@@ -19,7 +19,7 @@ from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.settings import advantage_config, correction_config, loss_config
 from megatron_rl.build_engine import build_engine
 from megatron_rl.build_environments import EnvironmentAccess, open_environments
-from megatron_rl.checkpoint import CheckpointManager, RunState
+from megatron_rl.checkpoint import CheckpointManager, RunState, holds_checkpoint
 from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.rundir import RunDirectory
@@ -208,7 +208,9 @@ def _start_weights(
     """
     checkpoint = config.checkpoint
     own = checkpoints.newest() if resumes(config) else None
-    elsewhere = checkpoint.load if not resumes(config) else None
+    elsewhere = checkpoint.load
+    if elsewhere is not None and (resumes(config) or not holds_checkpoint(elsewhere)):
+        elsewhere = None
     weights = checkpoint.pretrained_checkpoint
     if elsewhere is not None and checkpoint.finetune:
         weights = elsewhere

@@ -27,7 +27,7 @@ CONFIGURATION_ERROR = 2
 RUN_ERROR = 1
 INTERRUPTED = 130
 
-PATIENCE_WITH_RANK_0_S = 60.0
+PATIENCE_WITH_RANK_0_S = 120.0
 
 
 def main(argv: Sequence[str]) -> int:

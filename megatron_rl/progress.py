@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_rl.errors import TrainingError
 
@@ -24,7 +24,7 @@ class Progress:
     logprob_gap_max: float = 0.0
     """Largest |inference - trainer| log-prob of any token so far."""
     consecutive_skips: int = 0
-    best: dict[str, float] = field(default_factory=dict)
+    """Updates skipped in a row because of non-finite gradients."""
 
     def count_updates(self, applied: int, skipped: int) -> None:
         """Book a step's updates.

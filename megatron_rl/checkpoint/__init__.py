@@ -1,7 +1,7 @@
 """Save, load and resume."""
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is imported)
-from megatron_rl.checkpoint.layout import find_checkpoint, list_checkpoints
+from megatron_rl.checkpoint.layout import find_checkpoint, holds_checkpoint, list_checkpoints
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import (
     RunState,
@@ -16,6 +16,7 @@ __all__ = [
     "architecture_problems",
     "continuation_problems",
     "find_checkpoint",
+    "holds_checkpoint",
     "list_checkpoints",
     "read_run_state",
 ]

@@ -53,6 +53,13 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def holds_checkpoint(path: str | Path) -> bool:
+    """Whether `find_checkpoint` has something to look at, damaged or not."""
+    root = Path(path)
+    is_one = bool(_STEP_NAME.fullmatch(root.name)) and root.is_dir()
+    return is_one or bool(list_checkpoints(root) or list_checkpoints(root / "checkpoints"))
+
+
 def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
     """The checkpoint a user means by ``path``: a step directory, or the newest valid one below it.
 

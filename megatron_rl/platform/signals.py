@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask the run to stop; the loop decides when."""
+"""Ctrl-C, SIGTERM and a closed terminal ask the run to stop; the loop decides when."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ class StopRequest:
         return time.monotonic() - self._first if self.requested else 0.0
 
     def install(self) -> StopRequest:
-        """Catch SIGINT and SIGTERM from now on."""
+        """Catch SIGINT, SIGTERM and, unless ``nohup`` ignores it, SIGHUP from now on."""
         signal.signal(signal.SIGINT, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._handle)
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -14,9 +14,12 @@ def resumes(config: RLConfig) -> bool:
     checkpoint = config.checkpoint
     if checkpoint.resume:
         return True
-    if checkpoint.load is None or checkpoint.save is None or checkpoint.finetune:
-        return False
-    return Path(checkpoint.load).resolve() == Path(checkpoint.save).resolve()
+    return not checkpoint.finetune and _loads_what_it_saves(config)
+
+
+def _loads_what_it_saves(config: RLConfig) -> bool:
+    load, save = config.checkpoint.load, config.checkpoint.save
+    return None not in (load, save) and Path(load).resolve() == Path(save).resolve()
 
 
 def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[str]:
@@ -42,7 +45,7 @@ def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[s
 
 def _to_load(config: RLConfig) -> list[tuple[str, str, bool]]:
     """(flag, path, whether the run goes on from there rather than take its weights)."""
-    from megatron_rl.checkpoint import list_checkpoints
+    from megatron_rl.checkpoint import holds_checkpoint, list_checkpoints
 
     checkpoint = config.checkpoint
     wanted = []
@@ -52,5 +55,8 @@ def _to_load(config: RLConfig) -> list[tuple[str, str, bool]]:
         if checkpoint.save is not None and list_checkpoints(Path(checkpoint.save)):
             wanted.append(("--resume", checkpoint.save, True))
     elif checkpoint.load is not None:
-        wanted.append(("--load", checkpoint.load, not checkpoint.finetune))
+        # Megatron's habit: the first start of a run names an empty --load, and where else to start from.
+        may_be_empty = checkpoint.pretrained_checkpoint is not None or _loads_what_it_saves(config)
+        if holds_checkpoint(checkpoint.load) or not may_be_empty:
+            wanted.append(("--load", checkpoint.load, not checkpoint.finetune))
     return wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,6 +34,8 @@ _Result = TypeVar("_Result")
 
 _STOP_CHECK_EVERY = 8
 """Engine steps between two looks at the stop request when several ranks must agree on it."""
+_STOP_CHECK_SECONDS = 0.2
+"""The same while only grades are waited for."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,14 @@ class Rollouter:
             cancelled = self._must_stop(steps)
             await asyncio.sleep(0)  # let the connections to the environment server move
         generated = time.perf_counter()
+        cancelled = cancelled or await self._stopped_while_grading(grading.values())
         if cancelled:
             self._engine.abort()
             for task in grading.values():
                 task.cancel()
             await asyncio.gather(*grading.values(), return_exceptions=True)
             return RolloutResult((), self._engine.statistics, 0.0, 0.0, cancelled=True)
-        ordered = [await grading[request.index] for request in requests]
+        ordered = [grading[request.index].result() for request in requests]
         waited = time.perf_counter() - generated
         groups = self._share_grades(ordered)
         return RolloutResult(
@@ -128,10 +131,21 @@ class Rollouter:
     def _must_stop(self, steps: int) -> bool:
         """The ranks of one model copy step together, so they must also stop together."""
         model_group = self._groups.model_group
-        wanted = self._stop.requested and self._stop.seconds >= self._grace_seconds
         if model_group.size() == 1:
-            return wanted
-        return steps % _STOP_CHECK_EVERY == 0 and any_rank(wanted, model_group)
+            return self._stop_is_due
+        return steps % _STOP_CHECK_EVERY == 0 and any_rank(self._stop_is_due, model_group)
+
+    @property
+    def _stop_is_due(self) -> bool:
+        return self._stop.requested and self._stop.seconds >= self._grace_seconds
+
+    async def _stopped_while_grading(self, grading: Collection[asyncio.Task[RolloutGroup]]) -> bool:
+        """Wait for the grades; True when asked to stop before the last one: a grader may take its time."""
+        pending = set(grading)
+        while pending and not self._stop_is_due:
+            _, pending = await asyncio.wait(pending, timeout=_STOP_CHECK_SECONDS)
+        model_group = self._groups.model_group
+        return bool(pending) if model_group.size() == 1 else any_rank(bool(pending), model_group)
 
     async def _graded(self, group: GeneratedGroup) -> RolloutGroup:
         request = group.request

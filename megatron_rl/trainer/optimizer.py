@@ -1,4 +1,4 @@
-"""Megatron's DDP wrapper, optimizer and learning-rate schedule, from flags."""
+"""Megatron's DDP wrapper and optimizer, from flags, and one step of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.nn.utils import clip_grads_with_norm_
 
 from megatron_rl.config import RLConfig
 from megatron_rl.models import PolicyModel
+from megatron_rl.trainer.schedule import build_schedule
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,6 @@ class Optimization:
         self.scheduler.step(increment=1)
         return UpdateOutcome(bool(applied), norm, zeros, learning_rate)
 
-    def _parameters(self) -> list[torch.Tensor]:
-        """This rank's master weights; their ``grad`` is what the update applies."""
-        return [p for part in self.optimizer.chained_optimizers for p in part.get_parameters()]
-
     def gather_parameters(self) -> None:
         """Make every rank hold the weights of the last update; collective.
 
@@ -89,6 +85,10 @@ class Optimization:
         """
         if self.wrapped.use_forward_hook:
             self.wrapped.start_param_sync(force_sync=True)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """This rank's master weights; their ``grad`` is what the update applies."""
+        return [p for part in self.optimizer.chained_optimizers for p in part.get_parameters()]
 
 
 def _wrap(policy: PolicyModel, config: RLConfig) -> DistributedDataParallel:
@@ -136,28 +136,3 @@ def _use_fused_kernel(inner: torch.optim.Optimizer) -> None:
     if isinstance(inner, torch.optim.AdamW):
         for group in inner.param_groups:
             group["fused"] = True
-
-
-def build_schedule(optimizer: MegatronOptimizer, config: RLConfig) -> OptimizerParamScheduler:
-    """The learning-rate schedule, counted in optimizer updates (Megatron's ``iters``).
-
-    Of 4 warm-up updates to 1.0 the first runs at 0.25 and the fourth at 1.0. Megatron's own first
-    update would run at `--lr-warmup-init`, 0 by default: an update without effect.
-    """
-    schedule, peak, warmup = config.schedule, config.optimizer.lr, config.lr_warmup_updates
-    first = schedule.lr_warmup_init + (peak - schedule.lr_warmup_init) / max(warmup, 1)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=first,
-        max_lr=peak,
-        min_lr=schedule.min_lr,
-        lr_warmup_steps=max(warmup - 1, 0),  # after the first one
-        lr_decay_steps=config.lr_decay_updates,
-        lr_decay_style=schedule.lr_decay_style,
-        start_wd=config.optimizer.weight_decay,
-        end_wd=config.optimizer.weight_decay,
-        wd_incr_steps=config.lr_decay_updates,
-        wd_incr_style="constant",
-        wsd_decay_steps=config.lr_wsd_decay_updates or None,
-        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
-    )

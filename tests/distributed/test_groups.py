@@ -6,7 +6,7 @@ from tests.support.ranks import run_ranks
 
 
 def test_four_ranks_two_copies() -> None:
-    places = run_ranks("tests.distributed.programs:place", 4, timeout=600, tensor_size=2)
+    places = run_ranks("tests.distributed.step_programs:place", 4, timeout=600, tensor_size=2)
     assert [place["tensor"] for place in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [place["model"] for place in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [place["data"] for place in places] == [[0, 2], [1, 3], [0, 2], [1, 3]]

@@ -38,7 +38,7 @@ class Outcome:
     def _run(self, topology: str, world_size: int) -> list[Any]:
         folder = self._folder / topology
         folder.mkdir()
-        program = "tests.distributed.programs:odd_batches"
+        program = "tests.distributed.step_programs:odd_batches"
         return run_ranks(program, world_size, timeout=600, folder=str(folder), variants=VARIANTS)
 
 

@@ -125,6 +125,8 @@ def test_many_ranks_equal_one(reports: Reports, topology: str, variant: str) -> 
         assert torch.equal(reports.weights(topology, variant, "before")[name], value), name
     assert actual.get("sampled") == expected.get("sampled")
     assert actual.get("greedy") == expected.get("greedy")
+    # Rollouts switch it off; the numbers would be the same if it stayed off.
+    assert actual["sequence_parallel"] == (topology == "tensor+sequence")
     assert len(actual["metrics"]) == len(expected["metrics"]) >= 3
     for own, other in zip(actual["metrics"], expected["metrics"], strict=True):
         assert own.keys() == other.keys()

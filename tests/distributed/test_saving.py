@@ -12,6 +12,6 @@ from tests.support.ranks import run_ranks
 
 @pytest.mark.parametrize("changes", [SUPERVISED, SUPERVISED | OVERLAP], ids=["plain", "overlap"])
 def test_a_checkpoint_holds_the_weights_of_the_last_update(tmp_path: Path, changes: dict[str, object]) -> None:
-    program = "tests.distributed.programs:save_while_gathering"
+    program = "tests.distributed.step_programs:save_while_gathering"
     for distances in run_ranks(program, 2, timeout=600, folder=str(tmp_path), changes=changes):
         assert max(distances) == 0.0

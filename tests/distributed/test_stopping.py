@@ -9,7 +9,7 @@ from tests.support.ranks import run_ranks
 
 @pytest.mark.parametrize("tensor_size", [1, 2], ids=["data", "tensor"])
 def test_all_ranks_stop(tensor_size: int) -> None:
-    program = "tests.distributed.programs:stop_on_one_rank"
+    program = "tests.distributed.step_programs:stop_on_one_rank"
     reports = run_ranks(program, 2, timeout=600, tensor_size=tensor_size, stopped_rank=1)
     undisturbed = run_ranks(program, 2, timeout=600, tensor_size=tensor_size, stopped_rank=-1)
     assert [report["result"] for report in reports] == [True, True]

@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "log_params_norm": True, "log_num_zeros_in_grad": True, "log_straggler": True, "log_throughput": True,
         "log_interval": 2, "timing_log_level": 1,
     },
+    "evaluated": {"log_interval": 3, "eval_interval": 1, "rl_prompts_per_eval": 2, "rl_samples_per_eval_prompt": 2},
 }  # fmt: skip
 
 
@@ -63,6 +64,8 @@ def test_the_run_ends_well(outcomes, rows, workshop, name):
     assert rows[name][-1]["step"] == 3
     for row in rows[name]:
         assert "nonfinite" not in row
+        if row["step"] == 0:
+            continue
         assert row["actor/grad_norm"] > 0
         assert row["actor/skipped_updates"] == 0
     updates = state_of(workshop.run_dir(name) / "checkpoints" / "step_0000003")["updates"]
@@ -120,6 +123,11 @@ def test_a_stop_string_ends_a_completion(workshop, outcomes):
     ended = [record for record in map(json.loads, lines) if "=" in record["completion"]]
     assert ended
     assert {record["finish_reason"] for record in ended} == {"stop_string"}
+
+
+def test_no_evaluation_is_lost_to_the_log_interval(rows):
+    assert [row["step"] for row in rows["evaluated"]] == [0, 1, 2, 3]
+    assert all("val/digits/pass@1" in row for row in rows["evaluated"])
 
 
 def test_logging_switches_add_their_metrics(rows):

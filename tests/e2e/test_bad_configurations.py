@@ -78,6 +78,7 @@ def cases(workshop, warm_start, used_port, endless_tokenizer, larger_tokenizer):
         "end token": (rl("x", tokenizer_model=endless_tokenizer), ["no end-of-text token", "eos_token"]),
         "no tokenizer": (rl("x", tokenizer_model=nowhere), ["--tokenizer-model", "cannot be loaded"]),
         "no checkpoint": (rl("x", pretrained_checkpoint=nowhere), ["no checkpoint in", "step_*"]),
+        "nothing to load": (rl("x", load=nowhere), ["--load: no checkpoint in"]),
         "architecture": (rl("x", **model, num_layers=3), ["num_layers 2", "this run has 3"]),
         "vocabulary": (rl("x", **model, tokenizer_model=larger_tokenizer), ["vocabulary of 16", "has 19"]),
         "other mode": (rl("x", load=warm_start), ["mode supervised", "mode rl", "--pretrained-checkpoint"]),
@@ -175,5 +176,7 @@ def test_under_torchrun_the_lines_are_whole(workshop, used_port, endless_tokeniz
         assert _is_complete(launch.output, fragments), launch.output
         ours = launch.output.partition("torch/distributed")[0]
         assert "Traceback" not in ours
-        assert launch.output.count("exitcode  : 2") == ranks
+        cause = launch.output.partition("Root Cause")[2]  # torchrun's: the first rank that ended
+        assert "rank      : 0" in cause
+        assert "exitcode  : 2" in cause
         assert launch.leftovers() == []

@@ -80,6 +80,10 @@ def outcomes(workshop, base) -> dict[str, Outcome]:
         "loaded": workshop.rl("loaded", load=base / "checkpoints" / "step_0000002"),
         "finetuned": workshop.rl("finetuned", load=base / "checkpoints" / "step_0000002", finetune=True),
         "pretrained": workshop.rl("pretrained", pretrained_checkpoint=base / "checkpoints" / "step_0000002"),
+        "megatrons_way": workshop.rl(
+            "megatrons_way", pretrained_checkpoint=base / "checkpoints" / "step_0000002", finetune=True,
+            load=workshop.run_dir("megatrons_way") / "checkpoints",
+        ),
         "still": workshop.rl("still", load=base, finetune=True, train_iters=1, lr=1e-30, min_lr=0, weight_decay=0),
     }
     return dict(zip(commands, run_many(list(commands.values())), strict=True))
@@ -107,13 +111,13 @@ def test_a_run_without_an_undamaged_checkpoint_does_not_start_anew(outcomes, wor
 
 
 def test_load_continues_another_run_and_finetune_starts_over_from_its_weights(outcomes, workshop, base):
-    for name in ("loaded", "finetuned", "pretrained"):
+    for name in ("loaded", "finetuned", "pretrained", "megatrons_way"):
         outcomes[name].check()
     assert rows_of(workshop.run_dir("loaded")) == rows_of(base)[2:]
     assert differences(workshop.run_dir("loaded") / LAST, base / LAST) == []
     finetuned = rows_of(workshop.run_dir("finetuned"))
     assert [row["step"] for row in finetuned] == [1, 2, 3, 4]
-    assert finetuned == rows_of(workshop.run_dir("pretrained"))
+    assert finetuned == rows_of(workshop.run_dir("pretrained")) == rows_of(workshop.run_dir("megatrons_way"))
     assert finetuned[0]["critic/rewards/mean"] != rows_of(base)[0]["critic/rewards/mean"]
 
 

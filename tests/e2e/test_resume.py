@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.checkpoints import contents, differences, state_of
 from tests.support.runs import Outcome, facts_of, rows_of, run_many
@@ -67,6 +68,17 @@ def test_a_resumed_run_ends_as_if_it_had_not_stopped(runs, workshop):
         names = contents(whole / last)
         assert any("exp_avg" in key for key in names), "the optimizer's moments were not compared"
         assert any("step" in key and "run_state" not in key for key in names), "the step counters were not compared"
+
+
+def test_saved_weights_are_those_of_the_last_update(runs, workshop):
+    """The distributed optimizer keeps fp32 copies; with overlapping communication the model's may lag behind."""
+    for name in (name for name in runs[1] if CASES[name][2].get("use_distributed_optimizer")):
+        saved = contents(workshop.run_dir(f"{name}_halved") / "checkpoints" / "step_0000002")
+        prefix = "optimizer.state.param."
+        masters = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
+        assert masters, name
+        for key, value in masters.items():
+            assert torch.equal(saved[key], value.to(saved[key].dtype)), f"{name}: {key}"
 
 
 def test_a_resumed_run_logs_the_same_rows(runs, workshop):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,18 @@ def test_a_second_run_in_a_used_directory_is_refused(workshop):
     resumed.check()
     assert facts_of(workshop.run_dir("used"))["status"] == "finished"
     assert len(rows_of(workshop.run_dir("used"))) == 4
+
+
+def test_a_second_ctrl_c_ends_at_once(workshop):
+    run_dir, started = workshop.run_dir("twice"), workshop.folder / "twice_started"
+    slow = _environments(workshop, "twice", seconds=2, started=str(started))
+    with launched(workshop.rl("twice", langrl_env_config=slow, exit_grace_seconds=600), run_dir) as launch:
+        launch.wait_until(started.exists, "the first grade")
+        launch.signal_group(signal.SIGINT)
+        time.sleep(1.5)  # within a second it would be an echo of the first one
+        launch.signal_group(signal.SIGINT)
+        assert launch.wait() == 130
+        assert launch.leftovers() == []
+        assert "Traceback" not in launch.output
+        assert "interrupted a second time" in launch.output
+    assert facts_of(run_dir)["status"] == "failed"

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,8 +61,7 @@ def run_many(commands: Sequence[Sequence[str]], ranks: int = 1, timeout: float =
     """Run ``train_rl.py`` with each argument list, one after the other, in one process a rank."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
-        plan = [{"argv": list(argv), "port": free_port()} for argv in commands]
-        job.write_text(json.dumps(plan))
+        job.write_text(json.dumps([list(argv) for argv in commands]))
         started = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.support.runs", str(job)],
@@ -120,18 +120,32 @@ def _main(job: Path) -> None:
     from megatron_rl.main import main
 
     rank = os.environ["RANK"]
-    for index, run in enumerate(json.loads(job.read_text())):
+    for index, argv in enumerate(json.loads(job.read_text())):
         with (job.parent / f"{index}.{rank}.log").open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        os.environ["MASTER_PORT"] = str(run["port"])
+        _agree_on_a_port(job.parent / f"{index}.port")
         code = -1
         try:
-            code = main(["train_rl.py", *run["argv"]])
+            code = main(["train_rl.py", *argv])
         except Exception:  # noqa: BLE001 - what a user would see as a traceback
             traceback.print_exc()
         sys.stdout.flush()
         (job.parent / f"{index}.{rank}.code").write_text(str(code))
+
+
+def _agree_on_a_port(agreed: Path) -> None:
+    """Rank 0 chooses at the last moment: a port that is free now may be taken in a minute. Alone, none is needed."""
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.pop("MASTER_PORT", None)
+        return
+    if os.environ["RANK"] == "0":
+        written = agreed.with_suffix(".tmp")
+        written.write_text(str(free_port()))
+        written.replace(agreed)
+    while not agreed.exists():
+        time.sleep(0.01)
+    os.environ["MASTER_PORT"] = agreed.read_text()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from megatron_rl.checkpoint import layout, manifest
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
+    holds_checkpoint,
     list_checkpoints,
     newest_valid,
     remove_old,
@@ -130,12 +131,14 @@ def test_every_way_to_say_where_a_checkpoint_is(tmp_path, save):
     assert find_checkpoint(tmp_path) == find_checkpoint(str(newest)) == newest
     assert find_checkpoint(tmp_path / "step_0000004") == step_directory(tmp_path, 4)
     assert find_checkpoint(run_dir) == run_dir / "checkpoints" / "step_0000004"
+    assert all(map(holds_checkpoint, (tmp_path, newest, run_dir)))
 
 
 def test_no_checkpoint_is_an_error_that_says_where_it_looked(tmp_path):
     for path in (tmp_path, tmp_path / "absent", tmp_path / "step_0000004"):
         with pytest.raises(CheckpointError, match=f"no checkpoint in '{path}'"):
             find_checkpoint(path)
+        assert not holds_checkpoint(path)
 
 
 def test_a_damaged_newest_is_named_and_passed_over(tmp_path, save, caplog):

@@ -92,6 +92,12 @@ def test_control_c_in_the_terminal_is_left_to_the_trainer(config, tmp_path):
         assert EnvironmentClient(process.address_file).health()
 
 
+def test_a_signal_to_the_trainers_group_is_left_to_the_trainer(config, tmp_path):
+    """torchrun passes SIGTERM to the process group of every rank."""
+    with EnvironmentServerProcess(config, tmp_path) as process:
+        assert os.getpgid(process.pid) != os.getpgid(0)
+
+
 @pytest.mark.parametrize("keep_pipe", [False, True])
 def test_the_server_exits_with_its_parent(config, tmp_path, keep_pipe):
     """Also when a fork of the parent lives on and holds the pipe open."""

@@ -199,6 +199,23 @@ def test_a_stop_request_ends_the_rollout_and_its_grades(harness: Harness) -> Non
     assert time.perf_counter() - started < 5
 
 
+def test_a_stop_request_is_heard_while_only_grades_are_waited_for(harness: Harness) -> None:
+    """All generation is over; the grader would take another minute."""
+    engine = ScriptedEngine(finish_at=[1, 2])
+
+    async def slow(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        if items[0][0].id == "1":
+            await asyncio.sleep(0.1)
+            harness.stop.reason = "SIGTERM"
+            await asyncio.sleep(60)
+        return [GOOD] * len(items)
+
+    started = time.perf_counter()
+    result = harness.run(engine, slow)
+    assert result.cancelled and result.groups == ()
+    assert time.perf_counter() - started < 5
+
+
 def test_a_second_rollout_on_the_same_loop(harness: Harness) -> None:
     harness.run(ScriptedEngine(finish_at=[1]), grade_at_once)
     rollouter = harness.rollouter

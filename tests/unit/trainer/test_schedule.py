@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.trainer.optimizer import build_schedule
+from megatron_rl.trainer.schedule import build_schedule
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import tiny_config
 

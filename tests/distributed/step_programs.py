@@ -1,0 +1,123 @@
+"""Single steps of several ranks in unusual circumstances; run on every rank by the distributed tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.build import Run
+from megatron_rl.checkpoint import CheckpointManager
+from megatron_rl.loop import rl_step, supervised_step
+from megatron_rl.models import rollout_mode
+from megatron_rl.parallel import shut_down
+from megatron_rl.types import Sample
+from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
+from tests.support.toy import toy_run
+
+FEW = (5,)
+"""Ids of samples: fewer than there are ranks."""
+
+
+def odd_batches(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Per variant, one after the other: a usual step, ``FEW`` samples, none, one of NaN, a usual step.
+
+    Weights go to ``folder`` after each.
+    """
+    groups = join(tensor_size=1)
+    reports = {}
+    for name, changes in variants.items():
+        run = toy_run(toy_config(groups, changes), groups)
+        samples = roll_out(run)
+        few = [sample for sample in samples if sample.sample_id in FEW]
+        poisoned = [replace(few_or_not, advantage=math.nan) for few_or_not in few[:1]]
+        stages = {"usual": samples, "few": few, "none": [], "poisoned": poisoned, "after": samples}
+        reports[name] = {}
+        for stage, kept in stages.items():
+            updates = run.batches.updates(kept, num_updates=1, seed=1)
+            outcome = run.trainer.step(updates)
+            with rollout_mode(run.policy, run.optimization.wrapped):
+                save_weights(Path(folder) / f"{name}.{stage}.pt", run)
+            reports[name][stage] = {
+                "micro_batches": [len(update) for update in updates],
+                "skipped": outcome.skipped_updates,
+                "metrics": {key: outcome.metrics[key] for key in REPORTED if key in outcome.metrics},
+            }
+        run.rollouter.close()
+    shut_down()
+    return reports
+
+
+def roll_out(run: Run) -> Sequence[Sample]:
+    """This rank's samples of the first step."""
+    requests = run.requests_of_this_rank(run.source.draw(run.config.algorithm.grpo_prompts_per_step))
+    with rollout_mode(run.policy, run.optimization.wrapped):
+        rollouts = run.rollouter.run(requests, seed=1, policy_version=0)
+    return run.samples.build(rollouts.groups).samples
+
+
+def save_while_gathering(folder: str, changes: Mapping[str, Any]) -> list[float]:
+    """How far each rank's checkpoint is from the weights of the last update: with overlap they are on their way."""
+    groups = join(tensor_size=1)
+    run = toy_run(toy_config(groups, changes), groups)
+    run.checkpoints = CheckpointManager(Path(folder), 0, groups)
+    for step in range(STEPS):
+        supervised_step(run, step + 1)
+    run.progress.step = STEPS
+    run.save()
+    with rollout_mode(run.policy, run.optimization.wrapped):
+        current = [parameter.detach().clone() for parameter in run.policy.gpt.parameters()]
+    run.checkpoints.start_from_weights(folder, run.policy)
+    saved = list(run.policy.gpt.parameters())
+    distances = [(a - b).abs().max().item() for a, b in zip(current, saved, strict=True)]
+    run.rollouter.close()
+    shut_down()
+    return distances
+
+
+def stop_on_one_rank(tensor_size: int, stopped_rank: int) -> dict[str, Any]:
+    """A step during which one rank is asked to stop, and the same step afterwards."""
+    groups = join(tensor_size)
+    # One token an engine step: enough steps for the ranks of a copy to ask each other in between.
+    run = toy_run(toy_config(groups, {"rl_decode_steps_per_sync": 1}), groups)
+    steps = 0
+    engine_step = run.rollouter._engine.step
+
+    def step_until_asked() -> list[Any]:
+        nonlocal steps
+        steps += 1
+        if steps == 2 and groups.rank == stopped_rank:
+            run.stop.reason = "SIGTERM"
+        return engine_step()
+
+    run.rollouter._engine.step = step_until_asked
+    before = run.source.state()
+    interrupted = rl_step(run, 1)
+    after = run.source.state()
+    run.stop.reason = ""
+    again = rl_step(run, 1)
+    run.rollouter.close()
+    shut_down()
+    return {"result": interrupted is None, "cursor": before == after, "loss": again.metrics["actor/pg_loss"]}
+
+
+def place(tensor_size: int) -> dict[str, Any]:
+    """Where this rank stands, and who is in its groups."""
+    groups = join(tensor_size)
+    members = {
+        name: dist.get_process_group_ranks(group)
+        for name, group in (("tensor", groups.tensor_group), ("data", groups.data_group), ("model", groups.model_group))
+    }
+    report = members | {
+        "indices": [groups.tensor_rank, groups.data_rank],
+        "sizes": [groups.tensor_size, groups.data_size],
+        "is_main": groups.is_main,
+        "leads_model": groups.leads_model,
+        "model_leader": groups.model_leader(),
+    }
+    shut_down()
+    return report
