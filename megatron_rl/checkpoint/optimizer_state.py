@@ -21,8 +21,17 @@ def make_room(optimization: Optimization) -> None:
 
     The dummy step also moves the weights (decay); load them afterwards.
     """
-    for part in _distributed(optimization):
-        part._init_optimizer_states_with_dummy_values()
+    for part in optimization.optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            part._init_optimizer_states_with_dummy_values()
+        elif part.init_state_fn is None:  # megatron has one for Adam only
+            part.init_state_fn = _make_momentum
+
+
+def _make_momentum(optimizer: torch.optim.SGD, config: object = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def load_state(optimization: Optimization, state: dict[str, Any]) -> None:

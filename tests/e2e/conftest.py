@@ -1,8 +1,8 @@
-"""One folder for the session: a tokenizer, environment lists and a checkpoint to start from."""
+"""Folders with a tokenizer and environment lists, and a checkpoint to start from."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,24 @@ class Workshop:
         return command(flags | {flag.replace("_", "-"): value for flag, value in changes.items()})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    os.environ.pop("WANDB_API_KEY", None)
+    """A folder for each module, so that two of them may give their runs the same names."""
     return Workshop(tmp_path_factory.mktemp("e2e"))
 
 
 @pytest.fixture(scope="session")
-def warm_start(workshop: Workshop) -> Path:
+def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of a short supervised run."""
-    run(workshop.supervised("warm_start", train_iters=10)).check()
-    return workshop.run_dir("warm_start") / "checkpoints"
+    shared = Workshop(tmp_path_factory.mktemp("warm_start"))
+    run(shared.supervised("warm_start", train_iters=10)).check()
+    return shared.run_dir("warm_start") / "checkpoints"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_wandb_account() -> Iterator[None]:
+    """Tests of what is missing must not find the developer's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WANDB_API_KEY", raising=False)
+        patch.setenv("HOME", "/nonexistent")
+        yield

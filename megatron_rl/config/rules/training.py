@@ -32,6 +32,14 @@ def _dropout(config: RLConfig) -> Iterator[str]:
         )
 
 
+def _optimizer(config: RLConfig) -> Iterator[str]:
+    if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
+        yield (
+            "--optimizer sgd with --use-distributed-optimizer: megatron-core spreads the state of adam only; "
+            "leave out --use-distributed-optimizer, or use --optimizer adam"
+        )
+
+
 def _positions(config: RLConfig) -> Iterator[str]:
     kind = config.model.position_embedding_type
     if kind != "rope":
@@ -139,6 +147,6 @@ def _learning_rates(config: RLConfig) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _precision, _dropout, _positions, _attention_backend, _recompute, _checkpoint,
+    _precision, _dropout, _optimizer, _positions, _attention_backend, _recompute, _checkpoint,
     _schedule_unit, _schedule_phases, _learning_rates,
 )

@@ -97,6 +97,10 @@ ONE_PROBLEM = [
     ({"fp8_format": "e4m3"}, 1, ["--fp8-format e4m3 is refused", "not built yet"]),
     ({"fp8_recipe": "blockwise"}, 1, ["--fp8-recipe blockwise is refused", "not built yet"]),
     ({"hidden_dropout": "0.1"}, 1, ["--hidden-dropout 0.1", "log-probs", "--hidden-dropout 0"]),
+    (
+        {"optimizer": "sgd", "use_distributed_optimizer": True}, 1,
+        ["--optimizer sgd", "--use-distributed-optimizer", "--optimizer adam"],
+    ),
     ({"attention_dropout": "0.1", "perform_rl_step": None}, 1, ["--attention-dropout 0.1 is not built", "use"]),
     ({"position_embedding_type": "learned_absolute"}, 1, ["learned_absolute", "not built", "rope"]),
     ({"attention_backend": "fused"}, 1, ["--attention-backend fused", "auto, sdpa or flash"]),

@@ -38,6 +38,8 @@ def test_the_cuda_generator_is_the_cpu_generator() -> None:
     first = torch.rand(3)
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.rand(3), first)
+    torch.cuda.manual_seed(5)
+    assert torch.equal(torch.rand(3), first)
 
 
 def test_events_measure_time_and_streams_do_nothing() -> None:
