@@ -32,6 +32,8 @@ from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Demonstration, GradeResult, Split, Task, Transcript
 
 PAGE = 2000
+LONGEST_BACKOFF = 2.0
+"""Two dozen attempts then span 40 s, in which even a busy machine has restarted a server."""
 LIST_TIMEOUT = 600.0
 """The first page of a split waits for the environment to read its data set."""
 
@@ -47,12 +49,12 @@ class EnvironmentClient:
         address_file: str | Path,
         *,
         timeout: float = 60.0,
-        attempts: int = 5,
+        attempts: int = 24,
         backoff: float = 0.1,
         revive: Callable[[], None] | None = None,
     ) -> None:
         """``timeout`` bounds one grade request. An attempt that cannot reach the server is repeated after
-        ``backoff`` seconds, doubled every time, and after a call of ``revive``, which may restart it
+        ``backoff`` seconds, doubled every time up to 2, and after a call of ``revive``, which may restart it
         (``EnvironmentServerProcess.ensure_alive``)."""
         self._address_file = Path(address_file)
         self._timeout = timeout
@@ -110,7 +112,7 @@ class EnvironmentClient:
         return True
 
     async def _wait_for_server(self, attempt: int) -> None:
-        await asyncio.sleep(self._backoff * 2 ** (attempt - 1))
+        await asyncio.sleep(min(self._backoff * 2 ** (attempt - 1), LONGEST_BACKOFF))
         if self._revive is not None:
             await asyncio.to_thread(self._revive)
 

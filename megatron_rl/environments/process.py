@@ -15,6 +15,7 @@ from megatron_rl.environments.address import get_json, read_address
 from megatron_rl.errors import EnvironmentFault
 
 STOP_SECONDS = 5.0
+WATCH_SECONDS = 0.5
 LOG_TAIL_LINES = 15
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class EnvironmentServerProcess:
         self._max_restarts = max_restarts
         self._process: subprocess.Popen | None = None
         self._lock = threading.RLock()  # a signal handler may call stop() while ensure_alive() runs
+        self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
         self.start()
@@ -62,8 +64,11 @@ class EnvironmentServerProcess:
     def start(self) -> None:
         """Starts the server and waits until it answers; if not, ``EnvironmentFault`` with its log's end."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._launch()
+            if self._process is not None and self._process.poll() is None:
+                return
+            self._launch()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, args=(self._stopped,), daemon=True).start()
 
     def ensure_alive(self) -> None:
         """Restarts a server that has exited; ``EnvironmentFault`` when it did so too often.
@@ -84,11 +89,23 @@ class EnvironmentServerProcess:
 
     def stop(self) -> None:
         """Ends the server, by force if need be; it keeps nothing that could be lost."""
+        self._stopped.set()
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
                 _end(process)
                 self.address_file.unlink(missing_ok=True)
+
+    def _watch(self, stopped: threading.Event) -> None:
+        """Restarts the server for the other ranks of the node, also while this one waits for them."""
+        while not stopped.wait(WATCH_SECONDS):
+            try:
+                with self._lock:
+                    if not stopped.is_set():
+                        self.ensure_alive()
+            except EnvironmentFault as fault:
+                logger.error("%s", fault)
+                return
 
     def _launch(self) -> None:
         if self._process is not None:

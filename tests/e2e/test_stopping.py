@@ -92,13 +92,12 @@ def test_a_killed_main_rank_leaves_no_environment_server(workshop):
         assert launch.leftovers() == []
 
 
-def test_a_killed_environment_server_is_replaced(workshop):
+def test_a_killed_environment_server_is_replaced_for_all_ranks(workshop):
     run_dir = workshop.run_dir("server_killed")
     slow = _environments(workshop, "server_killed", seconds=0.05)
-    with launched(workshop.rl("server_killed", langrl_env_config=slow), run_dir) as launch:
+    with launched(workshop.rl("server_killed", langrl_env_config=slow), run_dir, ranks=2) as launch:
         launch.wait_for_step(1)
-        first = launch.server()
-        first.kill()
+        launch.server().kill()
         assert launch.wait() == 0
         assert "restart 1 of 3" in launch.output
         assert launch.leftovers() == []

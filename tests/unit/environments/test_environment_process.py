@@ -62,6 +62,18 @@ def test_a_killed_server_is_restarted_three_times(config, tmp_path):
             process.ensure_alive()
 
 
+def test_the_server_is_restarted_although_nobody_asks(config, tmp_path):
+    """Another rank of the node may be the one that needs it."""
+    with EnvironmentServerProcess(config, tmp_path) as process:
+        kill(process)
+        deadline = time.monotonic() + 20
+        while process.restarts == 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.ensure_alive()
+        assert process.restarts == 1
+        assert EnvironmentClient(process.address_file).health()
+
+
 def test_a_grade_survives_the_death_of_the_server(config, tmp_path):
     with EnvironmentServerProcess(config, tmp_path) as process:
         client = EnvironmentClient(process.address_file, revive=process.ensure_alive)
