@@ -52,6 +52,7 @@ class ScriptedEngine:
 
     def step(self) -> list[GeneratedGroup]:
         self.steps += 1
+        assert self.steps < 10_000, "nobody stops the engine"
         time.sleep(self._step_seconds)
         done = [index for index in self._waiting if self._finish_at[index] == self.steps]
         return [self._finished(self._waiting.pop(index)) for index in done]
