@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,21 +19,24 @@ from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.settings import advantage_config, correction_config, loss_config
 from megatron_rl.build_engine import build_engine
 from megatron_rl.build_environments import EnvironmentAccess, open_environments
+from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
 from megatron_rl.checkpoint import CheckpointManager, RunState, holds_checkpoint
 from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import PolicyModel, build_model
+from megatron_rl.models import PolicyModel, build_model, rollout_mode
 from megatron_rl.parallel import ParallelGroups, seed_everything
 from megatron_rl.platform import Platform, StopRequest
 from megatron_rl.preflight import resumes
 from megatron_rl.progress import Progress
+from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.reporting import Reporter
 from megatron_rl.rollout import Draw, Evaluator, PromptSource, RequestFactory, Rollouter
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.parity import ParityGate
 from megatron_rl.trainer.policy_loss import LossSettings
 from megatron_rl.trainer.reference import ReferencePolicy
 from megatron_rl.trainer.samples import SampleBuilder
@@ -53,13 +56,17 @@ class Run:
     policy: PolicyModel
     tokenizer: Tokenizer
     optimization: Optimization
+    quantization: RolloutQuantization
     source: PromptSource | DemonstrationSource
     factory: RequestFactory
     rollouter: Rollouter | None
     """None in a supervised run that never evaluates: no KV cache is taken."""
+    generate_a_little: Callable[[], None]
+    """Calibrates a recipe that wants it; needs rollout mode."""
     samples: SampleBuilder | None
     batches: BatchBuilder
     trainer: PolicyTrainer | SupervisedTrainer
+    parity: ParityGate
     evaluator: Evaluator | None
     checkpoints: CheckpointManager
     directory: RunDirectory
@@ -67,6 +74,16 @@ class Run:
     timer: PhaseTimer
     stop: StopRequest
     progress: Progress
+
+    @contextlib.contextmanager
+    def rollout_phase(self, quantized: bool = True) -> Iterator[None]:
+        """The model generates in here, on quantised weights if there are any and they are wanted."""
+        with rollout_mode(self.policy, self.optimization.wrapped):
+            if not quantized:
+                yield
+                return
+            with self.quantization.rollout(self.generate_a_little):
+                yield
 
     @property
     def minibatches(self) -> int:
@@ -157,13 +174,17 @@ def build_run(
                 saved.logprob_gap_max, saved.consecutive_skips,
             )  # fmt: skip
         scorer = Scorer(policy, groups.tensor_group, _temperature(config))
-        rollouter = None
+        quantization = build_quantization(config, policy, optimization, reference, groups, directory, stack)
+        evaluator = _evaluator(config, environments, tokenizer, factory, groups)
+        rollouter, generate_a_little = None, _no_engine
         if config.training.perform_rl_step or config.training.eval_interval is not None:
             engine = build_engine(config, policy, tokenizer, groups)
             rollouter = Rollouter(
-            engine, tokenizer, groups, environments.client.grade, stop, config.training.exit_grace_seconds
-        )
+                engine, tokenizer, groups, environments.client.grade, stop, config.training.exit_grace_seconds
+            )
             stack.callback(rollouter.close)
+            prompts = source if isinstance(source, PromptSource) else None
+            generate_a_little = calibration(engine, prompts, factory, evaluator.tasks if evaluator else ())
         reporter = Reporter(config, groups, directory, timer, platform, progress, command)
         stack.callback(reporter.close)
         yield Run(
@@ -172,9 +193,11 @@ def build_run(
             policy=policy,
             tokenizer=tokenizer,
             optimization=optimization,
+            quantization=quantization,
             source=source,
             factory=factory,
             rollouter=rollouter,
+            generate_a_little=generate_a_little,
             samples=_sample_builder(config, groups) if config.training.perform_rl_step else None,
             batches=BatchBuilder(
                 config.training.rl_sequence_packing_bin_size,
@@ -183,7 +206,8 @@ def build_run(
                 groups,
             ),
             trainer=_trainer(config, optimization, scorer, reference, groups, timer),
-            evaluator=_evaluator(config, environments, tokenizer, factory, groups),
+            parity=build_parity_gate(config, scorer, quantization, policy, groups),
+            evaluator=evaluator,
             checkpoints=checkpoints,
             directory=directory,
             reporter=reporter,
@@ -192,6 +216,10 @@ def build_run(
             progress=progress,
         )
         dist.barrier()  # nobody stops the environment server while another rank still grades
+
+
+def _no_engine() -> None:
+    """A supervised run without evaluation has nothing to generate with, and no rollouts."""
 
 
 def _temperature(config: RLConfig) -> float:

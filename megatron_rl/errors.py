@@ -32,5 +32,9 @@ class EngineError(MegatronRLError):
     """The rollout engine cannot go on."""
 
 
+class QuantizationError(MegatronRLError):
+    """Weights that have no quantised form, or a layer that did not run in the format it was given."""
+
+
 class TrainingError(MegatronRLError):
     """The training step cannot go on, for example after repeated non-finite gradients."""

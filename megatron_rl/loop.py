@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from megatron_rl.build import Run
 from megatron_rl.inference.sampler import sample_seed
-from megatron_rl.models import rollout_mode
 from megatron_rl.parallel.collectives import any_rank
 from megatron_rl.rollout.statistics import failure_counts, rollout_metrics
 from megatron_rl.trainer.samples import refuse_failures, reward_metrics
@@ -36,7 +35,7 @@ class StepResult:
 def rl_step(run: Run, step: int) -> StepResult | None:
     """One RL step; None when the run was asked to stop and the step left no trace."""
     cursor, skipped = run.source.state(), run.source.skipped_too_long
-    with run.timer.phase("gen"), rollout_mode(run.policy, run.optimization.wrapped):
+    with run.timer.phase("gen"), run.rollout_phase():
         draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
         requests = run.requests_of_this_rank(draws)
         seed = sample_seed(run.config.training.seed, "rollout", step)
@@ -50,13 +49,22 @@ def rl_step(run: Run, step: int) -> StepResult | None:
         failures = failure_counts(rollouts.groups, run.groups.data_group)
         refuse_failures(samples, failures, run.config.environment.rl_max_failed_share)
         updates = run.batches.updates(samples.samples, run.minibatches, seed)
+    parity: dict[str, float] = {}
+    if run.parity.is_due(step):
+        with run.timer.phase("parity"):
+            report = run.parity.check(updates)
+            if run.parity.act_on(report):  # the rollouts' format has changed: do the step again
+                run.source.load_state(cursor)
+                return rl_step(run, step)
+        parity = report.metrics
     outcome = run.trainer.step(updates)
+    run.parity.judge_correction(outcome.metrics)
 
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, updates)
     run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token)
     metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
-    metrics |= reward_metrics(samples) | outcome.metrics
+    metrics |= reward_metrics(samples) | outcome.metrics | parity
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds
     metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
     total = len(updates) * run.config.algorithm.grpo_iterations
@@ -127,7 +135,7 @@ def train(run: Run) -> str:
 
 def evaluate(run: Run) -> dict[str, float] | None:
     """Held-out evaluation with the current weights; None when asked to stop meanwhile."""
-    with rollout_mode(run.policy, run.optimization.wrapped):
+    with run.rollout_phase(quantized=not run.config.quantization.rl_evaluate_unquantized):
         return run.evaluator.evaluate(run.rollouter, run.progress.policy_version)
 
 

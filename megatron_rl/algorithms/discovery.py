@@ -1,7 +1,8 @@
 """Finds algorithms by their file: ``losses/clip.py`` is the loss ``clip``. Nothing is registered.
 
 An extension is a module of ``advantages``, ``losses`` or ``corrections`` that defines ``compute``; other
-modules there (helpers) are passed over. A dash in a name stands for an underscore of the file.
+modules there (helpers) are passed over. A dash in a name stands for an underscore of the file. Corrections can
+be composed: ``token_tis+veto``.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from types import ModuleType
 from typing import Any, Literal, get_args, overload
 
+from megatron_rl.algorithms.corrections.composition import compose
 from megatron_rl.algorithms.interfaces import AdvantageFunction, CorrectionFunction, LossFunction
 from megatron_rl.errors import ConfigError
 
@@ -40,11 +43,36 @@ def get(kind: Kind, name: str) -> Any:
     Raises:
         ConfigError: there is no such kind or name; the message names the nearest ones.
     """
+    if kind == "corrections":
+        return compose([module.compute for module in correction_modules(name)])
+    return _module(kind, name).compute
+
+
+def correction_modules(name: str) -> tuple[ModuleType, ...]:
+    """The files that ``token_tis+veto`` is composed of, in that order.
+
+    Raises:
+        ConfigError: a name that is not there, one line for each, or one that is there twice.
+    """
+    modules, problems = [], []
+    for part in name.split("+"):
+        try:
+            modules.append(_module("corrections", part.strip()))
+        except ConfigError as error:
+            problems += error.problems
+    if len(set(modules)) < len(modules):
+        problems.append(f"'{name}' has a correction twice, which would square its weights; name each once")
+    if problems:
+        raise ConfigError(problems)
+    return tuple(modules)
+
+
+def _module(kind: Kind, name: str) -> ModuleType:
     known = available(kind)
     wanted = name.replace("-", "_")
     if wanted not in known:
         raise ConfigError([_unknown(f"algorithm in {kind}/ named", name, wanted, known)])
-    return _compute_function(kind, wanted)
+    return importlib.import_module(f"{_package_name(kind)}.{wanted}")
 
 
 def _package_name(kind: str) -> str:

@@ -75,14 +75,19 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Settings of all mismatch corrections. Raises ``ConfigError`` with every broken bound."""
+    """Settings of all mismatch corrections; a ratio is ``pi_old / pi_inference``.
+
+    Raises ``ConfigError`` with every broken bound.
+    """
 
     cap: float = 2.0
-    """``token_tis``: the largest weight."""
-    lower: float = 0.5
-    """``masked_is``: tokens with a smaller ratio are rejected."""
-    upper: float = 2.0
-    """``masked_is``: tokens with a larger ratio are rejected."""
+    """``token_tis``, ``sequence_tis``: the largest weight."""
+    lower: float | None = None
+    """``masked_is``, ``geometric``: smaller ratios are rejected. None is the method's own: see ``ratio_bounds``."""
+    upper: float | None = None
+    """``masked_is``, ``geometric``: larger ratios are rejected. None is the method's own."""
+    veto: float = 1e-4
+    """``veto``: one smaller ratio rejects its sequence."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -90,12 +95,30 @@ class CorrectionConfig:
             problems.append(
                 f"cap is {self.cap}: weights are ratios of probabilities; use a positive value, e.g. 2"
             )
-        if not 0 <= self.lower < self.upper:
+        if self.lower is not None and not 0 <= self.lower < 1:
             problems.append(
-                f"the accepted ratios [{self.lower}, {self.upper}] are empty or negative: every token would "
-                "be rejected; use 0 <= lower < upper, e.g. 0.5 and 2"
+                f"lower is {self.lower}: a token on which trainer and engine agree has the ratio 1 and must be "
+                "accepted; use a value in [0, 1), e.g. 0.5"
+            )
+        if self.upper is not None and not self.upper > 1:
+            problems.append(
+                f"upper is {self.upper}: a token on which trainer and engine agree has the ratio 1 and must be "
+                "accepted; use a value above 1, e.g. 2"
+            )
+        if not 1e-8 <= self.veto < 1:
+            problems.append(
+                f"veto is {self.veto}: ratios are told apart down to 2e-9, and at 1 every sequence would be "
+                "rejected; use a value in [1e-8, 1), e.g. 1e-4"
             )
         _raise_all(problems)
+
+    def ratio_bounds(self, default: tuple[float, float]) -> tuple[float, float]:
+        """``(lower, upper)``, each from ``default`` where it was not set: the methods' ranges differ a lot."""
+        lower, upper = default
+        return (
+            lower if self.lower is None else self.lower,
+            upper if self.upper is None else self.upper,
+        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +145,7 @@ class Correction:
     weights: Tensor
     """[T] fp32, detached, 0 at masked positions."""
     clipped: Tensor
-    """[T] bool: loss tokens whose weight is not their ratio (capped or rejected)."""
+    """[T] bool: loss tokens that were capped or rejected."""
 
 
 class AdvantageFunction(Protocol):
@@ -173,10 +196,20 @@ class LossFunction(Protocol):
 
 
 class CorrectionFunction(Protocol):
-    """``corrections/<name>.py: compute``."""
+    """``corrections/<name>.py: compute``.
+
+    The file also says ``LEVEL = "token"`` or ``"sequence"``: whether tokens are weighed one by one or all
+    tokens of a sequence alike. One that reads ``config.ratio_bounds`` states its range as ``DEFAULT_BOUNDS``.
+    """
 
     def __call__(
-        self, old_logprobs: Tensor, inference_logprobs: Tensor, loss_mask: Tensor, config: CorrectionConfig
+        self,
+        old_logprobs: Tensor,
+        inference_logprobs: Tensor,
+        loss_mask: Tensor,
+        sequence_index: Tensor,
+        num_sequences: int,
+        config: CorrectionConfig,
     ) -> Correction:
         """Weights that undo the mismatch between the trainer's policy and the engine's.
 
@@ -187,6 +220,8 @@ class CorrectionFunction(Protocol):
             old_logprobs: [T] of the trainer's model before the step's updates.
             inference_logprobs: [T] of the engine that drew the tokens.
             loss_mask: [T] fp32, 1 at the policy's tokens; other positions may hold anything, NaN included.
+            sequence_index: [T] int64, the sequence of each token; every sequence must be whole in the call.
+            num_sequences: host count of sequences.
             config: the settings.
         """
         ...

@@ -26,4 +26,10 @@ def loss_config(config: RLConfig) -> LossConfig:
 
 def correction_config(config: RLConfig) -> CorrectionConfig:
     """Of `--rl-correction`."""
-    return CorrectionConfig(cap=config.algorithm.rl_correction_cap)
+    algorithm = config.algorithm
+    return CorrectionConfig(
+        cap=algorithm.rl_correction_cap,
+        lower=algorithm.rl_correction_lower,
+        upper=algorithm.rl_correction_upper,
+        veto=algorithm.rl_correction_veto,
+    )

@@ -17,6 +17,7 @@ from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.quantization import QuantizationConfig
 from megatron_rl.config.report import config_hash, difference_from_defaults, notes, to_dict
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.rl_config import RLConfig
@@ -37,6 +38,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "QuantizationConfig",
     "RLConfig",
     "RolloutConfig",
     "ScheduleConfig",

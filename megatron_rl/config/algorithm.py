@@ -32,10 +32,19 @@ class AlgorithmConfig:
     """Policy loss, by name."""
     rl_kl_estimator: Literal["k1", "k2", "k3"] = flag("k3")
     """Estimator of the KL to the reference."""
-    rl_correction: str = flag("none")
-    """Correction for the gap between engine and trainer log-probs, by name."""
+    rl_correction: str | None = flag(None)
+    """Correction of the gap between engine and trainer log-probs: names joined by +.
+
+    Without it token_tis where rollouts are quantised, else none.
+    """
     rl_correction_cap: float = flag(2.0, gt=0)
-    """Largest weight the correction gives."""
+    """Largest weight that token_tis and sequence_tis give."""
+    rl_correction_lower: float | None = flag(None, ge=0, lt=1)
+    """Smallest ratio trainer / engine accepted by masked_is (by default 0.5) and geometric (0.99)."""
+    rl_correction_upper: float | None = flag(None, gt=1)
+    """Largest ratio trainer / engine accepted by masked_is (by default 2) and geometric (1.01)."""
+    rl_correction_veto: float = flag(1e-4, ge=1e-8, lt=1)
+    """veto rejects a sequence with one smaller ratio trainer / engine."""
     rl_dual_clip: float | None = flag(None, gt=1)
     """Bound of the loss at negative advantages, in advantages; without it none."""
     rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] = flag("token-mean")

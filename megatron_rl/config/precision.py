@@ -21,6 +21,6 @@ class PrecisionConfig:
     )
     """Gradients accumulated and reduced in fp32, not in the parameters' format."""
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
-    """Train in fp8: refused for now."""
+    """With --fp8-recipe blockwise: the trainer's forward pass in fp8, on the rollouts' quantised weights."""
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = flag(None)
-    """How fp8 training scales: refused for now."""
+    """How fp8 training scales its numbers: blockwise, in tiles of 128 x 128 with powers of two."""

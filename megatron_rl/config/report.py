@@ -53,6 +53,12 @@ def notes(config: RLConfig) -> list[str]:
             "--attention-backend flash is not built yet in this version: sdpa is used, which takes torch's own "
             "flash kernel where it can"
         )
+    if config.precision.fp8_format is not None and config.quantization.rl_train_forward == "quantized":
+        lines.append(
+            f"--fp8-format {config.precision.fp8_format} runs the trainer's forward pass on the "
+            f"{config.quantization.rl_rollout_quantization} weights of the rollouts (--rl-train-forward quantized); "
+            "Transformer Engine's layers are not built in this version, installed or not"
+        )
     return lines
 
 

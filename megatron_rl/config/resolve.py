@@ -20,7 +20,7 @@ def resolve(config: RLConfig, world_size: int) -> RLConfig:
     ``validate`` says so.
     """
     config = _training(_model(config), world_size)
-    for step in (_kernels, _parallel, _schedule, _paths):
+    for step in (_kernels, _parallel, _schedule, _quantization, _correction, _paths):
         config = step(config)
     return _rollout(config, world_size)
 
@@ -80,6 +80,25 @@ def _schedule(config: RLConfig) -> RLConfig:
         lr_decay_samples=training.train_samples,
     )
     return replace(config, schedule=filled)
+
+
+def _quantization(config: RLConfig) -> RLConfig:
+    """fp8 training is aligned training with the tiles that Transformer Engine's blockwise recipe has."""
+    precision, settings = config.precision, config.quantization
+    if precision.fp8_format != "e4m3" or precision.fp8_recipe != "blockwise":
+        return config
+    if settings.rl_rollout_quantization == "none" and "rl_rollout_quantization" not in config.typed:
+        settings = replace(settings, rl_rollout_quantization="fp8_block_pow2")
+    if "rl_train_forward" not in config.typed:
+        settings = replace(settings, rl_train_forward="quantized")
+    return replace(config, quantization=settings)
+
+
+def _correction(config: RLConfig) -> RLConfig:
+    """Quantised rollouts are of another policy than the trainer's by construction: that is corrected."""
+    quantized = config.quantization.rl_rollout_quantization != "none"
+    name = "token_tis" if quantized else "none"
+    return replace(config, algorithm=_fill(config.algorithm, rl_correction=name))
 
 
 def _paths(config: RLConfig) -> RLConfig:

@@ -19,6 +19,7 @@ from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.quantization import QuantizationConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.tokenizer import TokenizerConfig
@@ -45,6 +46,7 @@ class RLConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
     typed: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)

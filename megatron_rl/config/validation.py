@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.config.rules import batch, parallel, required, rollout, training
+from megatron_rl.config.rules import batch, parallel, quantization, required, rollout, training
 from megatron_rl.config.values import refusal
 
 WORLD_RULES = parallel.WORLD_RULES + batch.WORLD_RULES
-RULES = required.RULES + parallel.RULES + batch.RULES + training.RULES + rollout.RULES
+RULES = required.RULES + parallel.RULES + batch.RULES + training.RULES + rollout.RULES + quantization.RULES
 
 
 def validate(config: RLConfig, world_size: int) -> list[str]:

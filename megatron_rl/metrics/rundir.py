@@ -3,6 +3,7 @@
 The layout::
 
     run.json  config.yaml  config.diff.yaml  command.txt  metrics.jsonl  summary.json  report.html
+    quantization.json (quantised rollouts)
     tensorboard/  rollouts/step_000012.jsonl  checkpoints/  logs/
 """
 
@@ -38,6 +39,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
+        self.quantization = path / "quantization.json"
         self.tensorboard = path / "tensorboard"
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
@@ -67,6 +69,10 @@ class RunDirectory:
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write ``summary.json``: the numbers one asks for first."""
         write_json_atomic(self.summary, summary)
+
+    def write_quantization(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Write ``quantization.json``: what every linear layer really ran in, in the first rollout."""
+        write_json_atomic(self.quantization, {"layers": list(rows)})
 
     def rollouts_path(self, step: int) -> Path:
         """Rollout records of a step."""

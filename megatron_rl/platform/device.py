@@ -22,6 +22,11 @@ class Platform:
         """True on an NVIDIA GPU."""
         return self.device.type == "cuda"
 
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Of the GPU; None on a CPU."""
+        return torch.cuda.get_device_capability(self.device) if self.is_cuda else None
+
     def synchronize(self) -> None:
         """Wait for the device; used only by phase timers at the coarsest level."""
         if self.is_cuda:

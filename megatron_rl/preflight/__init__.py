@@ -11,6 +11,7 @@ from megatron_rl.preflight.algorithms import algorithm_problems
 from megatron_rl.preflight.checkpoints import checkpoint_problems, resumes
 from megatron_rl.preflight.environments import environment_problems
 from megatron_rl.preflight.output import output_problems
+from megatron_rl.preflight.quantization import quantization_problems
 from megatron_rl.preflight.services import service_problems
 from megatron_rl.preflight.text import tokenizer_problems
 
@@ -26,5 +27,6 @@ def preflight(config: RLConfig) -> list[str]:
         *environment_problems(config, tokenizer),
         *checkpoint_problems(config, tokenizer),
         *algorithm_problems(config),
+        *quantization_problems(config),
         *service_problems(config),
     ]

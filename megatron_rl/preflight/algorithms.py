@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_rl.config import RLConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ def algorithm_problems(config: RLConfig) -> list[str]:
     checks: list[tuple[str, Callable[[], object]]] = [
         ("--rl-advantage", lambda: discovery.get("advantages", algorithm.rl_advantage)),
         ("--rl-policy-loss", lambda: discovery.get("losses", algorithm.rl_policy_loss)),
-        ("--rl-correction", lambda: discovery.get("corrections", algorithm.rl_correction)),
+        ("--rl-correction", lambda: _check_correction(algorithm)),
         ("--rl-policy-loss", lambda: loss_config(config)),
         ("--rl-correction", lambda: correction_config(config)),
     ]
@@ -33,3 +34,22 @@ def algorithm_problems(config: RLConfig) -> list[str]:
         except ConfigError as error:
             problems += [f"{flag}: {line}" for line in error.problems]
     return problems
+
+
+def _check_correction(algorithm: AlgorithmConfig) -> None:
+    """Raises ``ConfigError`` for an unknown name, and for bounds that the correction does not read."""
+    from megatron_rl.algorithms import discovery  # here for the reason above
+
+    modules = discovery.correction_modules(algorithm.rl_correction)
+    bounds = {
+        "--rl-correction-lower": algorithm.rl_correction_lower,
+        "--rl-correction-upper": algorithm.rl_correction_upper,
+    }
+    given = [flag for flag, value in bounds.items() if value is not None]
+    if given and not any("DEFAULT_BOUNDS" in vars(module) for module in modules):
+        raise ConfigError(
+            [
+                f"{algorithm.rl_correction} has no bounds and would ignore {' and '.join(given)}; use masked_is or "
+                "geometric, or leave the bounds out"
+            ]
+        )

@@ -53,7 +53,7 @@ class Evaluator:
         groups: ParallelGroups,
     ) -> None:
         self._environments = sorted({draw.source.environment for draw in tasks})
-        self._tasks = tasks
+        self.tasks = tasks
         self._samples = samples_per_prompt
         self._factory = factory
         self._seed = seed
@@ -79,7 +79,7 @@ class Evaluator:
 
     def _requests(self) -> list[GenerationRequest]:
         """This data-parallel rank's share; each task is sampled, then answered greedily."""
-        share = self._tasks[self._groups.data_rank :: self._groups.data_size]
+        share = self.tasks[self._groups.data_rank :: self._groups.data_size]
         requests: list[GenerationRequest] = []
         for draw in share:
             requests.append(self._factory.request(draw, self._samples, len(requests)))

@@ -25,10 +25,11 @@ class RequestFactory:
             return self.max_sequence_length - 1
         return self.max_sequence_length - self.sampling.max_new_tokens
 
-    def request(self, draw: Draw, num_samples: int, index: int, greedy: bool = False) -> GenerationRequest:
-        """One group; ``index`` is its place in the caller's list."""
+    def request(
+        self, draw: Draw, num_samples: int, index: int, greedy: bool = False, at_most: int | None = None
+    ) -> GenerationRequest:
+        """One group; ``index`` is its place in the caller's list, ``at_most`` bounds its new tokens further."""
         room = self.max_sequence_length - len(draw.prompt_ids)
-        sampling = replace(
-            self.sampling, greedy=greedy, max_new_tokens=min(self.sampling.max_new_tokens, room)
-        )
+        tokens = min(self.sampling.max_new_tokens, room, at_most or room)
+        sampling = replace(self.sampling, greedy=greedy, max_new_tokens=tokens)
         return GenerationRequest(draw.source, draw.prompt_ids, num_samples, sampling, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,8 @@ class Optimization:
         self.wrapped = _wrap(policy, config)
         self.optimizer = _build_optimizer(self.wrapped, config, policy.dtype)
         self.scheduler = build_schedule(self.optimizer, config)
+        self.on_update: list[Callable[[], None]] = []
+        """Called after every applied update: whoever holds something made of the weights."""
         settings = policy.config
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self.optimizer.scale_loss
@@ -75,6 +78,8 @@ class Optimization:
         zeros = self.optimizer.count_zeros() if self._count_zeros else None
         applied = self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
+        for notify in self.on_update:
+            notify()
         return UpdateOutcome(bool(applied), norm, zeros, learning_rate)
 
     def gather_parameters(self) -> None:

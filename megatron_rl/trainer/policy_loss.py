@@ -106,7 +106,7 @@ class PolicyLossFunction:
             current, old, batch.advantages, mask, sequence, count, settings.loss_config
         )
         correction = settings.correction(
-            old, batch.inference_logprobs, mask, settings.correction_config
+            old, batch.inference_logprobs, mask, sequence, count, settings.correction_config
         )
         weights, denominator = token_weights(
             settings.aggregation, mask, sequence, count, settings.aggregation_constant
@@ -147,16 +147,17 @@ def reduce_statistics(
 ) -> dict[str, float]:
     """Metrics of a whole step under verl's names; collective, one read of the device."""
     names = [field.name for field in fields(LossSums)]
-    totals = torch.zeros(len(names) + 6, dtype=torch.float64, device=device)
-    largest = torch.zeros(1, dtype=torch.float64, device=device)
+    own, mismatch = torch.zeros(len(names), dtype=torch.float64, device=device), MismatchStatistics.zeros(device)
     for item in statistics:
-        own = torch.stack([getattr(item.sums, name) for name in names])
-        totals += torch.cat((own, item.mismatch.sum_tensor()))
-        largest = torch.maximum(largest, item.mismatch.max_tensor())
+        own += torch.stack([getattr(item.sums, name) for name in names])
+        mismatch = mismatch.merge(item.mismatch)
+    totals, largest = torch.cat((own, mismatch.sum_tensor())), mismatch.max_tensor()
     dist.all_reduce(totals, group=data_group)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=data_group)
-    sums = dict(zip(names, totals[: len(names)].tolist(), strict=True))
-    mismatch = MismatchStatistics.from_tensors(totals[len(names) :], largest).metrics()
+    read = torch.cat((totals, largest)).cpu()
+    own, mismatch_sums, largest = read.tensor_split([len(names), totals.numel()])
+    sums = dict(zip(names, own.tolist(), strict=True))
+    mismatch = MismatchStatistics.from_tensors(mismatch_sums, largest)
     tokens, denominator = max(sums["tokens"], 1.0), max(sums["denominator"], 1.0)
     return {
         "actor/pg_loss": sums["policy_loss"] / denominator,
@@ -166,10 +167,21 @@ def reduce_statistics(
         "actor/pg_clipfrac": (sums["clipped_upper"] + sums["clipped_lower"]) / tokens,
         "actor/pg_clipfrac_lower": sums["dual_clipped"] / tokens,
         "actor/dropped_tokens": sums["dropped_tokens"],
-        "training/rollout_logprob_gap_mean": mismatch["mean_abs_delta_logprob"],
-        "training/rollout_logprob_gap_max": mismatch["max_abs_delta_logprob"],
-        "rollout_corr/k3_kl": mismatch["k3_kl"],
-        "rollout_corr/rollout_is_mean": mismatch["mean_weight"],
-        "rollout_corr/rollout_is_eff_sample_size": mismatch["effective_sample_size"],
-        "rollout_corr/rollout_is_clipped": mismatch["fraction_clipped"],
+        **_mismatch_metrics(mismatch.metrics()),
+    }
+
+
+def _mismatch_metrics(values: dict[str, float]) -> dict[str, float]:
+    """What ``MismatchStatistics.metrics`` gives, under the logged names."""
+    return {
+        "training/rollout_logprob_gap_mean": values["mean_abs_delta_logprob"],
+        "training/rollout_logprob_gap_max": values["max_abs_delta_logprob"],
+        "rollout_corr/k3_kl": values["k3_kl"],
+        "rollout_corr/log_ratio_mean": values["mean_delta_logprob"],
+        "rollout_corr/log_ratio_std": values["std_delta_logprob"],
+        "rollout_corr/abs_log_ratio_p95": values["p95_abs_delta_logprob"],
+        "rollout_corr/residual_gap": values["residual_gap"],
+        "rollout_corr/rollout_is_mean": values["mean_weight"],
+        "rollout_corr/rollout_is_eff_sample_size": values["effective_sample_size"],
+        "rollout_corr/rollout_is_clipped": values["fraction_clipped"],
     }

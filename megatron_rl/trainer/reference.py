@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,6 +21,8 @@ class ReferencePolicy:
     def __init__(self, policy: PolicyModel) -> None:
         self._parameters = list(policy.gpt.parameters())
         self._frozen = [_host_copy(parameter) for parameter in self._parameters]
+        self.on_swap: list[Callable[[], None]] = []
+        """Called after every exchange of weights: whoever trains on something made of them."""
 
     @contextlib.contextmanager
     @torch.no_grad()
@@ -36,6 +38,8 @@ class ReferencePolicy:
     def _write(self, values: list[torch.Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data.copy_(value)
+        for notify in self.on_swap:
+            notify()
 
 
 def _host_copy(parameter: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.corrections.statistics import mismatch_statistics
-from megatron_rl.algorithms.interfaces import AdvantageConfig, CorrectionConfig, LossConfig, PolicyLoss
+from megatron_rl.algorithms.interfaces import AdvantageConfig, Correction, CorrectionConfig, LossConfig, PolicyLoss
 
 LOSS_CONFIG = LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28, dual_clip=3.0)
 MASK = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
@@ -118,13 +118,19 @@ class TestLosses:
         assert current.grad.abs().sum() == 0
 
 
-@pytest.mark.parametrize("name", discovery.available("corrections"))
+def run_correction(name: str, old: Tensor, inference: Tensor) -> Correction:
+    correction = discovery.get("corrections", name)
+    return correction(old, inference, MASK, SEQUENCE, 3, CorrectionConfig())
+
+
+@pytest.mark.parametrize("name", [*discovery.available("corrections"), "+".join(discovery.available("corrections"))])
 class TestCorrections:
-    config = CorrectionConfig()
+    def test_it_says_what_it_weighs(self, name: str) -> None:
+        assert all(module.LEVEL in ("token", "sequence") for module in discovery.correction_modules(name))
 
     def test_weights_are_finite_detached_and_never_negative(self, name: str) -> None:
         old = (logprobs(0) + 500 * torch.linspace(-1, 1, 9)).requires_grad_()
-        result = discovery.get("corrections", name)(old, logprobs(1), MASK, self.config)
+        result = run_correction(name, old, logprobs(1))
         assert result.weights.shape == result.clipped.shape == (9,)
         assert result.weights.dtype == torch.float32
         assert result.clipped.dtype == torch.bool
@@ -134,20 +140,20 @@ class TestCorrections:
 
     def test_the_host_reads_nothing(self, name: str) -> None:
         nowhere = torch.empty(9, device="meta")
-        result = discovery.get("corrections", name)(nowhere, nowhere, nowhere, self.config)
+        correction = discovery.get("corrections", name)
+        result = correction(nowhere, nowhere, nowhere, SEQUENCE.to("meta"), 3, CorrectionConfig())
         statistics = mismatch_statistics(nowhere, nowhere, nowhere, result)
         assert statistics.merge(statistics).sum_tensor().is_meta
 
     def test_agreement_has_weight_one(self, name: str) -> None:
-        result = discovery.get("corrections", name)(logprobs(0), logprobs(0), MASK, self.config)
+        result = run_correction(name, logprobs(0), logprobs(0))
         assert torch.equal(result.weights, MASK)
         assert not result.clipped.any()
 
     def test_masked_positions_have_weight_zero(self, name: str) -> None:
         noise = torch.full((9,), torch.nan)
         old = torch.where(MASKED, noise, logprobs(0))
-        result = discovery.get("corrections", name)(
-            old, torch.where(MASKED, -noise, logprobs(1)), MASK, self.config
-        )
+        result = run_correction(name, old, torch.where(MASKED, -noise, logprobs(1)))
         assert result.weights[MASKED].tolist() == [0.0] * 4
         assert not result.clipped[MASKED].any()
+        assert torch.equal(result.weights, run_correction(name, logprobs(0), logprobs(1)).weights)

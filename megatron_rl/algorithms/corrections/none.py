@@ -7,11 +7,18 @@ from torch import Tensor
 
 from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
 
+LEVEL = "token"
+
 
 def compute(
-    old_logprobs: Tensor, inference_logprobs: Tensor, loss_mask: Tensor, config: CorrectionConfig
+    old_logprobs: Tensor,
+    inference_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_index: Tensor,
+    num_sequences: int,
+    config: CorrectionConfig,
 ) -> Correction:
     """1 at loss tokens. Args and result as in ``interfaces.CorrectionFunction``."""
-    del old_logprobs, inference_logprobs, config  # the signature is that of every correction
+    del old_logprobs, inference_logprobs, sequence_index, num_sequences, config  # every correction has them
     in_loss = loss_mask > 0
     return Correction(weights=in_loss.float(), clipped=torch.zeros_like(in_loss))

@@ -8,12 +8,20 @@ from torch import Tensor
 from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
 from megatron_rl.algorithms.ratios import log_ratio
 
+LEVEL = "token"
+
 
 @torch.no_grad()
 def compute(
-    old_logprobs: Tensor, inference_logprobs: Tensor, loss_mask: Tensor, config: CorrectionConfig
+    old_logprobs: Tensor,
+    inference_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_index: Tensor,
+    num_sequences: int,
+    config: CorrectionConfig,
 ) -> Correction:
     """``min(pi_old / pi_inference, cap)``. Args and result as in ``interfaces.CorrectionFunction``."""
+    del sequence_index, num_sequences  # tokens are weighed one by one
     in_loss = loss_mask > 0
     ratio = log_ratio(old_logprobs, inference_logprobs, loss_mask).exp()
     return Correction(

@@ -12,10 +12,6 @@ def _precision(config: RLConfig) -> Iterator[str]:
     precision = config.precision
     if precision.fp16:
         yield "--fp16 is refused: gradients of RL losses underflow in fp16 without loss scaling; use --bf16"
-    for name in ("fp8_format", "fp8_recipe"):
-        if getattr(precision, name) is not None:
-            flag = f"--{name.replace('_', '-')} {getattr(precision, name)}"
-            yield f"{flag} is refused: fp8 training is not built yet in this version; use --bf16"
 
 
 def _dropout(config: RLConfig) -> Iterator[str]:

@@ -13,7 +13,9 @@ def test_every_file_with_a_compute_function_is_available() -> None:
     assert discovery.available("advantages") == ("batch_norm", "dr_grpo", "grpo", "rloo")
     assert discovery.available("losses") == ("cispo", "clip", "gspo")
     # statistics.py lies in the same folder and is no correction.
-    assert discovery.available("corrections") == ("masked_is", "none", "token_tis")
+    assert discovery.available("corrections") == (
+        "geometric", "masked_is", "none", "sequence_tis", "token_tis", "veto"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "dr-grpo"])

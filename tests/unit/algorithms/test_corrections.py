@@ -1,95 +1,156 @@
-"""Mismatch corrections and their statistics on numbers worked out by hand.
+"""Mismatch corrections on numbers worked out by hand.
 
-Ratios old / inference of the loss tokens: 3, 0.6, 0.25, 1; the last token is masked.
+Three sequences; m is masked and NaN::
+
+    token      A0    A1    m     B0    B1    C0    m
+    ratio      3     0.6   -     0.25  1     0.995 -      old / engine
+
+    product    1.8         0.25        0.995              exp of the sum of log ratios
+    geometric  1.3416      0.5         0.995              exp of their mean
 """
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_rl.algorithms.corrections import masked_is, none, token_tis
-from megatron_rl.algorithms.corrections.statistics import MismatchStatistics, mismatch_statistics
-from megatron_rl.algorithms.interfaces import CorrectionConfig
+from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.corrections.collapse import collapse_warning
+from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
 from megatron_rl.errors import ConfigError
 
-INFERENCE = torch.tensor([-1.0, -2.0, -0.5, -4.0, torch.nan])
-OLD = INFERENCE + torch.tensor([3.0, 0.6, 0.25, 1.0, 1.0]).log()
-MASK = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
-CONFIG = CorrectionConfig(cap=2.0, lower=0.5, upper=2.0)
+NAN = torch.nan
+INFERENCE = torch.tensor([-1.0, -2.0, NAN, -0.5, -4.0, -0.25, NAN])
+OLD = INFERENCE + torch.tensor([3.0, 0.6, 1.0, 0.25, 1.0, 0.995, 1.0]).log()
+MASK = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+SEQUENCE = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+CONFIG = CorrectionConfig(cap=2.0)
+T, F = True, False
+
+
+def run(
+    name: str, config: CorrectionConfig = CONFIG, old: Tensor = OLD, inference: Tensor = INFERENCE
+) -> Correction:
+    return discovery.get("corrections", name)(old, inference, MASK, SEQUENCE, 3, config)
 
 
 @pytest.mark.parametrize(
-    ("correction", "weights", "clipped"),
+    ("name", "config", "weights", "clipped"),
     [
-        (none, [1.0, 1.0, 1.0, 1.0, 0.0], [False] * 5),
-        (token_tis, [2.0, 0.6, 0.25, 1.0, 0.0], [True, False, False, False, False]),
-        (masked_is, [0.0, 0.6, 0.0, 1.0, 0.0], [True, False, True, False, False]),
+        ("none", CONFIG, [1, 1, 0, 1, 1, 1, 0], [F] * 7),
+        ("token_tis", CONFIG, [2, 0.6, 0, 0.25, 1, 0.995, 0], [T, F, F, F, F, F, F]),
+        ("masked_is", CONFIG, [0, 0.6, 0, 0, 1, 0.995, 0], [T, F, F, T, F, F, F]),
+        ("masked_is", CorrectionConfig(lower=0.2), [0, 0.6, 0, 0.25, 1, 0.995, 0], [T, F, F, F, F, F, F]),
+        ("sequence_tis", CONFIG, [1.8, 1.8, 0, 0.25, 0.25, 0.995, 0], [F] * 7),
+        ("sequence_tis", CorrectionConfig(cap=1.5), [1.5, 1.5, 0, 0.25, 0.25, 0.995, 0], [T, T, F, F, F, F, F]),
+        ("geometric", CONFIG, [0, 0, 0, 0, 0, 1, 0], [T, T, F, T, T, F, F]),
+        ("geometric", CorrectionConfig(upper=1.35), [1, 1, 0, 0, 0, 1, 0], [F, F, F, T, T, F, F]),
+        ("geometric", CorrectionConfig(upper=1.34), [0, 0, 0, 0, 0, 1, 0], [T, T, F, T, T, F, F]),
+        ("geometric", CorrectionConfig(lower=0.49), [0, 0, 0, 1, 1, 1, 0], [T, T, F, F, F, F, F]),
+        ("veto", CONFIG, [1, 1, 0, 1, 1, 1, 0], [F] * 7),
+        ("veto", CorrectionConfig(veto=0.3), [1, 1, 0, 0, 0, 1, 0], [F, F, F, T, T, F, F]),
+        ("token_tis+veto", CorrectionConfig(veto=0.3), [2, 0.6, 0, 0, 0, 0.995, 0], [T, F, F, T, T, F, F]),
+        ("veto+none+token-tis", CorrectionConfig(veto=0.7), [0, 0, 0, 0, 0, 0.995, 0], [T, T, F, T, T, F, F]),
+        # 1.8 * 3 without a cap in reach.
+        ("sequence_tis+token_tis", CorrectionConfig(cap=9), [5.4, 1.08, 0, 0.0625, 0.25, 0.990025, 0], [F] * 7),
     ],
 )
-def test_weights(correction, weights: list[float], clipped: list[bool]) -> None:
-    result = correction.compute(OLD, INFERENCE, MASK, CONFIG)
-    torch.testing.assert_close(result.weights, torch.tensor(weights))
+def test_weights(name: str, config: CorrectionConfig, weights: list[float], clipped: list[bool]) -> None:
+    result = run(name, config)
+    torch.testing.assert_close(result.weights, torch.tensor(weights, dtype=torch.float32))
     assert result.clipped.tolist() == clipped
 
 
-def test_weights_are_detached() -> None:
-    old = torch.zeros(2).requires_grad_()
-    for correction in (none, token_tis, masked_is):
-        assert not correction.compute(old, torch.zeros(2), torch.ones(2), CONFIG).weights.requires_grad
+def test_the_default_veto_is_of_one_in_ten_thousand() -> None:
+    for ratio, weight in ((1.1e-4, 1.0), (0.9e-4, 0.0)):
+        old = INFERENCE.index_put((torch.tensor([4]),), INFERENCE[4] + torch.tensor(ratio).log())
+        assert run("veto", old=old).weights.tolist() == [1, 1, 0, weight, weight, 1, 0]
 
 
-def two_token_statistics() -> MismatchStatistics:
-    """Ratios 3 and 0.5, weights 2 and 0.5."""
-    old, inference = torch.tensor([3.0, 0.5]).log(), torch.zeros(2)
-    correction = token_tis.compute(old, inference, torch.ones(2), CONFIG)
-    return mismatch_statistics(old, inference, torch.ones(2), correction)
+@pytest.mark.parametrize("name", discovery.available("corrections"))
+def test_weights_are_detached(name: str) -> None:
+    assert not run(name, old=OLD.clone().requires_grad_()).weights.requires_grad
 
 
-def test_statistics() -> None:
-    metrics = two_token_statistics().metrics()
-    assert metrics == pytest.approx(
+@pytest.mark.parametrize(
+    ("name", "above", "below"),
+    [("sequence_tis", 2.0, 0.0), ("geometric", 0.0, 0.0), ("veto", 1.0, 0.0), ("sequence_tis+veto", 2.0, 0.0)],
+)
+def test_a_long_sequence_does_not_overflow(name: str, above: float, below: float) -> None:
+    """100,000 tokens of 15 nats each: exp of the sum is inf, and of its negative 0 with a log of -inf."""
+    length = 100_000
+    correction, zeros = discovery.get("corrections", name), torch.zeros(length)
+    for shift, weight in ((15.0, above), (-15.0, below)):
+        result = correction(zeros + shift, zeros, zeros + 1, zeros.long(), 1, CONFIG)
+        assert result.weights.isfinite().all()
+        assert result.weights[[0, -1]].tolist() == pytest.approx([weight] * 2, abs=1e-8)
+
+
+@pytest.mark.parametrize("name", discovery.available("corrections"))
+def test_two_micro_batches_equal_one(name: str) -> None:
+    config = CorrectionConfig(lower=0.4, upper=1.35, veto=0.3)
+    correction, whole = discovery.get("corrections", name), run(name, config)
+    for part, first, count in ((slice(0, 3), 0, 1), (slice(3, 7), 1, 2)):
+        result = correction(OLD[part], INFERENCE[part], MASK[part], SEQUENCE[part] - first, count, config)
+        assert torch.equal(result.weights, whole.weights[part])
+        assert torch.equal(result.clipped, whole.clipped[part])
+
+
+@pytest.mark.parametrize("name", [*discovery.available("corrections"), "token_tis+veto"])
+def test_an_empty_micro_batch(name: str) -> None:
+    empty = torch.zeros(0)
+    result = discovery.get("corrections", name)(empty, empty, empty, empty.long(), 0, CONFIG)
+    assert result.weights.shape == result.clipped.shape == (0,)
+
+
+def test_a_bound_that_rejects_agreement_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        CorrectionConfig(cap=0.0, lower=1.0, upper=1.0, veto=1e-9)
+    assert [line.split()[0] for line in refused.value.problems] == ["cap", "lower", "upper", "veto"]
+    with pytest.raises(ConfigError):
+        CorrectionConfig(lower=NAN)
+
+
+def test_unknown_and_repeated_parts_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        discovery.get("corrections", "tokn_tis+vetoo")
+    first, second = refused.value.problems
+    assert "'tokn_tis': did you mean token_tis" in first
+    assert "'vetoo': did you mean veto" in second
+    with pytest.raises(ConfigError, match="''"):
+        discovery.get("corrections", "token_tis+")
+    with pytest.raises(ConfigError, match="twice"):
+        discovery.get("corrections", "token_tis+token-tis")
+    with pytest.raises(ConfigError, match="losses"):
+        discovery.get("losses", "clip+gspo")
+
+
+def warn(name: str, weight: float, size: float, clipped: float = 0.1) -> str | None:
+    """As the loop has them: among other metrics."""
+    return collapse_warning(
+        name,
         {
-            "mean_weight": 1.25,  # (2 + 0.5) / 2
-            "effective_sample_size": 0.735294,  # 2.5^2 / (2 * (4 + 0.25))
-            "fraction_clipped": 0.5,
-            "mean_abs_delta_logprob": 0.895880,  # (1.098612 + 0.693147) / 2
-            "max_abs_delta_logprob": 1.098612,
-            # KL(inference || old), r = old / inference, r - 1 - log r: 3 - 1 - 1.098612, 0.5 - 1 + 0.693147.
-            "k3_kl": (0.901388 + 0.193147) / 2,
+            "actor/grad_norm": 1.0,
+            "rollout_corr/rollout_is_mean": weight,
+            "rollout_corr/rollout_is_eff_sample_size": size,
+            "rollout_corr/rollout_is_clipped": clipped,
         },
-        rel=1e-5,
     )
 
 
-def test_statistics_of_parts_merge_to_those_of_the_whole() -> None:
-    correction = masked_is.compute(OLD, INFERENCE, MASK, CONFIG)
-    whole = mismatch_statistics(OLD, INFERENCE, MASK, correction).metrics()
-    parts = []
-    for part in (slice(0, 2), slice(2, 5)):
-        correction = masked_is.compute(OLD[part], INFERENCE[part], MASK[part], CONFIG)
-        parts.append(mismatch_statistics(OLD[part], INFERENCE[part], MASK[part], correction))
-    assert parts[0].merge(parts[1]).metrics() == pytest.approx(whole)
-    assert all(math.isfinite(value) for value in whole.values())
+@pytest.mark.parametrize("name", ["sequence_tis", "geometric", "veto", "token_tis+veto", "token-tis + geometric"])
+def test_a_collapse_of_sequences_is_told_with_its_numbers(name: str) -> None:
+    assert warn(name, 0.5, 0.5) is None
+    for weight, size, numbers in ((0.4567, 0.9, "0.457"), (0.9, 0.4567, "0.457"), (0.0, 0.0, "0.000")):
+        line = warn(name, weight, size)
+        assert numbers in line
+        assert "--rl-correction token_tis" in line
+        assert "\n" not in line
 
 
-def test_statistics_survive_the_trip_through_tensors() -> None:
-    statistics = two_token_statistics()
-    assert statistics.sum_tensor().shape == (6,)
-    assert statistics.max_tensor().shape == (1,)
-    again = MismatchStatistics.from_tensors(statistics.sum_tensor(), statistics.max_tensor())
-    assert again.metrics() == statistics.metrics()
-
-
-def test_statistics_of_nothing_are_zero() -> None:
-    empty = torch.zeros(0)
-    correction = none.compute(empty, empty, empty, CONFIG)
-    assert set(mismatch_statistics(empty, empty, empty, correction).metrics().values()) == {0.0}
-
-
-def test_an_empty_acceptance_range_is_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
-        CorrectionConfig(cap=0.0, lower=2.0, upper=0.5)
-    assert len(refused.value.problems) == 2
+def test_no_collapse_of_tokens_and_none_without_tokens() -> None:
+    for name in ("none", "token_tis", "masked_is", "masked_is+token_tis"):
+        assert warn(name, 0.1, 0.1) is None
+    assert warn("geometric", 0.0, 0.0, clipped=0.0) is None
+    assert collapse_warning("geometric", {"actor/grad_norm": 1.0}) is None

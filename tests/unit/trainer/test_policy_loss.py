@@ -104,6 +104,23 @@ def test_each_term_alone(one_rank: ParallelGroups) -> None:
     assert with_entropy - base == pytest.approx(-1.817817, abs=1e-5)
 
 
+def test_a_rejected_token_stays_in_the_denominator(one_rank: ParallelGroups) -> None:
+    """old / engine is 2, 1, 2: masked_is up to 1.5 leaves A1 alone, with -1, of three tokens."""
+    rejecting = replace(
+        PLAIN, correction=discovery.get("corrections", "masked_is"), correction_config=CorrectionConfig(upper=1.5)
+    )
+    loss = loss_function(one_rank, rejecting)(logits(), scored())
+    assert loss.total.item() == pytest.approx(-1.0)
+    assert loss.denominator.item() == 3
+
+
+def test_a_correction_of_sequences_sees_the_sequences(one_rank: ParallelGroups) -> None:
+    """old / engine over a whole sequence is 2 for ``A0 A1`` and 2 for ``B0``: (-1.28 - 1 + 1.6) * 2."""
+    weighing = replace(PLAIN, correction=discovery.get("corrections", "sequence_tis"))
+    weighing = replace(weighing, correction_config=CorrectionConfig(cap=9.0))
+    assert loss_function(one_rank, weighing)(logits(), scored()).total.item() == pytest.approx(-1.36, abs=1e-5)
+
+
 def test_gradient_of_the_first_update(one_rank: ParallelGroups) -> None:
     """Without old log-probs the ratio is 1: ``-A (onehot - p)`` at the logits before each token."""
     values = logits()
@@ -152,10 +169,15 @@ def test_metrics(one_rank: ParallelGroups) -> None:
         "actor/dropped_tokens": 0.0,
         "training/rollout_logprob_gap_mean": 2 * LN2 / 3,  # old / engine is 2, 1, 2
         "training/rollout_logprob_gap_max": LN2,
+        "rollout_corr/log_ratio_mean": 2 * LN2 / 3,
+        "rollout_corr/log_ratio_std": LN2 * math.sqrt(2) / 3,  # ln2, 0, ln2: sqrt(2/3 - 4/9) ln2
+        "rollout_corr/residual_gap": 0.0,  # of A1; A0 and B0 are capped
+        "rollout_corr/k3_kl": 2 * (1 - LN2) / 3,
         "rollout_corr/rollout_is_mean": 4 / 3,
         "rollout_corr/rollout_is_clipped": 2 / 3,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert metrics["rollout_corr/abs_log_ratio_p95"] == pytest.approx(LN2, rel=0.1)
 
 
 @pytest.mark.parametrize("broken", ["current", "old", "engine", "reference"])

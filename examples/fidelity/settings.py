@@ -1,0 +1,108 @@
+"""What the study trains: two tasks, and for each the formats and corrections to compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ALIGNED = "aligned"
+"""In the place of a correction: the trainer's forward pass runs quantised, too."""
+
+MODEL = (
+    "--num-layers 3 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --add-qkv-bias "
+    "--untie-embeddings-and-output-weights --init-method-std 0.125 --embedding-init-method-std 0.5 "
+    "--tokenizer-type HuggingFaceTokenizer --make-vocab-size-divisible-by 16 "
+    "--use-distributed-optimizer --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0"
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One task and how it is trained on."""
+
+    name: str
+    environment: dict[str, object]
+    """Arguments of the arithmetic environment."""
+    sequence: int
+    new_tokens: int
+    warm_iters: int
+    steps: int
+    updates_per_step: int
+    pairs: tuple[tuple[str, str], ...]
+    """(recipe, correction) to compare; the first is the reference."""
+    rl: str = field(default="")
+    prompts: int = 16
+    group: int = 16
+    lr: float = 8e-4
+    held_out: int = 256
+
+    def warm_start(self) -> list[str]:
+        """Flags of the supervised warm start, as in the quickstart."""
+        decay = round(0.3 * self.warm_iters)
+        return (
+            f"{MODEL} --seq-length {self.sequence} --train-iters {self.warm_iters} --global-batch-size 32 "
+            f"--micro-batch-size 32 --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters 20 --weight-decay 0.01 "
+            f"--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters {decay} --log-interval 500"
+        ).split()
+
+    def grpo(self, recipe: str, correction: str) -> list[str]:
+        """Flags of one GRPO run."""
+        samples = self.prompts * self.group
+        flags = (
+            f"{MODEL} --seq-length {self.sequence} --perform-rl-step --grpo-group-size {self.group} "
+            f"--grpo-prompts-per-step {self.prompts} --grpo-iterations 1 --grpo-clamp-eps-lower 0.2 "
+            f"--grpo-clamp-eps-upper 0.28 --grpo-kl-beta 0.0 --rl-temperature 1.0 "
+            f"--rl-max-new-tokens {self.new_tokens} --micro-batch-size {samples // self.updates_per_step} "
+            f"--global-batch-size {samples // self.updates_per_step} "
+            f"--train-iters {self.steps * self.updates_per_step} "
+            f"--lr {self.lr} --min-lr {0.3 * self.lr:g} --lr-decay-style linear --lr-warmup-iters 5 --weight-decay 0.0 "
+            f"--eval-interval {max(1, self.steps // 4)} --rl-prompts-per-eval {self.held_out} "
+            f"--rl-samples-per-eval-prompt 8 --log-interval 1 --rl-rollout-quantization {recipe}"
+        ).split()
+        if correction == ALIGNED:
+            return [*flags, "--rl-train-forward", "quantized", "--rl-correction", "none"]
+        # Corrected or not, what is compared is the learned policy in full precision.
+        return [*flags, "--rl-correction", correction, "--rl-evaluate-unquantized"]
+
+
+_CORRECTIONS = ("none", "token_tis")
+
+EASY = Setting(
+    name="easy",
+    environment={},
+    sequence=64,
+    new_tokens=44,
+    warm_iters=1500,
+    steps=80,
+    updates_per_step=1,
+    pairs=(
+        ("none", "none"),
+        *((recipe, c) for recipe in ("fp8", "fp8_block_pow2", "int8") for c in (*_CORRECTIONS, ALIGNED)),
+    ),
+)
+HARD = Setting(
+    name="hard",
+    environment={"min_terms": 6, "max_terms": 12},
+    sequence=128,
+    new_tokens=100,
+    warm_iters=1500,
+    steps=100,
+    updates_per_step=4,
+    pairs=(
+        ("none", "none"),
+        *((recipe, c) for recipe in ("fp8", "int8", "int4") for c in _CORRECTIONS),
+        ("fp8_block_pow2", "token_tis"),
+        ("int8", ALIGNED),
+        ("int4", ALIGNED),
+    ),
+    prompts=8,
+    group=16,
+)
+
+
+def quick(setting: Setting) -> Setting:
+    """The same shape in minutes; its numbers only show that everything runs."""
+    kept = tuple(pair for pair in setting.pairs if pair[0] in ("none", "int8", "int4"))
+    return Setting(
+        **{**vars(setting), "warm_iters": 200, "steps": 4, "prompts": 4, "group": 8, "held_out": 16, "pairs": kept}
+    )

@@ -1,0 +1,146 @@
+#!/usr/bin/env python
+"""Train recipe x correction x seed and put the results side by side. See run.sh."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import yaml
+from plot import write_page
+from settings import EASY, HARD, Setting, quick
+
+from megatron_rl.metrics.jsonl import read_rows
+from megatron_rl.metrics.table import can_draw_boxes, format_table
+
+ROOT = Path(__file__).resolve().parents[2]
+GAP = "training/rollout_logprob_gap_mean"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one seed and a few steps, to see that everything runs")
+    parser.add_argument("--seeds", default=None, help="default: 1 2 3")
+    parser.add_argument("--settings", default="easy hard", help="easy, hard or both")
+    parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "fidelity")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one process each")
+    arguments = parser.parse_args()
+    seeds = [int(seed) for seed in (arguments.seeds or ("1" if arguments.quick else "1 2 3")).split()]
+    chosen = {"easy": EASY, "hard": HARD}
+    unknown = set(arguments.settings.split()) - set(chosen)
+    if unknown:
+        parser.error(f"--settings {' '.join(sorted(unknown))}: there are easy and hard")
+    for name in arguments.settings.split():
+        setting = quick(chosen[name]) if arguments.quick else chosen[name]
+        study(setting, seeds, arguments.run_dir, arguments.jobs)
+    write_page(arguments.run_dir)
+    print(f"\nrun directory: {arguments.run_dir}\nopen in a browser: {arguments.run_dir / 'fidelity.html'}")
+    return 0
+
+
+def study(setting: Setting, seeds: list[int], run_dir: Path, jobs: int) -> None:
+    """All runs of one setting, then its table and JSON file."""
+    folder = run_dir / setting.name
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda seed: warm_start(setting, seed, folder), seeds))
+        runs = [(recipe, correction, seed) for seed in seeds for recipe, correction in setting.pairs]
+        list(pool.map(lambda run: grpo(setting, *run, folder), runs))
+    results = collect(setting, seeds, folder)
+    path = run_dir / ("summary.json" if setting.name == "easy" else f"{setting.name}.json")
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print_table(setting, results)
+
+
+def run_path(folder: Path, seed: int, recipe: str, correction: str) -> Path:
+    """Where one run lies."""
+    return folder / f"seed_{seed}" / f"{recipe}-{correction}"
+
+
+def warm_start(setting: Setting, seed: int, folder: Path) -> None:
+    """Tokenizer, environments and the supervised start that all runs of the seed share."""
+    base = folder / f"seed_{seed}"
+    base.mkdir(parents=True, exist_ok=True)
+    runpy.run_path(str(ROOT / "examples/quickstart/make_tokenizer.py"))["main"](base / "tokenizer")
+    entry = {"environment": "arithmetic", "weight": 1.0, "args": {**setting.environment, "seed": seed}}
+    (base / "environments.yaml").write_text(yaml.safe_dump([entry]))
+    launch(setting.warm_start(), base, seed, base / "warm_start")
+
+
+def grpo(setting: Setting, recipe: str, correction: str, seed: int, folder: Path) -> None:
+    """One GRPO run from the seed's warm start."""
+    base = folder / f"seed_{seed}"
+    start = ["--pretrained-checkpoint", str(base / "warm_start" / "checkpoints")]
+    launch([*setting.grpo(recipe, correction), *start], base, seed, run_path(folder, seed, recipe, correction))
+
+
+def launch(flags: list[str], base: Path, seed: int, run_dir: Path) -> None:
+    """One process of train_rl.py, unless the run is there already; its output goes to a log beside it."""
+    if json_of(run_dir / "summary.json").get("status") == "finished":
+        return
+    print(f"{run_dir} ...", flush=True)
+    common = ["--tokenizer-model", base / "tokenizer", "--langrl-env-config", base / "environments.yaml"]
+    command = [sys.executable, ROOT / "train_rl.py", *flags, *common, "--seed", seed, "--run-dir", run_dir, "--resume"]
+    log = run_dir.with_suffix(".log")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with log.open("w") as stream:
+        code = subprocess.call([str(part) for part in command], stdout=stream, stderr=stream, cwd=ROOT, env=environment)
+    if code:
+        raise SystemExit(f"{run_dir} failed with exit code {code}:\n{tail(log)}")
+
+
+def collect(setting: Setting, seeds: list[int], folder: Path) -> dict[str, dict[str, dict]]:
+    """``{recipe: {correction: {"pass@1": [one a seed], "gap_mean": .., "gap_max": ..}}}``."""
+    results: dict[str, dict[str, dict]] = {}
+    for recipe, correction in setting.pairs:
+        paths = [run_path(folder, seed, recipe, correction) for seed in seeds]
+        summaries = [json_of(path / "summary.json") for path in paths]
+        steps = [row for path in paths for row in read_rows(path / "metrics.jsonl") if GAP in row]
+        results.setdefault(recipe, {})[correction] = {
+            "pass@1": [summary["eval"]["after"]["pass@1"] for summary in summaries],
+            "pass@1_before": [summary["eval"]["before"]["pass@1"] for summary in summaries],
+            "gap_mean": statistics.fmean(row[GAP] for row in steps),
+            "gap_max": max(summary["logprob_gap_max"] for summary in summaries),
+            "k3_kl": statistics.fmean(row["rollout_corr/k3_kl"] for row in steps),
+            "seconds": statistics.fmean(summary["seconds"]["run"] for summary in summaries),
+        }
+    return results
+
+
+def print_table(setting: Setting, results: dict[str, dict[str, dict]]) -> None:
+    """One row a pair, and the noise between seeds that the differences are to be read against."""
+    reference = results["none"]["none"]["pass@1"]
+    rows = []
+    for recipe, corrections in results.items():
+        for correction, found in corrections.items():
+            scores = found["pass@1"]
+            difference = statistics.fmean(a - b for a, b in zip(scores, reference, strict=True))
+            rows.append(
+                (recipe, correction, " ".join(f"{score:.3f}" for score in scores), f"{statistics.fmean(scores):.3f}",
+                 f"{difference:+.3f}", f"{found['gap_mean']:.1e}", f"{found['gap_max']:.1e}", f"{found['k3_kl']:.1e}")
+            )  # fmt: skip
+    headers = ("rollouts", "correction", "pass@1 by seed", "mean", "to none", "gap mean", "gap max", "k3 KL")
+    print(f"\n{setting.name}: held-out pass@1 after {setting.steps} steps of {setting.updates_per_step} updates")
+    print(format_table(headers, rows, unicode=can_draw_boxes(sys.stdout)))
+    if len(reference) > 1:
+        print(f"seed noise: the unquantised runs' standard deviation is {statistics.stdev(reference):.3f}")
+
+
+def json_of(path: Path) -> dict:
+    """Empty where there is no file yet."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    """The end of a log."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

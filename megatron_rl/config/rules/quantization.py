@@ -1,0 +1,65 @@
+"""Quantised rollouts and aligned training, as far as flags alone can tell.
+
+Recipe names, the device and the layers' shapes are looked at before a model is built, too: see
+``megatron_rl.preflight.quantization``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.rules.wording import Rule
+
+
+def _aligned_training(config: RLConfig) -> Iterator[str]:
+    settings = config.quantization
+    if settings.rl_train_forward != "quantized":
+        return
+    what = "--rl-train-forward quantized"
+    if settings.rl_rollout_quantization == "none":
+        yield f"{what} has nothing to quantise with; give --rl-rollout-quantization, for example int8"
+    if not config.training.perform_rl_step:
+        yield f"{what} without --perform-rl-step: supervised training has no rollouts to agree with; leave it out"
+    if config.parallel.overlap_param_gather:
+        yield (
+            f"{what} with --overlap-param-gather: the weights to quantise after an update are still on their way "
+            "then; leave out --overlap-param-gather"
+        )
+    if settings.rl_mismatch_action == "fallback":
+        yield (
+            f"{what} with --rl-mismatch-action fallback: another recipe for the rollouts alone would open the gap "
+            "that alignment closes; use --rl-mismatch-action stop"
+        )
+
+
+def _fp8_training(config: RLConfig) -> Iterator[str]:
+    precision = config.precision
+    form, recipe = precision.fp8_format, precision.fp8_recipe
+    if form is None and recipe is None:
+        return
+    flags = " ".join(
+        f"--fp8-{name} {value}" for name, value in (("format", form), ("recipe", recipe)) if value is not None
+    )
+    if form == "hybrid" or recipe in ("tensorwise", "delayed", "mxfp8"):
+        yield (
+            f"{flags} is refused: fp8 training here is e4m3 with blockwise scales; use --fp8-format e4m3 "
+            "--fp8-recipe blockwise"
+        )
+        return
+    if form is None or recipe is None:
+        missing = "--fp8-format e4m3" if form is None else "--fp8-recipe blockwise"
+        yield f"{flags} needs {missing} beside it; add it"
+    if not config.training.perform_rl_step:
+        yield f"{flags} without --perform-rl-step: supervised training runs in full precision; leave it out"
+    rollouts = config.quantization.rl_rollout_quantization
+    if config.typed.get("rl_train_forward") == "plain":
+        yield f"{flags} with --rl-train-forward plain: one asks for what the other forbids; leave one of them out"
+    elif rollouts not in ("fp8_block", "fp8_block_pow2"):
+        yield (
+            f"{flags} with --rl-rollout-quantization {rollouts}: trainer and rollouts would round differently, which "
+            "is worse than no fp8 training; use --rl-rollout-quantization fp8_block_pow2"
+        )
+
+
+RULES: tuple[Rule, ...] = (_aligned_training, _fp8_training)

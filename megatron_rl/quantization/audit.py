@@ -1,0 +1,106 @@
+"""Which format every linear layer really ran in, told from its inputs and outputs in a rollout.
+
+A layer is believed by its numbers, not by its label: the output of a layer that silently ran in full precision
+is the plain product, and that of a quantised one is the product of the dequantised numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+from megatron_rl.errors import QuantizationError
+from megatron_rl.quantization.linear import QuantizedLinear
+from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
+from megatron_rl.quantization.observe import Observation
+
+FULL_PRECISION = "full precision"
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Relative error that two kernels for the same product may have, by the dtype of the output."""
+
+
+@dataclass(frozen=True)
+class LayerAudit:
+    """One row of the audit."""
+
+    layer: str
+    wanted: str
+    ran: str
+    relative_error: float
+    """Of the output against the plain product on the rollout's own activations, in Frobenius norm."""
+    calls: int
+
+    @property
+    def agrees(self) -> bool:
+        """False is an error."""
+        return self.wanted == self.ran
+
+
+@torch.no_grad()
+def audit(
+    model: torch.nn.Module, linears: QuantizedLinears, observations: Mapping[str, Observation]
+) -> list[LayerAudit]:
+    """One row a linear layer, in the model's order; collective where ranks share rows."""
+    quantised = {layer.name: layer for layer in linears.layers}
+    rows = []
+    for name, module in parallel_linears(model).items():
+        seen, layer = observations[name], quantised.get(name)
+        wanted = FULL_PRECISION if layer is None else layer.recipe.format
+        if seen.inputs is None:
+            rows.append(LayerAudit(name, wanted, "not at all", 0.0, 0))
+            continue
+        plain = _reduced(seen.inputs.float() @ module.weight.float().t(), module)
+        twin = plain if layer is None else _twin(layer, seen.inputs)
+        outputs = seen.outputs.float()
+        if module.bias is not None and not module.skip_bias_add:
+            outputs = outputs - module.bias.float()
+        from_plain, from_twin = _distance(outputs, plain), _distance(outputs, twin)
+        ran = _verdict(from_plain, from_twin, wanted, TOLERANCE[seen.outputs.dtype])
+        rows.append(LayerAudit(name, wanted, ran, from_plain, seen.calls))
+    return rows
+
+
+def refuse_other_formats(rows: Sequence[LayerAudit]) -> None:
+    """Raises ``QuantizationError`` when a layer did not run in the format it was given."""
+    wrong = [row for row in rows if not row.agrees]
+    if wrong:
+        first = wrong[0]
+        raise QuantizationError(
+            f"{len(wrong)} of {len(rows)} linear layers did not run in their format: {first.layer} should have run "
+            f"as '{first.wanted}' and ran as '{first.ran}' (error {first.relative_error:.1e} on {first.calls} calls); "
+            "use --rl-rollout-quantization none, and report it with quantization.json of the run directory"
+        )
+
+
+def table_rows(rows: Sequence[LayerAudit], most: int) -> list[tuple[str, str, str]]:
+    """(layer, format it ran in, relative error) for a table: all of them, or the ``most`` with the largest errors."""
+    shown = rows if len(rows) <= most else sorted(rows, key=lambda row: -row.relative_error)[:most]
+    return [(row.layer, row.ran, f"{row.relative_error:.2%}") for row in shown]
+
+
+def _twin(layer: QuantizedLinear, inputs: torch.Tensor) -> torch.Tensor:
+    seen = layer.recipe.round_trip(inputs.float(), layer.weight, ranks=layer.ranks)
+    return _reduced(seen @ layer.recipe.dequantize(layer.weight).t(), layer.module)
+
+
+def _reduced(product: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    """The sum over the ranks where each has a part of the inputs."""
+    if isinstance(module, RowParallelLinear) and not module.explicit_expert_comm:
+        return reduce_from_tensor_model_parallel_region(product, group=module.tp_group)
+    return product
+
+
+def _distance(values: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((values - reference).norm() / reference.norm().clamp_min(1e-30))
+
+
+def _verdict(from_plain: float, from_twin: float, wanted: str, tolerance: float) -> str:
+    if from_twin <= tolerance and (wanted == FULL_PRECISION or from_twin < from_plain):
+        return wanted
+    if from_plain <= tolerance:
+        return FULL_PRECISION
+    return "neither the plain nor the quantised product"

@@ -1,0 +1,83 @@
+"""The arithmetic of quantisation: scales, roundings, codes. Eager torch on any device.
+
+This is the definition; the Triton kernels must give the same codes. A number is ``code x scale``, scales are
+fp32. A group of numbers that share a scale is a row (per channel, per token), a tile, or a whole tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+INT8_MAX = 127.0
+INT4_MAX = 7.0
+AMAX_FLOOR = 1e-12
+"""A group of zeros gets a scale, not a division by 0."""
+TILE = 128
+
+
+def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """fp32 ``max(amax, AMAX_FLOOR) / largest``: the largest number of the group gets the largest code."""
+    return amax.float().clamp_min(AMAX_FLOOR) / largest
+
+
+def power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is not below ``scale`` (positive, normal fp32).
+
+    By bit arithmetic: a carry out of the mantissa raises the exponent. A cast to float8_e8m0fnu rounds to the
+    nearest power instead and can shrink a scale, after which the largest code overflows.
+    """
+    bits = scale.contiguous().view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def fp8_codes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """E4M3 codes of ``values / scale``, to nearest even.
+
+    Clamped before the cast: torch turned values above 448 into NaN in older versions.
+    """
+    return (values.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def integer_codes(values: torch.Tensor, scale: torch.Tensor, largest: float = INT8_MAX) -> torch.Tensor:
+    """int8 codes of ``values / scale``, rounded to nearest even, within ``[-largest, largest]``."""
+    return (values.float() / scale).round_().clamp_(-largest, largest).to(torch.int8)
+
+
+def row_amax(values: torch.Tensor) -> torch.Tensor:
+    """[..., K] -> fp32 [..., 1]."""
+    return values.abs().amax(-1, keepdim=True).float()
+
+
+def tiles(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] -> [ceil(N / TILE), TILE, ceil(K / TILE), TILE]; zeros fill up the last tiles."""
+    rows, columns = weight.shape
+    padded = functional.pad(weight, (0, -columns % TILE, 0, -rows % TILE))
+    return padded.view(padded.shape[0] // TILE, TILE, padded.shape[1] // TILE, TILE)
+
+
+def segments(values: torch.Tensor) -> torch.Tensor:
+    """[T, K] -> [T, ceil(K / TILE), TILE]; zeros fill up the last segment."""
+    return functional.pad(values, (0, -values.shape[-1] % TILE)).unflatten(-1, (-1, TILE))
+
+
+def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
+    """``values`` fp32, at most 448 in magnitude, rounded to what E4M3 can represent; fp32.
+
+    The same numbers as ``values.to(FP8).float()``, which on a CPU goes element by element: adding and taking
+    away 1.5 x 2^20 times the number's own power of two leaves 3 bits behind the leading one. Below 2^-6 the
+    format's step stays 2^-9.
+    """
+    exponent = (values.view(torch.int32) & 0x7F800000).clamp_min_((127 - 6) << 23).view(torch.float32)
+    magic = exponent.mul_(1.5 * 2**20)
+    return (values + magic).sub_(magic)
+
+def smoothing_factors(channel_amax: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
+    """SmoothQuant's ``sqrt(max|x_j| / max|w_j|)`` [K] fp32, its alpha being 1/2; 1 where either is 0.
+
+    Source: https://arxiv.org/abs/2211.10438, equation 4.
+    """
+    factors = (channel_amax / weight_amax).sqrt()
+    return torch.where(factors.isfinite() & (factors > 0), factors, torch.ones_like(factors))

@@ -1,0 +1,139 @@
+"""One linear layer of the model with its quantised copy, and the forward pass that uses it.
+
+The parameter stays as it is; what changes for a while is the module's ``forward``. Without gradients it is the
+recipe's product; with them (aligned training) its backward pass is straight-through: that of the product of the
+dequantised numbers, as if rounding had slope 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from megatron_rl.quantization.recipe import QuantizedWeight, Recipe, Split
+
+
+class TensorRanks:
+    """See `recipe.Ranks`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """See `recipe.Ranks`."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return values
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """See `recipe.Ranks`."""
+        values = values.contiguous()
+        dist.all_reduce(values, group=self._group)
+        return values
+
+
+@dataclass(eq=False)
+class QuantizedLinear:
+    """A column- or row-parallel linear and its quantised weight."""
+
+    name: str
+    module: ColumnParallelLinear | RowParallelLinear
+    recipe: Recipe
+    weight: QuantizedWeight
+    group: dist.ProcessGroup | None
+    """The tensor-parallel ranks that share the weight; None where this one has all of it."""
+    calls: int = 0
+    """Forward passes through the quantised product."""
+
+    @property
+    def split(self) -> Split:
+        """Which dimension the ranks share."""
+        return "rows" if isinstance(self.module, RowParallelLinear) else "columns"
+
+    @property
+    def ranks(self) -> TensorRanks | None:
+        """Given to the product where it is a part of a sum; experts' outputs are added up by the caller."""
+        if self.group is None or self.split == "columns" or self.module.explicit_expert_comm:
+            return None
+        return TensorRanks(self.group)
+
+    def install(self) -> None:
+        """Send the module's calls here: an attribute of the instance hides the class's ``forward``."""
+        self.module.forward = self.forward
+
+    def remove(self) -> None:
+        """Back to the module's own forward."""
+        del self.module.forward
+
+    def forward(
+        self, input_: torch.Tensor, weight: Any = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the module's: [T, 1, in] -> [T, 1, out] and the bias if the caller adds it."""
+        del weight, runtime_gather_output  # only the output layer is given them, and it is not quantised
+        self.calls += 1
+        module = self.module
+        product = self._scattered(self._product(self._gathered(input_)))
+        if module.skip_bias_add:
+            return product, module.bias
+        return (product if module.bias is None else product + module.bias), None
+
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """What a column-parallel layer's ranks all need; the gradients of their parts are added up."""
+        if self.group is None or self.split == "rows" or self.module.explicit_expert_comm:
+            return x
+        if self.module.sequence_parallel:
+            return gather_from_sequence_parallel_region(x, group=self.group)
+        return copy_to_tensor_model_parallel_region(x, group=self.group)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and (x.requires_grad or self.module.weight.requires_grad):
+            return StraightThrough.apply(x, self.module.weight, self)
+        return self.recipe.matmul(x, self.weight, ranks=self.ranks)
+
+    def _scattered(self, product: torch.Tensor) -> torch.Tensor:
+        """Each rank's share of the tokens under sequence parallelism. The ranks have the same sum already:
+        a reduce-scatter could not add up before scaling.
+        """
+        if self.ranks is not None and self.module.sequence_parallel:
+            return scatter_to_sequence_parallel_region(product, group=self.group)
+        return product
+
+
+class StraightThrough(torch.autograd.Function):
+    """The quantised product, differentiated as a product of the dequantised numbers.
+
+    The estimator of https://arxiv.org/abs/1308.3432 for both roundings. Where ranks add up their parts, the
+    sum's gradient is the same on all of them, so none is exchanged.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: QuantizedLinear
+    ) -> torch.Tensor:
+        """``weight`` is not read: it is here to receive its gradient."""
+        del weight
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer.recipe.matmul(x, layer.weight, ranks=layer.ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        """Of input and weight, where they are wanted."""
+        (x,) = ctx.saved_tensors
+        layer: QuantizedLinear = ctx.layer
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            weight = layer.recipe.dequantize(layer.weight).to(gradient.dtype)
+            of_input = torch.matmul(gradient, weight)
+        if ctx.needs_input_grad[1]:
+            seen = layer.recipe.round_trip(x, layer.weight, ranks=layer.ranks)
+            of_weight = gradient.reshape(-1, gradient.shape[-1]).t() @ seen.reshape(-1, seen.shape[-1])
+        return of_input, of_weight, None

@@ -1,0 +1,173 @@
+"""All quantised linear layers of a model: made once, refreshed in place, switched on and off.
+
+    linears = QuantizedLinears(model, recipe, skip)
+    with linears.installed():      # refreshed first, if the weights have changed
+        ...                        # every forward pass runs on quantised weights
+
+Copies are plain buffers outside the module tree: no state dict, no optimizer and no checkpoint sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from megatron_rl.errors import QuantizationError
+from megatron_rl.quantization.formats import smoothing_factors
+from megatron_rl.quantization.linear import QuantizedLinear, TensorRanks
+from megatron_rl.quantization.names import skipped
+from megatron_rl.quantization.recipe import Recipe
+
+ParallelLinear = ColumnParallelLinear | RowParallelLinear
+
+
+def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear]:
+    """The linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
+
+    Embedding, output head, norms and router are not among them: they stay as they are.
+    """
+    found = {}
+    for layer in model.decoder.layers:
+        prefix = f"layers.{layer.layer_number - 1}"
+        for name, module in layer.named_modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                found[f"{prefix}.{name}"] = module
+    return found
+
+
+class QuantizedLinears:
+    """Owns the quantised copies of one model."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        recipe: Recipe,
+        skip: Sequence[str] = (),
+        num_layers: int | None = None,
+    ) -> None:
+        """``skip``: patterns of layers that stay unquantised, see ``names.skipped``."""
+        linears = parallel_linears(model)
+        count = num_layers or len(model.decoder.layers)
+        self.recipe = recipe
+        self.plain = tuple(name for name in linears if skipped(name, skip, count))
+        """Names of the layers left as they are."""
+        self.layers = tuple(
+            _quantized(name, module, recipe)
+            for name, module in linears.items()
+            if name not in self.plain
+        )
+        self._depth = 0
+        self._stale = True
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of codes and scales on this rank."""
+        return sum(layer.weight.stored_bytes for layer in self.layers)
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers that have a quantised copy on this rank."""
+        return sum(layer.weight.rows * layer.weight.columns for layer in self.layers)
+
+    def weights_changed(self) -> None:
+        """After an optimizer step or a load: the copies are of another model until the next refresh."""
+        self._stale = True
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Write all copies anew, into the buffers they have; collective over the tensor-parallel ranks.
+
+        Raises:
+            QuantizationError: a weight holds NaN or infinity; names the layer.
+        """
+        shared = self._shared_amax()
+        finite = []
+        for layer in self.layers:
+            weight, q = layer.module.weight, layer.weight
+            self.recipe.encode(weight, shared.get(layer.name), q)
+            finite.append((q.scales.isfinite() & (q.scales > 0)).all())
+        # The one host read of a refresh: a NaN must not become a rollout of noise.
+        if finite and not bool(torch.stack(finite).all()):
+            bad = next(layer for layer, good in zip(self.layers, finite, strict=True) if not good)
+            raise QuantizationError(
+                f"the weight of {bad.name} holds NaN or infinity, which {self.recipe.name} cannot represent; go back "
+                "to an earlier checkpoint and look for the first step with a non-finite loss or gradient"
+            )
+        self._stale = False
+
+    @torch.no_grad()
+    def calibrate(self, channel_amax: Mapping[str, torch.Tensor | None]) -> None:
+        """Set the smoothing of every layer from the largest activation [K] of its input channels; collective.
+
+        Layers without traffic (an expert nobody was sent to) keep 1.
+        """
+        for layer in self.layers:
+            activations, weight = channel_amax.get(layer.name), layer.module.weight
+            largest = weight.abs().amax(0).float()
+            if layer.group is not None and layer.split == "columns":  # a channel's weights lie on all ranks
+                largest = TensorRanks(layer.group).maximum(largest)
+            if activations is not None:
+                layer.weight.smoothing.copy_(smoothing_factors(activations, largest))
+        self._stale = True
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the layers run quantised, on fresh copies; may be nested."""
+        self._depth += 1
+        if self._depth == 1:
+            for layer in self.layers:
+                layer.install()
+        try:
+            if self._stale:
+                self.refresh()
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                for layer in self.layers:
+                    layer.remove()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the layers run as they are, even where aligned training has installed the copies for good."""
+        depth, self._depth = self._depth, 0
+        if depth:
+            for layer in self.layers:
+                layer.remove()
+        try:
+            yield
+        finally:
+            self._depth = depth
+            if depth:
+                for layer in self.layers:
+                    layer.install()
+
+    def _shared_amax(self) -> dict[str, torch.Tensor]:
+        """The largest magnitudes of groups that lie on several ranks, in one exchange for all layers."""
+        sharing = [
+            layer
+            for layer in self.layers
+            if layer.group is not None and self.recipe.shares_amax(layer.split)
+        ]
+        shared: dict[str, torch.Tensor] = {}
+        for group in dict.fromkeys(layer.group for layer in sharing):  # experts may have their own
+            layers = [layer for layer in sharing if layer.group is group]
+            own = [self.recipe.amax(layer.module.weight, layer.weight.smoothing) for layer in layers]
+            flat = TensorRanks(group).maximum(torch.cat([amax.flatten() for amax in own]))
+            parts = flat.split([amax.numel() for amax in own])
+            for layer, part, amax in zip(layers, parts, own, strict=True):
+                shared[layer.name] = part.view_as(amax)
+        return shared
+
+
+def _quantized(name: str, module: ParallelLinear, recipe: Recipe) -> QuantizedLinear:
+    rows, columns = module.weight.shape
+    group = module.tp_group if module.tp_group is not None and module.tp_group.size() > 1 else None
+    layer = QuantizedLinear(name, module, recipe, recipe.allocate(rows, columns, module.weight.device), group)
+    problem = recipe.shape_problem(rows, columns, None if group is None else layer.split)
+    if problem is not None:
+        raise QuantizationError(f"{name} [{rows}, {columns}] cannot be {recipe.name}: {problem}")
+    return layer

@@ -1,0 +1,146 @@
+"""What a quantisation recipe is: quantise, dequantise, multiply.
+
+Shapes: a weight is [N, K] (N outputs, K inputs), activations [..., K]. A number is ``code x scale``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+
+from megatron_rl.errors import QuantizationError
+
+Split = Literal["columns", "rows"]
+"""How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
+(``RowParallelLinear``), where each rank's product is a part of the sum."""
+
+
+class Ranks(Protocol):
+    """The tensor-parallel ranks that share a weight; both reduce in place and return the tensor."""
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise over the ranks."""
+        ...
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise over the ranks."""
+        ...
+
+
+@dataclass
+class QuantizedWeight:
+    """The static buffers of one weight. A refresh writes into them; they are never replaced."""
+
+    codes: torch.Tensor
+    """[N, K] rounded up to what the kernels want (``storage.stored_shape``); the padding is 0."""
+    scales: torch.Tensor
+    """fp32; its shape is the recipe's: [N, 1], [1, 1], or one number a 128 x 128 tile."""
+    rows: int
+    columns: int
+    smoothing: torch.Tensor | None = None
+    """[K] fp32: the activations are divided by it, the weight is multiplied."""
+    operand: torch.Tensor | None = None
+    """What the product reads where the device has none for the codes (see ``products``)."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every buffer."""
+        for tensor in (self.codes, self.scales, self.smoothing, self.operand):
+            if tensor is not None:
+                yield tensor
+
+    @property
+    def stored_bytes(self) -> int:
+        """Codes, scales and smoothing; without the operand, which only CPUs need."""
+        stored = (self.codes, self.scales, self.smoothing)
+        return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
+
+
+class Recipe(ABC):
+    """One number format for weights and activations of a linear layer, without state."""
+
+    name: ClassVar[str]
+    format: ClassVar[str]
+    """Weights and activations in words, for the audit's table."""
+    safer: ClassVar[str | None] = "none"
+    """What `--rl-mismatch-action fallback` goes on with."""
+    needs_calibration: ClassVar[bool] = False
+    """True if it wants the largest activation of every input channel."""
+
+    def device_problem(self, capability: tuple[int, int] | None) -> str | None:
+        """Why a CUDA device of this compute capability (None: a CPU) cannot run it."""
+        del capability
+        return None
+
+    def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
+        """Why a rank's part [rows, columns] of a weight cannot be quantised like the whole; None if it can."""
+        del rows, columns, split
+        return None
+
+    @abstractmethod
+    def shares_amax(self, split: Split) -> bool:
+        """True if a group that shares a scale reaches over ranks that share the weight like this."""
+
+    @abstractmethod
+    def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 largest magnitude of every group that shares a scale."""
+
+    @abstractmethod
+    def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
+        """Fill the buffers; ``amax`` is given where ranks have shared it."""
+
+    @abstractmethod
+    def allocate(self, rows: int, columns: int, device: torch.device) -> QuantizedWeight:
+        """Zeroed buffers of a weight [rows, columns]."""
+
+    @abstractmethod
+    def dequantize(self, q: QuantizedWeight) -> torch.Tensor:
+        """fp32 [N, K]; with smoothing it is that of the original weight."""
+
+    @abstractmethod
+    def matmul(
+        self,
+        x: torch.Tensor,
+        q: QuantizedWeight,
+        bias: torch.Tensor | None = None,
+        ranks: Ranks | None = None,
+    ) -> torch.Tensor:
+        """``x W^T + bias`` with both quantised: [..., K] -> [..., N] in the dtype of ``x``.
+
+        ``ranks`` are given where each holds a part of K (rows split): scales of activations are
+        then shared and products added up over them, so that the result is the one of a single rank.
+        """
+
+    @abstractmethod
+    def round_trip(
+        self, x: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None = None
+    ) -> torch.Tensor:
+        """``x`` as ``matmul`` sees it: quantised and back, in its own shape and dtype."""
+
+    def quantize(
+        self, weight: torch.Tensor, smoothing: torch.Tensor | None = None
+    ) -> QuantizedWeight:
+        """New buffers filled from ``weight`` [N, K] of any float type.
+
+        Raises:
+            QuantizationError: the weight is no matrix, or holds NaN or infinity.
+        """
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise QuantizationError(
+                f"a weight of shape {list(weight.shape)} and type {weight.dtype} cannot be quantised: "
+                "a matrix of floats is needed"
+            )
+        q = self.allocate(*weight.shape, weight.device)
+        if smoothing is not None:
+            q.smoothing = smoothing.float().clone()
+        with torch.no_grad():
+            if weight.numel() and not bool(weight.isfinite().all()):
+                raise QuantizationError(
+                    f"a weight of shape {list(weight.shape)} holds NaN or infinity, which {self.name} cannot "
+                    "represent; look for the first step with a non-finite gradient or loss"
+                )
+            self.encode(weight.detach(), None, q)
+        return q

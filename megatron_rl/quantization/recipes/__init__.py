@@ -1,0 +1,1 @@
+"""One file per recipe; it defines ``RECIPE``, and its file name is the recipe's name."""

@@ -1,0 +1,28 @@
+"""FP8 E4M3: one scale an output channel, dynamic scales a token."""
+
+from __future__ import annotations
+
+from megatron_rl.quantization import formats
+from megatron_rl.quantization.rowwise import RowRecipe
+
+
+class Fp8(RowRecipe):
+    """The default on GPUs; ``torch._scaled_mm`` with rowwise scales."""
+
+    name = "fp8"
+    format = "fp8 e4m3, channel x token"
+    safer = "none"
+    largest = formats.FP8_MAX
+    code_type = formats.FP8
+
+    def device_problem(self, capability: tuple[int, int] | None) -> str | None:
+        """FP8 tensor cores came with compute capability 8.9; rowwise scales are for Hopper and later."""
+        if capability is not None and capability < (9, 0):
+            return (
+                f"{self.name} needs a GPU of compute capability 9.0 or more and this one is "
+                f"{capability[0]}.{capability[1]}; use int8"
+            )
+        return None
+
+
+RECIPE = Fp8()

@@ -1,0 +1,17 @@
+"""Like fp8_block with scales rounded up to powers of two (E8M0), as Transformer Engine's blockwise recipe has them."""
+
+from __future__ import annotations
+
+from megatron_rl.quantization.tiled import TiledRecipe
+
+
+class Fp8BlockPow2(TiledRecipe):
+    """A power of two scales without a rounding error of its own; up to half of the code range goes unused."""
+
+    name = "fp8_block_pow2"
+    format = "fp8 e4m3, 128x128 x 1x128, scales 2^n"
+    safer = "fp8_block"
+    powers_of_two = True
+
+
+RECIPE = Fp8BlockPow2()

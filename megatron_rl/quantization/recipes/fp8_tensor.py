@@ -1,0 +1,35 @@
+"""FP8 E4M3 with a single scale for the whole weight, dynamic scales a token."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.quantization import formats
+from megatron_rl.quantization.recipe import Split
+from megatron_rl.quantization.recipes.fp8 import Fp8
+
+
+class Fp8Tensor(Fp8):
+    """The coarsest recipe, as engines use that quantise a checkpoint on loading.
+
+    Activations have a scale a token, not a batch: otherwise a token's log-prob would depend on what else is
+    decoded at the moment, and no trainer could reproduce it.
+    """
+
+    name = "fp8_tensor"
+    format = "fp8 e4m3, tensor x token"
+    safer = "fp8"
+    _one_pass = False
+
+    def shares_amax(self, split: Split) -> bool:
+        """All ranks hold parts of the one tensor."""
+        del split
+        return True
+
+    def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 [N, 1], all equal."""
+        del smoothing
+        return formats.row_amax(weight.reshape(1, -1)).expand(weight.shape[0], 1).contiguous()
+
+
+RECIPE = Fp8Tensor()

@@ -1,0 +1,118 @@
+"""The rollouts' number format over a run: which recipe is in use, when its copies are made anew, what comes next.
+
+    from the flags ─► calibrate (int8_smooth) ─► rollouts ─► audit, once ─► rollouts ─► ...
+                          ▲                                                      │
+                          └── the next safer recipe ◄── the parity gate ◄────────┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from megatron_rl.quantization import get_recipe
+from megatron_rl.quantization.audit import LayerAudit, audit, refuse_other_formats
+from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.quantization.observe import observed
+
+logger = logging.getLogger(__name__)
+
+NO_RECIPE = "none"
+
+
+class RolloutQuantization:
+    """Owns the quantised copies; without a recipe it does nothing."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        recipe: str,
+        skip: Sequence[str],
+        num_layers: int,
+        on_audit: Callable[[Sequence[LayerAudit]], None],
+    ) -> None:
+        self._model = model
+        self._skip = tuple(skip)
+        self._num_layers = num_layers
+        self._on_audit = on_audit
+        self.linears: QuantizedLinears | None = None
+        self._use(recipe)
+
+    @property
+    def recipe(self) -> str:
+        """Name of the recipe in use."""
+        return NO_RECIPE if self.linears is None else self.linears.recipe.name
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the quantised copies on this rank."""
+        return 0 if self.linears is None else self.linears.stored_bytes
+
+    def weights_changed(self) -> None:
+        """The copies must be made anew before they are used again."""
+        if self.linears is not None:
+            self.linears.weights_changed()
+
+    def refresh(self) -> None:
+        """Make the copies anew now; collective over the tensor-parallel ranks."""
+        if self.linears is not None:
+            self.linears.refresh()
+
+    @contextlib.contextmanager
+    def rollout(self, generate_a_little: Callable[[], None]) -> Iterator[None]:
+        """Inside, the linears run quantised. The first time it calibrates before and audits after.
+
+        ``generate_a_little`` runs the engine on a few prompts; only recipes that calibrate call it.
+
+        Raises:
+            QuantizationError: a weight is not finite, or a layer ran in another format.
+        """
+        linears = self.linears
+        if linears is None:
+            yield
+            return
+        if not self._calibrated:
+            with observed(self._model, channels=True) as seen, linears.suspended():
+                generate_a_little()
+            linears.calibrate({name: one.channel_amax for name, one in seen.items()})
+            self._calibrated = True
+        with linears.installed():
+            if self._audited:
+                yield
+                return
+            with observed(self._model, channels=False) as seen:
+                yield
+        if any(one.calls for one in seen.values()):
+            self._audited = True
+            rows = audit(self._model, linears, seen)
+            self._on_audit(rows)
+            refuse_other_formats(rows)
+
+    @contextlib.contextmanager
+    def emulated(self) -> Iterator[None]:
+        """Inside, the trainer's forward pass runs on freshly quantised weights, as a rollout should have."""
+        if self.linears is None:
+            yield
+            return
+        self.linears.refresh()
+        with self.linears.installed():
+            yield
+
+    def fall_back(self) -> str | None:
+        """Go on with the next safer recipe; its name, None if there is none."""
+        if self.linears is None:
+            return None
+        safer = self.linears.recipe.safer or NO_RECIPE
+        self._use(safer)
+        return safer
+
+    def _use(self, name: str) -> None:
+        recipe = get_recipe(name)
+        self.linears = None  # the old buffers go before the new ones are made
+        if recipe.name != NO_RECIPE:
+            self.linears = QuantizedLinears(self._model, recipe, self._skip, self._num_layers)
+        self._calibrated = not recipe.needs_calibration
+        self._audited = False
