@@ -50,6 +50,7 @@ def _fp8_training(config: RLConfig) -> Iterator[str]:
     if form is None or recipe is None:
         missing = "--fp8-format e4m3" if form is None else "--fp8-recipe blockwise"
         yield f"{flags} needs {missing} beside it; add it"
+        return
     if not config.training.perform_rl_step:
         yield f"{flags} without --perform-rl-step: supervised training runs in full precision; leave it out"
     rollouts = config.quantization.rl_rollout_quantization

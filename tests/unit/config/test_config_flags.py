@@ -14,7 +14,7 @@ from megatron_rl.config.values import refusal
 
 SECTIONS = [
     "model", "kernels", "tokenizer", "parallel", "precision", "training", "optimizer", "schedule",
-    "checkpoint", "logging", "environment", "rollout", "algorithm", "compatibility",
+    "checkpoint", "logging", "environment", "rollout", "quantization", "algorithm", "compatibility",
 ]
 
 

@@ -94,8 +94,26 @@ ONE_PROBLEM = [
         ["--rl-sequence-packing-bin-size 100 ", "128 tokens", "at least 128"],
     ),
     ({"fp16": True}, 1, ["--fp16 is refused", "use --bf16"]),
-    ({"fp8_format": "e4m3"}, 1, ["--fp8-format e4m3 is refused", "not built yet"]),
-    ({"fp8_recipe": "blockwise"}, 1, ["--fp8-recipe blockwise is refused", "not built yet"]),
+    ({"fp8_format": "e4m3"}, 1, ["--fp8-format e4m3 needs --fp8-recipe blockwise"]),
+    ({"fp8_recipe": "blockwise"}, 1, ["--fp8-recipe blockwise needs --fp8-format e4m3"]),
+    ({"fp8_format": "hybrid", "fp8_recipe": "blockwise"}, 1, ["hybrid", "refused", "--fp8-format e4m3"]),
+    ({"fp8_format": "e4m3", "fp8_recipe": "delayed"}, 1, ["delayed", "refused", "--fp8-recipe blockwise"]),
+    (
+        {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "rl_rollout_quantization": "int8"}, 1,
+        ["--rl-rollout-quantization int8", "round differently", "fp8_block_pow2"],
+    ),
+    ({"rl_train_forward": "quantized"}, 1, ["nothing to quantise with", "--rl-rollout-quantization"]),
+    (
+        {"rl_train_forward": "quantized", "rl_rollout_quantization": "int8", "rl_mismatch_action": "fallback"}, 1,
+        ["--rl-mismatch-action fallback", "use --rl-mismatch-action stop"],
+    ),
+    (
+        {
+            "rl_train_forward": "quantized", "rl_rollout_quantization": "int8", "overlap_param_gather": True,
+            "overlap_grad_reduce": True, "use_distributed_optimizer": True,
+        }, 1,
+        ["--overlap-param-gather", "still on their way"],
+    ),
     ({"hidden_dropout": "0.1"}, 1, ["--hidden-dropout 0.1", "log-probs", "--hidden-dropout 0"]),
     (
         {"optimizer": "sgd", "use_distributed_optimizer": True}, 1,
