@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
+from controls import MEASURES, run_all
 from plot import write_page
 from settings import EASY, HARD, Setting, quick
 
@@ -40,6 +41,8 @@ def main() -> int:
     for name in arguments.settings.split():
         setting = quick(chosen[name]) if arguments.quick else chosen[name]
         study(setting, seeds, arguments.run_dir, arguments.jobs)
+        if name == "easy":
+            controls(setting, seeds[0], arguments.run_dir)
     write_page(arguments.run_dir)
     print(f"\nrun directory: {arguments.run_dir}\nopen in a browser: {arguments.run_dir / 'fidelity.html'}")
     return 0
@@ -56,6 +59,18 @@ def study(setting: Setting, seeds: list[int], run_dir: Path, jobs: int) -> None:
     path = run_dir / ("summary.json" if setting.name == "easy" else f"{setting.name}.json")
     path.write_text(json.dumps(results, indent=1) + "\n")
     print_table(setting, results)
+
+
+def controls(setting: Setting, seed: int, run_dir: Path) -> None:
+    """Broken on purpose: the gate must tell."""
+    warm_start = run_dir / setting.name / f"seed_{seed}" / "warm_start"
+    results = run_all(run_dir, setting.grpo("int8", "token_tis"), warm_start)
+    rows = [
+        (name, *(f"{found[measure]:.2g}" for measure in MEASURES), "reported" if found["reported"] else "-")
+        for name, found in results.items()
+    ]
+    print("\nbroken on purpose (int8, worst of the first steps)")
+    print(format_table(("", *(m.split("/")[1] for m in MEASURES), "gate"), rows, unicode=can_draw_boxes(sys.stdout)))
 
 
 def run_path(folder: Path, seed: int, recipe: str, correction: str) -> Path:
