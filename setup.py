@@ -21,6 +21,7 @@ setup(
         "megatron-core==0.16.1",
         "transformers>=5.0",
         "tokenizers>=0.22",
+        "safetensors>=0.5",
         "flask-restful>=0.3.10",
         "waitress>=3.0.2",
         "aiohttp>=3.10",
@@ -37,5 +38,10 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.8"],
         "test": ["pytest>=8.0", "ruff>=0.9", "import-linter>=2.1"],
     },
-    entry_points={"console_scripts": ["megatron-rl-environments=megatron_rl.environments.__main__:main"]},
+    entry_points={
+        "console_scripts": [
+            "megatron-rl=megatron_rl.cli:main",
+            "megatron-rl-environments=megatron_rl.environments.__main__:main",
+        ]
+    },
 )

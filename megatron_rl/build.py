@@ -135,13 +135,15 @@ class Run:
             padded_vocab_size=self.policy.padded_vocab_size,
             architecture=architecture_of(config),
             optimizer_form=optimizer_form_of(config),
+            rollout_recipe_asked=config.quantization.rl_rollout_quantization,
+            rollout_recipe=self.quantization.recipe,
             world={
                 "ranks": self.groups.world_size,
                 "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
                 "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
             },
         )
-        self.checkpoints.save(state, self.policy, self.optimization)
+        self.checkpoints.save(state, self.policy, self.optimization, self.quantization.state())
 
 
 @contextlib.contextmanager
@@ -164,6 +166,7 @@ def build_run(
             Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups
         )
         optimization, reference, saved = _start_weights(config, policy, checkpoints)
+        quantization = build_quantization(config, policy, optimization, reference, groups, directory, stack)
         factory = _request_factory(config)
         source = _source(config, environments, tokenizer, factory)
         progress = Progress()
@@ -173,8 +176,9 @@ def build_run(
                 saved.step, saved.updates, saved.policy_version, saved.tokens,
                 saved.logprob_gap_max, saved.consecutive_skips,
             )  # fmt: skip
+            if saved.rollout_recipe_asked == config.quantization.rl_rollout_quantization:
+                quantization.load_state(saved.rollout_recipe, checkpoints.calibration())
         scorer = Scorer(policy, groups.tensor_group, _temperature(config))
-        quantization = build_quantization(config, policy, optimization, reference, groups, directory, stack)
         evaluator = _evaluator(config, environments, tokenizer, factory, groups)
         rollouter, generate_a_little = None, _no_engine
         if config.training.perform_rl_step or config.training.eval_interval is not None:

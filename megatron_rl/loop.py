@@ -56,7 +56,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
             if run.parity.act_on(report):  # the rollouts' format has changed: do the step again
                 run.source.load_state(cursor)
                 return rl_step(run, step)
-        parity = report.metrics
+        parity = run.parity.logged(step, report)
     outcome = run.trainer.step(updates)
     run.parity.judge_correction(outcome.metrics)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_config
 from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.estimate import estimate, estimate_problems, report_text, vocabulary
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.preflight import preflight
@@ -37,7 +38,10 @@ def main(argv: Sequence[str]) -> int:
     """
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank)
-    config, problems = read_config(argv[1:], _world_size(argv))
+    world_size = _world_size(argv)
+    config, problems = read_config(argv[1:], world_size)
+    if config.training.estimate:
+        return _report_estimate(config, problems, world_size) if rank == 0 else 0
     if config.training.check:
         return _report_check(config, [*problems, *preflight(config)])
     try:
@@ -54,10 +58,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _world_size(argv: Sequence[str]) -> int:
-    """The ranks of this launch, or those `--check` asks about."""
-    config, _ = read_config(argv[1:], 1)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    return config.training.check_world_size or launched if config.training.check else launched
+    """The ranks of this launch, or those `--check` and `--estimate` ask about."""
+    training = read_config(argv[1:], 1)[0].training
+    asked = training.check_world_size if training.check or training.estimate else None
+    return asked or int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _report_estimate(config: RLConfig, problems: Sequence[str], world_size: int) -> int:
+    problems = estimate_problems(config, problems)
+    try:
+        if problems:
+            raise ConfigError(problems)
+        result = estimate(config, world_size, vocabulary(config))
+    except ConfigError as error:
+        _tell(error.problems, rank=0)
+        return CONFIGURATION_ERROR
+    sys.stdout.write(report_text(config, result) + "\n")
+    return 0
 
 
 def _report_check(config: RLConfig, problems: Sequence[str]) -> int:

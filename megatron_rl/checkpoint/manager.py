@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.calibration import load_calibration, save_calibration
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
@@ -38,9 +40,16 @@ class CheckpointManager:
         self._keep_last = keep_last
         self._groups = groups
         self._saved_step: int | None = None
+        self._resumed: Path | None = None
 
-    def save(self, state: RunState, policy: PolicyModel, optimization: Optimization) -> None:
-        """Write and commit the checkpoint of ``state.step``, once."""
+    def save(
+        self,
+        state: RunState,
+        policy: PolicyModel,
+        optimization: Optimization,
+        calibration: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Write and commit the checkpoint of ``state.step``, once; ``calibration`` is this rank's own."""
         if state.step == self._saved_step:
             return
         self._saved_step = state.step
@@ -52,6 +61,7 @@ class CheckpointManager:
         optimization.gather_parameters()
         save_tensors(target, policy, optimization if state.has_optimizer else None)
         save_random_state(target, self._groups.rank)
+        save_calibration(target, self._groups.rank, calibration)
         if self._groups.is_main:
             write_run_state(target, state)
         dist.barrier()
@@ -85,6 +95,7 @@ class CheckpointManager:
     ) -> RunState:
         """Continue the run saved in ``directory``."""
         state = read_run_state(directory)
+        self._resumed = directory
         if directory.parent == self._root:
             self._saved_step = state.step
         if state.has_optimizer and with_optimizer:
@@ -99,6 +110,10 @@ class CheckpointManager:
             logger.info("rank %d is new to this run: its generators start from the seed", self._groups.rank)
         logger.info("resumed from %s (step %d)", directory, state.step)
         return state
+
+    def calibration(self) -> dict[str, torch.Tensor]:
+        """What `save` was given on this rank, of the checkpoint that was resumed; empty where there is none."""
+        return {} if self._resumed is None else load_calibration(self._resumed, self._groups.rank)
 
     def _newest_of_own(self) -> Path | None:
         if not list_checkpoints(self._root):

@@ -46,6 +46,10 @@ class RunState:
     """Parallel sizes of the run that saved it."""
     consecutive_skips: int = 0
     """Updates skipped in a row because of non-finite gradients."""
+    rollout_recipe_asked: str = "none"
+    """Quantisation of the rollouts in the flags."""
+    rollout_recipe: str = "none"
+    """The one in use: the parity gate may have fallen back to a safer one."""
     optimizer_form: dict[str, Any] = field(default_factory=dict)
     """What decides which tensors the optimizer state consists of."""
 

@@ -48,4 +48,8 @@ class TrainingConfig:
     check: bool = flag(False, common=True)
     """Check this configuration and stop before the model is built."""
     check_world_size: int | None = flag(None, ge=1)
-    """With --check: the number of ranks to check for, instead of those of this launch."""
+    """With --check or --estimate: the number of ranks to look at, instead of those of this launch."""
+    estimate: bool = flag(False)
+    """Print how many bytes each rank will need in rollouts and in training, and stop."""
+    estimate_vocab_size: int | None = flag(None, ge=1)
+    """With --estimate: tokens of the vocabulary, where there is no tokenizer to read."""

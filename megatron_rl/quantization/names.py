@@ -32,7 +32,8 @@ def quantizable_linears(config: RLConfig) -> list[LinearShape]:
     """The linears of every decoder layer of a resolved configuration, in the model's order."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     query = model.num_attention_heads * model.kv_channels // parts
-    key = max(1, model.num_query_groups // parts) * model.kv_channels
+    # With fewer groups than ranks a rank stores part of a group, which megatron gathers after the product.
+    key = model.num_query_groups * model.kv_channels // parts
     hidden, inner = model.hidden_size, model.ffn_hidden_size // parts
     gated = 2 if model.swiglu else 1
     shapes = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -108,6 +108,30 @@ class RolloutQuantization:
         safer = self.linears.recipe.safer or NO_RECIPE
         self._use(safer)
         return safer
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The calibration on this rank, [K] fp32 by layer; empty for recipes without one."""
+        if self.linears is None or not self.linears.recipe.needs_calibration or not self._calibrated:
+            return {}
+        return {layer.name: layer.weight.smoothing for layer in self.linears.layers}
+
+    def load_state(self, recipe: str, smoothing: Mapping[str, torch.Tensor]) -> None:
+        """Go on with the recipe and the calibration of a checkpoint, so that a resumed run rounds as it would have.
+
+        A calibration of other layers or shapes (another parallel layout) is made anew.
+        """
+        if recipe != self.recipe:
+            logger.warning("rollouts go on with %s instead of %s, as before the restart", recipe, self.recipe)
+            self._use(recipe)
+        if self.linears is None or self._calibrated:
+            return
+        own = {layer.name: layer.weight.smoothing for layer in self.linears.layers}
+        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in smoothing.items()}:
+            return
+        for name, factors in own.items():
+            factors.copy_(smoothing[name])
+        self.linears.weights_changed()
+        self._calibrated = True
 
     def _use(self, name: str) -> None:
         recipe = get_recipe(name)

@@ -141,6 +141,13 @@ class ParityGate:
         problems = self._problems(named)
         return ParityReport(self._quantization.recipe, tokens, named, problems)
 
+    def logged(self, step: int, report: ParityReport) -> dict[str, float]:
+        """What goes into the step's row. The check after a restart is extra and does not: a resumed run logs the
+        rows of an undisturbed one.
+        """
+        scheduled = step == 1 or (self._interval > 0 and step % self._interval == 0)
+        return report.metrics if scheduled else {}
+
     def act_on(self, report: ParityReport) -> bool:
         """Log the report; True when the rollout is to be done again with a safer recipe.
 

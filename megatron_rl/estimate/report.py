@@ -1,0 +1,134 @@
+"""From a configuration to the estimate as text, or to what keeps it from being made."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Sequence
+
+from megatron_rl.config import RLConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.estimate.memory import Estimate
+from megatron_rl.metrics.table import format_table
+from megatron_rl.quantization import recipes
+from megatron_rl.quantization.names import quantizable_linears, unmatched_patterns
+
+_NOT_NEEDED = ("tokenizer-model", "langrl-env-config", "lr", "run-dir", "train-iters")
+"""Every run needs these flags; no byte depends on them."""
+
+
+def estimate_problems(config: RLConfig, problems: Sequence[str]) -> list[str]:
+    """``problems`` of the configuration without those that change no byte, and the quantisation's."""
+    missing = tuple(f"--{name} is missing" for name in _NOT_NEEDED)
+    kept = [problem for problem in problems if not problem.startswith(missing)]
+    return kept or list(_quantization_problems(config))
+
+
+def _quantization_problems(config: RLConfig) -> list[str]:
+    settings = config.quantization
+    name = settings.rl_rollout_quantization
+    known = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
+    if name.replace("-", "_") not in known:
+        return [f"--rl-rollout-quantization {name}: there is no such recipe; use one of {', '.join(sorted(known))}"]
+    linears = [linear.name for linear in quantizable_linears(config)]
+    return [
+        f"--rl-quantization-skip {pattern} matches no linear layer; they are named like {linears[0]}"
+        for pattern in unmatched_patterns(settings.rl_quantization_skip, linears, config.model.num_layers)
+    ]
+
+
+def vocabulary(config: RLConfig) -> int:
+    """`--estimate-vocab-size`, or else the tokenizer's.
+
+    Raises:
+        ConfigError: neither is there; names the flag to give.
+    """
+    if config.training.estimate_vocab_size is not None:
+        return config.training.estimate_vocab_size
+    advice = "give --estimate-vocab-size N, for example --estimate-vocab-size 151936"
+    path = config.tokenizer.tokenizer_model
+    if path is None:
+        raise ConfigError([f"without --tokenizer-model the size of the vocabulary is unknown; {advice}"])
+    # A name that is in no cache would be looked up on the hub, again and again where there is no network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from megatron_rl.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(path).vocab_size
+    except ConfigError as error:
+        raise ConfigError([f"the size of the vocabulary is unknown; {advice} ({error.problems[0]})"]) from error
+
+
+def report_text(config: RLConfig, result: Estimate) -> str:
+    """A table of bytes by use and phase, and the sums."""
+    headers = ("memory", "rollout", "training", "all ranks", "what")
+    generates = result.cache_slots > 0
+    rows = [
+        (name, _bytes(rollout if generates else 0), _bytes(training), _bytes(most * result.world_size), what)
+        for name, rollout, training, what in _uses(config, result)
+        if (most := max(rollout, training))
+    ]
+    lines = [_headline(config, result), "", format_table(headers, rows), ""]
+    for phase, total in (("rollout", result.rollout), ("training", result.training)):
+        if total:
+            lines.append(f"{phase}: {_bytes(total)} a rank, {_bytes(total * result.world_size)} in all")
+    if result.reference_on_host:
+        total = result.reference_on_host
+        lines.append(f"reference policy, in host memory: {_bytes(total)} a rank (a frozen copy, and one to swap)")
+    return "\n".join(lines)
+
+
+def _headline(config: RLConfig, result: Estimate) -> str:
+    parts = config.parallel.tensor_model_parallel_size
+    return (
+        f"{result.parameters:,} parameters, {result.parameters_per_rank:,} a rank; vocabulary "
+        f"{result.vocab_size:,}, padded to {result.padded_vocab_size:,}; ranks: {result.world_size:,} "
+        f"(tensor {parts} x data {result.replicas})"
+    )
+
+
+def _uses(config: RLConfig, result: Estimate) -> list[tuple[str, int, int, str]]:
+    """Name, bytes in rollouts, bytes in training, and what it is."""
+    dtype = "bf16" if config.precision.bf16 else "fp32"
+    gradients = "fp32" if config.precision.accumulate_allreduce_grads_in_fp32 else dtype
+    tokens = config.training.rl_sequence_packing_bin_size
+    shared = f", spread over {result.replicas} ranks" if config.parallel.use_distributed_optimizer else ""
+    length = config.rollout.inference_max_seq_length
+    quantized = config.quantization.rl_rollout_quantization
+
+    def resident(name: str, size: int, what: str) -> tuple[str, int, int, str]:
+        return name, size, size, what
+
+    return [
+        resident("weights", result.weights, dtype),
+        resident("gradients", result.gradients, f"{gradients} buffer"),
+        resident("optimizer", result.optimizer, f"fp32 {_states(config)}{shared}"),
+        resident("quantised weights", result.quantized, f"{quantized}, linear layers"),
+        resident("KV cache", result.kv_cache, f"{result.cache_slots} sequences of {length} tokens"),
+        ("activations", 0, result.activations, f"{tokens} tokens, {_recomputation(config)}; approximate"),
+        ("logits, rollout", result.rollout_logits, 0, f"{result.cache_slots} rows of the whole vocabulary, fp32"),
+        ("logits, training", 0, result.training_logits, f"{tokens} rows of this rank's part, and their gradient"),
+    ]
+
+
+def _states(config: RLConfig) -> str:
+    states = ["main parameters"] if config.precision.bf16 else []
+    states.append("moments" if config.optimizer.optimizer == "adam" else "momentum")
+    if config.precision.bf16 and not config.precision.accumulate_allreduce_grads_in_fp32:
+        states.append("gradients")
+    return " and ".join(states)
+
+
+def _recomputation(config: RLConfig) -> str:
+    kernels = config.kernels
+    if kernels.recompute_granularity == "full":
+        return f"layers recomputed ({kernels.recompute_method}, {kernels.recompute_num_layers})"
+    if kernels.recompute_granularity == "selective":
+        return f"{' and '.join(kernels.recompute_modules)} recomputed"
+    return "nothing recomputed"
+
+
+def _bytes(count: int) -> str:
+    if count == 0:
+        return "-"
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"

@@ -1,0 +1,194 @@
+"""The product of int8 codes, accumulated in int32, scaled in its epilogue.
+
+Tile sizes come from a small table by the number of tokens, not from autotuning: tuning launches and times
+kernels at the first call of each shape, which a CUDA-graph capture forbids, and two ranks could choose
+differently. Integer sums do not depend on the tiles, so the table cannot change a result. As with any Triton
+kernel the first call compiles: run each tile choice once before a capture.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_COLUMNS = (2**31 - 1) // 127**2
+"""The longest sum of products of codes within +-127 that cannot overflow int32."""
+_GROUP = 8
+
+
+class Tiles(NamedTuple):
+    """Rows, columns and depth of a program's tile, and how it is run."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+_TABLE = (
+    (16, Tiles(16, 32, 256, 4, 4)),
+    (32, Tiles(32, 32, 256, 4, 4)),
+    (64, Tiles(64, 64, 128, 4, 4)),
+    (128, Tiles(128, 64, 128, 4, 4)),
+)
+"""Decode reads the whole weight for few tokens: narrow column tiles keep all SMs of a GPU busy at N = 4096."""
+_MANY_TOKENS = Tiles(128, 128, 128, 8, 3)
+
+
+def tiles_for(tokens: int) -> Tiles:
+    """The tiles of a product with that many tokens."""
+    return next((tiles for most, tiles in _TABLE if tokens <= most), _MANY_TOKENS)
+
+
+def int8_accumulators(codes: torch.Tensor, weight_codes: torch.Tensor) -> torch.Tensor:
+    """Exact int32 [M, N] ``codes weight_codes^T``, of int8 [M, K] and int8 [N, K].
+
+    For layers split over ranks by rows: their accumulators are added up before any scale. Rows may have any
+    stride; K is at most 133,144. ValueError for other shapes and types.
+    """
+    _check_codes(codes, weight_codes)
+    out = torch.empty(codes.shape[0], weight_codes.shape[0], dtype=torch.int32, device=codes.device)
+    _launch(codes, weight_codes, out)
+    return out
+
+
+def int8_matmul(
+    codes: torch.Tensor,
+    weight_codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T + bias``.
+
+    int8 ``codes`` [M, K] and ``weight_codes`` [N, K]; fp32 ``scales`` [M, 1] and ``weight_scales`` [N, 1];
+    ``bias`` [N] of a floating type. The epilogue is fp32, in the order written, one rounding an operation. To
+    leave out padding rows of the weight, pass slices. ValueError for other shapes and types.
+    """
+    _check_codes(codes, weight_codes)
+    rows, columns = codes.shape[0], weight_codes.shape[0]
+    for name, tensor, size in (("scales", scales, rows), ("weight_scales", weight_scales, columns)):
+        if tensor.shape != (size, 1) or tensor.dtype != torch.float32:
+            raise ValueError(f"{name} are {tensor.dtype} {list(tensor.shape)}; use float32 [{size}, 1]")
+    if bias is not None and (bias.shape != (columns,) or not bias.is_floating_point()):
+        raise ValueError(f"the bias is {bias.dtype} {list(bias.shape)}; use floating-point [{columns}]")
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    bias = None if bias is None else bias.contiguous()
+    _launch(codes, weight_codes, out, scales.contiguous(), weight_scales.contiguous(), bias)
+    return out
+
+
+def _check_codes(codes: torch.Tensor, weight_codes: torch.Tensor) -> None:
+    for name, tensor in (("codes", codes), ("weight_codes", weight_codes)):
+        if tensor.dim() != 2 or tensor.dtype != torch.int8 or tensor.stride(1) != 1:
+            raise ValueError(
+                f"{name} are {tensor.dtype} {list(tensor.shape)} of stride {tensor.stride()}; "
+                "use int8 with two dimensions and adjacent columns"
+            )
+    if codes.shape[1] != weight_codes.shape[1]:
+        raise ValueError(
+            f"codes have {codes.shape[1]} columns and weight_codes {weight_codes.shape[1]}; "
+            "use the same padding for both"
+        )
+    if codes.shape[1] > MAX_COLUMNS:
+        raise ValueError(f"sums of {codes.shape[1]} products could overflow int32; use at most {MAX_COLUMNS} columns")
+
+
+def _launch(
+    codes: torch.Tensor,
+    weight_codes: torch.Tensor,
+    out: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    weight_scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    rows, columns, depth = *out.shape, codes.shape[1]
+    tiles = tiles_for(rows)
+    if 0 in out.shape:
+        return
+    matmul_kernel[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
+        codes,
+        weight_codes,
+        out,
+        scales,
+        weight_scales,
+        bias,
+        rows,
+        columns,
+        depth,
+        codes.stride(0),
+        weight_codes.stride(0),
+        out.stride(0),
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        DEPTH=tiles.depth,
+        EVEN=depth % tiles.depth == 0,
+        GROUP=_GROUP,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def matmul_kernel(
+    codes,
+    weight_codes,
+    out,
+    scales,
+    weight_scales,
+    bias,
+    rows,
+    columns,
+    depth,
+    code_stride,
+    weight_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program a tile ROWS x COLUMNS of ``out``; raw accumulators where ``scales`` is None.
+
+    Programs go down GROUP row tiles before the next column tile, so that the L2 cache serves the weight.
+    """
+    row_tiles = tl.cdiv(rows, ROWS)
+    in_group = GROUP * tl.cdiv(columns, COLUMNS)
+    first = (tl.program_id(0) // in_group) * GROUP
+    height = tl.minimum(row_tiles - first, GROUP)
+    row_tile = first + (tl.program_id(0) % in_group) % height
+    column_tile = (tl.program_id(0) % in_group) // height
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.arange(0, DEPTH)
+    a = codes + row[:, None].to(tl.int64) * code_stride + step[None, :]
+    b = weight_codes + column[None, :].to(tl.int64) * weight_stride + step[:, None]
+    real_row, real_column = row < rows, column < columns
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
+    for start in range(0, depth, DEPTH):
+        if EVEN:
+            left = tl.load(a, mask=real_row[:, None], other=0)
+            right = tl.load(b, mask=real_column[None, :], other=0)
+        else:
+            rest = step < depth - start
+            left = tl.load(a, mask=real_row[:, None] & rest[None, :], other=0)
+            right = tl.load(b, mask=real_column[None, :] & rest[:, None], other=0)
+        total = tl.dot(left, right, total, out_dtype=tl.int32)
+        a += DEPTH
+        b += DEPTH
+    result = total
+    if scales is not None:
+        by_row = tl.load(scales + row, mask=real_row, other=0.0)[:, None]
+        by_column = tl.load(weight_scales + column, mask=real_column, other=0.0)[None, :]
+        result = total.to(tl.float32) * by_row * by_column
+        if bias is not None:
+            result += tl.load(bias + column, mask=real_column, other=0.0).to(tl.float32)[None, :]
+    place = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])

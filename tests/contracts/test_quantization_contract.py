@@ -1,0 +1,171 @@
+"""What every discovered quantisation recipe must hold to; a new file is tested by being there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import QuantizationError
+from megatron_rl.quantization import available_recipes, get_recipe
+from megatron_rl.quantization.recipe import QuantizedWeight, Recipe, Split
+from megatron_rl.quantization.storage import stored_bytes
+
+SHAPES = [(64, 64), (96, 192), (200, 130), (1, 1), (100, 1500)]
+"""[N, K] of weights: usual ones, none of the sizes a multiple of anything, the smallest, a long sum."""
+ERROR_BOUNDS = {"full": 1e-6, "int8": 0.025, "fp8": 0.06, "int4": 0.25}
+"""Relative error of the product of Gaussian numbers, by the first word of ``Recipe.format``."""
+COARSEST = 0.25
+"""Of a family that is not listed."""
+
+each_recipe = pytest.mark.parametrize("name", available_recipes())
+each_shape = pytest.mark.parametrize(("rows", "columns"), SHAPES, ids=[f"{n}x{k}" for n, k in SHAPES])
+
+
+def gaussian(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(recipe: Recipe, weight: Tensor) -> QuantizedWeight:
+    """With a smoothing that is not 1 where the recipe knows one."""
+    smoothing = None
+    if recipe.needs_calibration:
+        smoothing = 0.5 + torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(9))
+    return recipe.quantize(weight, smoothing)
+
+
+def relative(values: Tensor, reference: Tensor) -> float:
+    return float((values - reference).norm() / reference.norm())
+
+
+@each_recipe
+class TestDescription:
+    def test_it_is_called_like_its_file(self, name: str) -> None:
+        assert get_recipe(name).name == name
+        assert get_recipe(name.replace("_", "-")) is get_recipe(name)
+
+    def test_no_other_recipe_describes_itself_with_the_same_words(self, name: str) -> None:
+        others = {get_recipe(other).format for other in available_recipes() if other != name}
+        assert get_recipe(name).format not in others
+
+    def test_its_safer_recipes_exist_and_end_at_none(self, name: str) -> None:
+        chain = [name]
+        while (safer := get_recipe(chain[-1]).safer) is not None:
+            assert safer in available_recipes()
+            assert safer not in chain, f"{chain} goes in circles"
+            chain.append(safer)
+        assert chain[-1] == "none"
+
+    def test_a_cpu_runs_any_shape_of_a_single_rank(self, name: str) -> None:
+        recipe = get_recipe(name)
+        assert recipe.device_problem(None) is None
+        assert [recipe.shape_problem(rows, columns, None) for rows, columns in SHAPES] == [None] * len(SHAPES)
+
+
+@each_recipe
+@each_shape
+class TestProduct:
+    def test_it_is_the_product_of_the_dequantised_numbers(self, name: str, rows: int, columns: int) -> None:
+        recipe, x, bias = get_recipe(name), gaussian(12, columns, seed=1), gaussian(rows, seed=2)
+        q = quantized(recipe, gaussian(rows, columns, seed=0))
+        exact = recipe.round_trip(x, q).double() @ recipe.dequantize(q).double().t()
+        without, added = recipe.matmul(x, q), recipe.matmul(x, q, bias)
+        assert (without - exact).abs().max() <= 1e-5 * exact.abs().max()
+        assert (added - (exact + bias)).abs().max() <= 1e-5 * (exact + bias).abs().max()
+
+    def test_its_error_is_that_of_its_format(self, name: str, rows: int, columns: int) -> None:
+        recipe, x, weight = get_recipe(name), gaussian(64, columns, seed=1), gaussian(rows, columns, seed=0)
+        q = quantized(recipe, weight)
+        bound = ERROR_BOUNDS.get(recipe.format.split()[0].rstrip(","), COARSEST)
+        assert relative(recipe.matmul(x, q), x @ weight.t()) <= bound
+        assert relative(recipe.round_trip(x, q), x) <= bound
+        assert relative(recipe.dequantize(q), weight) <= bound
+
+    def test_zeros_stay_zeros(self, name: str, rows: int, columns: int) -> None:
+        recipe, x, weight = get_recipe(name), gaussian(5, columns, seed=1), gaussian(rows, columns, seed=0)
+        nothing = recipe.quantize(torch.zeros(rows, columns))
+        assert torch.equal(recipe.dequantize(nothing), torch.zeros(rows, columns))
+        assert torch.equal(recipe.matmul(x, nothing), torch.zeros(5, rows))
+        q, silent = recipe.quantize(weight), torch.zeros(5, columns)
+        assert torch.equal(recipe.round_trip(silent, q), silent)
+        assert torch.equal(recipe.matmul(silent, q), torch.zeros(5, rows))
+
+    def test_a_row_does_not_depend_on_its_company(self, name: str, rows: int, columns: int) -> None:
+        recipe, row = get_recipe(name), gaussian(1, columns, seed=1)
+        q = quantized(recipe, gaussian(rows, columns, seed=0))
+        quiet = torch.cat((row, torch.zeros(3, columns)))  # 4 rows: below, a CPU takes another kernel (decision 001)
+        crowd = 1e3 * gaussian(9, columns, seed=2)
+        crowded = torch.cat((crowd[:5], row, crowd[5:]))
+        assert torch.equal(recipe.matmul(quiet, q)[0], recipe.matmul(crowded, q)[5])
+        assert torch.equal(recipe.round_trip(row, q)[0], recipe.round_trip(crowded, q)[5])
+
+    def test_encoding_again_writes_into_the_same_buffers(self, name: str, rows: int, columns: int) -> None:
+        recipe, weight = get_recipe(name), -3 * gaussian(rows, columns, seed=7)
+        q = quantized(recipe, gaussian(rows, columns, seed=0))
+        before, addresses = recipe.dequantize(q).clone(), [tensor.data_ptr() for tensor in q.tensors()]
+        recipe.encode(weight, None, q)
+        assert [tensor.data_ptr() for tensor in q.tensors()] == addresses
+        assert not torch.equal(recipe.dequantize(q), before)
+        assert torch.equal(recipe.dequantize(q), recipe.dequantize(quantized(recipe, weight)))
+        x = gaussian(4, columns, seed=1)
+        assert torch.equal(recipe.matmul(x, q), recipe.matmul(x, quantized(recipe, weight)))
+
+    def test_its_bytes_are_those_of_the_estimate(self, name: str, rows: int, columns: int) -> None:
+        if name == "none":
+            assert stored_bytes(name, rows, columns) == 0  # runs keep no copy
+            return
+        q = get_recipe(name).quantize(gaussian(rows, columns, seed=0))
+        assert q.stored_bytes == stored_bytes(name, rows, columns)
+        assert (q.rows, q.columns) == (rows, columns)
+
+
+@each_recipe
+class TestTensors:
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    def test_a_weight_that_is_not_finite_is_refused(self, name: str, bad: float) -> None:
+        weight = gaussian(20, 30, seed=0)
+        weight[13, 17] = bad
+        with pytest.raises(QuantizationError, match=r"\[20, 30\] holds NaN or infinity"):
+            get_recipe(name).quantize(weight)
+
+    @pytest.mark.parametrize("weight", [torch.zeros(4), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int8)])
+    def test_what_is_no_matrix_of_floats_is_refused(self, name: str, weight: Tensor) -> None:
+        with pytest.raises(QuantizationError, match="a matrix of floats is needed"):
+            get_recipe(name).quantize(weight)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("leading", [(), (4,), (6, 1), (2, 3, 1)])
+    def test_leading_dimensions_and_dtype_are_kept(self, name: str, leading: tuple[int, ...], dtype: torch.dtype) -> None:
+        recipe, weight = get_recipe(name), gaussian(24, 40, seed=0).to(dtype)
+        q, x = quantized(recipe, weight), gaussian(*leading, 40, seed=1).to(dtype)
+        kept = x.clone()
+        y, seen = recipe.matmul(x, q, gaussian(24, seed=2).to(dtype)), recipe.round_trip(x, q)
+        assert (y.shape, y.dtype) == ((*leading, 24), dtype)
+        assert (seen.shape, seen.dtype) == (x.shape, dtype)
+        assert recipe.dequantize(q).dtype == torch.float32
+        assert torch.equal(x, kept), "the caller's activations were changed"
+        flat = recipe.matmul(x.reshape(-1, 40), q, gaussian(24, seed=2).to(dtype))
+        assert torch.equal(y.reshape(-1, 24), flat)
+
+    def test_no_tokens_are_no_error(self, name: str) -> None:
+        recipe = get_recipe(name)
+        assert recipe.matmul(torch.zeros(0, 40), recipe.quantize(gaussian(24, 40, seed=0))).shape == (0, 24)
+
+    def test_activations_without_memory_order_are_the_same(self, name: str) -> None:
+        recipe, x = get_recipe(name), gaussian(8, 40, seed=1)
+        q = quantized(recipe, gaussian(24, 40, seed=0))
+        assert torch.equal(recipe.matmul(x.t().contiguous().t(), q), recipe.matmul(x, q))
+
+    @pytest.mark.parametrize("split", ["columns", "rows"])
+    def test_two_ranks_parts_are_the_whole(self, name: str, split: Split) -> None:
+        recipe, weight = get_recipe(name), gaussian(256, 256, seed=0)
+        weight[:128, :128] *= 5  # the parts alone would have other scales
+        parts = weight.chunk(2, 0 if split == "columns" else 1)
+        amax = [recipe.amax(part) for part in parts]
+        shared = torch.maximum(*amax) if recipe.shares_amax(split) else None
+        buffers = [recipe.allocate(*part.shape, part.device) for part in parts]
+        for part, into in zip(parts, buffers, strict=True):
+            assert recipe.shape_problem(*part.shape, split) is None
+            recipe.encode(part, shared, into)
+        together = torch.cat([recipe.dequantize(q) for q in buffers], 0 if split == "columns" else 1)
+        assert torch.equal(together, recipe.dequantize(recipe.quantize(weight)))

@@ -1,0 +1,84 @@
+"""Tiny models with quantised copies of their linears, and rollouts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rl.inference import Engine
+from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.quantization import available_recipes, get_recipe
+from megatron_rl.quantization.audit import LayerAudit
+from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.types import Completion, GenerationRequest, PackedBatch
+from tests.support.generation import drain, ragged_requests, randomise_vectors
+from tests.support.scoring import packed
+from tests.support.tiny import tiny_config, tiny_policy
+
+QUANTIZING = tuple(name for name in available_recipes() if name != "none")
+"""Every recipe that changes a number."""
+LINEARS = tuple(
+    f"layers.{layer}.{name}"
+    for layer in (0, 1)
+    for name in ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+)
+"""Those of the tiny model."""
+
+
+def quantizable_policy(**changes: object) -> PolicyModel:
+    """A tiny model whose biases and norm weights are not 0 and 1."""
+    policy = tiny_policy(tiny_config(**changes))
+    randomise_vectors(policy)
+    return policy
+
+
+def linears_of(policy: PolicyModel, recipe: str = "int8", skip: Sequence[str] = ()) -> QuantizedLinears:
+    """The quantised copies of a tiny model."""
+    return QuantizedLinears(policy.gpt, get_recipe(recipe), skip)
+
+
+def rollout_quantization(
+    policy: PolicyModel, recipe: str, audits: list[Sequence[LayerAudit]] | None = None, skip: Sequence[str] = ()
+) -> RolloutQuantization:
+    """As a run has it; the tables of its audits go to ``audits``."""
+    report = (lambda _: None) if audits is None else audits.append
+    return RolloutQuantization(policy.gpt, recipe, skip, policy.config.num_layers, report)
+
+
+def short_requests(count: int = 6, **sampling: object) -> list[GenerationRequest]:
+    """Two samples of up to 16 tokens for each of some prompts."""
+    return ragged_requests(count, num_samples=2, **{"max_new_tokens": 16} | sampling)
+
+
+def complete(
+    policy: PolicyModel, engine: Engine, quantization: RolloutQuantization, requests: Sequence[GenerationRequest]
+) -> list[tuple[Completion, ...]]:
+    """A rollout phase, calibrated by the requests themselves where the recipe wants it."""
+
+    def run() -> list[tuple[Completion, ...]]:
+        engine.begin(seed=1, policy_version=0)
+        for wanted in requests:
+            engine.submit(wanted)
+        return drain(engine, requests)
+
+    with rollout_mode(policy), quantization.rollout(run):
+        return run()
+
+
+def roll_out(
+    policy: PolicyModel, engine: Engine, quantization: RolloutQuantization, requests: Sequence[GenerationRequest]
+) -> PackedBatch:
+    """The rollout's samples as one micro-batch."""
+    return packed(requests, complete(policy, engine, quantization, requests))
+
+
+@torch.no_grad()
+def disturb(policy: PolicyModel, by: float) -> None:
+    """Change the weights of all the decoder's linears by ``by`` times their spread."""
+    generator = torch.Generator().manual_seed(11)
+    for layer in policy.gpt.decoder.layers:
+        for parameter in layer.parameters():
+            if parameter.dim() == 2:
+                parameter.add_(by * parameter.std() * torch.randn(parameter.shape, generator=generator))

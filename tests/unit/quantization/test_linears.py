@@ -1,0 +1,419 @@
+"""The quantised copies of a whole model: which layers, when they are used, when they are made anew."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.errors import QuantizationError
+from megatron_rl.models import PolicyModel
+from megatron_rl.quantization import get_recipe
+from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
+from megatron_rl.quantization.names import quantizable_linears, skipped, unmatched_patterns
+from megatron_rl.quantization.observe import AUDITED_TOKENS, observed
+from megatron_rl.quantization.storage import stored_bytes
+from tests.support.quantized import LINEARS, QUANTIZING, disturb, linears_of, quantizable_policy
+from tests.support.tiny import tiny_config, tiny_policy
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+TOKENS = torch.arange(24)[None] % 32
+
+
+@pytest.fixture
+def policy() -> PolicyModel:
+    return quantizable_policy()
+
+
+def logits(policy: PolicyModel) -> torch.Tensor:
+    positions = torch.arange(24)[None]
+    mask = torch.ones(1, 1, 24, 24, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        return policy.gpt(TOKENS, positions, mask)
+
+
+def diverted(policy: PolicyModel) -> list[str]:
+    """Linears whose forward is not their own."""
+    return [name for name, module in parallel_linears(policy.gpt).items() if "forward" in module.__dict__]
+
+
+def counted(linears: QuantizedLinears, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one element at every refresh."""
+    refresh, calls = linears.refresh, []
+
+    def counting() -> None:
+        calls.append(1)
+        refresh()
+
+    monkeypatch.setattr(linears, "refresh", counting)
+    return calls
+
+
+class TestWhichLayers:
+    def test_all_of_the_decoder_and_nothing_else(self, policy: PolicyModel) -> None:
+        assert tuple(sorted(parallel_linears(policy.gpt))) == tuple(sorted(LINEARS))
+        assert isinstance(policy.gpt.output_layer, ColumnParallelLinear)  # and yet it is not among them
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{}, {"swiglu": False}, {"num_query_groups": 1, "kv_channels": 16}, {"group_query_attention": False,
+                                                                             "num_query_groups": False}],
+        ids=["gated", "plain", "wide_heads", "multi_head"],
+    )  # fmt: skip
+    def test_flags_alone_tell_names_and_shapes(self, changes: dict[str, object]) -> None:
+        config = tiny_config(**changes)
+        built = {
+            name: (*module.weight.shape, isinstance(module, RowParallelLinear))
+            for name, module in parallel_linears(tiny_policy(config).gpt).items()
+        }
+        told = {one.name: (one.rows, one.columns, one.splits_inputs) for one in quantizable_linears(config)}
+        assert told == built
+        assert list(told) == list(built), "another order than the model's"
+
+    @pytest.mark.parametrize(
+        ("patterns", "left"),
+        [
+            (["layers.0.*"], LINEARS[:4]),
+            (["*.linear_fc2"], [name for name in LINEARS if name.endswith("linear_fc2")]),
+            (["first:1"], LINEARS[:4]),
+            (["last:1"], LINEARS[4:]),
+            (["first:2"], LINEARS),
+            (["layers.1.mlp.*", "*.linear_qkv"], [*LINEARS[1:2], *LINEARS[5:]]),
+            ([], []),
+        ],
+    )
+    def test_patterns_leave_layers_as_they_are(self, policy: PolicyModel, patterns: list[str], left: list[str]) -> None:
+        linears = linears_of(policy, skip=patterns)
+        assert sorted(linears.plain) == sorted(left)
+        assert sorted(layer.name for layer in linears.layers) == sorted(set(LINEARS) - set(left))
+        with linears.installed():
+            assert sorted(diverted(policy)) == sorted(set(LINEARS) - set(left))
+
+    def test_the_edges_of_a_deep_model(self) -> None:
+        names = [f"layers.{index}.mlp.linear_fc1" for index in range(12)]
+        assert [n for n in names if skipped(n, ["last:2"], 12)] == names[10:]
+        assert [n for n in names if skipped(n, ["first:2"], 12)] == names[:2]
+        assert [n for n in names if skipped(n, ["layers.1.*"], 12)] == names[1:2], "layers 10 and 11 too"
+
+    def test_patterns_that_name_nothing(self) -> None:
+        patterns = ["layers.2.*", "first:0", "*.linear_fc1", "linear_fc1", "first:1"]
+        assert unmatched_patterns(patterns, LINEARS, 2) == ["layers.2.*", "first:0", "linear_fc1"]
+
+    def test_bytes_and_numbers(self, policy: PolicyModel) -> None:
+        linears = linears_of(policy, "int8_smooth", skip=["first:1"])
+        shapes = [parallel_linears(policy.gpt)[name].weight.shape for name in LINEARS[4:]]
+        assert linears.num_weights == sum(rows * columns for rows, columns in shapes)
+        assert linears.stored_bytes == sum(stored_bytes("int8_smooth", *shape) for shape in shapes)
+
+
+class TestSwitching:
+    def test_inside_the_model_is_the_quantised_one(self, policy: PolicyModel) -> None:
+        linears, plain = linears_of(policy), logits(policy)
+        with linears.installed():
+            assert sorted(diverted(policy)) == sorted(LINEARS)
+            quantised = logits(policy)
+        assert diverted(policy) == []
+        assert torch.equal(logits(policy), plain)
+        assert 1e-4 < (quantised - plain).abs().mean() < 1.0
+        assert {layer.calls for layer in linears.layers} == {1}
+
+        with torch.no_grad():  # the same numbers, had the weights themselves been rounded
+            for layer in linears.layers:
+                layer.module.weight.copy_(linears.recipe.dequantize(layer.weight))
+        int4_like = linears_of(policy, "none")
+        with int4_like.installed():
+            assert torch.allclose(logits(policy), logits(policy))
+
+    def test_weight_only_quantisation_is_a_model_of_rounded_weights(self, policy: PolicyModel) -> None:
+        linears = linears_of(policy, "int4")
+        with linears.installed():
+            quantised = logits(policy)
+        with torch.no_grad():
+            for layer in linears.layers:
+                layer.module.weight.copy_(linears.recipe.dequantize(layer.weight))
+        assert torch.allclose(logits(policy), quantised, atol=1e-5)
+
+    def test_it_nests(self, policy: PolicyModel) -> None:
+        linears = linears_of(policy)
+        with linears.installed():
+            with linears.installed():
+                assert len(diverted(policy)) == 8
+            assert len(diverted(policy)) == 8, "the inner block took the copies away"
+        assert diverted(policy) == []
+
+    def test_an_error_inside_restores_the_layers(self, policy: PolicyModel) -> None:
+        linears = linears_of(policy)
+        with pytest.raises(KeyError), linears.installed():
+            raise KeyError
+        assert diverted(policy) == []
+        with pytest.raises(KeyError), linears.installed(), linears.suspended():
+            raise KeyError
+        assert diverted(policy) == []
+
+    def test_suspended_inside_installed(self, policy: PolicyModel) -> None:
+        linears, plain = linears_of(policy), logits(policy)
+        with linears.installed():
+            quantised = logits(policy)
+            with linears.suspended():
+                assert diverted(policy) == []
+                assert torch.equal(logits(policy), plain)
+                with linears.suspended():
+                    assert diverted(policy) == []
+                assert diverted(policy) == []
+                with linears.installed():
+                    assert torch.equal(logits(policy), quantised)
+                assert diverted(policy) == []
+            assert torch.equal(logits(policy), quantised)
+        assert diverted(policy) == []
+
+    def test_suspended_with_nothing_installed(self, policy: PolicyModel) -> None:
+        linears = linears_of(policy)
+        with linears.suspended():
+            assert diverted(policy) == []
+        assert diverted(policy) == []
+
+    def test_a_checkpoint_made_inside_has_the_usual_keys(self, policy: PolicyModel) -> None:
+        plain = policy.gpt.state_dict()
+        sharded, parameters = sorted(policy.gpt.sharded_state_dict()), list(dict(policy.gpt.named_parameters()))
+        linears = linears_of(policy, "int8_smooth")
+        with linears.installed():
+            inside = policy.gpt.state_dict()
+            assert list(inside) == list(plain)
+            assert sorted(policy.gpt.sharded_state_dict()) == sharded
+            assert list(dict(policy.gpt.named_parameters())) == parameters
+            assert list(dict(policy.gpt.named_buffers())) == [n for n, _ in policy.gpt.named_buffers()]
+        for key, value in plain.items():
+            if isinstance(value, torch.Tensor):
+                assert inside[key].data_ptr() == value.data_ptr(), f"{key} is another tensor"
+
+    def test_embedding_head_and_norms_run_as_they_are(self, policy: PolicyModel) -> None:
+        linears, seen = linears_of(policy, "int4"), {}
+        watched = {
+            "embedding": policy.gpt.embedding, "head": policy.gpt.output_layer, "norm": policy.gpt.decoder.final_layernorm
+        }  # fmt: skip
+        handles = [
+            module.register_forward_hook(lambda _, args, output, name=name: seen.__setitem__(name, (args, output)))
+            for name, module in watched.items()
+        ]
+        with linears.installed():
+            logits(policy)
+        for handle in handles:
+            handle.remove()
+        hidden, head = seen["head"][0][0], seen["head"][1][0]
+        assert torch.allclose(head, hidden @ policy.gpt.output_layer.weight.t(), atol=1e-6)
+        assert torch.equal(seen["norm"][1], hidden)
+        words = policy.gpt.embedding.word_embeddings.weight[TOKENS[0]]
+        assert torch.equal(seen["embedding"][1][:, 0], words)
+        assert all("forward" not in module.__dict__ for module in watched.values())
+
+
+class TestFreshness:
+    def test_copies_are_made_when_first_used_and_not_again(
+        self, policy: PolicyModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        linears = linears_of(policy)
+        refreshes = counted(linears, monkeypatch)
+        for _ in range(3):
+            with linears.installed(), linears.installed():
+                logits(policy)
+        assert len(refreshes) == 1
+        linears.weights_changed()
+        assert len(refreshes) == 1, "a refresh that nobody may need"
+        with linears.installed():
+            pass
+        assert len(refreshes) == 2
+
+    @pytest.mark.parametrize("recipe", QUANTIZING)
+    def test_a_changed_model_is_used_once_it_is_announced(self, policy: PolicyModel, recipe: str) -> None:
+        linears = linears_of(policy, recipe)
+        with linears.installed():
+            before = logits(policy)
+        disturb(policy, 0.2)
+        with linears.installed():
+            stale = [linears.recipe.dequantize(layer.weight) for layer in linears.layers]
+        linears.weights_changed()
+        with linears.installed():
+            after = logits(policy)
+            fresh = [linears.recipe.dequantize(layer.weight) for layer in linears.layers]
+        with linears_of(policy, recipe).installed():
+            assert torch.equal(after, logits(policy)), "other numbers than copies made from scratch"
+        assert not torch.equal(after, before)
+        assert not any(torch.equal(old, new) for old, new in zip(stale, fresh, strict=True))
+
+    @pytest.mark.parametrize("recipe", QUANTIZING)
+    def test_a_hundred_refreshes_take_no_memory_and_move_nothing(self, policy: PolicyModel, recipe: str) -> None:
+        linears = linears_of(policy, recipe)
+        linears.refresh()
+        addresses = [tensor.data_ptr() for layer in linears.layers for tensor in layer.weight.tensors()]
+        gc.collect()
+        living = _living_bytes()
+        for _ in range(100):
+            linears.weights_changed()
+            with linears.installed():
+                pass
+        gc.collect()
+        assert _living_bytes() <= living
+        assert [tensor.data_ptr() for layer in linears.layers for tensor in layer.weight.tensors()] == addresses
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("recipe", QUANTIZING)
+    def test_a_weight_that_is_not_finite_is_named(self, policy: PolicyModel, recipe: str, bad: float) -> None:
+        linears = linears_of(policy, recipe)
+        with torch.no_grad():
+            parallel_linears(policy.gpt)["layers.1.mlp.linear_fc2"].weight[3, 5] = bad
+        with pytest.raises(QuantizationError, match=r"the weight of layers\.1\.mlp\.linear_fc2 holds NaN or infinity"):
+            linears.refresh()
+        with pytest.raises(QuantizationError), linears.installed():
+            pytest.fail("a rollout of noise")
+        assert diverted(policy) == []
+        with torch.no_grad():
+            parallel_linears(policy.gpt)["layers.1.mlp.linear_fc2"].weight[3, 5] = 0.1
+        with linears.installed():
+            assert logits(policy).isfinite().all()
+
+
+class TestCalibration:
+    def test_factors_follow_activations_and_weights(self, policy: PolicyModel) -> None:
+        linears = linears_of(policy, "int8_smooth")
+        first, *others = linears.layers
+        largest = first.module.weight.detach().abs().amax(0)
+        linears.calibrate({first.name: 4 * largest, others[0].name: None})
+        assert torch.allclose(first.weight.smoothing, torch.full_like(largest, 2.0))
+        for layer in others:
+            assert torch.equal(layer.weight.smoothing, torch.ones(layer.weight.columns)), layer.name
+
+    def test_the_copies_are_made_anew_after_it(self, policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        linears = linears_of(policy, "int8_smooth")
+        linears.refresh()
+        refreshes = counted(linears, monkeypatch)
+        linears.calibrate({})
+        with linears.installed():
+            pass
+        assert len(refreshes) == 1
+
+    def test_observed_channels_are_the_largest_over_all_calls(self, policy: PolicyModel) -> None:
+        layer = parallel_linears(policy.gpt)["layers.0.mlp.linear_fc1"]
+        with observed(policy.gpt, channels=True) as seen, torch.no_grad():
+            for x in (torch.full((3, 1, 32), 2.0), torch.full((5, 1, 32), -7.0), torch.zeros(70, 1, 32)):
+                layer(x)
+        one = seen["layers.0.mlp.linear_fc1"]
+        assert one.calls == 3
+        assert one.channel_amax.tolist() == [7.0] * 32
+        assert one.inputs.shape == (AUDITED_TOKENS, 32)
+        assert one.inputs.abs().max() == 0, "not those of the call with the most tokens"
+        assert seen["layers.1.mlp.linear_fc1"].calls == 0
+        layer(torch.zeros(1, 1, 32))
+        assert one.calls == 3, "still watched"
+
+
+def _living_bytes() -> int:
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for one in gc.get_objects()
+        if isinstance(one, torch.Tensor) and one.device.type == "cpu"
+        for storage in (one.untyped_storage(),)
+    }
+    return sum(storages.values())
+
+
+class TestExperts:
+    """A mixture of experts as megatron-core builds it, in as much of a model as is looked at."""
+
+    @pytest.fixture
+    def mixture(self) -> MoELayer:
+        config = TransformerConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, moe_ffn_hidden_size=48,
+            num_moe_experts=4, moe_grouped_gemm=False, moe_router_topk=2, moe_token_dispatcher_type="allgather",
+            moe_router_load_balancing_type="none", gated_linear_unit=True, activation_func=functional.silu,
+            add_bias_linear=False, use_cpu_initialization=True, init_method_std=0.2, bias_activation_fusion=False,
+            gradient_accumulation_fusion=False,
+        )  # fmt: skip
+        spec = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
+        torch.manual_seed(0)
+        return build_module(spec, config=config).eval()
+
+    @pytest.fixture
+    def model(self, mixture: MoELayer) -> torch.nn.Module:
+        layer = torch.nn.Module()
+        layer.layer_number, layer.mlp = 1, mixture
+        model = torch.nn.Module()
+        model.decoder = torch.nn.Module()
+        model.decoder.layers = torch.nn.ModuleList([layer])
+        return model
+
+    def forward(self, mixture: MoELayer) -> torch.Tensor:
+        x = torch.randn(12, 2, 32, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            return mixture(x)[0]
+
+    def test_every_expert_is_found_and_the_router_is_not(self, model: torch.nn.Module) -> None:
+        wanted = [
+            f"layers.0.mlp.experts.local_experts.{expert}.linear_fc{number}" for expert in range(4) for number in (1, 2)
+        ]
+        assert list(parallel_linears(model)) == wanted
+
+    @pytest.mark.parametrize("recipe", ["int8", "fp8"])
+    def test_they_run_quantised(self, model: torch.nn.Module, mixture: MoELayer, recipe: str) -> None:
+        plain = self.forward(mixture)
+        linears = QuantizedLinears(model, get_recipe(recipe))
+        with linears.installed():
+            quantised = self.forward(mixture)
+        assert all(layer.calls for layer in linears.layers), "an expert ran by itself"
+        assert torch.equal(self.forward(mixture), plain)
+        assert 0.001 < (quantised - plain).norm() / plain.norm() < 0.1
+
+        with linears_of_products(linears, model):
+            assert torch.allclose(self.forward(mixture), quantised, atol=1e-5)
+
+    def test_an_expert_nobody_is_sent_to_keeps_its_smoothing(self, model: torch.nn.Module, mixture: MoELayer) -> None:
+        with torch.no_grad():  # everybody to experts 0 and 1
+            mixture.router.weight.zero_()
+        linears = QuantizedLinears(model, get_recipe("int8_smooth"))
+        with observed(model, channels=True) as seen:
+            self.forward(mixture)
+        unused = [name for name, one in seen.items() if not one.calls or not one.inputs.numel()]
+        linears.calibrate({name: one.channel_amax for name, one in seen.items()})
+        assert len(unused) in (0, 4)
+        for layer in linears.layers:
+            assert layer.weight.smoothing.isfinite().all()
+            assert (layer.name in unused) == bool((layer.weight.smoothing == 1).all())
+        with linears.installed():
+            assert self.forward(mixture).isfinite().all()
+
+
+def linears_of_products(linears: QuantizedLinears, model: torch.nn.Module):
+    """The model with every linear replaced by the product of the dequantised numbers, written out."""
+    del model
+
+    def written_out(layer) -> Callable:
+        weight = linears.recipe.dequantize(layer.weight)
+
+        def forward(x, *_):
+            return linears.recipe.round_trip(x, layer.weight) @ weight.t(), None
+
+        return forward
+
+    return _replaced(linears, written_out)
+
+
+class _replaced:
+    def __init__(self, linears: QuantizedLinears, make: Callable) -> None:
+        self._linears, self._make = linears, make
+
+    def __enter__(self) -> SimpleNamespace:
+        for layer in self._linears.layers:
+            layer.module.forward = self._make(layer)
+        return SimpleNamespace()
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._linears.layers:
+            del layer.module.forward
