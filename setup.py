@@ -36,7 +36,7 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.8"],
-        "test": ["pytest>=8.0", "ruff>=0.9", "import-linter>=2.1"],
+        "test": ["pytest>=8.0", "ruff>=0.9", "import-linter>=2.1", 'triton>=3.6; sys_platform == "linux"'],
     },
     entry_points={
         "console_scripts": [

@@ -166,7 +166,7 @@ def build_run(
             Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups
         )
         optimization, reference, saved = _start_weights(config, policy, checkpoints)
-        quantization = build_quantization(config, policy, optimization, reference, groups, directory, stack)
+        quantization = build_quantization(config, policy, optimization, reference, groups, directory, timer, stack)
         factory = _request_factory(config)
         source = _source(config, environments, tokenizer, factory)
         progress = Progress()

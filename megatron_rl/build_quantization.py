@@ -10,6 +10,7 @@ from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
+from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.quantization.audit import LayerAudit, table_rows
@@ -34,6 +35,7 @@ def build_quantization(
     reference: ReferencePolicy | None,
     groups: ParallelGroups,
     directory: RunDirectory,
+    timer: PhaseTimer,
     stack: contextlib.ExitStack,
 ) -> RolloutQuantization:
     """Copies of the weights as they are now; with aligned training installed until ``stack`` closes."""
@@ -49,6 +51,7 @@ def build_quantization(
         settings.rl_quantization_skip,
         policy.config.num_layers,
         report,
+        timer.phase,
     )
     linears = quantization.linears
     if linears is not None and groups.is_main:

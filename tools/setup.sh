@@ -31,6 +31,9 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 # torch first and alone: on a machine without a GPU nothing later may replace it by a CUDA build.
 TORCH=${TORCH-$(grep '^torch==' constraints.txt)}
 [ -z "$TORCH" ] || pip install "$TORCH"
-grep -v '^torch==' constraints.txt > .venv/constraints.txt
+# A CUDA build of torch brings the triton that fits it.
+brought='^torch=='
+.venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null && brought='^(torch|triton)=='
+grep -Ev "$brought" constraints.txt > .venv/constraints.txt
 pip install --constraint .venv/constraints.txt --editable ".${extras:+[$extras]}"
 echo "$wanted" > .venv/.installed-"${extras:-base}"

@@ -3,16 +3,18 @@
 Numbers kept a layer, with T tokens of the bin, S = T / tensor-parallel size under `--sequence-parallel` (else T),
 hidden h, and q, k, f the widths of queries, of keys and of the MLP on one tensor-parallel rank::
 
-    norms               4 S h                   inputs and outputs of the two
-    attention           T (3 q + 2 k)           rotated q, k and v, the result padded and packed
-      core recomputed   T (3 q + 3 k)           the projection and rotated q and k, the result
-      with qk-norm      + T (q + 2 k)           the projection itself; nothing more where the core is recomputed,
-                                                which then keeps + T (q + k), the normalised ones
-    MLP                 4 T f gated, 2 T f not  nothing where it is recomputed
+    norms               4 S h               inputs and outputs of the two
+    attention           T (3 q + 2 k)       rotated q, k and v, the result padded and packed
+      with qk norms     + T (2 q + 2 k)     the projection itself, and q once more
+      core recomputed   T (3 q + 3 k)       the projection, rotated q and k, the result
+      both              T (4 q + 3 k)       the same, and q once more
+    MLP                 5 T f               fc1 counts twice, the gate after SiLU, the other half, their product
+      without gate      2 T f
+      recomputed        0
 
 Layers recomputed as a whole keep their input S h, once a group, and one group at a time is alive in full.
 Not in it: padding between sequences of different lengths, statistics of norms and softmax, gradients of
-activations, and on a CPU the score matrices of short sequences.
+activations, and what only CPUs keep: the score matrices of short sequences and a second copy at an RMSNorm.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ def _layer_elements(config: RLConfig) -> int:
     tokens = config.training.rl_sequence_packing_bin_size
     query = model.num_attention_heads * model.kv_channels // parts
     key = max(1, model.num_query_groups // parts) * model.kv_channels
-    mlp = (4 if model.swiglu else 2) * model.ffn_hidden_size // parts
+    mlp = (5 if model.swiglu else 2) * model.ffn_hidden_size // parts
     recomputed = config.kernels.recompute_modules or ()
     if "core_attn" in recomputed:
-        attention = 3 * query + 3 * key + (query + key if model.qk_layernorm else 0)
+        attention = 3 * query + 3 * key + (query if model.qk_layernorm else 0)
     else:
-        attention = 3 * query + 2 * key + (query + 2 * key if model.qk_layernorm else 0)
+        attention = 3 * query + 2 * key + (2 * (query + key) if model.qk_layernorm else 0)
     if "mlp" in recomputed:
         mlp = 0
     return 4 * _sliced_tokens(config) * model.hidden_size + tokens * (attention + mlp)

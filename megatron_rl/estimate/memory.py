@@ -105,7 +105,7 @@ def _gradient_bytes(config: RLConfig) -> int:
 
 
 def _optimizer_bytes(config: RLConfig, held: int, buffer: int, replicas: int) -> int:
-    """A replica's shard ends within the padding on the last rank only: the others are counted."""
+    """Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters."""
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     main = int(config.precision.bf16)  # fp32 parameters are their own main parameters
     copied_gradients = int(_gradient_bytes(config) != _FP32)

@@ -166,6 +166,7 @@ def _import_megatron_without_compilation() -> None:
 
 def _patch_megatron() -> None:
     import megatron.core.inference.communication_utils as inference_communication
+    import megatron.core.inference.contexts.dynamic_context as dynamic_context
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -174,6 +175,8 @@ def _patch_megatron() -> None:
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # Pipeline inference refuses CPU tensors.
     inference_communication._is_cuda = _do_nothing
+    # Where Triton is installed, its kernel refuses CPU tensors; None chooses the indexed assignment.
+    dynamic_context.triton_append_key_value_cache = None
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
 
 

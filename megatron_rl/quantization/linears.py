@@ -98,6 +98,11 @@ class QuantizedLinears:
             )
         self._stale = False
 
+    def update(self) -> None:
+        """`refresh`, if the weights have changed since the last one."""
+        if self._stale:
+            self.refresh()
+
     @torch.no_grad()
     def calibrate(self, channel_amax: Mapping[str, torch.Tensor | None]) -> None:
         """Set the smoothing of every layer from the largest activation [K] of its input channels; collective.
@@ -121,8 +126,7 @@ class QuantizedLinears:
             for layer in self.layers:
                 layer.install()
         try:
-            if self._stale:
-                self.refresh()
+            self.update()
             yield
         finally:
             self._depth -= 1

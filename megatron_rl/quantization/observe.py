@@ -46,6 +46,8 @@ def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Obser
 
 
 def _note(seen: Observation, x: torch.Tensor, y: torch.Tensor, channels: bool) -> None:
+    if not x.numel():  # an expert that no token was sent to
+        return
     seen.calls += 1
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     if channels:

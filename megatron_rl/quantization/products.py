@@ -62,6 +62,15 @@ def _cuda_int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tens
     return torch._int_mm(padded, q.codes.t())[:rows, : q.rows]
 
 
+def int8_linear(
+    codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """CUDA with Triton: product, scales, bias and cast in one kernel; [T, N]."""
+    from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+
+    return int8_matmul(codes, q.codes[: q.rows], scales, q.scales[: q.rows], bias, dtype)
+
+
 def fp8_row_product(
     codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -33,11 +34,14 @@ class RolloutQuantization:
         skip: Sequence[str],
         num_layers: int,
         on_audit: Callable[[Sequence[LayerAudit]], None],
+        timed: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer."""
         self._model = model
         self._skip = tuple(skip)
         self._num_layers = num_layers
         self._on_audit = on_audit
+        self._timed = timed
         self.linears: QuantizedLinears | None = None
         self._use(recipe)
 
@@ -79,6 +83,8 @@ class RolloutQuantization:
                 generate_a_little()
             linears.calibrate({name: one.channel_amax for name, one in seen.items()})
             self._calibrated = True
+        with self._timed("gen/requantize"):
+            linears.update()
         with linears.installed():
             if self._audited:
                 yield

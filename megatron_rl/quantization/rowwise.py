@@ -92,6 +92,9 @@ class RowRecipe(Recipe):
     ) -> torch.Tensor:
         """See `Recipe.matmul`."""
         tokens = x.reshape(-1, q.columns)
+        if self._integer and x.is_cuda and ranks is None and kernels.available():
+            codes, scale = self._packed_activations(tokens, q, None)
+            return products.int8_linear(codes, scale, q, bias, x.dtype).view(*x.shape[:-1], q.rows)
         product = self._on_cuda(tokens, q, ranks) if x.is_cuda else self._on_cpu(tokens, q, ranks)
         if bias is not None:
             product = product + bias

@@ -135,7 +135,9 @@ class TestTensors:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("leading", [(), (4,), (6, 1), (2, 3, 1)])
-    def test_leading_dimensions_and_dtype_are_kept(self, name: str, leading: tuple[int, ...], dtype: torch.dtype) -> None:
+    def test_leading_dimensions_and_dtype_are_kept(
+        self, name: str, leading: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         recipe, weight = get_recipe(name), gaussian(24, 40, seed=0).to(dtype)
         q, x = quantized(recipe, weight), gaussian(*leading, 40, seed=1).to(dtype)
         kept = x.clone()

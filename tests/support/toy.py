@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from megatron_rl import build
 from megatron_rl.build import Run
 from megatron_rl.build_engine import build_engine
+from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
@@ -73,7 +75,7 @@ class ToyEnvironments:
 def toy_run(config: RLConfig, groups: ParallelGroups, grade: GradeFunction = vowel_share) -> Run:
     """The parts `build_run` makes, wired by its own helpers; nothing is written anywhere.
 
-    Close the rollouter at the end.
+    Close the rollouter at the end. Aligned training stays aligned: its layers are never given back.
     """
     tokenizer = toy_tokenizer()
     policy = tiny_policy(config, seed=config.training.seed)
@@ -83,15 +85,24 @@ def toy_run(config: RLConfig, groups: ParallelGroups, grade: GradeFunction = vow
     factory = build._request_factory(config)
     timer, stop = PhaseTimer(), StopRequest()
     scorer = Scorer(policy, groups.tensor_group, build._temperature(config))
+    directory = SimpleNamespace(write_quantization=_ignore, quantization=Path("quantization.json"))
+    quantization = build_quantization(
+        config, policy, optimization, reference, groups, directory, contextlib.ExitStack()
+    )
+    engine = build_engine(config, policy, tokenizer, groups)
+    source = build._source(config, ToyEnvironments(), tokenizer, factory)
+    prompts = source if config.training.perform_rl_step else None
     return Run(
         config=config,
         groups=groups,
         policy=policy,
         tokenizer=tokenizer,
         optimization=optimization,
-        source=build._source(config, ToyEnvironments(), tokenizer, factory),
+        quantization=quantization,
+        source=source,
         factory=factory,
-        rollouter=Rollouter(build_engine(config, policy, tokenizer, groups), tokenizer, groups, grade, stop),
+        rollouter=Rollouter(engine, tokenizer, groups, grade, stop),
+        generate_a_little=calibration(engine, prompts, factory, ()),
         samples=build._sample_builder(config, groups) if config.training.perform_rl_step else None,
         batches=BatchBuilder(
             config.training.rl_sequence_packing_bin_size,
@@ -100,6 +111,7 @@ def toy_run(config: RLConfig, groups: ParallelGroups, grade: GradeFunction = vow
             groups,
         ),
         trainer=build._trainer(config, optimization, scorer, reference, groups, timer),
+        parity=build_parity_gate(config, scorer, quantization, policy, groups),
         evaluator=None,
         checkpoints=None,
         directory=Path(),

@@ -114,7 +114,7 @@ def _turn(contender: Callable[[int], int], seed: int, at_least: float) -> float:
             return tokens / seconds
 
 
-def summarise(rounds: Sequence[Round], first: str) -> dict[str, Any]:
+def summarise(rounds: Sequence[Round], first: str, unit: str = "tokens") -> dict[str, Any]:
     """Medians, extremes, and the speed of ``first`` relative to each other contender.
 
     A ratio is the median of the rounds' own ratios: what slows a whole round cancels out.
@@ -127,7 +127,7 @@ def summarise(rounds: Sequence[Round], first: str) -> dict[str, Any]:
         if first in names and other != first
     }
     return {
-        "tokens_per_cpu_second": {name: statistics.median(values) for name, values in columns.items()},
+        f"{unit}_per_cpu_second": {name: statistics.median(values) for name, values in columns.items()},
         "spread": {name: [min(values), max(values)] for name, values in columns.items()},
         "ratio": {pair: statistics.median(values) for pair, values in ratios.items()},
         "ratio_spread": {pair: [min(values), max(values)] for pair, values in ratios.items()},
@@ -147,14 +147,24 @@ def provenance(module: str) -> dict[str, Any]:
 
 
 def hardware() -> str:
-    """Processor and cores; no host name."""
+    """Processor, cores, vector instructions and GPU; no host name."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
                  if line.startswith("model name")]  # fmt: skip
         model = names[0] if names else model
-    return f"{model}, {os.cpu_count()} cores"
+    parts = [model, f"{os.cpu_count()} cores", *cpu_capability()]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    return ", ".join(parts)
+
+
+def cpu_capability() -> list[str]:
+    """What torch's CPU kernels may use: ``AVX2``, and whether there are 8-bit and matrix instructions."""
+    present = {"VNNI": torch.cpu._is_vnni_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
+    instructions = [name if there else f"no {name}" for name, there in present.items()]
+    return [torch.backends.cpu.get_cpu_capability(), *instructions]
 
 
 def write_record(path: Path | None, record: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.config.rules.wording import Rule
+from megatron_rl.config.rules.wording import Rule, divisors
 
 
 def _precision(config: RLConfig) -> Iterator[str]:
@@ -79,6 +79,11 @@ def _recompute(config: RLConfig) -> Iterator[str]:
         )
     if count is not None and layers is not None and count > layers:
         yield f"--recompute-num-layers {count} is more than the model's {layers} layers; use at most {layers}"
+    elif kernels.recompute_method == "uniform" and count and layers and layers % count:
+        yield (
+            f"--recompute-method uniform --recompute-num-layers {count} does not divide the model's {layers} layers "
+            f"into equal groups; use {divisors(layers)}"
+        )
 
 
 def _checkpoint(config: RLConfig) -> Iterator[str]:

@@ -127,6 +127,7 @@ def _launch(
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
+        STEPS=triton.cdiv(depth, tiles.depth),
         EVEN=depth % tiles.depth == 0,
         GROUP=_GROUP,
         num_warps=tiles.warps,
@@ -152,43 +153,47 @@ def matmul_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    STEPS: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """One program a tile ROWS x COLUMNS of ``out``; raw accumulators where ``scales`` is None.
 
-    Programs go down GROUP row tiles before the next column tile, so that the L2 cache serves the weight.
+    STEPS is a constant, hence a compilation a depth: Triton's interpreter cannot loop to a bound read at run time.
     """
-    row_tiles = tl.cdiv(rows, ROWS)
-    in_group = GROUP * tl.cdiv(columns, COLUMNS)
-    first = (tl.program_id(0) // in_group) * GROUP
-    height = tl.minimum(row_tiles - first, GROUP)
-    row_tile = first + (tl.program_id(0) % in_group) % height
-    column_tile = (tl.program_id(0) % in_group) // height
+    row_tile, column_tile = _tile_of(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), GROUP)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     a = codes + row[:, None].to(tl.int64) * code_stride + step[None, :]
     b = weight_codes + column[None, :].to(tl.int64) * weight_stride + step[:, None]
     real_row, real_column = row < rows, column < columns
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
-    for start in range(0, depth, DEPTH):
+    result = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
+    for index in range(0, STEPS):
         if EVEN:
             left = tl.load(a, mask=real_row[:, None], other=0)
             right = tl.load(b, mask=real_column[None, :], other=0)
         else:
-            rest = step < depth - start
+            rest = step < depth - index * DEPTH
             left = tl.load(a, mask=real_row[:, None] & rest[None, :], other=0)
             right = tl.load(b, mask=real_column[None, :] & rest[:, None], other=0)
-        total = tl.dot(left, right, total, out_dtype=tl.int32)
+        result = tl.dot(left, right, result, out_dtype=tl.int32)
         a += DEPTH
         b += DEPTH
-    result = total
     if scales is not None:
         by_row = tl.load(scales + row, mask=real_row, other=0.0)[:, None]
         by_column = tl.load(weight_scales + column, mask=real_column, other=0.0)[None, :]
-        result = total.to(tl.float32) * by_row * by_column
+        result = result.to(tl.float32) * by_row * by_column
         if bias is not None:
             result += tl.load(bias + column, mask=real_column, other=0.0).to(tl.float32)[None, :]
     place = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])
+
+
+@triton.jit
+def _tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Programs go down GROUP row tiles before the next column tile, so that the L2 cache serves the weight."""
+    in_group = GROUP * column_tiles
+    first = (program // in_group) * GROUP
+    height = tl.minimum(row_tiles - first, GROUP)
+    return first + (program % in_group) % height, (program % in_group) // height

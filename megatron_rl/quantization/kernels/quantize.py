@@ -64,10 +64,12 @@ def _codes_of(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
     """
     scaled = tl.minimum(tl.maximum(tl.div_rn(values, scale), -LARGEST), LARGEST)
     if INTEGER:
-        return ((scaled + _INTEGER_MAGIC).to(tl.int32, bitcast=True) - _INTEGER_MAGIC_BITS).to(tl.int8)
-    exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & _EXPONENT_BITS, _E4M3_SMALLEST_NORMAL_BITS)
-    magic = exponent.to(tl.float32, bitcast=True) * _E4M3_MAGIC
-    return ((scaled + magic) - magic).to(tl.float8e4nv)
+        codes = ((scaled + _INTEGER_MAGIC).to(tl.int32, bitcast=True) - _INTEGER_MAGIC_BITS).to(tl.int8)
+    else:
+        exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & _EXPONENT_BITS, _E4M3_SMALLEST_NORMAL_BITS)
+        magic = exponent.to(tl.float32, bitcast=True) * _E4M3_MAGIC
+        codes = ((scaled + magic) - magic).to(tl.float8e4nv)
+    return codes
 
 
 @triton.jit
@@ -97,9 +99,7 @@ def rows_kernel(
     else:
         scale = _scale_of(tl.max(_magnitude_bits(x), 0), LARGEST, False)
     tl.store(scales + row, scale)
-    tl.store(
-        codes + row * code_stride + column, _codes_of(x, scale, LARGEST, INTEGER), mask=column < code_columns
-    )
+    tl.store(codes + row * code_stride + column, _codes_of(x, scale, LARGEST, INTEGER), mask=column < code_columns)
 
 
 @triton.jit(do_not_specialize=["rows", "code_rows"])

@@ -77,8 +77,7 @@ def _check_weight(weight: torch.Tensor, codes: torch.Tensor) -> None:
         )
     if codes.dim() != 2 or codes.shape[0] < weight.shape[0] or codes.shape[1] < weight.shape[1]:
         raise ValueError(
-            f"codes {list(codes.shape)} cannot hold the weight {list(weight.shape)}; "
-            f"use at least {list(weight.shape)}"
+            f"codes {list(codes.shape)} cannot hold the weight {list(weight.shape)}; use at least {list(weight.shape)}"
         )
     if codes.stride(1) != 1:
         raise ValueError(f"codes of stride {codes.stride()} are not adjacent; use contiguous rows")

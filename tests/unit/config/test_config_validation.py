@@ -102,6 +102,13 @@ ONE_PROBLEM = [
         {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "rl_rollout_quantization": "int8"}, 1,
         ["--rl-rollout-quantization int8", "round differently", "fp8_block_pow2"],
     ),
+    (
+        {
+            "num_layers": "4", "recompute_granularity": "full", "recompute_method": "uniform",
+            "recompute_num_layers": "3",
+        }, 1,
+        ["--recompute-num-layers 3", "equal groups", "1, 2 or 4"],
+    ),
     ({"rl_train_forward": "quantized"}, 1, ["nothing to quantise with", "--rl-rollout-quantization"]),
     (
         {"rl_train_forward": "quantized", "rl_rollout_quantization": "int8", "rl_mismatch_action": "fallback"}, 1,

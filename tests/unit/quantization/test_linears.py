@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel
 from megatron_rl.quantization import get_recipe
+from megatron_rl.quantization.linear import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.quantization.names import quantizable_linears, skipped, unmatched_patterns
 from megatron_rl.quantization.observe import AUDITED_TOKENS, observed
@@ -65,10 +66,14 @@ class TestWhichLayers:
 
     @pytest.mark.parametrize(
         "changes",
-        [{}, {"swiglu": False}, {"num_query_groups": 1, "kv_channels": 16}, {"group_query_attention": False,
-                                                                             "num_query_groups": False}],
+        [
+            {},
+            {"swiglu": False},
+            {"num_query_groups": 1, "kv_channels": 16},
+            {"group_query_attention": False, "num_query_groups": False},
+        ],
         ids=["gated", "plain", "wide_heads", "multi_head"],
-    )  # fmt: skip
+    )
     def test_flags_alone_tell_names_and_shapes(self, changes: dict[str, object]) -> None:
         config = tiny_config(**changes)
         built = {
@@ -125,13 +130,6 @@ class TestSwitching:
         assert torch.equal(logits(policy), plain)
         assert 1e-4 < (quantised - plain).abs().mean() < 1.0
         assert {layer.calls for layer in linears.layers} == {1}
-
-        with torch.no_grad():  # the same numbers, had the weights themselves been rounded
-            for layer in linears.layers:
-                layer.module.weight.copy_(linears.recipe.dequantize(layer.weight))
-        int4_like = linears_of(policy, "none")
-        with int4_like.installed():
-            assert torch.allclose(logits(policy), logits(policy))
 
     def test_weight_only_quantisation_is_a_model_of_rounded_weights(self, policy: PolicyModel) -> None:
         linears = linears_of(policy, "int4")
@@ -198,8 +196,10 @@ class TestSwitching:
     def test_embedding_head_and_norms_run_as_they_are(self, policy: PolicyModel) -> None:
         linears, seen = linears_of(policy, "int4"), {}
         watched = {
-            "embedding": policy.gpt.embedding, "head": policy.gpt.output_layer, "norm": policy.gpt.decoder.final_layernorm
-        }  # fmt: skip
+            "embedding": policy.gpt.embedding,
+            "head": policy.gpt.output_layer,
+            "norm": policy.gpt.decoder.final_layernorm,
+        }
         handles = [
             module.register_forward_hook(lambda _, args, output, name=name: seen.__setitem__(name, (args, output)))
             for name, module in watched.items()
@@ -371,7 +371,7 @@ class TestExperts:
         assert torch.equal(self.forward(mixture), plain)
         assert 0.001 < (quantised - plain).norm() / plain.norm() < 0.1
 
-        with linears_of_products(linears, model):
+        with written_out(linears):
             assert torch.allclose(self.forward(mixture), quantised, atol=1e-5)
 
     def test_an_expert_nobody_is_sent_to_keeps_its_smoothing(self, model: torch.nn.Module, mixture: MoELayer) -> None:
@@ -380,9 +380,9 @@ class TestExperts:
         linears = QuantizedLinears(model, get_recipe("int8_smooth"))
         with observed(model, channels=True) as seen:
             self.forward(mixture)
-        unused = [name for name, one in seen.items() if not one.calls or not one.inputs.numel()]
+        unused = [name for name, one in seen.items() if not one.calls]
         linears.calibrate({name: one.channel_amax for name, one in seen.items()})
-        assert len(unused) in (0, 4)
+        assert len(unused) == 4
         for layer in linears.layers:
             assert layer.weight.smoothing.isfinite().all()
             assert (layer.name in unused) == bool((layer.weight.smoothing == 1).all())
@@ -390,30 +390,16 @@ class TestExperts:
             assert self.forward(mixture).isfinite().all()
 
 
-def linears_of_products(linears: QuantizedLinears, model: torch.nn.Module):
-    """The model with every linear replaced by the product of the dequantised numbers, written out."""
-    del model
+@contextlib.contextmanager
+def written_out(linears: QuantizedLinears) -> Iterator[None]:
+    """Inside, every layer is the product of its dequantised numbers, spelt out."""
 
-    def written_out(layer) -> Callable:
+    def spelt_out(layer: QuantizedLinear) -> Callable:
         weight = linears.recipe.dequantize(layer.weight)
+        return lambda x, *_: (linears.recipe.round_trip(x, layer.weight) @ weight.t(), None)
 
-        def forward(x, *_):
-            return linears.recipe.round_trip(x, layer.weight) @ weight.t(), None
-
-        return forward
-
-    return _replaced(linears, written_out)
-
-
-class _replaced:
-    def __init__(self, linears: QuantizedLinears, make: Callable) -> None:
-        self._linears, self._make = linears, make
-
-    def __enter__(self) -> SimpleNamespace:
-        for layer in self._linears.layers:
-            layer.module.forward = self._make(layer)
-        return SimpleNamespace()
-
-    def __exit__(self, *_: object) -> None:
-        for layer in self._linears.layers:
-            del layer.module.forward
+    for layer in linears.layers:
+        layer.module.forward = spelt_out(layer)
+    yield
+    for layer in linears.layers:
+        del layer.module.forward

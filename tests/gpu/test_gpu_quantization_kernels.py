@@ -1,0 +1,101 @@
+"""The Triton kernels of quantised rollouts, compiled. Run with: bash tests/run.sh tests/gpu"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.quantization import kernels
+from megatron_rl.quantization.formats import FP8
+from tests.unit.quantization.test_kernels import CODE_TYPES, KernelChecks, eager_rows, eager_segments, numbers, same
+
+pytestmark = pytest.mark.gpu
+COLUMNS = 4096
+
+
+def test_the_kernels_are_available():
+    assert kernels.available()
+
+
+class TestCompiled(KernelChecks):
+    """The checks of the interpreter, and the shapes of a model."""
+
+    device = "cuda"
+    bf16_error = 0.0
+
+    @CODE_TYPES
+    def test_rows_of_a_model(self, code_type):
+        from megatron_rl.quantization.kernels.activations import quantize_rows
+        from megatron_rl.quantization.kernels.weights import requantize_rows
+
+        values = numbers(300, COLUMNS, torch.bfloat16, "outliers")
+        wanted, wanted_scales = eager_rows(values, code_type)
+        codes, scales = quantize_rows(values.cuda(), code_type)
+        same(codes, wanted)
+        same(scales, wanted_scales)
+        requantize_rows(values.cuda(), codes.zero_(), scales.zero_())
+        same(codes, wanted)
+        same(scales, wanted_scales)
+
+    def test_segments_of_a_model(self):
+        from megatron_rl.quantization.kernels.activations import quantize_segments
+
+        values = numbers(100, COLUMNS, torch.bfloat16, "wide")
+        codes, scales = quantize_segments(values.cuda(), power_of_two=True)
+        wanted, wanted_scales = eager_segments(values, True)
+        same(codes, wanted)
+        same(scales, wanted_scales)
+
+    @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 100, 256, 1100])
+    def test_products_of_a_model(self, tokens):
+        from megatron_rl.quantization.kernels.int8_matmul import int8_accumulators
+
+        codes, weight = self.int8(tokens, COLUMNS), self.int8(272, COLUMNS)
+        ours = int8_accumulators(codes.cuda(), weight.cuda())
+        # fp64 holds these integers exactly and has a fast product
+        assert torch.equal(ours.cpu().double(), codes.double() @ weight.double().t())
+
+    def test_a_captured_graph_reads_the_refreshed_weight(self):
+        """Quantise and multiply in a graph; new tokens and a re-quantised weight give the new product."""
+        from megatron_rl.quantization.kernels.activations import quantize_rows
+        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+        from megatron_rl.quantization.kernels.weights import requantize_rows
+
+        tokens = numbers(8, COLUMNS, torch.bfloat16).cuda()
+        weight = numbers(512, COLUMNS, torch.bfloat16).cuda()
+        codes = torch.zeros(512, COLUMNS, dtype=torch.int8, device="cuda")
+        scales = torch.ones(512, 1, device="cuda")
+
+        def product() -> torch.Tensor:
+            token_codes, token_scales = quantize_rows(tokens, torch.int8)
+            return int8_matmul(token_codes, codes, token_scales, scales)
+
+        requantize_rows(weight, codes, scales)
+        product()  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = product()
+        for factor in (1.0, -3.0):
+            tokens.mul_(factor).add_(0.25)
+            requantize_rows(weight.mul_(1.5).roll(1, 0), codes, scales)
+            graph.replay()
+            assert torch.equal(captured, product())
+            exact = tokens.float() @ weight.roll(1, 0).float().t()
+            assert (captured.float() - exact).norm() < 0.03 * exact.norm()
+
+    def test_a_captured_quantiser_gives_the_eager_codes(self):
+        from megatron_rl.quantization.kernels.activations import quantize_rows, quantize_segments
+
+        first, second = numbers(8, COLUMNS, torch.bfloat16), numbers(8, COLUMNS, torch.bfloat16, "wide")
+        tokens = first.cuda()
+        quantize_rows(tokens, FP8), quantize_segments(tokens)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rows, segments = quantize_rows(tokens, FP8), quantize_segments(tokens)
+        tokens.copy_(second)
+        graph.replay()
+        for ours, theirs in ((rows, eager_rows(second, FP8)), (segments, eager_segments(second, False))):
+            same(ours[0], theirs[0])
+            same(ours[1], theirs[1])

@@ -1,0 +1,82 @@
+"""Quantised rollouts and aligned training on two tensor-parallel ranks: the numbers of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.parallel import ParallelGroups
+from tests.parity.quantized_tensor_parallel_case import RECIPES, report_of
+from tests.support.ranks import run_ranks
+
+Reports = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "sequence_parallel"])
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Path]:
+    """The reports of both ranks, and where the gradients lie."""
+    folder = tmp_path_factory.mktemp("gradients")
+    reports = run_ranks(
+        "tests.parity.quantized_tensor_parallel_case:on_ranks",
+        2,
+        tensor_size=2,
+        sequence_parallel=request.param,
+        folder=str(folder),
+    )
+    return reports, folder
+
+
+@pytest.fixture(scope="module")
+def alone(one_rank: ParallelGroups, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The same of one rank."""
+    folder = tmp_path_factory.mktemp("gradients_of_one")
+    return {recipe: report_of(one_rank, recipe, {}, folder) for recipe in RECIPES}, folder
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_ranks_generate_what_one_does(
+    two_ranks: tuple[Reports, Path], alone: tuple[dict[str, Any], Path], recipe: str
+) -> None:
+    first, second = (report[recipe] for report in two_ranks[0])
+    assert first == second, "the ranks disagree"
+    single = alone[0][recipe]
+    for kind in ("greedy", "sampled"):
+        assert first[kind]["tokens"] == single[kind]["tokens"], kind
+        assert first[kind]["logprobs"] == pytest.approx(single[kind]["logprobs"], abs=1e-5), kind
+    assert first["audit"] == single["audit"]
+    assert first["gap"] < 1e-5, "the trainer's quantised forward pass is another"
+    assert single["gap"] < 1e-5
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_sum_over_ranks_is_the_product_of_one(
+    two_ranks: tuple[Reports, Path], alone: tuple[dict[str, Any], Path], recipe: str
+) -> None:
+    products, single = two_ranks[0][0][recipe]["products"], alone[0][recipe]["products"]
+    assert len(products) == 4
+    for name, product in products.items():
+        if recipe == "int8":
+            assert product == single[name], f"{name}: not the same bits"
+        else:
+            assert product == pytest.approx(single[name], rel=1e-5, abs=1e-4), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_aligned_training_has_the_gradients_of_one(
+    two_ranks: tuple[Reports, Path], alone: tuple[dict[str, Any], Path], recipe: str
+) -> None:
+    ours, single = (torch.load(folder / f"{recipe}.pt") for folder in (two_ranks[1], alone[1]))
+    assert ours.keys() == single.keys()
+    for name, gradient in single.items():
+        assert gradient.abs().max() > 0, name
+        distance = (ours[name] - gradient).norm() / gradient.norm()
+        assert distance < 1e-5, f"{name}: {distance:.1e}"
+
+
+def test_parts_that_cut_a_tile_are_refused() -> None:
+    for message in run_ranks("tests.parity.quantized_tensor_parallel_case:refused", 2, tensor_size=2):
+        assert message.startswith("layers.0.self_attention.linear_proj [32, 16] cannot be fp8_block: ")
+        assert "no multiple of 128" in message

@@ -1,0 +1,131 @@
+"""`train_rl.py --estimate` and `megatron-rl estimate`: what is printed, and the exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.main import main
+from tests.support.tiny import FLAGS, VOCABULARY, write_tokenizer
+
+NOT_NEEDED = ("tokenizer-model", "langrl-env-config", "run-dir", "train-iters", "lr")
+
+
+def command(*more: str, without: tuple[str, ...] = ()) -> list[str]:
+    """The tiny model's flags; its tokenizer and environments do not exist."""
+    kept = {name: value for name, value in FLAGS.items() if name not in without}
+    flags = [word for name, value in kept.items() for word in (f"--{name}", value) if word is not None]
+    return ["--estimate-vocab-size", str(VOCABULARY), *map(str, flags), *more]
+
+
+def test_files_that_are_not_there_do_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train_rl.py", "--estimate", *command()]) == 0
+    printed = capsys.readouterr().out
+    assert "vocabulary 32, padded to 32; ranks: 1 (tensor 1 x data 1)" in printed
+    assert "\nrollout: " in printed and "\ntraining: " in printed
+
+
+def test_both_commands_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train_rl.py", "--estimate", *command()]) == 0
+    first = capsys.readouterr().out
+    assert cli.main(["estimate", *command()]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_flags_that_change_no_byte_may_be_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", *command(without=NOT_NEEDED)]) == 0
+    assert "weights" in capsys.readouterr().out
+
+
+def test_ranks_are_asked_for_or_those_of_the_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main(["estimate", *command()]) == 0
+    assert "ranks: 4 (tensor 1 x data 4)" in capsys.readouterr().out
+    assert cli.main(["estimate", *command("--check-world-size", "8", "--tensor-model-parallel-size", "2")]) == 0
+    assert "ranks: 8 (tensor 2 x data 4)" in capsys.readouterr().out
+
+
+def test_of_several_ranks_one_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["estimate", *command()]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--num-layer", "3"], "--num-layer is not a flag; did you mean --num-layers?"),
+        (["--num-attention-heads", "5"], "--hidden-size 32 is not divisible by --num-attention-heads 5"),
+        (["--check-world-size", "3", "--tensor-model-parallel-size", "2"], "world size 3 is not divisible by 2"),
+        (["--rl-rollout-quantization", "fp9"], "fp9: there is no such recipe; use one of fp8, fp8_block, "),
+        (
+            ["--rl-rollout-quantization", "int8", "--rl-quantization-skip", "layers.7.*"],
+            "--rl-quantization-skip layers.7.* matches no linear layer",
+        ),
+    ],
+)
+def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], problem: str) -> None:
+    assert cli.main(["estimate", *command(*flags)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "problem(s) in the configuration:\n" in err
+    assert problem in err
+
+
+def test_a_shape_that_is_absent_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", *command(without=(*NOT_NEEDED, "num-layers"))]) == 2
+    err = capsys.readouterr().err
+    assert "1 problem(s)" in err and "--num-layers is missing" in err
+
+
+def test_the_vocabulary_is_the_tokenizers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = command("--tokenizer-model", str(write_tokenizer(tmp_path / "tokenizer")))[2:]
+    assert cli.main(["estimate", *flags, "--make-vocab-size-divisible-by", "12"]) == 0
+    assert "vocabulary 16, padded to 24" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("without", [(), ("tokenizer-model",)])
+def test_an_unknown_vocabulary_names_the_flag(
+    capsys: pytest.CaptureFixture[str], without: tuple[str, ...]
+) -> None:
+    assert cli.main(["estimate", *command(without=without)[2:]]) == 2
+    err = capsys.readouterr().err
+    assert "1 problem(s)" in err and "give --estimate-vocab-size N" in err
+
+
+def test_a_supervised_run_without_evaluation_has_no_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    supervised = [word for word in command() if word != "--perform-rl-step"]
+    assert cli.main(["estimate", *supervised]) == 0
+    printed = capsys.readouterr().out
+    assert "KV cache" not in printed and "\nrollout: " not in printed and "\ntraining: " in printed
+    assert cli.main(["estimate", *supervised, "--eval-interval", "1"]) == 0
+    assert "KV cache" in capsys.readouterr().out
+
+
+def test_torch_is_not_imported() -> None:
+    program = (
+        "import sys; from megatron_rl.cli import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    flags = command("--rl-rollout-quantization", "fp8_block")
+    finished = subprocess.run([sys.executable, "-c", program, "estimate", *flags], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "fp8_block, linear layers" in finished.stdout
+
+
+def test_sub_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert "megatron-rl {estimate,train}" in capsys.readouterr().out
+    assert cli.main([]) == cli.main(["evaluate"]) == 2
+    assert "megatron-rl {estimate,train}" in capsys.readouterr().err
+    assert cli.main(["train", "--no-such-flag", "--check"]) == 2
+    assert "--no-such-flag is not a flag" in capsys.readouterr().err

@@ -1,0 +1,122 @@
+"""Qwen2.5 counted by hand from its published shapes, and the 64-rank command of the example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RLConfig, load_config
+from megatron_rl.estimate import Estimate, estimate, report_text
+from tests.unit.config.test_config_examples import script_flags
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo" / "run.sh"
+TOKENIZER = 151665
+PUBLISHED_ROWS = 152064
+"""Of the embedding in the published checkpoints: a multiple of 128."""
+
+SHAPES = {
+    # embedding and head 2 x 152064 x 3584                                 1,089,994,752
+    # 28 layers: qkv 3584 x (28 + 2 x 4) x 128 and its bias                   16,519,680
+    #            proj 3584 x 3584                                             12,845,056
+    #            gate, up and down 3 x 3584 x 18944                          203,685,888
+    #            two norms                                                         7,168
+    # final norm                                                                   3,584
+    "7B": ({"num-layers": 28, "hidden-size": 3584, "ffn-hidden-size": 18944, "num-attention-heads": 28,
+            "num-query-groups": 4}, 7_615_616_512),
+    # embedding and head 2 x 152064 x 5120                                 1,557,135,360
+    # 64 layers: qkv 5120 x (40 + 2 x 8) x 128 and its bias                   36,707,328
+    #            proj 5120 x 5120                                             26,214,400
+    #            gate, up and down 3 x 5120 x 27648                          424,673,280
+    #            two norms                                                        10,240
+    # final norm                                                                   5,120
+    "32B": ({"num-layers": 64, "hidden-size": 5120, "ffn-hidden-size": 27648, "num-attention-heads": 40,
+             "num-query-groups": 8}, 32_763_876_352),
+}  # fmt: skip
+
+
+def example(*changes: str, ranks: int = 64) -> RLConfig:
+    return load_config([*script_flags(EXAMPLE), *changes], ranks)
+
+
+def on_64(*changes: str) -> Estimate:
+    return estimate(example(*changes), 64, TOKENIZER)
+
+
+@pytest.mark.parametrize(("shape", "parameters"), SHAPES.values(), ids=SHAPES)
+def test_parameters_of_qwen(shape: dict[str, int], parameters: int) -> None:
+    flags = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    config = example(*flags, "--tensor-model-parallel-size", "1", ranks=8)
+    result = estimate(config, 8, PUBLISHED_ROWS)
+    assert (result.parameters, result.parameters_per_rank) == (parameters, parameters)
+    assert result.weights == pytest.approx(2 * parameters, rel=1e-6)
+
+
+def test_the_example_on_64_ranks() -> None:
+    """Tensor-parallel 8, data-parallel 8: a rank has 5 query heads, 1 group, 3456 of the MLP's channels."""
+    result = on_64()
+    layer = 5120 * 896 + 896 + 640 * 5120 + 3 * 5120 * 3456 + 2 * 5120
+    held = 64 * layer + 2 * 19072 * 5120 + 5120
+    assert (result.padded_vocab_size, result.parameters_per_rank) == (8 * 19072, held) == (152576, 4_096_717_824)
+    assert result.replicas == 8
+    assert (result.weights, result.gradients) == (2 * held, 4 * held)
+    assert result.optimizer == 12 * held // 8
+    assert result.kv_cache == 32 * 12000 * (2 * 64 * 1 * 128 * 2)
+    assert result.rollout_logits == 3 * 4 * 32 * 152576
+    assert result.training_logits == 2 * 2 * 12000 * 19072 + 2 * 4 * 2**26
+    # norms on an eighth of the tokens; projection, rotated q and k, and the result; the MLP
+    a_layer = 4 * 1500 * 5120 + 12000 * (3 * 640 + 3 * 128) + 12000 * 5 * 3456
+    assert result.activations == 2 * (64 * a_layer + 2 * 1500 * 5120)
+    assert (result.quantized, result.reference_on_host) == (0, 0)
+    resident = 2 * held + 4 * held + 12 * held // 8 + result.kv_cache
+    assert result.rollout == resident + result.rollout_logits
+    assert result.training == resident + result.activations + result.training_logits
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("--inference-dynamic-batching-buffer-size-gb", "5"), {"cache_slots": 13}),
+        (("--grad-reduce-in-bf16",), {"gradients": 2 * 4_096_717_824, "optimizer": 16 * 4_096_717_824 // 8}),
+        (("--no-use-distributed-optimizer",), {"optimizer": 12 * 4_096_717_824}),
+        (("--grpo-kl-beta", "0.1"), {"reference_on_host": 2 * 2 * 4_096_717_824}),
+        (("--grpo-default-temperature", "0.9"), {"rollout_logits": 4 * 4 * 32 * 152576}),
+        (("--grpo-entropy-term-weight", "0.1"), {"training_logits": 4 * 12000 * 19072 + 4 * 4 * 2**26}),
+        (
+            ("--rl-rollout-quantization", "fp8"),
+            {"quantized": 64 * (5120 * (896 + 640 + 3 * 3456) + 4 * (896 + 5120 + 2 * 3456 + 5120))},
+        ),
+    ],
+)
+def test_one_flag_changes_its_row(change: tuple[str, ...], expected: dict[str, int]) -> None:
+    result = on_64(*change)
+    assert {name: getattr(result, name) for name in expected} == expected
+
+
+def test_recomputing_layers_leaves_their_inputs() -> None:
+    whole = ("--no-recompute-activations", "--recompute-granularity", "full", "--recompute-method", "uniform",
+             "--recompute-num-layers", "1")  # fmt: skip
+    layer = 4 * 1500 * 5120 + 12000 * (3 * 640 + 2 * 128) + 12000 * 5 * 3456
+    assert on_64(*whole).activations == 2 * (64 * 1500 * 5120 + layer + 2 * 1500 * 5120)
+
+
+def test_the_table() -> None:
+    config = example("--rl-rollout-quantization", "fp8", "--grpo-kl-beta", "0.1")
+    lines = report_text(config, estimate(config, 64, TOKENIZER)).splitlines()
+    assert lines[0] == (
+        "32,769,119,232 parameters, 4,096,717,824 a rank; vocabulary 151,665, padded to 152,576; "
+        "ranks: 64 (tensor 8 x data 8)"
+    )
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines if "|" in line]
+    assert cells[0] == ["memory", "rollout", "training", "all ranks", "what"]
+    assert cells[1] == ["weights", "7.63 GiB", "7.63 GiB", "488.37 GiB", "bf16"]
+    assert [row[0] for row in cells[1:]] == [
+        "weights", "gradients", "optimizer", "quantised weights", "KV cache", "activations", "logits, rollout",
+        "logits, training",
+    ]  # fmt: skip
+    assert cells[6][1] == cells[7][2] == cells[8][1] == "-"
+    rollout, training, host = lines[-3:]
+    # 7.63 + 15.26 + 5.72 + 3.64 + 11.72 GiB stay; 0.05 of logits, or 31 of activations and 1.35 of logits
+    assert rollout == "rollout: 44.03 GiB a rank, 2,817.64 GiB in all"
+    assert training.startswith("training: ") and training.endswith(" GiB in all")
+    assert host.startswith("reference policy, in host memory: 15.26 GiB a rank")

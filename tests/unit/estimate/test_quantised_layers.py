@@ -1,0 +1,55 @@
+"""Names, shapes and bytes of quantised linears, by hand; all of it without torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.quantization.names import quantizable_linears, skipped, unmatched_patterns
+from megatron_rl.quantization.storage import stored_bytes
+from tests.support.tiny import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("none", 0),
+        ("fp8", 112 * 144 + 4 * 112),  # 100 x 130 in multiples of 16, a scale a row
+        ("fp8_tensor", 112 * 144 + 4 * 112),  # the one scale is written to every row
+        ("int8", 112 * 144 + 4 * 112),
+        ("int8_smooth", 112 * 144 + 4 * 112 + 4 * 130),
+        ("int4", 112 * 144 + 4 * 112),
+        ("fp8_block", 128 * 256 + 4 * 1 * 2),
+        ("fp8_block_pow2", 128 * 256 + 4 * 1 * 2),
+    ],
+)
+def test_bytes_of_100_by_130(recipe: str, expected: int) -> None:
+    assert stored_bytes(recipe, 100, 130) == expected
+
+
+def test_shapes_of_one_layer_on_two_ranks() -> None:
+    """Hidden 32, 4 heads and 2 groups of width 8, MLP 64 and gated."""
+    linears = quantizable_linears(tiny_config(2, num_layers=1, tensor_model_parallel_size=2))
+    assert {linear.name: (linear.rows, linear.columns) for linear in linears} == {
+        "layers.0.self_attention.linear_qkv": ((4 + 2 + 2) * 8 // 2, 32),
+        "layers.0.self_attention.linear_proj": (32, 4 * 8 // 2),
+        "layers.0.mlp.linear_fc1": (2 * 64 // 2, 32),
+        "layers.0.mlp.linear_fc2": (32, 64 // 2),
+    }
+
+
+def test_fewer_groups_than_ranks_are_split() -> None:
+    linears = quantizable_linears(tiny_config(2, num_query_groups=1, tensor_model_parallel_size=2))
+    assert linears[1].name == "layers.0.self_attention.linear_qkv"
+    assert linears[1].rows == (4 + 1 + 1) * 8 // 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("layers.0.*", True), ("layers.1.*", False), ("*.linear_fc1", True), ("*.linear_fc2", False),
+        ("first:1", True), ("first:0", False), ("last:3", False), ("last:4", True), ("layers.0.mlp.linear_fc1", True),
+    ],
+)  # fmt: skip
+def test_a_pattern_skips_the_first_layers_fc1_of_four(pattern: str, expected: bool) -> None:
+    assert skipped("layers.0.mlp.linear_fc1", [pattern], 4) == expected
+    assert unmatched_patterns([pattern], ["layers.0.mlp.linear_fc1"], 4) == ([] if expected else [pattern])

@@ -1,0 +1,74 @@
+"""The kernels compile for Hopper, to the instructions that the definition needs. Needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled"),
+]
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may take on sm_90."""
+
+
+def compiled(kernel, types: dict[str, str], constants: dict[str, object], **options) -> tuple[str, int]:
+    """The PTX and the shared memory; arguments without a type are int32."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return made.asm["ptx"], made.metadata.shared
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize(("codes", "largest"), [("i8", 127.0), ("fp8e4nv", 448.0)])
+def test_rows(codes, largest):
+    from megatron_rl.quantization.kernels.quantize import rows_kernel
+
+    pointers = {"values": "*bf16", "codes": f"*{codes}", "scales": "*fp32", "smoothing": "*fp32"}
+    constants = {"given_scales": None, "LARGEST": largest, "INTEGER": codes == "i8", "BLOCK": 1024}
+    text, _ = compiled(rows_kernel, pointers, constants)
+    assert "div.rn.f32" in text and "div.full" not in text
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in text) == (codes == "fp8e4nv")
+
+
+@pytest.mark.parametrize(("whole", "rows"), [(True, 128), (False, 16)])
+def test_blocks(whole, rows):
+    from megatron_rl.quantization.kernels.quantize import blocks_kernel
+
+    pointers = {"values": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
+    constants = {"given_scales": None, "LARGEST": 448.0, "POWER_OF_TWO": True, "WHOLE": whole, "ROWS": rows}
+    text, _ = compiled(blocks_kernel, pointers, constants, num_warps=8)
+    assert "div.rn.f32" in text and "div.full" not in text
+    assert "cvt.rn.satfinite.e4m3x2.f32" in text
+
+
+@pytest.mark.parametrize(("tokens", "raw", "even"), [(1, True, True), (64, False, False), (512, False, True)])
+def test_products(tokens, raw, even):
+    from megatron_rl.quantization.kernels.int8_matmul import matmul_kernel, tiles_for
+
+    tiles = tiles_for(tokens)
+    epilogue = ("scales", "weight_scales", "bias")
+    pointers = {"codes": "*i8", "weight_codes": "*i8", "out": "*i32" if raw else "*bf16"}
+    constants = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "GROUP": 8}
+    constants |= {"STEPS": 8, "EVEN": even} | (dict.fromkeys(epilogue) if raw else {})
+    pointers |= {} if raw else dict.fromkeys(epilogue, "*fp32")
+    text, shared = compiled(
+        matmul_kernel, pointers, constants, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False
+    )
+    assert ".s32.s8.s8" in text  # integer tensor cores
+    assert raw or "cvt.rn.bf16x2.f32" in text or "cvt.rn.bf16.f32" in text
+    assert "fma.rn.f32" not in text  # the bias is added after the product was rounded
+    assert shared <= SHARED_MEMORY

@@ -1,0 +1,284 @@
+"""The parity gate on real rollouts: quiet when trainer and engine agree, and loud, by name, when they do not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.errors import TrainingError
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.trainer.parity import ParityGate, ParityLimits, ParityReport
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import PackedBatch
+from tests.support.generation import rollout_engine
+from tests.support.quantized import (
+    QUANTIZING,
+    disturb,
+    quantizable_policy,
+    roll_out,
+    rollout_quantization,
+    short_requests,
+)
+
+LIMITS = ParityLimits(max_kl=0.02, max_gap=0.15, max_emulation_gap=1e-3)
+NO_LIMITS = ParityLimits(max_kl=1e9, max_gap=1e9, max_emulation_gap=1e9)
+
+
+class Case:
+    """A tiny model, its quantised copies, an engine and a gate over them."""
+
+    def __init__(
+        self,
+        groups: ParallelGroups,
+        recipe: str = "int8",
+        action: str = "warn",
+        limits: ParityLimits = LIMITS,
+        interval: int = 0,
+        correction: str = "token_tis",
+    ) -> None:
+        self.policy: PolicyModel = quantizable_policy()
+        self.quantization: RolloutQuantization = rollout_quantization(self.policy, recipe)
+        self.engine = rollout_engine(self.policy)
+        scorer = Scorer(self.policy, groups.tensor_group, temperature=1.0)
+        self.gate = ParityGate(scorer, self.quantization, limits, action, interval, groups.data_group, correction)
+
+    def roll_out(self) -> PackedBatch:
+        return roll_out(self.policy, self.engine, self.quantization, short_requests())
+
+    def check(self, *batches: PackedBatch) -> ParityReport:
+        return self.gate.check([batches or (self.roll_out(),)])
+
+
+class TestAgreement:
+    @pytest.mark.parametrize("recipe", QUANTIZING)
+    def test_the_trainer_reproduces_every_recipe(self, one_rank: ParallelGroups, recipe: str) -> None:
+        report = Case(one_rank, recipe, limits=replace(NO_LIMITS, max_emulation_gap=1e-4)).check()
+        assert report.problems == ()
+        assert report.tokens > 50
+        assert report.metrics["parity/emulation_gap_max"] < 1e-4
+        assert report.metrics["parity/gap_mean"] > 1e-3, "nothing was quantised"
+        assert report.metrics["parity/top1_agreement"] < 1
+        assert report.metrics["parity/max"] >= report.metrics["parity/p95"] >= 0
+
+    @pytest.mark.parametrize("recipe", QUANTIZING)
+    def test_aligned_training_has_no_gap(self, one_rank: ParallelGroups, recipe: str) -> None:
+        case = Case(one_rank, recipe)
+        with case.quantization.linears.installed():
+            report = case.check()
+        assert report.problems == ()
+        assert report.metrics["parity/max"] < 1e-4
+        assert report.metrics["parity/top1_agreement"] == 1.0
+
+    def test_unquantised_rollouts_are_checked_too(self, one_rank: ParallelGroups) -> None:
+        report = Case(one_rank, "none").check()
+        assert report.problems == ()
+        assert report.metrics["parity/max"] < 1e-5
+        assert "parity/top1_agreement" not in report.metrics
+
+    def test_the_layers_are_plain_again_after_a_check(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank)
+        batch = case.roll_out()
+        case.check(batch)
+        assert all("forward" not in layer.module.__dict__ for layer in case.quantization.linears.layers)
+
+    def test_several_micro_batches_are_one_sample(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank)
+        batch = case.roll_out()
+        once, twice = case.check(batch), case.check(batch, batch)
+        assert twice.tokens == 2 * once.tokens
+        assert twice.metrics == pytest.approx(once.metrics, rel=1e-6)
+
+    def test_by_hand(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank)
+        batch = case.roll_out()
+        scored, _ = case.gate._scorer.logprobs_and_top(batch)
+        batch = replace(batch, inference_logprobs=scored - 0.5 * batch.loss_mask)
+        report = case.check(batch)
+        k3 = 1.6487213 - 1 - 0.5  # the ratio is e^0.5
+        for name, value in (("log_ratio_mean", 0.5), ("gap_mean", 0.5), ("max", 0.5), ("k3_kl", k3), ("p95", 0.5)):
+            assert report.metrics[f"parity/{name}"] == pytest.approx(value, rel=1e-4), name
+        assert report.metrics["parity/log_ratio_std"] < 1e-3
+        assert "KL of rollout and trainer with int8" in report.problems[0]
+        assert "--rl-mismatch-max-kl 0.02" in report.problems[0]
+        assert "--rl-mismatch-max-gap 0.15" in report.problems[1]
+
+    def test_log_probs_that_are_no_numbers_are_a_problem(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank)
+        batch = case.roll_out()
+        poisoned = torch.where(batch.loss_mask > 0, torch.nan, batch.inference_logprobs)
+        report = case.check(replace(batch, inference_logprobs=poisoned))
+        assert len(report.problems) >= 2
+
+
+class TestOtherWeights:
+    """The mismatch limits are off: what is found is found by the emulation."""
+
+    def stale(self, one_rank: ParallelGroups, action: str) -> tuple[Case, ParityReport]:
+        case = Case(one_rank, action=action, limits=replace(NO_LIMITS, max_emulation_gap=1e-3))
+        case.roll_out()
+        disturb(case.policy, 0.1)  # an update that nobody announced
+        return case, case.check()
+
+    def test_stale_copies_are_a_warning(
+        self, one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        case, report = self.stale(one_rank, "warn")
+        assert len(report.problems) == 1
+        assert "it ran stale or other weights" in report.problems[0]
+        with caplog.at_level(logging.WARNING):
+            assert case.gate.act_on(report) is False
+        assert "stale or other weights" in caplog.text
+        assert case.quantization.recipe == "int8"
+
+    def test_or_the_end_of_the_run(self, one_rank: ParallelGroups) -> None:
+        case, report = self.stale(one_rank, "stop")
+        with pytest.raises(TrainingError, match=r"stale or other weights.*--rl-mismatch-action warn"):
+            case.gate.act_on(report)
+        assert case.quantization.recipe == "int8"
+
+    def test_or_the_next_safer_recipe_until_there_is_none(self, one_rank: ParallelGroups) -> None:
+        case, report = self.stale(one_rank, "fallback")
+        for safer in ("int8_smooth", "none"):
+            assert case.gate.act_on(report) is True
+            assert case.quantization.recipe == safer
+            assert case.gate.is_due(7), "the new recipe is not checked"
+        with pytest.raises(TrainingError, match="stale or other weights"):
+            case.gate.act_on(report)
+
+    def test_announced_updates_are_not_stale(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank, limits=replace(NO_LIMITS, max_emulation_gap=1e-4))
+        case.roll_out()
+        disturb(case.policy, 0.1)
+        case.quantization.weights_changed()
+        assert case.check().problems == ()
+
+    def test_one_negated_copy_is_found(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank, limits=replace(NO_LIMITS, max_emulation_gap=1e-3))
+        case.roll_out()
+        layer = case.quantization.linears.layers[3]
+        layer.recipe.encode(-layer.module.weight.detach(), None, layer.weight)
+        batch = case.roll_out()
+        assert "stale or other weights" in case.check(batch).problems[0]
+
+    def test_a_broken_forward_pass_has_other_likeliest_tokens(
+        self, one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case = Case(one_rank, limits=NO_LIMITS)
+        batch = case.roll_out()
+        linears = case.quantization.linears
+
+        def refresh() -> None:
+            for layer in linears.layers:
+                layer.recipe.encode(-layer.module.weight.detach(), None, layer.weight)
+
+        honest = case.check(batch).metrics["parity/top1_agreement"]
+        monkeypatch.setattr(linears, "refresh", refresh)
+        assert case.check(batch).metrics["parity/top1_agreement"] < honest - 0.2
+
+    def test_the_agreement_is_that_of_the_tokens_before(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank)
+        batch = case.roll_out()
+        top = torch.zeros_like(batch.token_ids)
+        assert case.gate._agreement([top], [top], [batch]) == 1.0
+        in_loss = batch.loss_mask > 0
+        predicts = torch.zeros_like(in_loss)
+        predicts[:-1] = in_loss[1:]
+        assert case.gate._agreement([top], [top + (~predicts).long()], [batch]) == 1.0
+        assert case.gate._agreement([top], [top + predicts.long()], [batch]) == 0.0
+        first = torch.zeros_like(predicts)
+        first[predicts.nonzero()[0]] = True
+        expected = 1 - 1 / int(in_loss.sum())
+        assert case.gate._agreement([top], [top + first.long()], [batch]) == pytest.approx(expected)
+
+
+class TestWhen:
+    def test_before_the_first_update_of_every_recipe(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank)
+        assert case.gate.is_due(1)
+        case.check()
+        assert [step for step in range(1, 20) if case.gate.is_due(step)] == []
+        case.quantization.fall_back()
+        assert case.gate.is_due(5)
+
+    def test_and_at_the_interval(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank, interval=5)
+        assert case.gate.is_due(3)
+        case.check()
+        assert [step for step in range(1, 20) if case.gate.is_due(step)] == [5, 10, 15]
+
+    def test_without_tokens_nothing_has_been_checked(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank, action="stop", limits=ParityLimits(0.0, 0.0, 0.0))
+        for report in (
+            case.gate.check([]),
+            case.gate.check([[], []]),
+            case.check(_without_loss(case.roll_out())),
+        ):
+            assert (report.tokens, report.metrics, report.problems) == (0, {}, ())
+            assert report.lines() == []
+            assert case.gate.act_on(report) is False
+            assert case.gate.is_due(2), "no verdict was taken for one"
+
+    def test_the_log_has_both_comparisons(self, one_rank: ParallelGroups) -> None:
+        first, second = Case(one_rank).check().lines()
+        assert first.startswith("parity of rollout (int8) and trainer over")
+        assert "top-1 agreement" in second
+        assert len(Case(one_rank, "none").check().lines()) == 1
+
+
+def _without_loss(batch: PackedBatch) -> PackedBatch:
+    return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_loss_tokens=0)
+
+
+def corrected(gap: float, left: float) -> Mapping[str, float]:
+    """A step's metrics, as far as they are about the correction."""
+    return {"training/rollout_logprob_gap_mean": gap, "rollout_corr/residual_gap": left}
+
+
+class TestCorrections:
+    @pytest.mark.parametrize("left", [0.0, 0.01, 0.1, 0.12])
+    @pytest.mark.parametrize("action", ["warn", "stop", "fallback"])
+    def test_one_that_shrinks_the_gap_or_leaves_it_is_right(
+        self, one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture, action: str, left: float
+    ) -> None:
+        Case(one_rank, action=action).gate.judge_correction(corrected(0.1, left))
+        assert caplog.records == []
+
+    @pytest.mark.parametrize("action", ["stop", "fallback"])
+    def test_an_inverted_one_ends_the_run(self, one_rank: ParallelGroups, action: str) -> None:
+        with pytest.raises(TrainingError, match=r"--rl-correction token_tis leaves a mean log-prob gap of 0\.2 "):
+            Case(one_rank, action=action).gate.judge_correction(corrected(0.1, 0.2))
+
+    def test_or_is_a_warning(self, one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture) -> None:
+        Case(one_rank).gate.judge_correction(corrected(0.1, 0.2))
+        assert "its weights point the wrong way" in caplog.text
+
+    def test_rounding_is_no_mismatch(self, one_rank: ParallelGroups) -> None:
+        Case(one_rank, action="stop").gate.judge_correction(corrected(1e-7, 5e-6))
+        Case(one_rank, action="stop").gate.judge_correction({})
+
+    def test_weights_of_whole_sequences_are_not_compared_by_token(self, one_rank: ParallelGroups) -> None:
+        Case(one_rank, action="stop", correction="sequence_tis").gate.judge_correction(corrected(0.1, 0.9))
+
+    def test_the_metrics_of_inverted_weights_are_those_that_are_found(self, one_rank: ParallelGroups) -> None:
+        from megatron_rl.algorithms.corrections.statistics import mismatch_statistics
+        from megatron_rl.algorithms.interfaces import Correction
+
+        case = Case(one_rank, action="stop")
+        batch = case.roll_out()
+        scored, _ = case.gate._scorer.logprobs_and_top(batch)
+        for direction in (1.0, -1.0):
+            weights = torch.exp(direction * (scored - batch.inference_logprobs)) * batch.loss_mask
+            correction = Correction(weights, torch.zeros_like(weights, dtype=torch.bool))
+            measured = mismatch_statistics(scored, batch.inference_logprobs, batch.loss_mask, correction).metrics()
+            metrics = corrected(measured["mean_abs_delta_logprob"], measured["residual_gap"])
+            if direction > 0:
+                case.gate.judge_correction(metrics)
+                continue
+            with pytest.raises(TrainingError, match="point the wrong way"):
+                case.gate.judge_correction(metrics)
