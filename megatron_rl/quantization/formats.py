@@ -20,7 +20,10 @@ TILE = 128
 
 def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
     """fp32 ``max(amax, AMAX_FLOOR) / largest``: the largest number of the group gets the largest code."""
-    return amax.float().clamp_min(AMAX_FLOOR) / largest
+    bounded = amax.float().clamp_min(AMAX_FLOOR)
+    if bounded.is_cuda:  # there torch divides by a Python number as it multiplies by the reciprocal: an ulp apart
+        return bounded / bounded.new_full((), largest)
+    return bounded / largest
 
 
 def power_of_two(scale: torch.Tensor) -> torch.Tensor:
