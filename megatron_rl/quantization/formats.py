@@ -67,7 +67,7 @@ def segments(values: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
-    """``values`` fp32, at most 448 in magnitude, rounded to what E4M3 can represent; fp32.
+    """``values`` fp32, at most 464 in magnitude, rounded to what E4M3 can represent; fp32.
 
     The same numbers as ``values.to(FP8).float()``, which on a CPU goes element by element: adding and taking
     away 1.5 x 2^20 times the number's own power of two leaves 3 bits behind the leading one. Below 2^-6 the

@@ -46,7 +46,7 @@ def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
 def _exact_float_product(codes: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     columns = operand.shape[1]
     if columns <= EXACT_COLUMNS:
-        return torch.matmul(codes, operand.t())
+        return torch.mm(codes, operand.t())
     pieces = zip(codes.split(EXACT_COLUMNS, 1), operand.split(EXACT_COLUMNS, 1), strict=True)
     return sum(torch.matmul(a, b.t()).to(torch.int32) for a, b in pieces)
 

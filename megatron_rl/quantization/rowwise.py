@@ -62,7 +62,10 @@ class RowRecipe(Recipe):
         if into.smoothing is not None:
             weight = weight * into.smoothing
         scale = formats.scale_of(self.amax(weight) if amax is None else amax, self.largest)
-        codes = self._codes(weight, scale)
+        if self._integer or into.operand is None:
+            codes = self._codes(weight, scale)
+        else:  # rounded first: a CPU converts fp8 element by element, and the operand wants the numbers
+            codes = formats.fp8_rounded((weight / scale).clamp_(-self.largest, self.largest))
         into.codes[: into.rows, : into.columns] = codes
         into.scales[: into.rows] = scale
         if into.operand is not None:
@@ -109,10 +112,10 @@ class RowRecipe(Recipe):
             if ranks is not None:  # whole numbers: the sum is the one rank's to the bit
                 accumulated = ranks.total(accumulated.to(torch.int32))
         else:
-            accumulated = torch.matmul(codes, q.operand.t())
+            accumulated = torch.mm(codes, q.operand.t())
             if ranks is not None:
                 accumulated = ranks.total(accumulated)
-        return accumulated * scale * q.scales[: q.rows].t()
+        return accumulated.float().mul_(scale).mul_(q.scales[: q.rows].t())
 
     def _activation_codes(
         self, tokens: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None
@@ -125,7 +128,8 @@ class RowRecipe(Recipe):
         if ranks is not None:
             amax = ranks.maximum(amax)
         scale = formats.scale_of(amax, self.largest)
-        scaled = (values / scale).clamp_(-self.largest, self.largest)
+        # No clamp: the quotient passes the limit by an ulp at most, and rounding takes it back.
+        scaled = values / scale
         return (scaled.round_() if self._integer else formats.fp8_rounded(scaled)), scale
 
     def _on_cuda(self, tokens: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None) -> torch.Tensor:

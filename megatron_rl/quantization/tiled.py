@@ -77,11 +77,12 @@ class TiledRecipe(Recipe):
         cut = formats.tiles(weight.float())
         amax = self.amax(weight) if amax is None else amax
         scale = self._scale(amax)
-        codes = formats.fp8_codes(cut, scale).reshape(into.codes.shape)
-        into.codes.copy_(codes)
+        # Rounded before the cast: a CPU converts fp8 element by element, and the operand wants the numbers.
+        codes = formats.fp8_rounded((cut / scale).clamp_(-formats.FP8_MAX, formats.FP8_MAX))
+        into.codes.copy_(codes.reshape(into.codes.shape))
         into.scales.copy_(scale.view(into.scales.shape))
         if not weight.is_cuda:
-            into.operand.copy_(self.dequantize(into))
+            into.operand.copy_((codes * scale).reshape(into.codes.shape)[: into.rows, : into.columns])
 
     def _scale(self, amax: torch.Tensor) -> torch.Tensor:
         scale = formats.scale_of(amax, formats.FP8_MAX)
@@ -107,7 +108,7 @@ class TiledRecipe(Recipe):
             codes, scales = self._packed_activations(tokens, q)
             product = products.fp8_tile_product(codes, scales, q, torch.float32)
         else:
-            product = torch.matmul(self.round_trip(tokens.float(), q), q.operand.t())
+            product = torch.mm(self.round_trip(tokens.float(), q), q.operand.t())
         if ranks is not None:
             product = ranks.total(product)
         if bias is not None:
@@ -118,7 +119,7 @@ class TiledRecipe(Recipe):
         """Values / scale [T, S, 128] fp32, and the scales [T, S, 1]."""
         cut = formats.segments(tokens.float())
         scale = self._scale(formats.row_amax(cut))
-        return (cut / scale).clamp_(-formats.FP8_MAX, formats.FP8_MAX), scale
+        return cut / scale, scale  # past the limit by an ulp at most: rounding takes it back
 
     def _packed_activations(
         self, tokens: torch.Tensor, q: QuantizedWeight
@@ -128,7 +129,7 @@ class TiledRecipe(Recipe):
 
             return quantize_segments(tokens, power_of_two=self.powers_of_two)
         scaled, scale = self._segments(tokens)
-        return scaled.flatten(1).to(formats.FP8), scale[..., 0]
+        return formats.fp8_rounded(scaled).flatten(1).to(formats.FP8), scale[..., 0]
 
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None = None) -> torch.Tensor:
         """See `Recipe.round_trip`."""

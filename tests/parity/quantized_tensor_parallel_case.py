@@ -62,7 +62,7 @@ def report_of(groups: ParallelGroups, recipe: str, parallel: dict[str, Any], fol
         gradients = gradients_of(policy, scorer, batch, groups)
     if groups.is_main:
         torch.save(gradients, folder / f"{recipe}.pt")
-    report["audit"] = [(row.layer, row.wanted, row.ran) for row in audits[0]]
+    report["audit"] = [[row.layer, row.wanted, row.ran] for row in audits[0]]
     report["products"] = products_of(quantization.linears, groups)
     return report
 

@@ -87,7 +87,7 @@ def toy_run(config: RLConfig, groups: ParallelGroups, grade: GradeFunction = vow
     scorer = Scorer(policy, groups.tensor_group, build._temperature(config))
     directory = SimpleNamespace(write_quantization=_ignore, quantization=Path("quantization.json"))
     quantization = build_quantization(
-        config, policy, optimization, reference, groups, directory, contextlib.ExitStack()
+        config, policy, optimization, reference, groups, directory, timer, contextlib.ExitStack()
     )
     engine = build_engine(config, policy, tokenizer, groups)
     source = build._source(config, ToyEnvironments(), tokenizer, factory)

@@ -276,8 +276,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print tables, write the record."""
     arguments = parse(argv)
     sizes = QUICK if arguments.quick else FULL
+    origin = provenance("quantization")  # before: the checkout may move on during minutes of measuring
     made = run(arguments.sections or SECTIONS, sizes)
-    write_record(arguments.json, {**made, "settings": asdict(sizes), **provenance("quantization")})
+    write_record(arguments.json, {**made, "settings": asdict(sizes), **origin})
 
 
 if __name__ == "__main__":
