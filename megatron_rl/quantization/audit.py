@@ -51,7 +51,8 @@ def audit(
         seen, layer = observations[name], quantised.get(name)
         wanted = FULL_PRECISION if layer is None else layer.recipe.format
         if seen.inputs is None:
-            rows.append(LayerAudit(name, wanted, "not at all", 0.0, 0))
+            idle = module.is_expert  # nobody was sent to this expert: no verdict, but no mistake either
+            rows.append(LayerAudit(name, wanted, wanted if idle else "not at all", 0.0, 0))
             continue
         plain = _reduced(seen.inputs.float() @ module.weight.float().t(), module)
         twin = plain if layer is None else _twin(layer, seen.inputs)

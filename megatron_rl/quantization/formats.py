@@ -77,6 +77,7 @@ def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
     magic = exponent.mul_(1.5 * 2**20)
     return (values + magic).sub_(magic)
 
+
 def smoothing_factors(channel_amax: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
     """SmoothQuant's ``sqrt(max|x_j| / max|w_j|)`` [K] fp32, its alpha being 1/2; 1 where either is 0.
 

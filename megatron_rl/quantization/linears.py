@@ -171,7 +171,9 @@ def _quantized(name: str, module: ParallelLinear, recipe: Recipe) -> QuantizedLi
     rows, columns = module.weight.shape
     group = module.tp_group if module.tp_group is not None and module.tp_group.size() > 1 else None
     layer = QuantizedLinear(name, module, recipe, recipe.allocate(rows, columns, module.weight.device), group)
-    problem = recipe.shape_problem(rows, columns, None if group is None else layer.split)
+    gated = name.endswith("linear_fc1") and module.config.gated_linear_unit  # gate and up, each cut by itself
+    unit_rows = rows // 2 if gated else rows
+    problem = recipe.shape_problem(unit_rows, columns, None if group is None else layer.split)
     if problem is not None:
         raise QuantizationError(f"{name} [{rows}, {columns}] cannot be {recipe.name}: {problem}")
     return layer
