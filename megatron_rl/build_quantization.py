@@ -6,6 +6,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
+import torch
+
 from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine
 from megatron_rl.metrics.rundir import RunDirectory
@@ -75,10 +77,12 @@ def build_parity_gate(
 ) -> ParityGate:
     """`--rl-mismatch-...`."""
     settings = config.quantization
+    # On a GPU the 8-bit products come out in bf16 whatever the model's dtype.
+    dtype = torch.bfloat16 if policy.device.type == "cuda" else policy.dtype
     return ParityGate(
         scorer,
         quantization,
-        ParityLimits(settings.rl_mismatch_max_kl, settings.rl_mismatch_max_gap, EMULATION_LIMIT[policy.dtype]),
+        ParityLimits(settings.rl_mismatch_max_kl, settings.rl_mismatch_max_gap, EMULATION_LIMIT[dtype]),
         settings.rl_mismatch_action,
         settings.rl_mismatch_interval,
         groups.data_group,
