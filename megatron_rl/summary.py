@@ -28,6 +28,7 @@ def summarise(run: Run, status: str) -> dict[str, Any]:
         "logprob_gap_max": run.progress.logprob_gap_max,
         "seconds": {"run": run.reporter.seconds, "by_phase": _seconds_by_phase(rows)},
         "world_size": run.groups.world_size,
+        "rollout_quantization": {"recipe": run.quantization.recipe, "bytes": run.quantization.stored_bytes},
     }
     if evaluated:
         before, after = _by_environment(evaluated[0]), _by_environment(evaluated[-1])
