@@ -104,5 +104,5 @@ def quick(setting: Setting) -> Setting:
     """The same shape in minutes; its numbers only show that everything runs."""
     kept = tuple(pair for pair in setting.pairs if pair[0] in ("none", "int8", "int4"))
     return Setting(
-        **{**vars(setting), "warm_iters": 200, "steps": 4, "prompts": 4, "group": 8, "held_out": 16, "pairs": kept}
+        **{**vars(setting), "warm_iters": 200, "steps": 8, "prompts": 4, "group": 8, "held_out": 16, "pairs": kept}
     )

@@ -1,0 +1,83 @@
+"""The fidelity study: its commands are valid, its files have the promised form."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import read_config
+
+ROOT = Path(__file__).parents[3]
+FILES = ["--tokenizer-model", "T", "--langrl-env-config", "E", "--run-dir", "R"]
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The modules of the example, which import each other by their file names."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "fidelity"))
+    names = ("settings", "plot", "controls", "study")
+    yield {name: importlib.import_module(name) for name in names}
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("shorten", [False, True], ids=["full", "quick"])
+@pytest.mark.parametrize("name", ["EASY", "HARD"])
+def test_every_command_is_valid(example, name: str, shorten: bool):
+    settings = example["settings"]
+    setting = getattr(settings, name)
+    setting = settings.quick(setting) if shorten else setting
+    assert setting.pairs[0] == ("none", "none"), "the reference comes first"
+    assert read_config([*setting.warm_start(), *FILES], 1)[1] == []
+    for recipe, correction in setting.pairs:
+        config, problems = read_config([*setting.grpo(recipe, correction), *FILES], 1)
+        assert problems == []
+        assert config.quantization.rl_rollout_quantization == recipe
+        aligned = correction == settings.ALIGNED
+        assert (config.quantization.rl_train_forward == "quantized") == aligned
+        assert config.algorithm.rl_correction == ("none" if aligned else correction)
+        assert config.updates_per_rollout == setting.updates_per_step
+        assert config.total_steps == setting.steps
+
+
+def _finished_run(path: Path, score: float, gap: float) -> None:
+    path.mkdir(parents=True)
+    evaluation = {"before": {"pass@1": 0.25}, "after": {"pass@1": score}}
+    summary = {"status": "finished", "eval": evaluation, "logprob_gap_max": 2 * gap, "seconds": {"run": 1.0}}
+    (path / "summary.json").write_text(json.dumps(summary))
+    rows = [
+        {"step": step, "training/rollout_logprob_gap_mean": gap, "rollout_corr/k3_kl": gap**2 / 2,
+         "critic/rewards/mean": score, "val/arithmetic/pass@1": score}
+        for step in (1, 2)
+    ]  # fmt: skip
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_results_are_collected_by_recipe_and_correction(example, tmp_path: Path):
+    setting = example["settings"].quick(example["settings"].EASY)
+    for seed in (1, 2):
+        for recipe, correction in setting.pairs:
+            path = example["study"].run_path(tmp_path / "easy", seed, recipe, correction)
+            _finished_run(path, score=0.5 + 0.1 * seed, gap=0.01)
+    results = example["study"].collect(setting, [1, 2], tmp_path / "easy")
+    assert set(results) == {recipe for recipe, _ in setting.pairs}
+    assert results["int8"]["token_tis"]["pass@1"] == pytest.approx([0.6, 0.7])
+    assert results["int8"]["token_tis"]["gap_mean"] == pytest.approx(0.01)
+    assert results["int8"]["token_tis"]["gap_max"] == pytest.approx(0.02)
+    example["study"].print_table(setting, results)
+    example["plot"].write_page(tmp_path)
+    page = (tmp_path / "fidelity.html").read_text()
+    assert page.count("<svg") == 3
+    assert page.count("<polyline") == 3 * len(setting.pairs)
+
+
+def test_an_unknown_setting_is_refused_in_one_line():
+    command = [sys.executable, "examples/fidelity/study.py", "--settings", "hardest"]
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 2
+    assert "--settings hardest: there are easy and hard" in outcome.stderr
