@@ -105,6 +105,8 @@ def train(run: Run) -> str:
         if before is None:
             return _stop(run)
         run.reporter.step(0, before, run.policy.gpt)
+        if run.config.training.eval_only:
+            return "finished"
     while progress.step < run.config.total_steps:
         if any_rank(run.stop.requested):
             return _stop(run)

@@ -15,12 +15,15 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
+from megatron_rl.evaluation_report import by_environment, evaluation_table
 from megatron_rl.metrics.console import ConsoleWriter
-from megatron_rl.metrics.jsonl import JsonlWriter
+from megatron_rl.metrics.files import write_json_atomic
+from megatron_rl.metrics.jsonl import JsonlWriter, read_rows
 from megatron_rl.metrics.names import VALIDATION_PREFIX
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.rollouts import write_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.metrics.table import can_draw_boxes
 from megatron_rl.metrics.tensorboard import TensorBoardWriter
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.metrics.wandb import WandbRun, open_wandb
@@ -98,7 +101,14 @@ class Reporter:
         self.log = MetricLog()
         self._directory.set_status(status)
         self._directory.write_summary(summary)
+        if self._config.training.eval_only:
+            self._tell_evaluation()
         write_report(self._directory.path)
+
+    def _tell_evaluation(self) -> None:
+        measured = read_rows(self._directory.metrics)[-1]
+        write_json_atomic(self._directory.path / "evaluation.json", by_environment(measured))
+        sys.stdout.write(evaluation_table(measured, unicode=can_draw_boxes(sys.stdout)) + "\n")
 
     @property
     def seconds(self) -> float:

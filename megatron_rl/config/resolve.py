@@ -19,10 +19,24 @@ def resolve(config: RLConfig, world_size: int) -> RLConfig:
     A value that cannot be derived, because what it derives from is absent or wrong, stays None:
     ``validate`` says so.
     """
-    config = _training(_model(config), world_size)
+    config = _training(_model(_evaluation(config)), world_size)
     for step in (_kernels, _parallel, _schedule, _quantization, _correction, _paths):
         config = step(config)
     return _rollout(config, world_size)
+
+
+def _evaluation(config: RLConfig) -> RLConfig:
+    """An evaluation alone takes weights and no step: what only training needs has any value."""
+    if not config.training.eval_only:
+        return config
+    training = replace(config.training, perform_rl_step=False, train_samples=None, train_iters=1, eval_interval=1)
+    return replace(
+        config,
+        training=training,
+        optimizer=_fill(config.optimizer, lr=1.0),
+        schedule=replace(config.schedule, lr_warmup_iters=0, lr_warmup_samples=0, lr_warmup_fraction=None),
+        checkpoint=replace(config.checkpoint, finetune=True, resume=False),
+    )
 
 
 def _model(config: RLConfig) -> RLConfig:

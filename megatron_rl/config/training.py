@@ -31,6 +31,8 @@ class TrainingConfig:
     """Seed of weights, data order and sampling."""
     eval_interval: int | None = flag(None, ge=1, common=True)
     """Evaluate every this many steps; without it never (Megatron's default: 1000)."""
+    eval_only: bool = flag(False, common=True)
+    """Evaluate the weights of --load or --pretrained-checkpoint on the held-out tasks once, and stop."""
     eval_iters: int | None = flag(
         None, note="--rl-prompts-per-eval and --rl-samples-per-eval-prompt set the size of an evaluation"
     )

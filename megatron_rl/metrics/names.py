@@ -34,8 +34,8 @@ PERPLEXITY = "train/perplexity"
 VALIDATION_PREFIX = "val/"
 VALIDATION_LENGTH = "response_length"
 """The one measure of an evaluation that is a number of tokens, not a rate."""
-VALIDATION_COUNTS = frozenset({"num_tasks", "failed_grades"})
-"""Measures of an evaluation that are counts, not results: kept in the files, not drawn."""
+VALIDATION_COUNTS = frozenset({"num_tasks", "failed_grades", "pass@1_ci95"})
+"""Measures of an evaluation that are counts and intervals, not results: kept in the files, not drawn."""
 TIMING_PREFIX = "timing_s/"
 WHOLE_STEP = "step"
 """The phase that encloses all others, so it is left out where phases are added up."""

@@ -107,7 +107,10 @@ class Evaluator:
         for k in powers_of_two_up_to(self._samples):
             enough = samples >= k
             if enough.any():
-                metrics[f"pass@{k}"] = pass_at_k(samples[enough], correct[enough], k).mean()
+                by_task = pass_at_k(samples[enough], correct[enough], k)
+                metrics[f"pass@{k}"] = by_task.mean()
+                if k == 1:
+                    metrics["pass@1_ci95"] = confidence(by_task)
         metrics |= {
             "greedy": greedy_correct.sum() / max(greedy_graded.sum(), 1),
             "reward": reward.sum() / total,
@@ -117,6 +120,15 @@ class Evaluator:
             "failed_grades": self._samples * len(table) - samples.sum(),
         }
         return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
+
+
+def confidence(by_task: numpy.ndarray) -> float:
+    """Half the width of the 95 % interval of a mean over tasks (normal approximation; 0 for a single task).
+
+    Tasks are the independent draws: the samples of one task succeed and fail together.
+    """
+    count = len(by_task)
+    return 1.96 * float(by_task.std(ddof=1)) / count**0.5 if count > 1 else 0.0
 
 
 def powers_of_two_up_to(count: int) -> list[int]:

@@ -30,6 +30,11 @@ def _flags(config: RLConfig) -> Iterator[str]:
             yield f"{flag} is missing: {why}; for example {flag} {example}"
 
 
+def _weights_to_evaluate(config: RLConfig) -> Iterator[str]:
+    if config.training.eval_only and not (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
+        yield "--eval-only without weights to evaluate; give --load DIR or --pretrained-checkpoint DIR"
+
+
 def _run_directory(config: RLConfig) -> Iterator[str]:
     if config.logging.run_dir is None:
         yield "--run-dir is missing: metrics need a place; give --run-dir runs/NAME or --save DIR"
@@ -46,4 +51,4 @@ def _length(config: RLConfig) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_flags, _run_directory, _length)
+RULES: tuple[Rule, ...] = (_flags, _weights_to_evaluate, _run_directory, _length)

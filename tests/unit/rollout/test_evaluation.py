@@ -54,6 +54,7 @@ def test_numbers(one_rank: ParallelGroups) -> None:
             "val/toy/num_tasks": 2.0,
             "val/toy/failed_grades": 1.0,
             "val/toy/pass@1": (1 / 4 + 2 / 3) / 2,
+                "val/toy/pass@1_ci95": 1.96 * (2 / 3 - 1 / 4) / 2,  # half the distance of two tasks
             "val/toy/pass@2": (1 / 2 + 1) / 2,
             "val/toy/pass@4": 1.0,  # of the one task with four graded samples
         }
