@@ -29,9 +29,8 @@ _REPLACED = (
     ("\\text{m}", "\\text{}"),
 )
 _REMOVED = (
-    *"square ways integers dollars mph inches hours km units".split(),
-    "\\ldots",
-    *"sue points feet minutes digits cents degrees cm gm pounds meters meals edges students".split(),
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
     *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
     *("\\text{\n}", "\\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', "\\dots"),
 )

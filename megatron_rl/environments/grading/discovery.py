@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
 from types import ModuleType
 
 from megatron_rl.environments import grading
@@ -21,6 +22,7 @@ def kinds() -> tuple[str, ...]:
     return tuple(sorted(name for name in names if hasattr(_import(name), "judge")))
 
 
+@cache
 def kind_module(kind: str) -> ModuleType:
     """The module of a kind; ``ConfigError`` with the nearest names when there is none."""
     if not kind.isidentifier() or kind not in kinds():

@@ -26,13 +26,16 @@ MAX_PROSE = 4_000
 MAX_DIGITS = 1_000
 
 _NUMBER = re.compile(
-    r"-?\\?[$\u20ac\u00a3]?\s?-?(?:\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?|\d+(?:[.,]\d+)?|\.\d+)\s?(?:[$\u20ac\u00a3]|\\?%|percent\w*|pct)?\.?"
+    r"-?\\?[$\u20ac\u00a3]?\s?-?(?:\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?|\d+(?:[.,]\d+)?|\.\d+)"
+    r"\s?(?:[$\u20ac\u00a3]|\\?%|percent\w*|pct)?\.?"
 )
 _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+")
 _BRACKETED = re.compile(r"(?<![\\\w(\[])\[\s?(-?[\d./,]{1,40})\s?\]")
-_TEX_WORD = re.compile(r"\\(?:begin|end|text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s?\{[^{}]*\}|\\[a-zA-Z]+")
+_TEX_WORD = re.compile(
+    r"\\(?:begin|end|text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s?\{[^{}]*\}|\\[a-zA-Z]+"
+)
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_FUNCTIONS = frozenset("sin cos tan cot sec csc log ln exp sqrt pi mod and or".split())
+_FUNCTIONS = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "mod", "and", "or"])
 _MATH = re.compile(r"\$|\\\(|\\\[")
 _AFTER_IDEOGRAPH = re.compile(r"(?<=[\u3040-\u9fff\uff00-\uffef])(?=[-\d\\])")
 _SIGNS = str.maketrans(

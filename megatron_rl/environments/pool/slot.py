@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -46,14 +47,14 @@ class Slot:
         self._counts = counts
         self._worker: Worker | None = None
         self._served = 0
-        self._started = False
 
     def run(self, request: Mapping[str, Any], deadline_s: float) -> GradeResult:
         """The result of a request; after a failure the result of a second try on a fresh worker."""
         result = self._attempt(request, deadline_s)
         if result.status == "error" and result.code in RETRIED:
             self._counts.add("retried")
-            self.end_worker()
+            if result.code == "environment_exception":  # the others have been replaced
+                self._replace_worker()
             result = self._attempt(request, deadline_s)
             if result.status == "error":
                 self._counts.add("failed")
@@ -75,11 +76,11 @@ class Slot:
             (result,) = results_from_json({"items": [receive(worker.channel, deadline_s)]}, 1)
         except TimeoutError:
             self._counts.add("timeouts")
-            self.end_worker()
+            self._replace_worker()
             return failed("timeout", f"no grade within {deadline_s:g} s")
         except (OSError, ValueError) as error:
             self._counts.add("deaths")
-            how = self.end_worker()
+            how = self._replace_worker()
             return failed("worker_died", f"the grading worker {how}: {error}")
         return result
 
@@ -89,8 +90,13 @@ class Slot:
         if self._worker is None:
             self._worker = self._forkserver.spawn()
             self._served = 0
-            if self._started:
-                self._counts.add("respawns")
-            self._started = True
         self._served += 1
         return self._worker
+
+    def _replace_worker(self) -> str:
+        """Ends the worker and says how; the next one is forked at once, not on the next request's time."""
+        how = self.end_worker()
+        self._counts.add("respawns")
+        with contextlib.suppress(EnvironmentFault):  # told by the next request's own attempt
+            self._ready_worker()
+        return how

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron_rl.environments.pool.channel import receive
 from megatron_rl.environments.pool.limits import Limits, worker_environment
@@ -33,8 +34,15 @@ class Worker:
 class Forkserver:
     """Forks workers; a fork server that died is replaced at the next request. Safe to use from many threads."""
 
-    def __init__(self, limits: Limits, preload: Sequence[str]) -> None:
-        self._settings = {"limits": asdict(limits), "preload": list(preload), "parent": os.getpid()}
+    def __init__(
+        self, limits: Limits, preload: Sequence[str], environments: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> None:
+        self._settings = {
+            "limits": asdict(limits),
+            "preload": list(preload),
+            "environments": [[reference, dict(options)] for reference, options in environments],
+            "parent": os.getpid(),
+        }
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
@@ -51,8 +59,7 @@ class Forkserver:
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
-                self._ensure_running()
-                answer = self._ask({"do": "spawn"}, theirs)
+                answer = self._ask_for_worker(theirs)
                 server = self._process.pid
             receive(ours, START_SECONDS)  # ready: from here on the deadline of a request counts
             return Worker(answer["pid"], ours, server)
@@ -80,6 +87,16 @@ class Forkserver:
             self._closed = True
             self._stop()
 
+    def _ask_for_worker(self, theirs: socket.socket) -> dict:
+        """A fork server that was killed may still look alive; then the next one is asked."""
+        self._ensure_running()
+        try:
+            return self._ask({"do": "spawn"}, theirs)
+        except OSError:
+            self._stop()
+            self._ensure_running()
+            return self._ask({"do": "spawn"}, theirs)
+
     def _ensure_running(self) -> None:
         if self._closed:
             raise EnvironmentFault("the grading pool is closed")
@@ -95,7 +112,6 @@ class Forkserver:
                 [*command, json.dumps(self._settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=worker_environment(),
                 start_new_session=True,  # Ctrl-C and a launcher's SIGTERM are for the trainer

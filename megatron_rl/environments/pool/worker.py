@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -14,7 +15,15 @@ from megatron_rl.environments.grading.sample import grade_one
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.pool import limits
 from megatron_rl.environments.pool.channel import receive, send
-from megatron_rl.environments.wire import dumps, failed, graded, loads, result_to_json, task_from_json, transcript_from_json
+from megatron_rl.environments.wire import (
+    dumps,
+    failed,
+    graded,
+    loads,
+    result_to_json,
+    task_from_json,
+    transcript_from_json,
+)
 from megatron_rl.types import GradeResult
 
 OUT_OF_MEMORY = 99
@@ -32,6 +41,15 @@ def work(channel: socket.socket) -> None:
         limits.allow_cpu_seconds(request["deadline_s"])
         send(channel, result_to_json(_answer(request)))
         gc.collect(0)
+
+
+def prepare(reference: str, options: Mapping[str, Any]) -> None:
+    """Makes an environment before the workers are forked, so that none of them imports it on its deadline.
+
+    One that cannot be made is left to its first request, whose result says why.
+    """
+    with contextlib.suppress(Exception, SystemExit):
+        _environment(reference, dumps(options))
 
 
 def _answer(request: Mapping[str, Any]) -> GradeResult:

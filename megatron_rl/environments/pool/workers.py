@@ -37,11 +37,16 @@ class WorkerPool:
         deadline_s: float = DEADLINE_S,
         limits: Limits | None = None,
         preload: Sequence[str] = PRELOAD,
+        environments: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> None:
-        """``workers`` defaults to the number of usable processors, 4 at most."""
+        """``workers`` defaults to the number of usable processors, 4 at most.
+
+        The modules of ``preload`` and the ``environments`` (references with options) are imported once, before
+        any worker is forked; all others by each worker anew, within the deadline of its first request.
+        """
         self.deadline_s = deadline_s
         self._counts = Counts()
-        self._forkserver = Forkserver(limits or Limits(), preload)
+        self._forkserver = Forkserver(limits or Limits(), preload, environments)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
