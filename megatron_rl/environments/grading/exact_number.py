@@ -12,12 +12,14 @@ from megatron_rl.environments.grading.text import final_part, last_boxes, plain_
 from megatron_rl.types import Grade
 
 REWARDS = (0.0, 1.0)
+MAX_EXPONENT = 5
+"""Characters of ``e+999``: a billion there would be as many digits here."""
 
 # no sign after a digit or a bracket: in "5-3" stand 5 and 3; no digits after a letter: in "m2" stands none
 _NUMBER = re.compile(
     r"(?<![\w.])(?P<sign>(?:(?<![\w)\]}])[-+])?)(?:\\?[$\u20ac\u00a3\u00a5]\s?)?(?P<inner>-?)"
     r"(?P<whole>\d{1,3}(?:,\d{3}){1,300}(?!,?\d)|\d{1,1000}(?!\d))?"
-    r"(?P<decimals>\.\d{1,1000}(?!\d))?(?P<exponent>[eE][+-]?\d{1,3}\b)?"
+    r"(?P<decimals>\.\d{1,1000}(?!\d))?(?P<exponent>[eE][+-]?\d{1,1000})?"
     r"(?:\s?/\s?(?P<divisor>\d{1,100}(?![\d.])))?"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s?\{(\d{1,100})\}\s?\{(\d{1,100})\}")
@@ -66,9 +68,10 @@ def _numbers(text: str) -> list[tuple[str, Fraction]]:
     numbers = []
     for match in _NUMBER.finditer(text):
         whole, decimals = match["whole"] or "", match["decimals"] or ""
-        if not whole and not decimals:
+        exponent = match["exponent"] or ""
+        if not (whole or decimals) or len(exponent) > MAX_EXPONENT:
             continue
-        value = Fraction((whole.replace(",", "") or "0") + decimals + (match["exponent"] or ""))
+        value = Fraction((whole.replace(",", "") or "0") + decimals + exponent)
         if match["divisor"]:
             if not int(match["divisor"]):
                 continue

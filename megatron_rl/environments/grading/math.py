@@ -30,7 +30,9 @@ _NUMBER = re.compile(
     r"\s?(?:[$\u20ac\u00a3]|\\?%|percent\w*|pct)?\.?"
 )
 _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+")
-_BRACKETED = re.compile(r"(?<![\\\w(\[])\[\s?(-?[\d./,]{1,40})\s?\]")
+_DIGIT_GROUP = re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,:;]|,\\ )\s?(?=\d{3})")
+_MEMBER = re.compile(r"^\$?\s*[a-zA-Z]\s*(?:\\in(?![a-z])|\u2208)")
+_BRACKETED = re.compile(r"(?<![\\\w(\[])\[\s?(-?[\d./]{1,40})\s?\]")
 _TEX_WORD = re.compile(
     r"\\(?:begin|end|text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s?\{[^{}]*\}|\\[a-zA-Z]+"
 )
@@ -93,6 +95,7 @@ def _parsed(answer: str, boxed: bool) -> list[Any]:
 
     if _too_large(answer):
         return []
+    answer = _MEMBER.sub("", _DIGIT_GROUP.sub(",", answer))
     if _NUMBER.fullmatch(answer):
         number = parse(answer.lstrip("\\").rstrip("."), [ExprExtractionConfig()], parsing_timeout=None)
         if not _DECIMAL_COMMA.fullmatch(answer):

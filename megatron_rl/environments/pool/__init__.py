@@ -3,7 +3,8 @@
 ::
 
     workers     WorkerPool: what the server and the graders use
-    slot        one worker at a time: deadline, death, retry        spawning    asks the fork server
+    slot        one worker at a time: deadline, death, retry        patience    how long to wait for it
+    spawning    asks the fork server
     forkserver  forks workers with sympy imported                   worker      the loop inside a worker
     limits      what a worker may use                               channel     JSON over a socket
 """

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.environments.pool.channel import receive, send
+from megatron_rl.environments.pool.patience import await_answer
 from megatron_rl.environments.pool.spawning import Forkserver, Worker
 from megatron_rl.environments.wire import failed, results_from_json
 from megatron_rl.errors import EnvironmentFault
@@ -73,6 +74,7 @@ class Slot:
             return failed("worker_died", str(fault))
         try:
             send(worker.channel, {**request, "deadline_s": deadline_s}, deadline_s)
+            await_answer(worker, deadline_s)
             (result,) = results_from_json({"items": [receive(worker.channel, deadline_s)]}, 1)
         except TimeoutError:
             self._counts.add("timeouts")
