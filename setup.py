@@ -33,6 +33,7 @@ setup(
         "pyyaml>=6.0",
         "numpy>=1.26",
         "psutil>=6.0",
+        "math-verify>=0.8",
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.8"],

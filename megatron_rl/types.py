@@ -66,6 +66,10 @@ class Grade:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    status: str = ""
+    """Why: ``correct | wrong | no_answer | unparsable | timeout``, or an author's own word."""
+    extracted: str | None = None
+    """The part of the completion that was taken as the answer."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,9 @@ class GradeResult:
     code: str = ""
     """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable``."""
     message: str = ""
+    verdict: str = ""
+    """The grade's own ``status``; ``timeout`` when the completion ran its grader out of time twice."""
+    extracted: str | None = None
 
 
 @dataclass(frozen=True)

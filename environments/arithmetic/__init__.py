@@ -27,6 +27,7 @@ class Arithmetic(Environment):
     """
 
     name = "arithmetic"
+    in_process = True
 
     def __init__(
         self,

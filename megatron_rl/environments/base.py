@@ -34,8 +34,9 @@ class Environment(ABC):
     """Base of all environments; the subclass's docstring is its description.
 
     The keyword arguments of ``__init__`` are the options a user may set (``args`` in the YAML list); raise
-    ``ValueError`` for values that make no sense. ``tasks`` and ``grade`` run in a server process, ``grade``
-    in several threads at once: keep no state between two calls.
+    ``ValueError`` for values that make no sense. ``tasks`` runs in a server process, ``grade`` in worker
+    processes that may be killed, each with an instance of its own: keep no state between two calls, and read
+    data sets in ``tasks``, not in ``__init__``, which runs anew for every worker.
     """
 
     name: ClassVar[str]
@@ -44,6 +45,10 @@ class Environment(ABC):
     """The reward of an empty answer and of a perfect one."""
     evaluation_only: bool = False
     """True keeps it out of training: only the ``test`` split is read."""
+    in_process: bool = False
+    """True grades in the server itself, without a worker: for a ``grade`` that is cheap and cannot hang."""
+    grade_deadline: float = 5.0
+    """Seconds that one grade may take before its worker is killed."""
 
     @abstractmethod
     def tasks(self, split: Split) -> Iterable[Task]:

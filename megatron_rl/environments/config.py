@@ -4,6 +4,8 @@
   args: {max_terms: 6}           # or agent_args
   weight: 2.0                    # share of the training prompts, relative to the other entries
   evaluation_only: false         # true: evaluated, never trained on
+  in_process: false              # true: graded in the server itself, where nothing stops a grader that hangs
+  grade_deadline: 5.0            # seconds one grade may take; both default to what the environment says
   name: long_arithmetic          # only needed to tell two entries of one environment apart
 """
 
@@ -24,7 +26,11 @@ from megatron_rl.environments.loader import NAME_PATTERN, find_environment
 from megatron_rl.environments.naming import suggestion
 from megatron_rl.errors import ConfigError
 
-KEYS = ("environment", "agent_type", "args", "agent_args", "weight", "evaluation_only", "name")
+KEYS = (
+    *("environment", "agent_type", "args", "agent_args", "weight"),
+    *("evaluation_only", "in_process", "grade_deadline", "name"),
+)
+MAX_GRADE_DEADLINE = 600.0
 
 
 @dataclass(frozen=True)
@@ -37,11 +43,17 @@ class EnvironmentSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     evaluation_only: bool = False
+    in_process: bool | None = None
+    """None leaves it, and the next, to the environment."""
+    grade_deadline: float | None = None
 
     def create(self) -> Environment:
         """The environment with its options; ``ConfigError`` when it cannot be set up."""
         environment = find_environment(self.reference).from_options(self.options)
         environment.evaluation_only = self.evaluation_only
+        for name in ("in_process", "grade_deadline"):
+            if getattr(self, name) is not None:
+                setattr(environment, name, getattr(self, name))
         return environment
 
 
@@ -138,6 +150,7 @@ def _parse_entry(entry: object) -> EnvironmentSpec:
     name = entry.get("name")
     if name is not None and not (isinstance(name, str) and NAME_PATTERN.fullmatch(name)):
         problems.append(f"name is {name!r}; it must match {NAME_PATTERN.pattern}")
+    grading = _grading_options(entry, problems)
     if not isinstance(options, Mapping):
         problems.append(f"args is {options!r}; it must be a mapping of options")
         options = {}
@@ -145,7 +158,22 @@ def _parse_entry(entry: object) -> EnvironmentSpec:
     if environment is None or problems:
         raise ConfigError(problems)
     evaluation_only = evaluation_only or environment.evaluation_only
-    return EnvironmentSpec(name or environment.name, reference, options, float(weight), evaluation_only)
+    name = name or environment.name
+    return EnvironmentSpec(name, reference, options, float(weight), evaluation_only, **grading)
+
+
+def _grading_options(entry: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Where an entry's samples are graded, and for how long."""
+    in_process, deadline = entry.get("in_process"), entry.get("grade_deadline")
+    if in_process is not None and not isinstance(in_process, bool):
+        problems.append(f"in_process is {in_process!r}; it must be true or false")
+    if deadline is not None:
+        number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+        if not number or not 0 < deadline <= MAX_GRADE_DEADLINE:
+            problems.append(
+                f"grade_deadline is {deadline!r}; give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}"
+            )
+    return {"in_process": in_process, "grade_deadline": deadline}
 
 
 def _either(entry: Mapping[str, Any], ours: str, megatrons: str, problems: list[str]) -> Any:

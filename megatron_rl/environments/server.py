@@ -37,7 +37,7 @@ from megatron_rl.environments.address import Address, write_address
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.catalog import Catalog
 from megatron_rl.environments.config import load_environment_specs
-from megatron_rl.environments.grading import grade_one
+from megatron_rl.environments.graders import GradeSamples, PooledGrading, grade_in_process
 from megatron_rl.environments.lifeline import follow_parent
 from megatron_rl.environments.naming import suggestion
 from megatron_rl.environments.replay import ReplayCache, ReplayConflict
@@ -71,6 +71,7 @@ class Service:
 
     catalog: Catalog
     replays: ReplayCache
+    grade: GradeSamples
 
     def environment(self, name: str) -> Environment:
         """The environment of that name; answers 404 with the nearest names otherwise."""
@@ -81,14 +82,16 @@ class Service:
         return found
 
 
-def create_app(environments: Mapping[str, Environment], token: str) -> Flask:
+def create_app(
+    environments: Mapping[str, Environment], token: str, grade: GradeSamples = grade_in_process
+) -> Flask:
     """The application that serves ``environments`` to whoever presents ``token``."""
     app = Flask("megatron_rl.environments", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     app.config["RESTFUL_JSON"] = {"allow_nan": False}  # its default writes NaN, which is not JSON
     app.before_request(partial(_require_token, token))
     api = _JsonApi(app)
-    service = Service(Catalog(environments), ReplayCache(REPLAYED_REQUESTS))
+    service = Service(Catalog(environments), ReplayCache(REPLAYED_REQUESTS), grade)
     shared = {"resource_class_kwargs": {"service": service}}
     one = "/v1/environments/<string:name>"
     api.add_resource(_Health, "/v1/health", endpoint="health")
@@ -113,9 +116,11 @@ def serve(
     """
     follow_parent()
     _refuse_remote(host, allow_remote)
-    environments = {spec.name: spec.create() for spec in load_environment_specs(config_path)}
+    specs = {spec.name: spec for spec in load_environment_specs(config_path)}
+    environments = {name: spec.create() for name, spec in specs.items()}
     token = secrets.token_urlsafe(32)
-    server = _bind(create_app(environments, token), host, port)
+    grading = PooledGrading(specs, environments)
+    server = _bind(create_app(environments, token, grading), host, port)
     reachable = "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
     address = Address(f"http://{reachable}:{server.effective_port}", token, os.getpid())
     logger.info("serving %s on %s", ", ".join(environments), address.url)
@@ -126,6 +131,7 @@ def serve(
     finally:
         if address_file is not None:
             Path(address_file).unlink(missing_ok=True)
+        grading.close()
     logger.info("stopped")
 
 
@@ -232,7 +238,7 @@ class _Grade(_Serving):
             abort(422, message=str(error))
 
         def grade_all() -> list[dict[str, Any]]:
-            return [result_to_json(grade_one(environment, task, transcript)) for task, transcript in items]
+            return [result_to_json(result) for result in self.service.grade(name, environment, items)]
 
         try:
             fingerprint = hashlib.sha256(name.encode() + b"\0" + body).digest()

@@ -15,6 +15,8 @@ from megatron_rl.types import Demonstration, FinishReason, GradeResult, Prompt, 
 
 MAX_MESSAGE = 2000
 """Longest error text of an item; an author's exception may quote the whole completion."""
+MAX_EXTRACTED = 500
+"""Longest extracted answer that travels; what is longer is for reading only and gets cut."""
 
 
 class WireError(ValueError):
@@ -97,7 +99,7 @@ def transcript_from_json(value: object, where: str = "transcript") -> Transcript
     return Transcript(text, reason, read_key(value, "num_tokens", int, where))
 
 
-def graded(reward: object, metrics: object) -> GradeResult:
+def graded(reward: object, metrics: object, verdict: object = "", extracted: object = None) -> GradeResult:
     """The result of a reward, or the error ``invalid_reward`` when it is not a finite number.
 
     A truth value is refused as a reward (it tells of a comparison where a score was meant) and read as 0 or 1
@@ -111,7 +113,13 @@ def graded(reward: object, metrics: object) -> GradeResult:
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_finite(value):
             return failed("invalid_reward", f"the metric {name!r} is {value!r}, no finite number")
-    return GradeResult("ok", float(reward), {name: float(value) for name, value in metrics.items()})
+    return GradeResult(
+        "ok",
+        float(reward),
+        {name: float(value) for name, value in metrics.items()},
+        verdict=str(verdict)[:MAX_EXTRACTED],
+        extracted=None if extracted is None else str(extracted)[:MAX_EXTRACTED],
+    )
 
 
 def failed(code: str, message: str) -> GradeResult:
@@ -122,7 +130,9 @@ def failed(code: str, message: str) -> GradeResult:
 def result_to_json(result: GradeResult) -> dict[str, Any]:
     """The JSON object of a result."""
     if result.status == "ok":
-        return {"status": "ok", "reward": result.reward, "metrics": dict(result.metrics)}
+        plain = {"status": "ok", "reward": result.reward, "metrics": dict(result.metrics)}
+        why = {"verdict": result.verdict, "extracted": result.extracted} if result.verdict else {}
+        return plain | why
     return {"status": "error", "code": result.code, "message": result.message}
 
 
@@ -135,7 +145,8 @@ def results_from_json(value: object, count: int) -> list[GradeResult]:
     for index, item in enumerate(items):
         where = f"items[{index}]"
         if read_key(item, "status", str, where) == "ok":
-            results.append(graded(item.get("reward"), item.get("metrics", {})))
+            why = item.get("verdict", ""), item.get("extracted")
+            results.append(graded(item.get("reward"), item.get("metrics", {}), *why))
         else:
             code = read_key(item, "code", str, where)
             results.append(failed(code, read_key(item, "message", str, where)))

@@ -74,6 +74,8 @@ def _answer(rollout: Rollout) -> dict[str, Any]:
         "reward": grade.reward,
         "status": grade.status,
         "code": grade.code,
+        "verdict": grade.verdict,
+        "extracted": grade.extracted,
         "message": grade.message,
         "metrics": grade.metrics,
     }

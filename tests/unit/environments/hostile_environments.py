@@ -18,6 +18,7 @@ class Steady(_OneTask):
     """Grades by the length of the text, and fails where the text asks for it."""
 
     name = "steady"
+    in_process = True  # it counts its calls, which workers would each do for themselves
 
     def __init__(self) -> None:
         self.calls = 0

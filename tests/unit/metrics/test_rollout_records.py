@@ -44,6 +44,8 @@ def test_round_trip(tmp_path: Path) -> None:
         "reward": 1.0,
         "status": "ok",
         "code": "",
+        "verdict": "",
+        "extracted": None,
         "message": "",
         "metrics": {"length": 2.0},
     }

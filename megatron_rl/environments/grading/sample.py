@@ -17,7 +17,7 @@ def grade_one(environment: Environment, task: Task, transcript: Transcript) -> G
     try:
         verdict = environment.grade(task, transcript)
         if isinstance(verdict, Grade):
-            return graded(verdict.reward, verdict.metrics)
+            return graded(verdict.reward, verdict.metrics, verdict.status, verdict.extracted)
         return graded(verdict, {})
     except (Exception, SystemExit) as error:  # an author's code may raise anything
         logger.warning("%s: task %r could not be graded", environment.name, task.id, exc_info=True)

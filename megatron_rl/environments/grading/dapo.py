@@ -1,0 +1,90 @@
+"""The scorer DAPO was trained with, to the letter: the last ``Answer:`` line as a normalised string, 1 or -1.
+
+Its quirks are kept on purpose (``34.00`` is not ``34``, ``3 4`` is), so that rewards compare with published
+runs: verl's ``math_dapo.py``. Who wants answers judged by their value takes the kind ``math``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron_rl.types import Grade
+
+REWARDS = (-1.0, 1.0)
+TAIL = 300
+BOX_TAIL = 100
+INVALID = "[INVALID]"
+
+# the tables of Lewkowycz et al. 2022 (Minerva), appendix D.1; the order matters
+_REPLACED = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    (r"\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+_REMOVED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
+    *("\\text{\n}", "\\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', "\\dots"),
+)
+_ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_SHAPES = (
+    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),
+    (re.compile(r"(\\text\{)(.*?)(\})"), r"\2"),
+    (re.compile(r"(\\textbf\{)(.*?)(\})"), r"\2"),
+    (re.compile(r"(\\overline\{)(.*?)(\})"), r"\2"),
+    (re.compile(r"(\\boxed\{)(.*)(\})"), r"\2"),
+    (re.compile(r"(frac)([^{])(.)"), r"frac{\2}{\3}"),
+    (re.compile(r"(sqrt)([^{])"), r"sqrt{\2}"),
+)
+
+
+def judge(completion: str, gold: str) -> Grade:
+    """The verdict on a completion."""
+    return score(completion, gold)
+
+
+def score(completion: str, gold: str, strict_box: bool = False) -> Grade:
+    """As ``judge``; ``strict_box`` wants ``\\boxed{gold}``, character for character, at the end instead."""
+    tail = completion[-TAIL:]
+    if strict_box:
+        extracted = _last_box(tail[-BOX_TAIL:])
+        right, found = (extracted or INVALID) == gold, extracted is not None
+    else:
+        lines = _ANSWER_LINE.findall(tail)
+        extracted, found = normalised(lines[-1] if lines else INVALID), bool(lines)
+        right = extracted == normalised(gold)
+    if right:
+        return Grade(REWARDS[1], status="correct", extracted=extracted)
+    return Grade(REWARDS[0], status="wrong" if found else "no_answer", extracted=extracted if found else None)
+
+
+def normalised(answer: str) -> str:
+    """The answer as it is compared: what follows the last ``=`` without units, dollars and TeX short forms."""
+    answer = answer.split("=")[-1]
+    for before, after in _REPLACED:
+        answer = answer.replace(before, after)
+    for removed in _REMOVED:
+        answer = answer.replace(removed, "")
+    for pattern, replacement in _SHAPES:
+        answer = pattern.sub(replacement, answer)
+    answer = answer.replace("$", "")
+    without_commas = answer.replace(",", "")
+    return (without_commas if without_commas.isdigit() else answer).strip()
+
+
+def _last_box(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for position in range(start, len(text)) if start >= 0 else ():
+        depth += (text[position] == "{") - (text[position] == "}")
+        if text[position] == "}" and depth == 0:
+            return text[start + len("\\boxed{") : position]
+    return None

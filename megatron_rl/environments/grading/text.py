@@ -1,0 +1,108 @@
+"""Where the answer stands in a completion: plain text work, linear in its length, shared by the graders."""
+
+from __future__ import annotations
+
+import re
+
+TAIL = 20_000
+"""Characters of a completion that are read: answers stand at the end, and a megabyte of text costs seconds."""
+MAX_DEPTH = 64
+"""Nested brackets of an answer; parsers recurse, and ten thousand braces overflow the C stack."""
+MAX_BOXES = 64
+"""Boxes looked at, from the end: thousands that never close would take time quadratic in their number."""
+
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # digits, letters and signs of East Asian text
+_DASHES = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\ufe63"), "-")
+_SPACES = dict.fromkeys(map(ord, "\u00a0\u2002\u2003\u2007\u2009\u200a\u202f\u3000"), " ")
+_INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"), None)
+_SIGNS = _FULL_WIDTH | _DASHES | _SPACES | _INVISIBLE | {0x3002: "."}
+
+_SPECIAL_TOKEN = re.compile(r"<\|\w{1,32}\|>")
+_ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_BOX = re.compile(r"\\f?boxed\s{0,4}")
+_BRACKET = re.compile(r"\\.|[{}]", re.DOTALL)
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$,;.]|\\[()\[\]]|\\q?quad|\\[,;:! ]|and|or|&|\\text\{[^{}]{0,40}\b(?:and|or)\b[^{}]{0,40}\}){0,60}"
+)
+_CONNECTOR = re.compile(r"and|or|[,;&]")
+_WORD = re.compile(r"[-\w./]{1,40}")
+_ANSWER_MARK = re.compile(r"(?i)\b(?:answer|r\u00e9ponse|respuesta|antwort)\**\s{0,4}:|(?:\u7b54\u6848|\u7b54)\s{0,4}:")
+
+
+def plain_signs(text: str) -> str:
+    """Unicode minus signs, full-width characters and odd spaces as their ASCII twins, nothing else changed."""
+    return text.translate(_SIGNS)
+
+
+def final_part(completion: str) -> str:
+    """The end of the completion that can hold the answer: after the reasoning, inside the last answer tag.
+
+    Reasoning that was opened and never closed holds no answer: the model was cut off while it thought.
+    """
+    text = plain_signs(completion[-TAIL:])
+    _, closed, after = text.rpartition("</think>")
+    if closed:
+        text = after
+    elif "<think>" in completion:
+        return ""
+    tagged = _ANSWER_TAG.findall(text)
+    return _SPECIAL_TOKEN.sub("\n", tagged[-1] if tagged else text).strip()
+
+
+def last_boxes(text: str) -> list[str]:
+    """The contents of the last ``\\boxed{}``, and of those before it that only "and" or a comma keeps apart."""
+    marks = list(_BOX.finditer(text))[-MAX_BOXES:]
+    found = [(mark.start(), *_box_content(text, mark.end())) for mark in marks]
+    boxes = [(start, content, end) for start, content, end in found if content is not None]
+    outer: list[tuple[int, str, int]] = []
+    for box in boxes:
+        if not outer or box[0] >= outer[-1][2]:  # a box inside a box belongs to the outer one
+            outer.append(box)
+    run: list[str] = []
+    next_start = None
+    for start, content, end in reversed(outer):
+        if next_start is not None and not _connects(text[end:next_start]):
+            break
+        if content.strip() not in run:
+            run.insert(0, content.strip())
+        next_start = start
+    return run
+
+
+def _connects(between: str) -> bool:
+    """Whether two boxes with this between them are one answer; a line break alone starts another."""
+    return len(between) < 400 and bool(_BETWEEN_BOXES.fullmatch(between) and _CONNECTOR.search(between))
+
+
+def marked_line(text: str) -> str | None:
+    """What follows the last ``Answer:`` on its line, or on the next one when the line ends there."""
+    marks = list(_ANSWER_MARK.finditer(text))
+    if not marks:
+        return None
+    return text[marks[-1].end() :].lstrip(" \t\r\n*").partition("\n")[0].strip().rstrip("*").strip()
+
+
+def too_deep(text: str) -> bool:
+    """Whether brackets nest deeper than any answer needs."""
+    depth = 0
+    for sign in text:
+        if sign in "([{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                return True
+        elif sign in ")]}":
+            depth -= 1
+    return False
+
+
+def _box_content(text: str, start: int) -> tuple[str | None, int]:
+    """The text in balanced braces at ``start`` (or the one word there) and where it ends."""
+    if not text.startswith("{", start):
+        word = _WORD.match(text, start)
+        return (word[0], word.end()) if word else (None, start)
+    depth = 0
+    for bracket in _BRACKET.finditer(text, start, start + 4_000):  # a longer one is no answer; all would be quadratic
+        depth += (bracket[0] == "{") - (bracket[0] == "}")
+        if depth == 0:
+            return text[start + 1 : bracket.start()], bracket.end()
+    return None, start
