@@ -65,6 +65,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _test(arguments: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what a data set was left without
     environment = find_environment(arguments.name).from_options(_options(arguments.option))
     checks = run_checks(environment, arguments.limit)
     print(f"{environment.name}: {environment.description()}")
