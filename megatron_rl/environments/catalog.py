@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.checks import row_problems
-from megatron_rl.errors import EnvironmentFault
+from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.types import Demonstration, Split, Task
 
 
@@ -34,7 +34,7 @@ class Catalog:
             if key not in self._lists:
                 try:
                     self._lists[key] = read(self.environments[name], split)
-                except EnvironmentFault as fault:
+                except (ConfigError, EnvironmentFault) as fault:
                     raise EnvironmentFault(f"{what} of {name!r}: {fault}") from fault
                 except Exception as error:  # an author's code may raise anything
                     reason = f"{type(error).__name__}: {error}"

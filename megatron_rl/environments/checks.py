@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.wire import dumps
+from megatron_rl.errors import ConfigError
 from megatron_rl.types import Split, Task
 
 MAX_PROBLEMS = 20
@@ -17,7 +18,10 @@ def task_problems(environment: Environment) -> list[str]:
     """All that is wrong with the environment's tasks; empty when they can be used."""
     splits: tuple[Split, ...] = ("test",) if environment.evaluation_only else ("train", "test")
     first_seen: dict[str, str] = {}
-    problems = [problem for split in splits for problem in _walk(environment, split, first_seen)]
+    # a data set that cannot be read says the same of every split
+    problems = list(
+        dict.fromkeys(problem for split in splits for problem in _walk(environment, split, first_seen))
+    )
     if not first_seen and not problems:
         problems.append("there are no tasks")
     hidden = len(problems) - MAX_PROBLEMS
@@ -46,6 +50,9 @@ def _walk(environment: Environment, split: Split, first_seen: dict[str, str]) ->
                 earlier = first_seen.setdefault(row.id, where)
                 if earlier != where:
                     yield f"{where} has the id {row.id!r} of {earlier}; ids must be unique"
+    except ConfigError as error:  # it says itself where and what
+        yield from error.problems
+        return
     except Exception as error:  # noqa: BLE001 - an author's code may raise anything
         yield f"{split} row {row_number + 1} raises {type(error).__name__}: {error}"
         return

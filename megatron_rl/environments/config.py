@@ -84,17 +84,26 @@ def load_environment_specs(path: str | Path) -> list[EnvironmentSpec]:
 def check_environments(path: str | Path) -> list[str]:
     """What is wrong with the list at ``path``, its environments and all their tasks; empty if nothing."""
     try:
-        specs = load_environment_specs(path)
+        set_up_environments(path)
     except ConfigError as error:
         return list(error.problems)
+    return []
+
+
+def set_up_environments(path: str | Path) -> dict[str, Environment]:
+    """The environments of the list at ``path`` by name, all their tasks checked; ``ConfigError`` otherwise."""
+    environments: dict[str, Environment] = {}
     problems = []
-    for spec in specs:
+    for spec in load_environment_specs(path):
         try:
-            found = task_problems(spec.create())
+            environments[spec.name] = spec.create()
+            found = task_problems(environments[spec.name])
         except ConfigError as error:
             found = list(error.problems)
         problems += [f"{spec.name}: {problem}" for problem in found]
-    return problems
+    if problems:
+        raise ConfigError(problems)
+    return environments
 
 
 def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
@@ -155,6 +164,11 @@ def _parse_entry(entry: object) -> EnvironmentSpec:
         problems.append(f"args is {options!r}; it must be a mapping of options")
         options = {}
     environment = _resolve(reference, options, problems)
+    if environment is not None and environment.evaluation_only:
+        if entry.get("evaluation_only") is False:
+            why = "models are measured by it"
+            problems.append(f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true")
+        evaluation_only = True
     if environment is None or problems:
         raise ConfigError(problems)
     evaluation_only = evaluation_only or environment.evaluation_only

@@ -29,6 +29,8 @@ PACKAGE = "megatron_rl_environments"
 ENTRY_POINT_GROUP = "megatron_rl.environments"
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 """Names appear in URLs and in metric keys."""
+NEW_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+"""A name that is also a module's."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +63,22 @@ def discover() -> Discovery:
 
 
 def find_environment(reference: str) -> type[Environment]:
-    """The class named by ``reference``: a name in any case, with or without ``Agent``, or ``module:Class``.
+    """The class named by ``reference``: ``module:Class``, or a name in any case, with or without ``Agent``.
 
     Of a dotted name (``examples.rl.environments.dapo_agent.DAPOAgent``) only the last part counts.
     """
     if ":" in reference:
         return _import_class(reference)
-    wanted = _canonical(reference.rpartition(".")[2])
+    wanted = canonical(reference.rpartition(".")[2])
     direct = _import_folder(wanted)
     if direct is not None:
         return direct
     discovery = discover()
     for name, environment in discovery.environments.items():
-        if _canonical(name) == wanted:
+        if canonical(name) == wanted:
             return environment
     for broken in discovery.broken:
-        if _canonical(broken.name) == wanted:
+        if canonical(broken.name) == wanted:
             raise ConfigError([f"environment {broken.name!r} fails to import:\n{broken.traceback}"])
     raise ConfigError([f"unknown environment {reference!r}{suggestion(wanted, discovery.environments)}"])
 
@@ -111,15 +113,16 @@ def _import_folder(wanted: str) -> type[Environment] | None:
 
     Tried before full discovery so that a run never imports what the other environments depend on.
     """
-    if not wanted.isidentifier() or _environments_package() is None:
-        return None
-    if importlib.util.find_spec(f"{PACKAGE}.{wanted}") is None:
+    package = _environments_package()
+    modules = pkgutil.iter_modules(package.__path__ if package else [])
+    module = next((found.name for found in modules if canonical(found.name) == wanted), None)
+    if module is None or module.startswith("_"):
         return None
     try:
-        classes = _classes_of_folder(wanted)
+        classes = _classes_of_folder(module)
     except (Exception, SystemExit) as error:
-        raise _import_failure(wanted) from error
-    return next((found for found in classes if _canonical(found.name) == wanted), None)
+        raise _import_failure(module) from error
+    return next((found for found in classes if canonical(found.name) == wanted), None)
 
 
 def _classes_of_folder(name: str) -> list[type[Environment]]:
@@ -174,7 +177,7 @@ def _checked_name(environment: type[Environment]) -> str:
     return name
 
 
-def _canonical(name: str) -> str:
-    """``ArithmeticAgent``, ``arithmetic_agent`` and ``Arithmetic`` are all ``arithmetic``."""
-    lowered = name.lower()
-    return lowered.removesuffix("agent").rstrip("_-") or lowered
+def canonical(name: str) -> str:
+    """``WordCountAgent``, ``word_count_agent`` and ``word-count`` are all ``wordcount``."""
+    joined = re.sub("[_-]", "", name.lower())
+    return joined.removesuffix("agent") or joined

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,6 +11,10 @@ from megatron_rl.environments.base import Environment
 from megatron_rl.environments.checks import task_problems
 from megatron_rl.environments.grading import grade_one
 from megatron_rl.types import Split, Task, Transcript
+
+TIMED_SECONDS = 2.0
+SLOWEST = 10
+"""Grades a second. A step of 64 groups of 16 would otherwise wait for two minutes."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ def run_checks(environment: Environment, limit: int = 100) -> list[Check]:
         _rewards("demonstrations", environment, shown, highest),
         _rewards("empty answers", environment, [(task, "") for task in tasks], lowest),
         _agreement(environment, [*gold, *shown, *((task, "") for task in tasks)]),
+        _speed(environment, [*gold, *shown] or [(task, "") for task in tasks]),
     ]
 
 
@@ -64,6 +70,22 @@ def _agreement(environment: Environment, answers: Sequence[tuple[Task, str]]) ->
         if first != second:
             return Check("graded twice", False, f"{text!r} to task {task.id!r} gets {first}, then {second}")
     return Check("graded twice", True, f"{len(answers)} agree")
+
+
+def _speed(environment: Environment, answers: Sequence[tuple[Task, str]]) -> Check:
+    """Grades a second in one thread; run last, when what the grader imports is loaded."""
+    start, count = time.perf_counter(), 0
+    for task, text in answers:
+        grade_one(environment, task, _transcript(text))
+        count += 1
+        if time.perf_counter() - start > TIMED_SECONDS:
+            break
+    rate = count / max(time.perf_counter() - start, 1e-9)
+    # three digits: a microsecond grader measured over 100 answers gives no more
+    shown = f"{float(f'{rate:.3g}'):,.0f} grades a second in one thread"
+    if rate < SLOWEST:
+        return Check("speed", False, f"{shown}; fewer than {SLOWEST} hold up every step")
+    return Check("speed", True, shown)
 
 
 def _transcript(text: str) -> Transcript:

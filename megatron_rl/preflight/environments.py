@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_rl.config import RLConfig
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.config import check_environments, load_environment_specs
+from megatron_rl.environments.config import set_up_environments
+from megatron_rl.errors import ConfigError
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Split
 
@@ -14,13 +15,14 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
     path = config.environment.langrl_env_config
     if path is None:
         return []  # already reported as a missing flag
-    problems = check_environments(path)
-    if problems:
-        return problems
-    environments = {spec.name: spec.create() for spec in load_environment_specs(path)}
+    try:
+        environments = set_up_environments(path)
+    except ConfigError as error:
+        return list(error.problems)
     trained = {name: item for name, item in environments.items() if not item.evaluation_only}
     if not trained:
         return [f"{path}: every environment is evaluation_only, so there is nothing to train on; add one that is not"]
+    problems: list[str] = []
     if not config.training.perform_rl_step:
         problems += _demonstrations(path, trained)
     if config.training.eval_interval is not None:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.environments.checks import task_problems
 from megatron_rl.environments.config import load_environment_specs
+from megatron_rl.environments.data import DatasetEnvironment
 from megatron_rl.environments.grading import grade_one
 from megatron_rl.environments.loader import PACKAGE, discover
 from megatron_rl.environments.selftest import run_checks
@@ -23,17 +24,39 @@ from megatron_rl.environments.wire import (
     task_to_json,
 )
 from megatron_rl.types import Transcript
+from tests.support.graders import HAVE_GRADERS, NO_GRADERS
 
 ROOT = Path(__file__).parents[2]
 DISCOVERY = discover()
-ALLOWED_IMPORTS = {"megatron_rl.environments.base", "megatron_rl.types"}
+ALLOWED_IMPORTS = {
+    "megatron_rl.environments.base",
+    "megatron_rl.environments.data",
+    "megatron_rl.errors",
+    "megatron_rl.types",
+}
 SAMPLE = 50
 
 every_environment = pytest.mark.parametrize("name", sorted(DISCOVERY.environments))
 
 
+def folder_of(name):
+    module = Path(importlib.import_module(DISCOVERY.environments[name].__module__).__file__)
+    return module.parent if module.name == "__init__.py" else None
+
+
 def make(name):
-    return DISCOVERY.environments[name].from_options({})
+    """With the rows of ``sample.jsonl`` in the environment's folder, where its data is elsewhere."""
+    folder = folder_of(name)
+    sample = folder / "sample.jsonl" if folder else None
+    given = {"path": str(sample)} if sample is not None and sample.is_file() else {}
+    return DISCOVERY.environments[name].from_options(given)
+
+
+def make_graded(name):
+    environment = make(name)
+    if isinstance(environment, DatasetEnvironment) and not HAVE_GRADERS:
+        pytest.skip(NO_GRADERS)
+    return environment
 
 
 def test_every_environment_imports():
@@ -59,10 +82,10 @@ def test_options_can_be_written_in_yaml(name):
 
 @every_environment
 def test_imports_only_the_base_class_and_the_types(name):
-    module = importlib.import_module(DISCOVERY.environments[name].__module__)
-    folder = Path(module.__file__)
-    files = folder.parent.rglob("*.py") if folder.name == "__init__.py" else [folder]
-    for file in files:
+    module = Path(importlib.import_module(DISCOVERY.environments[name].__module__).__file__)
+    folder = folder_of(name)
+    files = folder.rglob("*.py") if folder else [module]
+    for file in (file for file in files if not file.name.startswith("test_")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
                 imported = [node.module or ""]
@@ -86,6 +109,14 @@ def test_tasks_are_usable_repeatable_and_survive_json(name):
 
 
 @every_environment
+def test_a_data_set_has_a_sample_of_its_columns(name):
+    environment = DISCOVERY.environments[name]
+    if not issubclass(environment, DatasetEnvironment):
+        pytest.skip("reads no data set")
+    assert (folder_of(name) / "sample.jsonl").is_file()
+
+
+@every_environment
 def test_no_prompt_is_in_both_splits(name):
     environment = make(name)
     if environment.evaluation_only:
@@ -97,7 +128,7 @@ def test_no_prompt_is_in_both_splits(name):
 
 @every_environment
 def test_demonstrations_survive_json_and_get_a_valid_reward(name):
-    environment = make(name)
+    environment = make_graded(name)
     rows = list(environment.demonstrations("train"))
     lowest, highest = environment.reward_range
     for row in rows[:: max(1, len(rows) // SAMPLE)]:  # all along the curriculum
@@ -111,7 +142,7 @@ def test_demonstrations_survive_json_and_get_a_valid_reward(name):
 @every_environment
 def test_self_test_passes(name):
     """Gold and first demonstrations get the maximum, empty answers the minimum, and grades repeat."""
-    assert [check for check in run_checks(make(name), SAMPLE) if check.passed is False] == []
+    assert [check for check in run_checks(make_graded(name), SAMPLE) if check.passed is False] == []
 
 
 @pytest.mark.parametrize(

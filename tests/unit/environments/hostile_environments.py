@@ -34,6 +34,16 @@ class Steady(_OneTask):
         return Grade(float(len(transcript.text)), {"calls": self.calls, "long": len(transcript.text) > 3})
 
 
+class Slow(_OneTask):
+    """Takes a fifth of a second for a grade."""
+
+    name = "slow"
+
+    def grade(self, task, transcript):
+        time.sleep(0.2)
+        return 0.0
+
+
 class Rewards(_OneTask):
     """Returns the kind of reward that the text names."""
 

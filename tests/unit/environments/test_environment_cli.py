@@ -1,9 +1,13 @@
-"""``python -m megatron_rl.environments``: list and test."""
+"""``python -m megatron_rl.environments``: list, test and new."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from megatron_rl.environments import loader, selftest
 from megatron_rl.environments.__main__ import main
 
 
@@ -26,6 +30,7 @@ def test_a_good_environment_passes(capsys):
         ("Fickle", "graded twice    FAIL"),
         ("Fickle", "demonstrations  -     the environment has none"),
         ("BadRows", "tasks           FAIL  train row 1 is a dict"),
+        ("Slow", "speed           FAIL"),
         ("NoTasks", "tasks           FAIL  there are no train tasks"),
     ],
 )
@@ -47,3 +52,69 @@ def test_mistakes_are_one_line(capsys, arguments, message):
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_list_names_a_broken_environment_among_the_others(capsys, monkeypatch):
+    broken = loader.BrokenEnvironment("torn", "Traceback ...\n  File x\nKeyError: 'gold'\n")
+    found = loader.discover()
+    monkeypatch.setattr(
+        "megatron_rl.environments.__main__.discover", lambda: loader.Discovery(found.environments, (broken,))
+    )
+    assert main(["list"]) == 0
+    captured = capsys.readouterr()
+    assert "arithmetic  Adds" in captured.out
+    assert "torn        cannot be imported: KeyError: 'gold'" in captured.out
+    assert "Traceback" in captured.err
+
+
+def test_the_speed_is_shown(capsys):
+    assert main(["test", "arithmetic", "--limit", "20"]) == 0
+    [row] = [line for line in capsys.readouterr().out.splitlines() if "speed" in line]
+    assert row.split()[1] == "ok"
+    assert int(row.split()[2].replace(",", "")) > selftest.SLOWEST
+
+
+def test_new_writes_an_environment_whose_test_passes(capsys, tmp_path, monkeypatch):
+    assert main(["new", "odd_or_even", "--dir", str(tmp_path)]) == 0
+    assert "odd_or_even:OddOrEven" in capsys.readouterr().out
+    module = tmp_path / "odd_or_even" / "__init__.py"
+    assert len(module.read_text().splitlines()) <= 26
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["test", "odd_or_even:OddOrEven"]) == 0
+    assert "FAIL" not in capsys.readouterr().out
+    run = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(module.with_name("test_odd_or_even.py"))]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("arithmetic", "an environment 'arithmetic' exists"),
+        ("arithmetic_agent", "an environment 'arithmetic' exists, and 'arithmetic_agent' would select it"),
+        ("there", "there exists already"),
+        ("file", "exists already"),
+        ("Odd", "cannot name an environment"),
+        ("class", "cannot name an environment"),
+        ("1st", "cannot name an environment"),
+        ("../up", "cannot name an environment"),
+        ("_hidden", "cannot name an environment"),
+        ("a" * 41, "cannot name an environment"),
+        ("", "cannot name an environment"),
+    ],
+)
+def test_new_refuses_a_name_in_one_line(capsys, tmp_path, name, message):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file.py").touch()
+    assert main(["new", name, "--dir", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.py", "there"]
+
+
+def test_new_refuses_a_folder_that_is_a_file(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert main(["new", "fine", "--dir", str(tmp_path / "file")]) == 1
+    assert "cannot write" in capsys.readouterr().err

@@ -78,6 +78,12 @@ def test_a_folder_may_hold_environments_of_other_names(installed):
     assert find_environment("rightAgent").name == "right"
 
 
+def test_a_name_is_found_however_its_words_are_joined(installed):
+    (installed / "word_count.py").write_text(GOOD.format(name="word_count"))
+    for spelling in ("word_count", "WordCountAgent", "word-count", "examples.rl.word_count_agent.WordCountAgent"):
+        assert find_environment(spelling).name == "word_count"
+
+
 def test_entry_points_of_other_packages_are_found(installed, tmp_path):
     (tmp_path / "elsewhere.py").write_text(GOOD.format(name="elsewhere"))
     info = tmp_path / "elsewhere-1.0.dist-info"

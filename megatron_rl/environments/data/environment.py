@@ -1,0 +1,99 @@
+"""The base of environments that read a data set: a subclass says what a row means and how it is graded."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.data.problems import Problem, distinct, held_out
+from megatron_rl.environments.data.rows import Row, Source, read_rows
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Grade, Split, Task, Transcript
+
+STATUSES = ("correct", "no_answer", "unparsable", "timeout")
+"""Verdicts of the graders that become metrics; what remains to 1 was an answer and wrong."""
+
+logger = logging.getLogger(__name__)
+
+
+class DatasetEnvironment(Environment):
+    """Tasks are the rows of ``source``; ``grader`` compares a completion with ``Problem.gold``.
+
+    ``path`` is a local file that is read instead of the hub. ``format_reward`` is added to the lowest reward
+    when the completion has an answer that is wrong.
+    """
+
+    source: ClassVar[Source]
+    grader: str = "math"
+    """``math``, ``dapo``, ``exact_number`` or ``countdown``."""
+    held_out: int = 0
+    """One problem in so many belongs to the test split."""
+
+    def __init__(self, *, path: str = "", format_reward: float = 0.0) -> None:
+        lowest, highest = self.reward_range
+        if not 0 <= format_reward < highest - lowest:
+            raise ValueError(f"format_reward is {format_reward}; it must be at least 0 and below {highest - lowest:g}")
+        self._path = path
+        self._format_reward = format_reward
+        self._loaded: dict[Source, tuple[Problem, ...]] = {}
+
+    @abstractmethod
+    def parse(self, row: Row) -> Problem:
+        """The problem in a row, or ``RowError``; asked about every row before any is used."""
+
+    def reject(self, problem: Problem) -> str:
+        """Why a problem cannot be used, as words to follow a number (``with damaged answers``); "" if it can."""
+        return ""
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """The problems of a split; the rows of one source, some of them held out."""
+        rows = self.load(replace(self.source, path=self._path))
+        if type(self).evaluation_only:
+            return rows
+        return [row for row in rows if held_out(row.statement, self.held_out) == (split == "test")]
+
+    def load(self, source: Source) -> tuple[Problem, ...]:
+        """The usable problems of a source, read once; what was dropped, and why, is logged."""
+        if source not in self._loaded:
+            counts: Counter[str] = Counter()
+            kept = distinct(read_rows(source, self.parse), counts)
+            for statement, problem in list(kept.items()):
+                if reason := self.reject(problem):
+                    counts[reason] += 1
+                    del kept[statement]
+            total = counts.pop("rows")
+            dropped = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count) or "nothing"
+            if not kept:
+                raise ConfigError([f"{source.where} has no usable row; dropped of {total} rows: {dropped}"])
+            logger.info("%s: %d problems of %s; dropped: %s", self.name, len(kept), source.where, dropped)
+            self._loaded[source] = tuple(kept.values())
+        return self._loaded[source]
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        """The problems of a split in the order of the data set."""
+        if split == "train" and type(self).evaluation_only:
+            why = "models are measured by it"
+            raise ConfigError([f"{self.name} cannot be trained on, because {why}; set evaluation_only: true"])
+        return (problem.task for problem in self.problems(split))
+
+    def grade(self, task: Task, transcript: Transcript) -> Grade:
+        """The highest reward for a right answer, else the lowest, and the verdict as metrics."""
+        # imported here: the graders import sympy, which listing environments and tasks need not pay
+        from megatron_rl.environments.grading import grade
+
+        verdict = grade(self.grader, transcript.text, task.data["gold"])
+        lowest, highest = self.reward_range
+        reward = lowest + (self._format_reward if verdict.status == "wrong" else 0.0)
+        metrics = {name: float(verdict.status == name) for name in STATUSES}
+        return replace(verdict, reward=highest if verdict.status == "correct" else reward, metrics=metrics)
+
+
+def chosen(option: str, value: object, allowed: Sequence[object]) -> None:
+    """``ValueError`` unless an option has one of the values ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{option} is {value!r}; use {' or '.join(map(str, allowed))}")
