@@ -31,7 +31,7 @@ _NUMBER = re.compile(
 )
 _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+")
 _DIGIT_GROUP = re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,:;]|,\\ )\s?(?=\d{3})")
-_MEMBER = re.compile(r"^\$?\s*[a-zA-Z]\s*(?:\\in(?![a-z])|\u2208)")
+_MEMBER = re.compile(r"^\s*[a-zA-Z]\s*(?:\\in(?![a-z])|\u2208)")
 _BRACKETED = re.compile(r"(?<![\\\w(\[])\[\s?(-?[\d./]{1,40})\s?\]")
 _TEX_WORD = re.compile(
     r"\\(?:begin|end|text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s?\{[^{}]*\}|\\[a-zA-Z]+"
@@ -95,7 +95,7 @@ def _parsed(answer: str, boxed: bool) -> list[Any]:
 
     if _too_large(answer):
         return []
-    answer = _MEMBER.sub("", _DIGIT_GROUP.sub(",", answer))
+    answer = _DIGIT_GROUP.sub(",", answer)
     if _NUMBER.fullmatch(answer):
         number = parse(answer.lstrip("\\").rstrip("."), [ExprExtractionConfig()], parsing_timeout=None)
         if not _DECIMAL_COMMA.fullmatch(answer):
@@ -112,7 +112,7 @@ def _parsed_tex(answer: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
     tex = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", _without_delimiters(answer)).translate(_SIGNS)
-    tex = tex.rstrip("\\").replace("**", "^")
+    tex = _MEMBER.sub("", tex).rstrip("\\").replace("**", "^")
     # priority 0 and no other anchor: the box is read as a whole or not at all
     config = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
     return parse(f"\\boxed{{{tex}}}", [config], parsing_timeout=None)
