@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,9 @@ from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.rollout.prompt_source import Draw
 from megatron_rl.rollout.requests import RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
-from megatron_rl.types import GenerationRequest, RolloutGroup
+from megatron_rl.types import GenerationRequest, Rollout, RolloutGroup
 
-_COLUMNS = 8
+_COLUMNS = 10
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class _TaskScore:
     truncated: int
     greedy_graded: int
     greedy_correct: int
+    voted: int
+    """1 if the grader extracted answers that the samples can vote with."""
+    vote_correct: int
 
     def row(self) -> list[float]:
         return [float(getattr(self, name)) for name in self.__dataclass_fields__]
@@ -98,10 +102,12 @@ class Evaluator:
             truncated=sum(r.completion.finish_reason == "length" for r in graded),
             greedy_graded=len(greedy_graded),
             greedy_correct=sum(r.grade.reward > 0 for r in greedy_graded),
+            voted=int(any(r.grade.extracted is not None for r in graded)),
+            vote_correct=int(majority_is_correct(graded)),
         )
 
     def _summary(self, name: str, table: numpy.ndarray) -> dict[str, float]:
-        _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct = table.T
+        _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct, voted, right = table.T
         total = max(samples.sum(), 1)
         metrics = {}
         for k in powers_of_two_up_to(self._samples):
@@ -111,6 +117,8 @@ class Evaluator:
                 metrics[f"pass@{k}"] = by_task.mean()
                 if k == 1:
                     metrics["pass@1_ci95"] = confidence(by_task)
+        if voted.any():
+            metrics["maj@k"] = right.sum() / voted.sum()
         metrics |= {
             "greedy": greedy_correct.sum() / max(greedy_graded.sum(), 1),
             "reward": reward.sum() / total,
@@ -120,6 +128,19 @@ class Evaluator:
             "failed_grades": self._samples * len(table) - samples.sum(),
         }
         return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
+
+
+def majority_is_correct(graded: Sequence[Rollout]) -> bool:
+    """Whether the answer that most samples gave is right; of equally frequent ones the first given counts.
+
+    Samples without an answer do not vote. Answers are compared as the grader extracted them: two spellings of
+    one number are two answers.
+    """
+    votes = Counter(rollout.grade.extracted for rollout in graded if rollout.grade.extracted is not None)
+    if not votes:
+        return False
+    winner = votes.most_common(1)[0][0]
+    return next(r.grade.reward > 0 for r in graded if r.grade.extracted == winner)
 
 
 def confidence(by_task: numpy.ndarray) -> float:

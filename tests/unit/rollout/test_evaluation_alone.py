@@ -7,7 +7,8 @@ import pytest
 
 from megatron_rl.config import read_config
 from megatron_rl.evaluation_report import by_environment, evaluation_table
-from megatron_rl.rollout.evaluation import confidence
+from megatron_rl.rollout.evaluation import confidence, majority_is_correct
+from megatron_rl.types import Completion, GradeResult, Rollout
 
 FLAGS = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
@@ -52,3 +53,19 @@ def test_the_table_has_a_row_for_each_environment():
     assert [cell.strip() for cell in first.split("|")] == ["a", "1.000", "-", "-", "-", "-", "-"]
     cells = [cell.strip() for cell in second.split("|")]
     assert cells == ["b", "0.250 ± 0.100", "0.500", "0.750", "0.300", "12.3", "30"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "right"),
+    [
+        ([("4", 1.0), ("5", 0.0), ("4", 1.0)], True),
+        ([("4", 1.0), ("5", 0.0), ("5", 0.0)], False),
+        ([("5", 0.0), ("4", 1.0)], False),  # as many votes: the first given
+        ([(None, 0.0), (None, 0.0), ("4", 1.0)], True),  # who gives no answer does not vote
+        ([(None, 0.0)], False),
+    ],
+)
+def test_the_majority_votes_by_extracted_answer(answers, right):
+    completion = Completion((1,), (0.0,), "stop", 0)
+    graded = [Rollout(completion, "", GradeResult("ok", reward, extracted=text)) for text, reward in answers]
+    assert majority_is_correct(graded) == right
