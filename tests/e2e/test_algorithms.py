@@ -49,7 +49,7 @@ def outcomes(workshop, warm_start) -> dict[str, Outcome]:
     for name, flags in VARIANTS.items():
         argv = workshop.rl(name, pretrained_checkpoint=warm_start, **{"train_iters": 3} | flags)
         commands.append([part for text in argv for part in text.split()])
-    return dict(zip(VARIANTS, run_many(commands, timeout=500), strict=True))
+    return dict(zip(VARIANTS, run_many(commands, timeout=1500), strict=True))
 
 
 @pytest.fixture(scope="module")
