@@ -164,11 +164,9 @@ def _parse_entry(entry: object) -> EnvironmentSpec:
         problems.append(f"args is {options!r}; it must be a mapping of options")
         options = {}
     environment = _resolve(reference, options, problems)
-    if environment is not None and environment.evaluation_only:
-        if entry.get("evaluation_only") is False:
-            why = "models are measured by it"
-            problems.append(f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true")
-        evaluation_only = True
+    if environment is not None and environment.evaluation_only and entry.get("evaluation_only") is False:
+        why = "models are measured by it"
+        problems.append(f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true")
     if environment is None or problems:
         raise ConfigError(problems)
     evaluation_only = evaluation_only or environment.evaluation_only
