@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 
 from megatron_rl.models import PolicyModel
+from megatron_rl.platform import current_platform
 from megatron_rl.quantization.rollout import RolloutQuantization
-from tools.benchmark import decode, quantization
+from tools.benchmark import decode
 
 SIZES = decode.DecodeSizes(hidden=64, ffn=128, heads=4, groups=2, layers=1, batches=(1, 2), prompt_tokens=4, bursts=2)
 
 
-@pytest.fixture(scope="module")
-def policy() -> Iterator[PolicyModel]:
-    with quantization.one_rank() as platform:
-        yield decode._build(SIZES, platform)
+@pytest.fixture
+def policy(one_rank: object) -> PolicyModel:
+    """On the session's process group."""
+    return decode._build(SIZES, current_platform())
 
 
 def test_a_row_a_batch_size(policy: PolicyModel) -> None:
