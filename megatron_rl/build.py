@@ -79,10 +79,8 @@ class Run:
     def rollout_phase(self, quantized: bool = True) -> Iterator[None]:
         """The model generates in here, on quantised weights if there are any and they are wanted."""
         with rollout_mode(self.policy, self.optimization.wrapped):
-            if not quantized:
-                yield
-                return
-            with self.quantization.rollout(self.generate_a_little):
+            phase = self.quantization.rollout(self.generate_a_little) if quantized else self.quantization.plain()
+            with phase:
                 yield
 
     @property

@@ -107,6 +107,12 @@ class RolloutQuantization:
         with self.linears.installed():
             yield
 
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Inside, the linears run in full precision, even where aligned training keeps the copies installed."""
+        with contextlib.nullcontext() if self.linears is None else self.linears.suspended():
+            yield
+
     def fall_back(self) -> str | None:
         """Go on with the next safer recipe; its name, None if there is none."""
         if self.linears is None:

@@ -168,6 +168,14 @@ class TestInARun:
             generate(policy, engine, short_requests())
         assert len(audits) == 1, "the table helps to see why"
 
+    def test_a_plain_phase_is_plain_even_where_copies_are_installed_for_good(self, policy: PolicyModel) -> None:
+        quantization = rollout_quantization(policy, "int8", [])
+        module = quantization.linears.layers[0].module
+        with quantization.linears.installed():  # as aligned training does
+            with quantization.plain():
+                assert "forward" not in vars(module)
+            assert "forward" in vars(module)
+
     def test_only_recipes_that_want_it_are_calibrated_and_once(self, policy: PolicyModel) -> None:
         for recipe, wanted in (("int8", 0), ("int8_smooth", 1)):
             quantization, engine, calls = rollout_quantization(policy, recipe), rollout_engine(policy), []
