@@ -61,6 +61,16 @@ class Transcript:
 
 
 @dataclass(frozen=True)
+class Turn(Transcript):
+    """One turn of the model in a conversation; ``text`` is this turn's alone."""
+
+    number: int = 0
+    """Counted from 0."""
+    last: bool = False
+    """True when the model gets no further turn, whatever the environment says."""
+
+
+@dataclass(frozen=True)
 class Grade:
     """An environment's verdict. ``reward`` must be a finite number."""
 
@@ -70,6 +80,29 @@ class Grade:
     """Why: ``correct | wrong | no_answer | unparsable | timeout``, or an author's own word."""
     extracted: str | None = None
     """The part of the completion that was taken as the answer."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment answers to one turn of the model."""
+
+    messages: tuple[Message, ...] = ()
+    """What the model reads next; not empty unless ``done``."""
+    state: Any = None
+    """Comes back with the next turn: JSON values only."""
+    done: bool = False
+    """True ends the conversation with ``reward``."""
+    reward: float | Grade | None = None
+    """What the conversation is worth should it end with this turn, as it may for lack of room. None is the
+    environment's lowest reward, and no answer when ``done``."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a conversation goes on: what the model reads, and the state that the next turn is judged with."""
+
+    messages: tuple[Message, ...]
+    state: Any = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +118,8 @@ class GradeResult:
     verdict: str = ""
     """The grade's own ``status``; ``timeout`` when the completion ran its grader out of time twice."""
     extracted: str | None = None
+    continuation: Continuation | None = None
+    """Set when the conversation goes on; ``reward`` is then what it would be worth if it could not."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +154,34 @@ class GenerationRequest:
     sampling: SamplingParams
     index: int = 0
     """Position in the caller's list; comes back with the result."""
+    first_sample: int = 0
+    """Number of the first of the samples in its group: a later turn is asked for sample by sample."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer: ids include the end token when the model emitted it."""
+    """One sampled answer: ids include the end token when the model emitted it.
+
+    A conversation is one completion: the model's turns and, between them, what it read.
+    """
 
     token_ids: tuple[int, ...]
     inference_logprobs: tuple[float, ...]
-    """fp32 log-prob of each token under the distribution it was drawn from."""
+    """fp32 log-prob of each token under the distribution it was drawn from; 0 where the model read."""
     finish_reason: FinishReason
     policy_version: int
+    environment_spans: tuple[tuple[int, int], ...] = ()
+    """``[start, end)`` of the tokens that the model read and did not write: no part of the loss."""
+
+    @property
+    def num_written(self) -> int:
+        """Number of tokens the model wrote."""
+        return len(self.token_ids) - sum(end - start for start, end in self.environment_spans)
+
+    @property
+    def num_turns(self) -> int:
+        """Number of the model's turns."""
+        return len(self.environment_spans) + 1
 
 
 @dataclass(frozen=True)
@@ -172,11 +224,18 @@ class Sample:
     """[L] fp32, 0 at prompt positions; empty for supervised samples."""
     sample_id: int = 0
     """Unique in the step; ties a sample to its row in the rollout records."""
+    environment_spans: tuple[tuple[int, int], ...] = ()
+    """``[start, end)`` within ``token_ids``, after the prompt, of tokens without loss: the model read them."""
 
     @property
     def length(self) -> int:
         """Number of tokens, prompt included."""
         return int(self.token_ids.numel())
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Number of tokens the policy wrote."""
+        return self.length - self.prompt_length - sum(end - start for start, end in self.environment_spans)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The class an environment derives from: tasks, a grader, optionally worked demonstrations.
+"""The classes an environment derives from: tasks, a grader or a conversation, worked demonstrations.
 
 An environment is one module::
 
@@ -16,18 +16,20 @@ An environment is one module::
 
         def grade(self, task, transcript):
             return float(transcript.text == task.data["gold"])
+
+One that answers the model, with a tool's result or a follow-up question, is a ``ConversationEnvironment``.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from megatron_rl.environments.naming import suggestion
 from megatron_rl.errors import ConfigError
-from megatron_rl.types import Demonstration, Grade, Split, Task, Transcript
+from megatron_rl.types import Demonstration, Grade, Split, Step, Task, Transcript, Turn
 
 
 class Environment(ABC):
@@ -48,7 +50,9 @@ class Environment(ABC):
     in_process: bool = False
     """True grades in the server itself, without a worker: for a ``grade`` that is cheap and cannot hang."""
     grade_deadline: float = 5.0
-    """Seconds that one grade may take before its worker is killed."""
+    """Seconds that one grade or step may take before its worker is killed."""
+    max_turns: int = 1
+    """How often the model may speak; above 1, ``step`` is asked and not ``grade``."""
 
     @abstractmethod
     def tasks(self, split: Split) -> Iterable[Task]:
@@ -57,6 +61,13 @@ class Environment(ABC):
     @abstractmethod
     def grade(self, task: Task, transcript: Transcript) -> float | Grade:
         """The reward of ``transcript``; a function of the arguments alone."""
+
+    def step(self, task: Task, state: Any, turn: Turn) -> Step:
+        """The answer to one turn of the model; a function of the arguments alone.
+
+        ``state`` is None in the first turn and then what the step before returned.
+        """
+        return Step(done=True, reward=self.grade(task, turn))
 
     def demonstrations(self, split: Split) -> Iterable[Demonstration]:
         """Worked solutions for the supervised warm start; none unless the environment has some.
@@ -69,6 +80,11 @@ class Environment(ABC):
     def gold_answer(self, task: Task) -> str | None:
         """A completion that deserves the maximum reward, or None; only the environment's self-test asks."""
         return None
+
+    def gold_turns(self, task: Task) -> Sequence[str] | None:
+        """The model's turns in a conversation that earns the maximum reward; only the self-test asks."""
+        answer = self.gold_answer(task)
+        return None if answer is None else [answer]
 
     @classmethod
     def description(cls) -> str:
@@ -116,6 +132,35 @@ class Environment(ABC):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError([f"{cls.name} cannot be set up with its options: {reason}"]) from error
+
+
+class ConversationEnvironment(Environment):
+    """An environment of several turns: it has ``step`` in place of ``grade``.
+
+    ::
+
+        max_turns = 4
+
+        def step(self, task, state, turn):
+            if "?" in turn.text:
+                return Step(messages=({"role": "user", "content": "Yes."},), state={"asked": 1})
+            return Step(done=True, reward=float(turn.text == task.data["gold"]))
+
+    A conversation ends with ``done``, after ``max_turns``, or when its tokens fill ``--inference-max-seq-length``;
+    it is then worth the ``reward`` of its last step.
+    """
+
+    max_turns = 8
+
+    @abstractmethod
+    def step(self, task: Task, state: Any, turn: Turn) -> Step:
+        """See ``Environment.step``."""
+
+    def grade(self, task: Task, transcript: Transcript) -> float | Grade:
+        """What a conversation of this one turn is worth."""
+        turn = Turn(transcript.text, transcript.finish_reason, transcript.num_tokens, number=0, last=True)
+        reward = self.step(task, None, turn).reward
+        return self.reward_range[0] if reward is None else reward
 
 
 def _fits(value: object, default: object) -> bool:

@@ -9,12 +9,25 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from dataclasses import replace
 from typing import Any, get_args
 
-from megatron_rl.types import Demonstration, FinishReason, GradeResult, Prompt, Task, Transcript
+from megatron_rl.types import (
+    Continuation,
+    Demonstration,
+    FinishReason,
+    GradeResult,
+    Message,
+    Prompt,
+    Task,
+    Transcript,
+    Turn,
+)
 
 MAX_MESSAGE = 2000
 """Longest error text of an item; an author's exception may quote the whole completion."""
+MAX_CONTINUATION = 2**20
+"""Most characters of a step's messages and state; they travel with every turn."""
 MAX_EXTRACTED = 500
 """Longest extracted answer that travels; what is longer is for reading only and gets cut."""
 
@@ -62,11 +75,15 @@ def task_from_json(value: object, where: str = "task") -> Task:
     """The task of a JSON object."""
     prompt: Prompt = read_key(value, "prompt", (str, list), where)
     if not isinstance(prompt, str):
-        for index, message in enumerate(prompt):
-            for key in ("role", "content"):
-                read_key(message, key, str, f"{where}.prompt[{index}]")
-        prompt = tuple(prompt)
+        prompt = _messages(prompt, f"{where}.prompt")
     return Task(read_key(value, "id", str, where), prompt, read_key(value, "data", dict, where))
+
+
+def _messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
+    for index, message in enumerate(value):
+        for key in ("role", "content"):
+            read_key(message, key, str, f"{where}[{index}]")
+    return tuple(value)
 
 
 def demonstration_to_json(demonstration: Demonstration) -> dict[str, Any]:
@@ -97,6 +114,31 @@ def transcript_from_json(value: object, where: str = "transcript") -> Transcript
         raise WireError(f"{where}.finish_reason is {reason!r}; use one of {known}")
     text = read_key(value, "text", str, where)
     return Transcript(text, reason, read_key(value, "num_tokens", int, where))
+
+
+def turn_to_json(turn: Turn) -> dict[str, Any]:
+    """The JSON object of a turn."""
+    return transcript_to_json(turn) | {"number": turn.number, "last": turn.last}
+
+
+def turn_from_json(value: object, where: str = "turn") -> Turn:
+    """The turn of a JSON object."""
+    said = transcript_from_json(value, where)
+    number, last = read_key(value, "number", int, where), read_key(value, "last", bool, where)
+    return Turn(said.text, said.finish_reason, said.num_tokens, number, last)
+
+
+def continuation_of(messages: object, state: object) -> Continuation:
+    """A continuation that JSON returns unchanged; ``WireError`` or ``TypeError`` says what does not."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise WireError(f"messages is {messages!r:.80}; a step that is not done needs a tuple of messages")
+    kept = _messages([dict(message) for message in messages], "messages")
+    text = dumps({"messages": kept, "state": state})
+    if len(text) > MAX_CONTINUATION:
+        raise WireError(f"messages and state have {len(text)} characters; at most {MAX_CONTINUATION} travel")
+    if loads(text)["state"] != state:  # a tuple becomes a list: the next step would see another value
+        raise WireError(f"state is a value that JSON does not return unchanged: {state!r:.80}")
+    return Continuation(kept, state)
 
 
 def graded(reward: object, metrics: object, verdict: object = "", extracted: object = None) -> GradeResult:
@@ -132,8 +174,14 @@ def result_to_json(result: GradeResult) -> dict[str, Any]:
     if result.status == "ok":
         plain = {"status": "ok", "reward": result.reward, "metrics": dict(result.metrics)}
         why = {"verdict": result.verdict, "extracted": result.extracted} if result.verdict else {}
-        return plain | why
+        return plain | why | _continuation_to_json(result.continuation)
     return {"status": "error", "code": result.code, "message": result.message}
+
+
+def _continuation_to_json(continuation: Continuation | None) -> dict[str, Any]:
+    if continuation is None:
+        return {}
+    return {"messages": [dict(message) for message in continuation.messages], "state": continuation.state}
 
 
 def results_from_json(value: object, count: int) -> list[GradeResult]:
@@ -146,7 +194,10 @@ def results_from_json(value: object, count: int) -> list[GradeResult]:
         where = f"items[{index}]"
         if read_key(item, "status", str, where) == "ok":
             why = item.get("verdict", ""), item.get("extracted")
-            results.append(graded(item.get("reward"), item.get("metrics", {}), *why))
+            result = graded(item.get("reward"), item.get("metrics", {}), *why)
+            if result.status == "ok" and "messages" in item:
+                result = replace(result, continuation=continuation_of(item["messages"], item.get("state")))
+            results.append(result)
         else:
             code = read_key(item, "code", str, where)
             results.append(failed(code, read_key(item, "message", str, where)))

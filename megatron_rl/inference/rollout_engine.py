@@ -295,4 +295,5 @@ class RolloutEngine:
 
     def _sample_seed(self, request: GenerationRequest, sample_index: int) -> int:
         source = request.source
-        return sample_seed(self._seed, source.environment, source.task.id, source.epoch, sample_index)
+        number = request.first_sample + sample_index
+        return sample_seed(self._seed, source.environment, source.task.id, source.epoch, number)

@@ -69,6 +69,7 @@ def _answer(rollout: Rollout) -> dict[str, Any]:
         "completion": rollout.text,
         "token_ids": completion.token_ids,
         "inference_logprobs": completion.inference_logprobs,
+        "environment_spans": completion.environment_spans,
         "finish_reason": completion.finish_reason,
         "policy_version": completion.policy_version,
         "reward": grade.reward,

@@ -49,6 +49,9 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
     sequence = torch.arange(len(lengths)).repeat_interleave(per_sequence)
     position_ids = torch.arange(num_tokens + padding) - cu_seqlens[sequence]
     in_loss = position_ids >= torch.tensor(prompt_lengths)[sequence]
+    for sample, first in zip(samples, cu_seqlens.tolist(), strict=False):  # the last border begins nothing
+        for start, end in sample.environment_spans:
+            in_loss[first + start : first + end] = False
     inference_logprobs = torch.cat(
         [_inference_logprobs(sample) for sample in samples] + [torch.zeros(padding)]
     )
@@ -61,7 +64,7 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
         advantages=torch.tensor(advantages)[sequence].to(device),
         inference_logprobs=torch.where(in_loss, inference_logprobs, 0.0).to(device),
         sample_ids=tuple(sample.sample_id for sample in samples),
-        num_loss_tokens=sum(sample.length - sample.prompt_length for sample in samples),
+        num_loss_tokens=sum(sample.num_loss_tokens for sample in samples),
         padding=padding,
     )
 
@@ -81,6 +84,12 @@ def _check(sample: Sample) -> None:
         raise TrainingError(
             f"sample {sample.sample_id} has a prompt of {sample.prompt_length} of {sample.length} tokens: "
             "the first token has no log-prob, nothing precedes it; give it a prompt of 1 token or more"
+        )
+    borders = [sample.prompt_length, *(border for span in sample.environment_spans for border in span), sample.length]
+    if sorted(borders) != borders:
+        raise TrainingError(
+            f"sample {sample.sample_id} of {sample.length} tokens, {sample.prompt_length} of them the prompt, has the "
+            f"environment's tokens at {sample.environment_spans}: spans must follow one another after the prompt"
         )
     if sample.inference_logprobs.numel() not in (0, sample.length):
         raise TrainingError(

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_rl.errors import TrainingError
 from megatron_rl.types import Sample
 
-HEADER = 4
-"""Integers that go ahead of a sample's tokens: sample_id, length, prompt_length, number of log-probs."""
+HEADER = 5
+"""Integers that go ahead of a sample's tokens: sample_id, length, prompt_length, number of log-probs, of spans."""
 
 
 def exchange_samples(
@@ -77,13 +77,17 @@ def _check(local: Sequence[Sample], destination: Sequence[int], num_ranks: int) 
 
 
 def _integers(samples: Sequence[Sample]) -> Tensor:
-    """All headers, then all tokens: int64."""
+    """All headers, then all spans, then all tokens: int64."""
     headers = [
-        (sample.sample_id, sample.length, sample.prompt_length, sample.inference_logprobs.numel())
+        (
+            *(sample.sample_id, sample.length, sample.prompt_length),
+            *(sample.inference_logprobs.numel(), len(sample.environment_spans)),
+        )
         for sample in samples
     ]
-    flat_headers = torch.tensor(headers, dtype=torch.int64).reshape(-1)
-    return torch.cat([flat_headers, *(sample.token_ids for sample in samples)])
+    spans = [span for sample in samples for span in sample.environment_spans]
+    flat = [torch.tensor(rows, dtype=torch.int64).reshape(-1) for rows in (headers, spans)]
+    return torch.cat([*flat, *(sample.token_ids for sample in samples)])
 
 
 def _floats(samples: Sequence[Sample]) -> Tensor:
@@ -95,8 +99,11 @@ def _floats(samples: Sequence[Sample]) -> Tensor:
 def _samples(count: int, integers: Tensor, floats: Tensor) -> list[Sample]:
     """The inverse of ``_integers`` and ``_floats``."""
     headers = integers[: count * HEADER].reshape(count, HEADER).tolist()
-    tokens = integers[count * HEADER :].split([length for _, length, _, _ in headers])
-    logprobs = floats[count:].split([num_logprobs for _, _, _, num_logprobs in headers])
+    num_spans = [header[4] for header in headers]
+    first_token = count * HEADER + 2 * sum(num_spans)
+    spans = integers[count * HEADER : first_token].reshape(-1, 2).split(num_spans)
+    tokens = integers[first_token:].split([header[1] for header in headers])
+    logprobs = floats[count:].split([header[3] for header in headers])
     return [
         Sample(
             # Cloned: a view keeps the whole exchange in memory, and puts it into every checkpoint.
@@ -105,9 +112,10 @@ def _samples(count: int, integers: Tensor, floats: Tensor) -> list[Sample]:
             advantage=advantage,
             inference_logprobs=inference_logprobs.clone(),
             sample_id=sample_id,
+            environment_spans=tuple((start, end) for start, end in own_spans.tolist()),
         )
-        for (sample_id, _, prompt_length, _), token_ids, inference_logprobs, advantage in zip(
-            headers, tokens, logprobs, floats[:count].tolist(), strict=True
+        for (sample_id, _, prompt_length, *_), token_ids, inference_logprobs, advantage, own_spans in zip(
+            headers, tokens, logprobs, floats[:count].tolist(), spans, strict=True
         )
     ]
 

@@ -98,7 +98,7 @@ class Evaluator:
             samples=len(graded),
             correct=sum(r.grade.reward > 0 for r in graded),
             reward_sum=sum(r.grade.reward for r in graded),
-            tokens=sum(len(r.completion.token_ids) for r in graded),
+            tokens=sum(r.completion.num_written for r in graded),
             truncated=sum(r.completion.finish_reason == "length" for r in graded),
             greedy_graded=len(greedy_graded),
             greedy_correct=sum(r.grade.reward > 0 for r in greedy_graded),

@@ -16,15 +16,18 @@ def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGrou
     """Lengths and endings under verl's names, and the mean of every metric the graders report."""
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     rows = [
-        (len(group.prompt_ids), len(r.completion.token_ids), r.completion.finish_reason == "length")
+        (
+            *(len(group.prompt_ids), r.completion.num_written, len(r.completion.token_ids)),
+            *(r.completion.finish_reason == "length", r.completion.num_turns),
+        )
         for group in groups
         for r in group.rollouts
     ]
     local = torch.tensor(rows, dtype=torch.float64).view(-1)
-    table = torch.cat(gather_vectors(local, data_group)).view(-1, 3)
+    table = torch.cat(gather_vectors(local, data_group)).view(-1, 5)
     if not table.numel():
         return {}
-    prompt, response, cut = table.unbind(1)
+    prompt, response, answer, cut, turns = table.unbind(1)
     logprob_sum = sum(sum(completion.inference_logprobs) for completion in completions)
     sums = torch.tensor([logprob_sum], dtype=torch.float64)
     dist.all_reduce(sums, group=data_group)
@@ -35,7 +38,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGrou
         "response_length/min": response.min().item(),
         "response_length/clip_ratio": cut.mean().item(),
         "rollout/logprob_mean": sums.item() / max(response.sum().item(), 1.0),
-        "perf/total_num_tokens": (prompt.sum() + response.sum()).item(),
+        "rollout/turns_mean": turns.mean().item(),
+        "perf/total_num_tokens": (prompt.sum() + answer.sum()).item(),
         "perf/generated_tokens": response.sum().item(),
         **_grader_means(groups, data_group),
     }

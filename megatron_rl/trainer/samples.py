@@ -109,6 +109,9 @@ def _samples(
                         advantage=advantages[sample_id],
                         inference_logprobs=torch.tensor((0.0,) * prompt + completion.inference_logprobs),
                         sample_id=sample_id,
+                        environment_spans=tuple(
+                            (prompt + start, prompt + end) for start, end in completion.environment_spans
+                        ),
                     )
                 )
     return tuple(samples)

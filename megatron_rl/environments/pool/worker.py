@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_rl.environments.grading.discovery import kind_module
-from megatron_rl.environments.grading.sample import grade_one
+from megatron_rl.environments.grading.sample import grade_one, step_one
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.pool import limits
 from megatron_rl.environments.pool.channel import receive, send
@@ -23,6 +23,7 @@ from megatron_rl.environments.wire import (
     result_to_json,
     task_from_json,
     transcript_from_json,
+    turn_from_json,
 )
 from megatron_rl.types import GradeResult
 
@@ -60,8 +61,11 @@ def _answer(request: Mapping[str, Any]) -> GradeResult:
             result = graded(grade.reward, grade.metrics, grade.status, grade.extracted)
         else:
             environment = _environment(request["environment"], dumps(request["options"]))
-            task, transcript = task_from_json(request["task"]), transcript_from_json(request["transcript"])
-            result = grade_one(environment, task, transcript)
+            task = task_from_json(request["task"])
+            if "turn" in request:
+                result = step_one(environment, task, request["state"], turn_from_json(request["turn"]))
+            else:
+                result = grade_one(environment, task, transcript_from_json(request["transcript"]))
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001 - also KeyboardInterrupt, raised by an author's code
