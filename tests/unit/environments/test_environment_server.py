@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from megatron_rl.environments.server import MAX_BODY_BYTES, create_app, serve
+from megatron_rl.environments.server import serve
+from megatron_rl.environments.serving import MAX_BODY_BYTES, create_app
 from megatron_rl.errors import ConfigError
 
 GRADE = "/v1/environments/steady/grade"

@@ -1,0 +1,53 @@
+"""The application: routes, guards, and JSON for every error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from flask import Flask, Response
+from flask_restful import Api
+
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.catalog import Catalog
+from megatron_rl.environments.graders import GradeSamples, grade_in_process
+from megatron_rl.environments.replay import ReplayCache
+from megatron_rl.environments.serving.guards import guard
+from megatron_rl.environments.serving.listing import (
+    Demonstrations,
+    EnvironmentList,
+    Health,
+    OneEnvironment,
+    Tasks,
+)
+from megatron_rl.environments.serving.posting import Grade
+from megatron_rl.environments.serving.service import Service
+
+REPLAYED_REQUESTS = 1024
+
+
+def create_app(
+    environments: Mapping[str, Environment], token: str, grade: GradeSamples = grade_in_process
+) -> Flask:
+    """The application that serves ``environments`` to whoever presents ``token``."""
+    app = Flask("megatron_rl.environments", static_folder=None)
+    app.config["RESTFUL_JSON"] = {"allow_nan": False}  # its default writes NaN, which is not JSON
+    guard(app, token)
+    api = _JsonApi(app)
+    service = Service(Catalog(environments), ReplayCache(REPLAYED_REQUESTS), grade)
+    shared = {"resource_class_kwargs": {"service": service}}
+    one = "/v1/environments/<string:name>"
+    api.add_resource(Health, "/v1/health", endpoint="health")
+    api.add_resource(EnvironmentList, "/v1/environments", **shared)
+    api.add_resource(OneEnvironment, one, **shared)
+    api.add_resource(Tasks, f"{one}/tasks", **shared)
+    api.add_resource(Demonstrations, f"{one}/demonstrations", **shared)
+    api.add_resource(Grade, f"{one}/grade", **shared)
+    return app
+
+
+class _JsonApi(Api):
+    """flask-restful leaves unknown URLs and methods to Flask, which answers in HTML."""
+
+    def error_router(self, original_handler: Callable, e: Exception) -> Response:
+        """JSON, whatever the error and the URL."""
+        return self.handle_error(e)

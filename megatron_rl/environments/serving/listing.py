@@ -1,0 +1,96 @@
+"""The GET routes: health, environments, pages of tasks and demonstrations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+from flask import request
+from flask_restful import Resource, abort
+
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.serving.service import Serving
+from megatron_rl.environments.wire import demonstration_to_json, task_to_json
+from megatron_rl.errors import EnvironmentFault
+from megatron_rl.types import Split
+
+MAX_PAGE = 5000
+
+logger = logging.getLogger(__name__)
+
+
+class Health(Resource):
+    """Whether the server answers; the only route without a token."""
+
+    def get(self) -> dict[str, str]:
+        """``{"status": "ok"}``."""
+        return {"status": "ok"}
+
+
+class EnvironmentList(Serving):
+    """What is served."""
+
+    def get(self) -> dict[str, Any]:
+        """One summary each."""
+        return {"items": [_summary(name, item) for name, item in self.service.catalog.environments.items()]}
+
+
+class OneEnvironment(Serving):
+    """One of them."""
+
+    def get(self, name: str) -> dict[str, Any]:
+        """Its summary and the range of its rewards."""
+        environment = self.service.environment(name)
+        return {**_summary(name, environment), "reward_range": list(environment.reward_range)}
+
+
+class Tasks(Serving):
+    """The tasks of a split."""
+
+    def get(self, name: str) -> dict[str, Any]:
+        """A page of them."""
+        self.service.environment(name)
+        return _page(partial(self.service.catalog.tasks, name), task_to_json)
+
+
+class Demonstrations(Serving):
+    """The demonstrations of a split."""
+
+    def get(self, name: str) -> dict[str, Any]:
+        """A page of them."""
+        self.service.environment(name)
+        return _page(partial(self.service.catalog.demonstrations, name), demonstration_to_json)
+
+
+def _summary(name: str, environment: Environment) -> dict[str, Any]:
+    return {
+        "name": name,
+        "environment": environment.name,
+        "description": environment.description(),
+        "evaluation_only": environment.evaluation_only,
+    }
+
+
+def _page(read: Callable[[Split], Sequence[Any]], to_json: Callable[[Any], Any]) -> dict[str, Any]:
+    """The part of a list that the query asks for."""
+    split = request.args.get("split", "train")
+    if split not in get_args(Split):
+        abort(422, message=f"split is {split!r}; use one of {', '.join(get_args(Split))}")
+    offset = _query_integer("offset", default=0, lowest=0, highest=2**31)
+    limit = _query_integer("limit", default=1000, lowest=1, highest=MAX_PAGE)
+    try:
+        rows = read(split)
+    except EnvironmentFault as fault:
+        logger.exception("a list could not be read")
+        abort(500, message=str(fault))
+    items = [to_json(row) for row in rows[offset : offset + limit]]
+    return {"total": len(rows), "offset": offset, "items": items}
+
+
+def _query_integer(name: str, default: int, lowest: int, highest: int) -> int:
+    text = request.args.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= 10) or not lowest <= int(text) <= highest:
+        abort(422, message=f"{name} is {text!r}; give an integer from {lowest} to {highest}")
+    return int(text)
