@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import ConfigError
-from megatron_rl.types import Prompt
+from megatron_rl.errors import ConfigError, EnvironmentFault
+from megatron_rl.types import Message, Prompt
+
+_SPOKEN = "THEMODELSTURN"
+"""Stands for what the model said while a template is rendered; templates strip and split, so no spaces."""
 
 
 class Tokenizer:
@@ -22,6 +25,7 @@ class Tokenizer:
         self._backend = backend
         self.name = name
         self.end_token_id: int = int(backend.eos_token_id)
+        self._end_text = str(backend.eos_token)
         self.vocab_size: int = max(len(backend), self.end_token_id + 1)
 
     def encode(self, text: str) -> list[int]:
@@ -32,10 +36,35 @@ class Tokenizer:
         """Ids of a prompt; chat messages go through the tokenizer's chat template."""
         if isinstance(prompt, str):
             return self.encode(prompt)
-        rendered = self._backend.apply_chat_template(
-            [dict(message) for message in prompt], tokenize=False, add_generation_prompt=True
+        return self.encode(self._render(prompt))
+
+    def encode_reply(self, prompt: Prompt, messages: Sequence[Message], ended: bool) -> list[int]:
+        """Ids that follow a turn of the model: ``messages``, and the beginning of its next turn.
+
+        The model's own tokens are never encoded again. For a plain-text ``prompt`` the messages' contents follow
+        as they are; in a chat the template's text after the model's turn does. ``ended`` says that the turn
+        closes with the end-of-text token, which is then not repeated.
+
+        Raises:
+            EnvironmentFault: the chat template refuses the messages, or rewrites what the model said.
+        """
+        if isinstance(prompt, str):
+            return self.encode("".join(message["content"] for message in messages))
+        conversation = [*prompt, {"role": "assistant", "content": _SPOKEN}, *messages]
+        try:
+            rendered = self._render(conversation)
+        except Exception as error:  # a template raises whatever its author chose
+            roles = ", ".join(message["role"] for message in messages)
+            raise EnvironmentFault(f"the chat template cannot render a reply of {roles}: {error}") from error
+        before, *after = rendered.split(_SPOKEN)
+        if len(after) != 1:
+            raise EnvironmentFault(f"the chat template shows a turn of the model {len(after)} times; once is needed")
+        return self.encode(after[0].removeprefix(self._end_text) if ended else after[0])
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._backend.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
-        return self.encode(rendered)
 
     @property
     def has_chat_template(self) -> bool:

@@ -82,6 +82,10 @@ class Grade:
     """The part of the completion that was taken as the answer."""
 
 
+Item = tuple[Task, Transcript] | tuple[Task, Any, Turn]
+"""What an environment judges: a finished sample, or a task, the conversation's state and the model's turn."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What an environment answers to one turn of the model."""

@@ -21,15 +21,14 @@ from megatron_rl.environments.wire import (
     demonstration_from_json,
     dumps,
     failed,
+    item_to_json,
     loads,
     read_key,
     results_from_json,
     task_from_json,
-    task_to_json,
-    transcript_to_json,
 )
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.types import Demonstration, GradeResult, Split, Task, Transcript
+from megatron_rl.types import Demonstration, GradeResult, Item, Split, Task, Transcript, Turn
 
 PAGE = 2000
 LONGEST_BACKOFF = 2.0
@@ -64,19 +63,18 @@ class EnvironmentClient:
 
     async def grade(self, environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
         """One result per item, in order."""
+        return await self._judge(environment, "grade", items)
+
+    async def step(self, environment: str, items: Sequence[tuple[Task, Any, Turn]]) -> list[GradeResult]:
+        """The environment's answer to each (task, state, turn), in order."""
+        return await self._judge(environment, "step", items)
+
+    async def _judge(self, environment: str, route: str, items: Sequence[Item]) -> list[GradeResult]:
         if not items:
             return []
         # the same id on every attempt: a request whose answer was lost is not graded twice
-        body = dumps(
-            {
-                "request_id": uuid.uuid4().hex,
-                "items": [
-                    {"task": task_to_json(task), "transcript": transcript_to_json(transcript)}
-                    for task, transcript in items
-                ],
-            }
-        ).encode()
-        path = f"/v1/environments/{quote(environment, safe='')}/grade"
+        body = dumps({"request_id": uuid.uuid4().hex, "items": [item_to_json(item) for item in items]}).encode()
+        path = f"/v1/environments/{quote(environment, safe='')}/{route}"
         problem = ""
         for attempt in range(self._attempts):
             try:
@@ -102,6 +100,11 @@ class EnvironmentClient:
     def fetch_demonstrations(self, environment: str, split: Split) -> list[Demonstration]:
         """All demonstrations of a split in the order of the curriculum; often none."""
         return [demonstration_from_json(row) for row in self._fetch(environment, "demonstrations", split)]
+
+    def max_turns(self, environment: str) -> int:
+        """How often the model may speak in a conversation; ``EnvironmentFault`` when the server does not say."""
+        path = f"/v1/environments/{quote(environment, safe='')}"
+        return read_key(get_json(read_address(self._address_file), path, timeout=30.0), "max_turns", int, "")
 
     def health(self) -> bool:
         """Whether the server answers."""

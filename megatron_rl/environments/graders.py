@@ -1,4 +1,4 @@
-"""Where a server's samples are graded: in its own threads, or in worker processes that can be killed."""
+"""Where a server's samples are graded and steps taken: in its threads, or in worker processes that can be killed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.config import EnvironmentSpec
-from megatron_rl.environments.grading import grade_one
+from megatron_rl.environments.grading.sample import judge_item
 from megatron_rl.environments.pool import WorkerPool
-from megatron_rl.types import GradeResult, Task, Transcript
+from megatron_rl.types import GradeResult, Item
 
-Items = Sequence[tuple[Task, Transcript]]
+Items = Sequence[Item]
 GradeSamples = Callable[[str, Environment, Items], list[GradeResult]]
 """From the name in the list, the environment and its samples to one result each."""
 
 
 def grade_in_process(name: str, environment: Environment, items: Items) -> list[GradeResult]:
     """Grades in the calling thread, which a grader that hangs holds forever."""
-    return [grade_one(environment, task, transcript) for task, transcript in items]
+    return [judge_item(environment, item) for item in items]
 
 
 class PooledGrading:

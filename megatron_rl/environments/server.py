@@ -8,6 +8,7 @@
     GET  /v1/environments/<name>/tasks?split&offset&limit
     GET  /v1/environments/<name>/demonstrations?split&offset&limit
     POST /v1/environments/<name>/grade    {"request_id": .., "items": [{"task": .., "transcript": ..}]}
+    POST /v1/environments/<name>/step     {"request_id": .., "items": [{"task": .., "state": .., "turn": ..}]}
 
 A grade request answers ``{"items": [..]}`` with a status for each item: one bad sample costs no other.
 Every error, of any URL, is JSON: ``{"message": ".."}``; only what is no HTTP request, or twice too large,

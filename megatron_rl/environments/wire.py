@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from dataclasses import replace
+from numbers import Real
 from typing import Any, get_args
 
 from megatron_rl.types import (
@@ -17,6 +17,7 @@ from megatron_rl.types import (
     Demonstration,
     FinishReason,
     GradeResult,
+    Item,
     Message,
     Prompt,
     Task,
@@ -126,6 +127,13 @@ def turn_from_json(value: object, where: str = "turn") -> Turn:
     said = transcript_from_json(value, where)
     number, last = read_key(value, "number", int, where), read_key(value, "last", bool, where)
     return Turn(said.text, said.finish_reason, said.num_tokens, number, last)
+
+
+def item_to_json(item: Item) -> dict[str, Any]:
+    """The JSON object of a sample to grade or a step to take."""
+    if len(item) == 2:
+        return {"task": task_to_json(item[0]), "transcript": transcript_to_json(item[1])}
+    return {"task": task_to_json(item[0]), "state": item[1], "turn": turn_to_json(item[2])}
 
 
 def continuation_of(messages: object, state: object) -> Continuation:

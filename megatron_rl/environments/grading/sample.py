@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.wire import continuation_of, failed, graded
-from megatron_rl.types import Grade, GradeResult, Step, Task, Transcript, Turn
+from megatron_rl.types import Grade, GradeResult, Item, Step, Task, Transcript, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,11 @@ def grade_one(environment: Environment, task: Task, transcript: Transcript) -> G
 def step_one(environment: Environment, task: Task, state: Any, turn: Turn) -> GradeResult:
     """The environment's answer to one turn; with a ``continuation`` unless the conversation ends here."""
     return _attempt(environment, task, lambda: _answer(environment, environment.step(task, state, turn)))
+
+
+def judge_item(environment: Environment, item: Item) -> GradeResult:
+    """``grade_one`` or ``step_one``, whichever the item is for."""
+    return grade_one(environment, *item) if len(item) == 2 else step_one(environment, *item)
 
 
 def _attempt(environment: Environment, task: Task, judge: Callable[[], GradeResult]) -> GradeResult:

@@ -12,9 +12,9 @@ from typing import Any, Self
 from megatron_rl.environments.pool.limits import Limits
 from megatron_rl.environments.pool.slot import Counts, Slot
 from megatron_rl.environments.pool.spawning import Forkserver
-from megatron_rl.environments.wire import failed, task_to_json, transcript_to_json
+from megatron_rl.environments.wire import failed, item_to_json
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.types import GradeResult, Task, Transcript
+from megatron_rl.types import GradeResult, Item
 
 DEADLINE_S = 5.0
 MOST_WORKERS = 4
@@ -74,25 +74,18 @@ class WorkerPool:
         self,
         reference: str,
         options: Mapping[str, Any],
-        items: Sequence[tuple[Task, Transcript]],
+        items: Sequence[Item],
         *,
         lowest: float = 0.0,
         deadline_s: float | None = None,
     ) -> list[GradeResult]:
-        """The results of an environment's samples, in order.
+        """The results of an environment's samples or steps, in order.
 
         ``reference`` and ``options`` name the environment as a list entry does. A completion that ran its
         grader out of time twice is at fault: it gets the reward ``lowest`` and the verdict ``timeout``.
         """
-        requests = [
-            {
-                "environment": reference,
-                "options": dict(options),
-                "task": task_to_json(task),
-                "transcript": transcript_to_json(transcript),
-            }
-            for task, transcript in items
-        ]
+        environment = {"environment": reference, "options": dict(options)}
+        requests = [environment | item_to_json(item) for item in items]
         results = self.run(requests, deadline_s)
         late = GradeResult("ok", lowest, verdict="timeout")
         return [late if result.code == "timeout" else result for result in results]

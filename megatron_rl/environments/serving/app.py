@@ -19,7 +19,7 @@ from megatron_rl.environments.serving.listing import (
     OneEnvironment,
     Tasks,
 )
-from megatron_rl.environments.serving.posting import Grade
+from megatron_rl.environments.serving.posting import Grade, Step
 from megatron_rl.environments.serving.service import Service
 
 REPLAYED_REQUESTS = 1024
@@ -42,6 +42,7 @@ def create_app(
     api.add_resource(Tasks, f"{one}/tasks", **shared)
     api.add_resource(Demonstrations, f"{one}/demonstrations", **shared)
     api.add_resource(Grade, f"{one}/grade", **shared)
+    api.add_resource(Step, f"{one}/step", **shared)
     return app
 
 

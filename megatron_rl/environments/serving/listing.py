@@ -70,6 +70,7 @@ def _summary(name: str, environment: Environment) -> dict[str, Any]:
         "environment": environment.name,
         "description": environment.description(),
         "evaluation_only": environment.evaluation_only,
+        "max_turns": environment.max_turns,
     }
 
 

@@ -20,22 +20,19 @@ from megatron_rl.environments.wire import (
     result_to_json,
     task_from_json,
     transcript_from_json,
+    turn_from_json,
 )
-from megatron_rl.types import Task, Transcript
+from megatron_rl.types import Item, Task, Transcript, Turn
 
-Item = TypeVar("Item")
+Posted = TypeVar("Posted", bound=Item)
 
 
-class PostedItems(Serving, Generic[Item]):
-    """A route says how an item is read and what is done with all of them; the rest is here."""
+class PostedItems(Serving, Generic[Posted]):
+    """A route says how an item is read; the rest is here."""
 
     @abstractmethod
-    def read(self, value: object, where: str) -> Item:
+    def read(self, value: object, where: str) -> Posted:
         """One item of the request; ``WireError`` for one that is not as it should be."""
-
-    @abstractmethod
-    def results(self, name: str, environment: Environment, items: Sequence[Item]) -> list[dict[str, Any]]:
-        """The JSON results of the items, in order; a bad item is a result of its own, never an exception."""
 
     def post(self, name: str) -> dict[str, Any]:
         """``{"items": [..]}``; a request id that was answered before gets the same answer again."""
@@ -54,11 +51,15 @@ class PostedItems(Serving, Generic[Item]):
         fingerprint = hashlib.sha256(request.path.encode() + b"\0" + body).digest()
         try:
             answer = self.service.replays.answer(
-                request_id, fingerprint, lambda: self.results(name, environment, items)
+                request_id, fingerprint, lambda: self._results(name, environment, items)
             )
         except ReplayConflict as error:
             abort(409, message=str(error))
         return {"items": answer}
+
+    def _results(self, name: str, environment: Environment, items: Sequence[Posted]) -> list[dict[str, Any]]:
+        """A result for each item, in order; a bad item is a result of its own, never an exception."""
+        return [result_to_json(result) for result in self.service.grade(name, environment, items)]
 
 
 class Grade(PostedItems[tuple[Task, Transcript]]):
@@ -70,11 +71,15 @@ class Grade(PostedItems[tuple[Task, Transcript]]):
         transcript = transcript_from_json(read_key(value, "transcript", dict, where), f"{where}.transcript")
         return task, transcript
 
-    def results(
-        self, name: str, environment: Environment, items: Sequence[tuple[Task, Transcript]]
-    ) -> list[dict[str, Any]]:
-        """A reward or an error code for each sample."""
-        return [result_to_json(result) for result in self.service.grade(name, environment, items)]
+
+class Step(PostedItems[tuple[Task, Any, Turn]]):
+    """Answers to turns of the model; an item is ``{"task": .., "state": .., "turn": ..}``."""
+
+    def read(self, value: object, where: str) -> tuple[Task, Any, Turn]:
+        """The task, the state of the conversation, and what the model said."""
+        task = task_from_json(read_key(value, "task", dict, where), f"{where}.task")
+        turn = turn_from_json(read_key(value, "turn", dict, where), f"{where}.turn")
+        return task, value.get("state"), turn
 
 
 def _parse(body: bytes) -> Any:
