@@ -182,7 +182,13 @@ def build_run(
         if config.training.perform_rl_step or config.training.eval_interval is not None:
             engine = build_engine(config, policy, tokenizer, groups)
             rollouter = Rollouter(
-                engine, tokenizer, groups, environments.client.grade, stop, config.training.exit_grace_seconds
+                engine,
+                tokenizer,
+                groups,
+                environments.client.grade,
+                stop,
+                config.training.exit_grace_seconds,
+                environments.conversations(config.rollout.inference_max_seq_length),
             )
             stack.callback(rollouter.close)
             prompts = source if isinstance(source, PromptSource) else None

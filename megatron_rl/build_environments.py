@@ -17,7 +17,7 @@ from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import Draw, TaskPool
+from megatron_rl.rollout import ConversationSettings, Draw, TaskPool
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Demonstration, SourcedTask
 
@@ -45,6 +45,11 @@ class EnvironmentAccess:
             if not spec.evaluation_only
             for demonstration in self.client.fetch_demonstrations(spec.name, "train")
         ]
+
+    def conversations(self, max_sequence_length: int) -> ConversationSettings:
+        """How often the model may speak in each environment, and who answers."""
+        max_turns = {spec.name: self.client.max_turns(spec.name) for spec in self.specs}
+        return ConversationSettings(self.client.step, max_turns, max_sequence_length)
 
     def held_out_draws(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Draw]:
         """The first ``count`` held-out tasks of every environment whose prompts fit."""

@@ -25,7 +25,6 @@ class Tokenizer:
         self._backend = backend
         self.name = name
         self.end_token_id: int = int(backend.eos_token_id)
-        self._end_text = str(backend.eos_token)
         self.vocab_size: int = max(len(backend), self.end_token_id + 1)
 
     def encode(self, text: str) -> list[int]:
@@ -59,7 +58,7 @@ class Tokenizer:
         before, *after = rendered.split(_SPOKEN)
         if len(after) != 1:
             raise EnvironmentFault(f"the chat template shows a turn of the model {len(after)} times; once is needed")
-        return self.encode(after[0].removeprefix(self._end_text) if ended else after[0])
+        return self.encode(after[0].removeprefix(self.decode_token(self.end_token_id)) if ended else after[0])
 
     def _render(self, messages: Sequence[Message]) -> str:
         return self._backend.apply_chat_template(

@@ -37,12 +37,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class LaterTurn:
+    """What the environment replies in a worked conversation, and what the model should say to it."""
+
+    messages: tuple[Message, ...]
+    completion: str
+    """The text the model should answer, without the end-of-text token."""
+
+
+@dataclass(frozen=True)
 class Demonstration:
     """A worked solution of a task, for the supervised warm start."""
 
     task: Task
     completion: str
     """The text the model should answer, without the end-of-text token."""
+    later: tuple[LaterTurn, ...] = ()
+    """The rest of a conversation."""
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.checks import task_problems
-from megatron_rl.environments.grading import grade_one
-from megatron_rl.types import Split, Task, Transcript
+from megatron_rl.environments.grading.sample import grade_one, step_one
+from megatron_rl.types import GradeResult, Split, Task, Transcript, Turn
 
 TIMED_SECONDS = 2.0
 SLOWEST = 10
 """Grades a second. A step of 64 groups of 16 would otherwise wait for two minutes."""
+
+
+Played = tuple[Task, Sequence[str]]
+"""A task and the model's turns."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,9 @@ def run_checks(environment: Environment, limit: int = 100) -> list[Check]:
         return [Check("tasks", False, "; ".join(problems))]
     splits: tuple[Split, ...] = ("test",) if environment.evaluation_only else ("train", "test")
     tasks = [task for split in splits for task in islice(environment.tasks(split), limit)]
-    gold = [(task, answer) for task in tasks if (answer := environment.gold_answer(task)) is not None]
+    gold = [(task, turns) for task in tasks if (turns := environment.gold_turns(task)) is not None]
     shown = [
-        (row.task, row.completion)
+        (row.task, [row.completion, *(turn.completion for turn in row.later)])
         for split in splits
         for row in islice(environment.demonstrations(split), limit)
     ]
@@ -44,39 +48,39 @@ def run_checks(environment: Environment, limit: int = 100) -> list[Check]:
         Check("tasks", True, f"the first {len(tasks)} of {', '.join(splits)}"),
         _rewards("gold answers", environment, gold, highest),
         _rewards("demonstrations", environment, shown, highest),
-        _rewards("empty answers", environment, [(task, "") for task in tasks], lowest),
-        _agreement(environment, [*gold, *shown, *((task, "") for task in tasks)]),
-        _speed(environment, [*gold, *shown] or [(task, "") for task in tasks]),
+        _rewards("empty answers", environment, [(task, [""]) for task in tasks], lowest),
+        _agreement(environment, [*gold, *shown, *((task, [""]) for task in tasks)]),
+        _speed(environment, [*gold, *shown] or [(task, [""]) for task in tasks]),
     ]
 
 
 def _rewards(
-    name: str, environment: Environment, answers: Sequence[tuple[Task, str]], wanted: float
+    name: str, environment: Environment, answers: Sequence[Played], wanted: float
 ) -> Check:
     """Every answer must get exactly the reward ``wanted``."""
     if not answers:
         return Check(name, None, "the environment has none")
-    for task, text in answers:
-        result = grade_one(environment, task, _transcript(text))
+    for task, turns in answers:
+        result = play(environment, task, turns)
         if result.reward != wanted:
             got = result.reward if result.status == "ok" else f"{result.code}: {result.message}"
-            return Check(name, False, f"{text!r} to task {task.id!r} gets {got}, not {wanted:g}")
+            return Check(name, False, f"{_shown(turns)} to task {task.id!r} gets {got}, not {wanted:g}")
     return Check(name, True, f"{len(answers)} at {wanted:g}")
 
 
-def _agreement(environment: Environment, answers: Sequence[tuple[Task, str]]) -> Check:
-    for task, text in answers:
-        first, second = (grade_one(environment, task, _transcript(text)) for _ in range(2))
+def _agreement(environment: Environment, answers: Sequence[Played]) -> Check:
+    for task, turns in answers:
+        first, second = (play(environment, task, turns) for _ in range(2))
         if first != second:
-            return Check("graded twice", False, f"{text!r} to task {task.id!r} gets {first}, then {second}")
+            return Check("graded twice", False, f"{_shown(turns)} to task {task.id!r} gets {first}, then {second}")
     return Check("graded twice", True, f"{len(answers)} agree")
 
 
-def _speed(environment: Environment, answers: Sequence[tuple[Task, str]]) -> Check:
+def _speed(environment: Environment, answers: Sequence[Played]) -> Check:
     """Grades a second in one thread; run last, when what the grader imports is loaded."""
     start, count = time.perf_counter(), 0
-    for task, text in answers:
-        grade_one(environment, task, _transcript(text))
+    for task, turns in answers:
+        play(environment, task, turns)
         count += 1
         if time.perf_counter() - start > TIMED_SECONDS:
             break
@@ -88,5 +92,19 @@ def _speed(environment: Environment, answers: Sequence[tuple[Task, str]]) -> Che
     return Check("speed", True, shown)
 
 
-def _transcript(text: str) -> Transcript:
-    return Transcript(text, "stop", len(text))
+def play(environment: Environment, task: Task, turns: Sequence[str]) -> GradeResult:
+    """The result of a conversation in which the model says ``turns``; of one turn, of a grade."""
+    if environment.max_turns == 1:
+        return grade_one(environment, task, Transcript(turns[0], "stop", len(turns[0])))
+    result, state = GradeResult("error", code="no_turns"), None
+    for number, text in enumerate(turns):
+        last = number + 1 == environment.max_turns
+        result = step_one(environment, task, state, Turn(text, "stop", len(text), number, last))
+        if result.continuation is None:
+            break
+        state = result.continuation.state
+    return replace(result, continuation=None)
+
+
+def _shown(turns: Sequence[str]) -> str:
+    return ", then ".join(map(repr, turns))

@@ -18,6 +18,7 @@ from megatron_rl.types import (
     FinishReason,
     GradeResult,
     Item,
+    LaterTurn,
     Message,
     Prompt,
     Task,
@@ -89,13 +90,26 @@ def _messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 def demonstration_to_json(demonstration: Demonstration) -> dict[str, Any]:
     """The JSON object of a demonstration."""
-    return {"task": task_to_json(demonstration.task), "completion": demonstration.completion}
+    later = [
+        {"messages": [dict(message) for message in turn.messages], "completion": turn.completion}
+        for turn in demonstration.later
+    ]
+    shown = {"task": task_to_json(demonstration.task), "completion": demonstration.completion}
+    return shown | {"later": later} if later else shown
 
 
 def demonstration_from_json(value: object, where: str = "demonstration") -> Demonstration:
     """The demonstration of a JSON object."""
     task = task_from_json(read_key(value, "task", dict, where), f"{where}.task")
-    return Demonstration(task, read_key(value, "completion", str, where))
+    later = read_key(value, "later", list, where) if "later" in value else []
+    turns = tuple(
+        LaterTurn(
+            _messages(read_key(turn, "messages", list, f"{where}.later[{index}]"), f"{where}.later[{index}].messages"),
+            read_key(turn, "completion", str, f"{where}.later[{index}]"),
+        )
+        for index, turn in enumerate(later)
+    )
+    return Demonstration(task, read_key(value, "completion", str, where), turns)
 
 
 def transcript_to_json(transcript: Transcript) -> dict[str, Any]:

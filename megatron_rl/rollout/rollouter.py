@@ -1,4 +1,4 @@
-"""Generate groups and grade them while the rest still generates."""
+"""Generate groups and grade them, or answer their turns, while the rest still generates."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_rl.inference import Engine, EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank
 from megatron_rl.platform import StopRequest
+from megatron_rl.rollout.conversations import PENDING, Conversations, ConversationSettings
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import (
     GeneratedGroup,
@@ -67,14 +68,19 @@ class Rollouter:
         grade: GradeFunction,
         stop: StopRequest,
         grace_seconds: float = 0.0,
+        conversations: ConversationSettings | None = None,
     ) -> None:
-        """After a request to stop, a rollout goes on for ``grace_seconds`` before it is cancelled."""
+        """After a request to stop, a rollout goes on for ``grace_seconds`` before it is cancelled.
+
+        Without ``conversations`` every environment has single answers.
+        """
         self._engine = engine
         self._tokenizer = tokenizer
         self._groups = groups
         self._grade = grade
         self._stop = stop
         self._grace_seconds = grace_seconds
+        self._conversations = conversations
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def run(
@@ -104,12 +110,18 @@ class Rollouter:
     async def _run(self, requests: Sequence[GenerationRequest]) -> RolloutResult:
         started = time.perf_counter()
         grading: dict[int, asyncio.Task[RolloutGroup]] = {}
+        conversations = Conversations(self._conversations, self._tokenizer, self._groups)
         for request in requests:
             self._engine.submit(request)
         steps, cancelled = 0, False
-        while self._engine.has_unfinished and not cancelled:
+        while (self._engine.has_unfinished or conversations.waiting) and not cancelled:
             for group in self._engine.step():
-                grading[group.request.index] = asyncio.create_task(self._graded(group))
+                if conversations.takes(group.request):
+                    conversations.hear(group)
+                else:
+                    grading[group.request.index] = asyncio.create_task(self._graded(group))
+            for turn in await conversations.replies(idle=not self._engine.has_unfinished):
+                self._engine.submit(turn)
             steps += 1
             cancelled = self._must_stop(steps)
             await asyncio.sleep(0)  # let the connections to the environment server move
@@ -119,9 +131,10 @@ class Rollouter:
             self._engine.abort()
             for task in grading.values():
                 task.cancel()
-            await asyncio.gather(*grading.values(), return_exceptions=True)
+            await asyncio.gather(*grading.values(), conversations.cancel(), return_exceptions=True)
             return RolloutResult((), self._engine.statistics, 0.0, 0.0, cancelled=True)
-        ordered = [grading[request.index].result() for request in requests]
+        done = {index: task.result() for index, task in grading.items()} | conversations.finished
+        ordered = [done[request.index] for request in requests]
         waited = time.perf_counter() - generated
         groups = self._share_grades(ordered)
         return RolloutResult(
@@ -156,7 +169,7 @@ class Rollouter:
                 source.environment, [(source.task, transcript) for transcript in transcripts]
             )
         else:
-            grades = [GradeResult("error", code="pending")] * len(transcripts)
+            grades = [PENDING] * len(transcripts)
         return RolloutGroup(
             source=source,
             prompt_ids=request.prompt_ids,

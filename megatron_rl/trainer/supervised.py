@@ -67,9 +67,15 @@ class DemonstrationSource:
         self._cursor = int(state.get("demonstrations", 0))
 
     def _sample(self, demonstration: Demonstration) -> Sample:
-        prompt = self._tokenizer.encode_prompt(demonstration.task.prompt)
-        answer = self._tokenizer.encode(demonstration.completion) + [self._tokenizer.end_token_id]
-        return Sample(torch.tensor(prompt + answer), len(prompt), 0.0, torch.zeros(0), self._cursor)
+        asked, tokenizer = demonstration.task.prompt, self._tokenizer
+        prompt = tokenizer.encode_prompt(asked)
+        ids = prompt + tokenizer.encode(demonstration.completion) + [tokenizer.end_token_id]
+        spans = []
+        for turn in demonstration.later:
+            reply = tokenizer.encode_reply(asked, turn.messages, ended=True)
+            spans.append((len(ids), len(ids) + len(reply)))
+            ids += reply + tokenizer.encode(turn.completion) + [tokenizer.end_token_id]
+        return Sample(torch.tensor(ids), len(prompt), 0.0, torch.zeros(0), self._cursor, tuple(spans))
 
 
 class SupervisedTrainer:

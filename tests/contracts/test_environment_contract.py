@@ -31,6 +31,7 @@ DISCOVERY = discover()
 ALLOWED_IMPORTS = {
     "megatron_rl.environments.base",
     "megatron_rl.environments.data",
+    "megatron_rl.environments.grading",
     "megatron_rl.errors",
     "megatron_rl.types",
 }

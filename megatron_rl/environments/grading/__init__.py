@@ -10,10 +10,12 @@
 """
 
 from megatron_rl.environments.grading.dispatch import grade, grade_many
+from megatron_rl.environments.grading.expressions import arithmetic_value
 from megatron_rl.environments.grading.pieces import combined, ends_with_answer_line, format_reward, overlong_penalty
 from megatron_rl.environments.grading.sample import grade_one
 
 __all__ = [
+    "arithmetic_value",
     "combined",
     "ends_with_answer_line",
     "format_reward",
