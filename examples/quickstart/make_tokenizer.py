@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Write the character tokenizer of the arithmetic task as a Hugging Face tokenizer directory.
 
-    python examples/quickstart/make_tokenizer.py DIRECTORY
+    python examples/quickstart/make_tokenizer.py DIRECTORY [CHARACTERS]
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ END = "<|end|>"
 CHARACTERS = "0123456789+-=,#"
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, characters: str = CHARACTERS) -> None:
     """One token a character, and the end-of-text token as id 0."""
-    vocabulary = {END: 0} | {character: index for index, character in enumerate(CHARACTERS, start=1)}
+    vocabulary = {END: 0} | {character: index for index, character in enumerate(characters, start=1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -30,4 +30,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:3])

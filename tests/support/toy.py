@@ -17,7 +17,7 @@ from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import StopRequest
 from megatron_rl.progress import Progress
-from megatron_rl.rollout import Rollouter, TaskPool
+from megatron_rl.rollout import ConversationSettings, Rollouter, TaskPool
 from megatron_rl.rollout.rollouter import GradeFunction
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer import Optimization
@@ -72,7 +72,12 @@ class ToyEnvironments:
         return list(DEMONSTRATIONS)
 
 
-def toy_run(config: RLConfig, groups: ParallelGroups, grade: GradeFunction = vowel_share) -> Run:
+def toy_run(
+    config: RLConfig,
+    groups: ParallelGroups,
+    grade: GradeFunction = vowel_share,
+    conversations: ConversationSettings | None = None,
+) -> Run:
     """The parts `build_run` makes, wired by its own helpers; nothing is written anywhere.
 
     Close the rollouter at the end. Aligned training stays aligned: its layers are never given back.
@@ -101,7 +106,7 @@ def toy_run(config: RLConfig, groups: ParallelGroups, grade: GradeFunction = vow
         quantization=quantization,
         source=source,
         factory=factory,
-        rollouter=Rollouter(engine, tokenizer, groups, grade, stop),
+        rollouter=Rollouter(engine, tokenizer, groups, grade, stop, 0.0, conversations),
         generate_a_little=calibration(engine, prompts, factory, ()),
         samples=build._sample_builder(config, groups) if config.training.perform_rl_step else None,
         batches=BatchBuilder(

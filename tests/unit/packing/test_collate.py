@@ -87,3 +87,30 @@ def test_misaligned_logprobs_and_empty_batches_are_refused() -> None:
         collate([sample([1, 2], 1, inference_logprobs=torch.zeros(1))], "cpu")
     with pytest.raises(TrainingError, match="at least one sample"):
         collate([], "cpu")
+
+
+def test_what_the_model_read_carries_no_loss() -> None:
+    """``P0 A0 E | R0 R1 | A1 E`` beside ``Q0 B0``: the replies R are in the batch, and outside the loss."""
+    talk = Sample(
+        token_ids=torch.tensor([5, 1, 9, 7, 8, 2, 9]),
+        prompt_length=1,
+        advantage=2.0,
+        inference_logprobs=torch.tensor([0.0, -1.0, -2.0, 0.0, 0.0, -3.0, -4.0]),
+        environment_spans=((3, 5),),
+    )
+    plain = Sample(torch.tensor([6, 3]), 1, -1.0, torch.tensor([0.0, -5.0]), sample_id=1)
+    for samples, masks in (
+        ((talk, plain), [0, 1, 1, 0, 0, 1, 1, 0, 1]),
+        ((plain, talk), [0, 1, 0, 1, 1, 0, 0, 1, 1]),
+    ):
+        batch = collate(samples, "cpu", round_to=1)
+        assert batch.loss_mask.tolist() == masks
+        assert batch.num_loss_tokens == sum(masks)
+    assert talk.num_loss_tokens == 4
+
+
+@pytest.mark.parametrize("spans", [((0, 2),), ((3, 5), (4, 6)), ((5, 8),), ((4, 3),)])
+def test_spans_that_contradict_the_sample_are_refused(spans) -> None:
+    sample = Sample(torch.arange(7), 1, 1.0, torch.zeros(7), 4, spans)
+    with pytest.raises(TrainingError, match="sample 4 .*environment's tokens"):
+        collate([sample], "cpu")

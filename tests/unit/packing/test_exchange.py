@@ -47,6 +47,7 @@ def _every_sample_arrives(rank: int, num_ranks: int) -> None:
         assert torch.equal(actual.token_ids, sent.token_ids)
         assert torch.equal(actual.inference_logprobs, sent.inference_logprobs)
         assert (actual.prompt_length, actual.advantage) == (sent.prompt_length, sent.advantage)
+        assert actual.environment_spans == sent.environment_spans
         assert actual.inference_logprobs.dtype == torch.float32
 
 
@@ -66,7 +67,7 @@ def _bad_destinations_are_refused(num_ranks: int) -> None:
 
 
 def _sample(sample_id: int) -> Sample:
-    """Of 2 to 6 tokens; every third one supervised. The advantage is one fp32 can hold."""
+    """Of 2 to 6 tokens, long ones with spans; every third one supervised. The advantage is one fp32 can hold."""
     generator = torch.Generator().manual_seed(sample_id)
     length = 2 + sample_id % 5
     supervised = sample_id % 3 == 0
@@ -76,4 +77,5 @@ def _sample(sample_id: int) -> Sample:
         advantage=sample_id / 8,
         inference_logprobs=torch.zeros(0) if supervised else -torch.rand(length, generator=generator),
         sample_id=sample_id,
+        environment_spans={5: ((2, 4),), 6: ((1, 2), (3, 5))}.get(length, ()),
     )

@@ -36,6 +36,7 @@ def test_lengths_and_logprobs(one_rank: ParallelGroups) -> None:
             "response_length/clip_ratio": 0.25,
             # sample 0 has -0.5 a token, sample 1 has -1.5: (2 + 3) * -0.5 + (6 + 1) * -1.5 over 12 tokens
             "rollout/logprob_mean": -13.0 / 12,
+            "rollout/turns_mean": 1.0,
             "perf/total_num_tokens": 8.0 + 12.0,
             "perf/generated_tokens": 12.0,
         }

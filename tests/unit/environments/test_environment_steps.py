@@ -1,0 +1,163 @@
+"""Steps of conversations: over REST, in worker processes, and what a step may not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megatron_rl.environments.base import ConversationEnvironment
+from megatron_rl.environments.client import EnvironmentClient
+from megatron_rl.environments.grading.sample import step_one
+from megatron_rl.environments.loader import find_environment
+from megatron_rl.environments.process import EnvironmentServerProcess
+from megatron_rl.environments.selftest import run_checks
+from megatron_rl.types import Continuation, GradeResult, Step, Task, Transcript, Turn
+
+TASK = Task("37*46", "37*46=", {"expression": "37*46", "answer": "1702"})
+CALL = Turn("<37*46>", "stop", 8, 0, False)
+REPLY = Continuation(({"role": "user", "content": "=1702,"},), {"calls": 1})
+HELLO = ({"role": "user", "content": "hello"},)
+
+
+class Says(ConversationEnvironment):
+    """Answers every turn with the step it was made with."""
+
+    name = "says"
+    reward_range = (-1.0, 1.0)
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    def tasks(self, split):
+        yield Task("0", "?")
+
+    def step(self, task, state, turn):
+        if isinstance(self._step, Exception):
+            raise self._step
+        return self._step
+
+
+def answer(step: Any) -> GradeResult:
+    return step_one(Says(step), TASK, None, CALL)
+
+
+def test_an_unfinished_step_is_worth_the_minimum_unless_it_says_otherwise() -> None:
+    assert answer(Step(HELLO)) == GradeResult("ok", -1.0, continuation=Continuation(HELLO, None))
+    assert answer(Step(HELLO, [1], reward=0.5)) == GradeResult("ok", 0.5, continuation=Continuation(HELLO, [1]))
+    assert answer(Step(done=True, reward=1)) == GradeResult("ok", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "complaint"),
+    [
+        (Step(done=True), "invalid_reward", "None"),
+        (Step(done=True, reward=float("nan")), "invalid_reward", "nan"),
+        (Step(HELLO, reward="1"), "invalid_reward", "'1'"),
+        (Step(), "environment_exception", "needs a tuple of messages"),
+        (Step("hello"), "environment_exception", "needs a tuple of messages"),
+        (Step(({"role": "user"},)), "environment_exception", "content is missing"),
+        (Step(HELLO, (1, 2)), "environment_exception", "JSON does not return unchanged"),
+        (Step(HELLO, {1: 2}), "environment_exception", "JSON does not return unchanged"),
+        (Step(HELLO, float("nan")), "environment_exception", "not JSON compliant"),
+        (Step(HELLO, "x" * 2**21), "environment_exception", "characters; at most"),
+        (1.0, "environment_exception", "not a Step"),
+        (None, "environment_exception", "not a Step"),
+        (KeyError("gone"), "environment_exception", "KeyError: 'gone'"),
+    ],
+)
+def test_what_is_no_step_is_a_failure_that_says_why(step: Any, code: str, complaint: str) -> None:
+    result = answer(step)
+    assert (result.status, result.reward, result.code) == ("error", None, code)
+    assert complaint in result.message
+
+
+def test_a_single_answer_is_a_conversation_of_one_turn() -> None:
+    """``grade`` of a conversation environment, and ``step`` of one that only grades."""
+    assert Says(Step(HELLO)).grade(TASK, Transcript("a", "stop", 1)) == -1.0
+    arithmetic = find_environment("arithmetic")()
+    task = Task("1+1=", "1+1=", {"answer": 2})
+    right = arithmetic.step(task, None, Turn("1+1=2#2", "stop", 7, 0, True))
+    assert right.done
+    assert right.reward.reward == 1.0
+
+
+@pytest.fixture(scope="module", params=["in_process", "in workers"])
+def client(request, tmp_path_factory):
+    """A client of a real server, which steps itself or in its pool."""
+    folder = tmp_path_factory.mktemp("server")
+    where = str(request.param == "in_process").lower()
+    (folder / "list.yaml").write_text(f"- environment: calculator\n  in_process: {where}\n")
+    with EnvironmentServerProcess(folder / "list.yaml", folder) as server:
+        yield EnvironmentClient(server.address_file)
+
+
+def test_a_conversation_over_rest(client: EnvironmentClient) -> None:
+    async def talk() -> list[GradeResult]:
+        (first,) = await client.step("calculator", [(TASK, None, CALL)])
+        right = Turn("#1702", "stop", 6, 1, False)
+        wrong = Turn("#1701", "stop", 6, 1, False)
+        state = first.continuation.state
+        return [first, *await client.step("calculator", [(TASK, state, right), (TASK, state, wrong)])]
+
+    first, right, wrong = asyncio.run(talk())
+    assert (first.reward, first.verdict, first.continuation) == (0.0, "no_answer", REPLY)
+    assert (right.reward, right.verdict, right.extracted, right.continuation) == (1.0, "correct", "1702", None)
+    assert (wrong.reward, wrong.verdict, wrong.metrics) == (0.0, "wrong", {"calls": 1.0})
+    assert client.max_turns("calculator") == 3
+
+
+class TestCalculator:
+    """The example environment."""
+
+    environment = find_environment("calculator")()
+
+    def say(self, text: str, state: Any = None, reason: str = "stop") -> Step:
+        return self.environment.step(TASK, state, Turn(text, reason, len(text), 0, False))
+
+    def test_its_own_checks_pass(self) -> None:
+        assert [check for check in run_checks(self.environment) if not check.passed] == []
+
+    @pytest.mark.parametrize(
+        ("call", "value"),
+        [
+            ("<37*46>", "=1702,"),
+            ("so <(1+2)*3>", "=9,"),
+            ("<7/2>", "=7/2,"),
+            ("<1/0>", "=?,"),
+            ("<>", "=?,"),
+            ("<__import__('os')>", "=?,"),
+            ("<9**9**9>", "=?,"),
+            ("<" + "(" * 400 + ">", "=?,"),
+        ],
+    )
+    def test_calls(self, call: str, value: str) -> None:
+        step = self.say(call, {"calls": 2})
+        assert step.messages == ({"role": "user", "content": value},)
+        assert (step.done, step.state, step.reward.reward) == (False, {"calls": 3}, 0.0)
+
+    @pytest.mark.parametrize("text", ["", "1702", "<37*46> = 1702", "37*46>", "<<"])
+    def test_neither_call_nor_answer_ends_it_with_nothing(self, text: str) -> None:
+        step = self.say(text)
+        assert (step.done, step.reward.reward, step.reward.status) == (True, 0.0, "no_answer")
+
+    def test_a_cut_turn_neither_calls_nor_answers_right(self) -> None:
+        assert self.say("<37*46>", reason="length").done
+        assert self.say("#1702", reason="length").reward.reward == 0.0
+        assert self.say("#1702").reward.reward == 1.0
+
+    def test_splits_share_nothing(self) -> None:
+        train, test = ({task.id for task in self.environment.tasks(split)} for split in ("train", "test"))
+        assert (len(train), len(test)) == (4096, 256)
+        assert not train & test
+        shown = {demonstration.task.id for demonstration in self.environment.demonstrations("train")}
+        assert not shown & test
+
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [({"operators": "+/"}, "operators"), ({"max_turns": 1}, "max_turns"), ({"min_terms": 5}, "min_terms")],
+    )
+    def test_bad_options(self, options: dict[str, Any], complaint: str) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            find_environment("calculator")(**options)

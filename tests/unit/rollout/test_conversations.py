@@ -1,0 +1,221 @@
+"""Conversations with an engine and an environment that say what the test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from megatron_rl.inference import EngineStatistics
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform import StopRequest
+from megatron_rl.rollout import ConversationSettings, Rollouter, RolloutResult
+from megatron_rl.types import (
+    Completion,
+    Continuation,
+    GeneratedGroup,
+    GenerationRequest,
+    GradeResult,
+    SamplingParams,
+    SourcedTask,
+    Task,
+    Turn,
+)
+from tests.support.toy import toy_tokenizer
+
+A, B, C, X, Y = 1, 2, 3, 24, 25
+END = 0
+PROMPT = (A, B)
+LONGEST = 20
+
+Said = dict[tuple[int, int], Sequence[int]]
+"""(sample, turn) -> what the model says."""
+
+
+class ScriptedEngine:
+    """Says ``said[sample, turn]`` with the log-prob -1, -2, ... of each token; the turn is told by the prompt."""
+
+    def __init__(self, said: Said) -> None:
+        self._said = said
+        self._waiting: list[GenerationRequest] = []
+        self.requests: list[GenerationRequest] = []
+        self.statistics = EngineStatistics()
+        self._turns: dict[int, int] = {}
+
+    def begin(self, seed: int, policy_version: int) -> None:
+        self._turns.clear()
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._waiting.append(request)
+        self.requests.append(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> list[GeneratedGroup]:
+        done, self._waiting = self._waiting, []
+        return [self._finished(request) for request in done]
+
+    def abort(self) -> None:
+        self._waiting.clear()
+
+    def _finished(self, request: GenerationRequest) -> GeneratedGroup:
+        completions = []
+        for sample in range(request.first_sample, request.first_sample + request.num_samples):
+            turn = self._turns.get(sample, 0)
+            self._turns[sample] = turn + 1
+            ids = tuple(self._said[sample, turn])[: request.sampling.max_new_tokens]
+            reason = "stop" if ids[-1] == END else "length"
+            logprobs = tuple(-1.0 - position for position in range(len(ids)))
+            completions.append(Completion(ids, logprobs, reason, policy_version=4))
+        return GeneratedGroup(request, tuple(completions))
+
+
+Answer = Callable[[Task, Any, Turn], GradeResult]
+
+
+class Harness:
+    """A rollouter over a scripted engine; ``turns`` collects what the environment was asked."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = groups
+        self.stop = StopRequest()
+        self.asked: list[tuple[Any, Turn]] = []
+        self.rollouter: Rollouter | None = None
+
+    def run(self, engine: ScriptedEngine, answer: Answer, samples: int = 1, max_turns: int = 5) -> RolloutResult:
+        async def step(environment: str, items: Sequence[tuple[Task, Any, Turn]]) -> list[GradeResult]:
+            await asyncio.sleep(0)
+            self.asked += [(state, turn) for _, state, turn in items]
+            return [answer(*item) for item in items]
+
+        async def no_grade(environment: str, items: object) -> list[GradeResult]:
+            raise AssertionError("a conversation is stepped, never graded")
+
+        settings = ConversationSettings(step, {"talk": max_turns}, LONGEST)
+        self.rollouter = Rollouter(engine, toy_tokenizer(), self._groups, no_grade, self.stop, 0.0, settings)
+        source = SourcedTask("talk", Task("0", "ab"))
+        request = GenerationRequest(source, PROMPT, samples, SamplingParams(max_new_tokens=6))
+        return self.rollouter.run([request], seed=9, policy_version=4)
+
+
+@pytest.fixture
+def harness(one_rank: ParallelGroups) -> Iterator[Harness]:
+    harness = Harness(one_rank)
+    yield harness
+    if harness.rollouter is not None:
+        harness.rollouter.close()
+
+
+def replying(text: str, until: int) -> Answer:
+    """Says ``text`` until turn ``until``, which ends the conversation with that number as its reward."""
+
+    def answer(task: Task, state: Any, turn: Turn) -> GradeResult:
+        if turn.number == until:
+            return GradeResult("ok", reward=float(until))
+        return GradeResult("ok", 0.25, continuation=Continuation(({"role": "user", "content": text},), turn.number))
+
+    return answer
+
+
+def test_tokens_logprobs_and_spans_of_two_turns(harness: Harness) -> None:
+    """Worked by hand: ``ab | c$ | xy | a$``, of which ``xy`` was read."""
+    engine = ScriptedEngine({(0, 0): (C, END), (0, 1): (A, END)})
+    (group,) = harness.run(engine, replying("xy", until=1)).groups
+    (rollout,) = group.rollouts
+    assert rollout.completion.token_ids == (C, END, X, Y, A, END)
+    assert rollout.completion.inference_logprobs == (-1.0, -2.0, 0.0, 0.0, -1.0, -2.0)
+    assert rollout.completion.environment_spans == ((2, 4),)
+    assert (rollout.completion.num_written, rollout.completion.num_turns) == (4, 2)
+    assert (rollout.completion.finish_reason, rollout.completion.policy_version) == ("stop", 4)
+    assert rollout.grade == GradeResult("ok", reward=1.0)
+    assert group.prompt_ids == PROMPT
+    assert rollout.text == "cxya"
+    # the second turn goes on from the very tokens of the first
+    later = engine.requests[1]
+    assert later.prompt_ids == (*PROMPT, C, END, X, Y)
+    assert (later.num_samples, later.first_sample, later.sampling.max_new_tokens) == (1, 0, 6)
+    assert harness.asked == [(None, Turn("c", "stop", 2, 0, False)), (0, Turn("a", "stop", 2, 1, False))]
+
+
+def test_samples_of_a_group_part_ways(harness: Harness) -> None:
+    """Sample 1 ends in its first turn, samples 0 and 2 in their third and second; the group keeps their order."""
+    said = {(s, t): (A + s, END) for s in range(3) for t in range(3)}
+    ends = {"a": 2, "b": 0, "c": 1}
+
+    def answer(task: Task, state: Any, turn: Turn) -> GradeResult:
+        return replying("x", until=ends[turn.text])(task, state, turn)
+
+    (group,) = harness.run(ScriptedEngine(said), answer, samples=3).groups
+    assert [r.completion.token_ids for r in group.rollouts] == [
+        (A, END, X, A, END, X, A, END),
+        (B, END),
+        (C, END, X, C, END),
+    ]
+    assert [r.completion.environment_spans for r in group.rollouts] == [((2, 3), (5, 6)), (), ((2, 3),)]
+    assert [r.grade.reward for r in group.rollouts] == [2.0, 0.0, 1.0]
+
+
+def test_the_last_turn_is_announced_and_ends_the_conversation(harness: Harness) -> None:
+    said = {(0, t): (A, END) for t in range(9)}
+    (group,) = harness.run(ScriptedEngine(said), replying("x", until=99), max_turns=3).groups
+    assert [turn.last for _, turn in harness.asked] == [False, False, True]
+    (rollout,) = group.rollouts
+    assert rollout.grade.reward == 0.25  # what the last step said it would be worth
+    assert rollout.grade.continuation is None
+    assert rollout.completion.num_turns == 3
+
+
+def test_a_reply_without_room_ends_the_conversation_as_cut(harness: Harness) -> None:
+    """2 prompt tokens and 2 of the model leave 16 of 20: a reply of 16 leaves no token to say."""
+    said = {(0, t): (A, END) for t in range(9)}
+    (group,) = harness.run(ScriptedEngine(said), replying("x" * 16, until=99)).groups
+    (rollout,) = group.rollouts
+    assert rollout.completion.token_ids == (A, END)
+    assert (rollout.completion.finish_reason, rollout.grade.reward) == ("length", 0.25)
+
+
+def test_the_room_that_is_left_bounds_the_next_turn(harness: Harness) -> None:
+    """A reply of 14 leaves 2 tokens; with them the conversation is full, and its last turn is announced."""
+    said = {(0, 0): (A, END), (0, 1): (A, B, C, A, B)}
+    engine = ScriptedEngine(said)
+    (group,) = harness.run(engine, replying("x" * 14, until=99)).groups
+    assert engine.requests[1].sampling.max_new_tokens == 2
+    (rollout,) = group.rollouts
+    assert rollout.completion.token_ids[-2:] == (A, B)
+    assert len(PROMPT) + len(rollout.completion.token_ids) == LONGEST
+    assert [turn.last for _, turn in harness.asked] == [False, True]
+    assert rollout.completion.finish_reason == "length"
+
+
+def test_a_failed_step_fails_its_sample_alone(harness: Harness) -> None:
+    said = {(s, t): (A + s, END) for s in range(2) for t in range(2)}
+
+    def answer(task: Task, state: Any, turn: Turn) -> GradeResult:
+        if turn.text == "a" and turn.number == 1:
+            return GradeResult("error", code="worker_died", message="twice")
+        return replying("x", until=1)(task, state, turn)
+
+    (group,) = harness.run(ScriptedEngine(said), answer, samples=2).groups
+    assert [r.grade.status for r in group.rollouts] == ["error", "ok"]
+    assert group.rollouts[0].grade.code == "worker_died"
+
+
+def test_a_reply_of_no_tokens_is_a_failure(harness: Harness) -> None:
+    (group,) = harness.run(ScriptedEngine({(0, 0): (A, END)}), replying("", until=9)).groups
+    assert group.rollouts[0].grade.code == "environment_exception"
+    assert "no tokens" in group.rollouts[0].grade.message
+
+
+def test_a_stop_while_the_environment_thinks_cancels_the_step(harness: Harness) -> None:
+    def answer(task: Task, state: Any, turn: Turn) -> GradeResult:
+        harness.stop.reason = "SIGTERM"
+        return replying("x", until=99)(task, state, turn)
+
+    said = {(0, t): (A, END) for t in range(9)}
+    result = harness.run(ScriptedEngine(said), answer, max_turns=99)
+    assert result.cancelled
+    assert result.groups == ()
