@@ -46,7 +46,8 @@ def run_ranks(function: str, world_size: int, timeout: float = 240.0, **argument
         started = []
         for rank in range(world_size):
             answer, log = Path(folder) / f"{rank}.json", Path(folder) / f"{rank}.log"
-            command = [sys.executable, "-m", "tests.support.ranks", function, str(answer), json.dumps(arguments)]
+            given = [function, str(answer), json.dumps(arguments), str(max(timeout - 5, 1))]
+            command = [sys.executable, "-m", "tests.support.ranks", *given]
             process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
@@ -69,9 +70,11 @@ def run_ranks(function: str, world_size: int, timeout: float = 240.0, **argument
 
 
 def _main() -> None:
+    import faulthandler
     import importlib
 
-    target, answer, arguments = sys.argv[1:]
+    target, answer, arguments, seconds = sys.argv[1:]
+    faulthandler.dump_traceback_later(float(seconds))  # where a rank that hangs stands
     module, name = target.split(":")
     result = getattr(importlib.import_module(module), name)(**json.loads(arguments))
     Path(answer).write_text(json.dumps(result))
