@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from megatron_rl.progress import Progress
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.reporting import Reporter
 from megatron_rl.rollout import Draw, Evaluator, PromptSource, RequestFactory, Rollouter
+from megatron_rl.rollout.journal import RolloutJournal, StepJournal, weights_fingerprint
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
@@ -68,6 +71,8 @@ class Run:
     trainer: PolicyTrainer | SupervisedTrainer
     parity: ParityGate
     evaluator: Evaluator | None
+    journal: RolloutJournal | None
+    """None where no checkpoint is made on the way: a run that is killed then begins anew."""
     checkpoints: CheckpointManager
     directory: RunDirectory
     reporter: Reporter
@@ -93,6 +98,22 @@ class Run:
         mine = draws[self.groups.data_rank :: self.groups.data_size]
         size = self.config.algorithm.grpo_group_size
         return [self.factory.request(draw, size, index) for index, draw in enumerate(mine)]
+
+    def open_journal(self, step: int, seed: int) -> StepJournal | None:
+        """Finished groups of an earlier start of this step, and the place for new ones; collective."""
+        if self.journal is None:
+            return None
+        rollout, environments = self.config.rollout, self.config.environment.langrl_env_config
+        header = {
+            "seed": seed,
+            "sampling": dataclasses.asdict(self.factory.sampling),
+            "longest": self.factory.max_sequence_length,
+            "engine": rollout.rl_inference_engine,
+            "recipe": self.quantization.recipe,
+            "environments": hashlib.sha256(Path(environments).read_bytes()).hexdigest(),
+            "weights": weights_fingerprint(self.policy.gpt, self.groups.model_group),
+        }
+        return self.journal.open(step, header)
 
     def evaluation_is_due(self) -> bool:
         """After every `--eval-interval` steps and after the last one."""
@@ -142,6 +163,8 @@ class Run:
             },
         )
         self.checkpoints.save(state, self.policy, self.optimization, self.quantization.state())
+        if self.journal is not None and self.groups.is_main:
+            self.journal.forget(progress.step)
 
 
 @contextlib.contextmanager
@@ -216,6 +239,7 @@ def build_run(
             trainer=_trainer(config, optimization, scorer, reference, groups, timer),
             parity=build_parity_gate(config, scorer, quantization, policy, groups),
             evaluator=evaluator,
+            journal=RolloutJournal(directory.journal, groups) if config.checkpoint.save_interval else None,
             checkpoints=checkpoints,
             directory=directory,
             reporter=reporter,

@@ -39,7 +39,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
         draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
         requests = run.requests_of_this_rank(draws)
         seed = sample_seed(run.config.training.seed, "rollout", step)
-        rollouts = run.rollouter.run(requests, seed, run.progress.policy_version)
+        rollouts = run.rollouter.run(requests, seed, run.progress.policy_version, run.open_journal(step, seed))
     if rollouts.cancelled:
         run.source.load_state(cursor)
         return None

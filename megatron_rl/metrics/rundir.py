@@ -4,7 +4,7 @@ The layout::
 
     run.json  config.yaml  config.diff.yaml  command.txt  metrics.jsonl  summary.json  report.html
     quantization.json (quantised rollouts)
-    tensorboard/  rollouts/step_000012.jsonl  checkpoints/  logs/
+    tensorboard/  rollouts/step_000012.jsonl  checkpoints/  journal/  logs/
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class RunDirectory:
         self.tensorboard = path / "tensorboard"
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
+        self.journal = path / "journal"
         self.logs = path / "logs"
         self.folders = (self.tensorboard, self.rollouts, self.checkpoints, self.logs)
 

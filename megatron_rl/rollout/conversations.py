@@ -17,6 +17,7 @@ from typing import Any
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import (
     Completion,
@@ -108,12 +109,17 @@ class Conversations:
     """
 
     def __init__(
-        self, settings: ConversationSettings | None, tokenizer: Tokenizer, groups: ParallelGroups
+        self,
+        settings: ConversationSettings | None,
+        tokenizer: Tokenizer,
+        groups: ParallelGroups,
+        journal: StepJournal | None = None,
     ) -> None:
-        """Without ``settings`` no request is a conversation."""
+        """Without ``settings`` no request is a conversation; ``journal`` gets every group that is complete."""
         self._settings = settings
         self._tokenizer = tokenizer
         self._groups = groups
+        self._journal = journal
         self._open: dict[tuple[int, int], _Conversation] = {}
         self._asked: set[asyncio.Task[list[_Answer]]] = set()
         self._waiting = 0  # samples whose answer is due; the same number on every rank of the model copy
@@ -239,4 +245,7 @@ class Conversations:
         if len(group) == request.num_samples:
             rollouts = tuple(group[sample] for sample in range(request.num_samples))
             prompt = self._tokenizer.decode(request.prompt_ids)
-            self.finished[request.index] = RolloutGroup(request.source, request.prompt_ids, prompt, rollouts)
+            finished = RolloutGroup(request.source, request.prompt_ids, prompt, rollouts)
+            self.finished[request.index] = finished
+            if self._journal is not None:
+                self._journal.add(request.index, finished)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank
 from megatron_rl.platform import StopRequest
 from megatron_rl.rollout.conversations import PENDING, Conversations, ConversationSettings
+from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import (
     GeneratedGroup,
@@ -32,6 +34,8 @@ GradeFunction = Callable[[str, Sequence[tuple[Task, Transcript]]], Awaitable[Seq
 """(environment, [(task, transcript)]) -> one result each; never raises for a bad sample."""
 
 _Result = TypeVar("_Result")
+
+logger = logging.getLogger(__name__)
 
 _STOP_CHECK_EVERY = 8
 """Engine steps between two looks at the stop request when several ranks must agree on it."""
@@ -84,11 +88,22 @@ class Rollouter:
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def run(
-        self, requests: Sequence[GenerationRequest], seed: int, policy_version: int
+        self,
+        requests: Sequence[GenerationRequest],
+        seed: int,
+        policy_version: int,
+        journal: StepJournal | None = None,
     ) -> RolloutResult:
-        """Complete and grade all ``requests``; collective over the whole job."""
+        """Complete and grade all ``requests``; collective over the whole job.
+
+        Groups that the ``journal`` knows are taken from it, the others are written to it as they are finished.
+        """
         self._engine.begin(seed, policy_version)
-        result = self._complete(self._run(requests))
+        try:
+            result = self._complete(self._run(requests, journal))
+        finally:
+            if journal is not None:
+                journal.close()
         if any_rank(result.cancelled):
             return RolloutResult((), result.statistics, 0.0, 0.0, cancelled=True)
         return result
@@ -107,19 +122,21 @@ class Rollouter:
         """
         return self._runner.get_loop().run_until_complete(awaitable)
 
-    async def _run(self, requests: Sequence[GenerationRequest]) -> RolloutResult:
+    async def _run(self, requests: Sequence[GenerationRequest], journal: StepJournal | None) -> RolloutResult:
         started = time.perf_counter()
         grading: dict[int, asyncio.Task[RolloutGroup]] = {}
-        conversations = Conversations(self._conversations, self._tokenizer, self._groups)
+        conversations = Conversations(self._conversations, self._tokenizer, self._groups, journal)
+        known = self._known(requests, journal)
         for request in requests:
-            self._engine.submit(request)
+            if request.index not in known:
+                self._engine.submit(request)
         steps, cancelled = 0, False
         while (self._engine.has_unfinished or conversations.waiting) and not cancelled:
             for group in self._engine.step():
                 if conversations.takes(group.request):
                     conversations.hear(group)
                 else:
-                    grading[group.request.index] = asyncio.create_task(self._graded(group))
+                    grading[group.request.index] = asyncio.create_task(self._graded(group, journal))
             for turn in await conversations.replies(idle=not self._engine.has_unfinished):
                 self._engine.submit(turn)
             steps += 1
@@ -133,7 +150,7 @@ class Rollouter:
                 task.cancel()
             await asyncio.gather(*grading.values(), conversations.cancel(), return_exceptions=True)
             return RolloutResult((), self._engine.statistics, 0.0, 0.0, cancelled=True)
-        done = {index: task.result() for index, task in grading.items()} | conversations.finished
+        done = known | conversations.finished | {index: task.result() for index, task in grading.items()}
         ordered = [done[request.index] for request in requests]
         waited = time.perf_counter() - generated
         groups = self._share_grades(ordered)
@@ -160,7 +177,26 @@ class Rollouter:
         model_group = self._groups.model_group
         return bool(pending) if model_group.size() == 1 else any_rank(bool(pending), model_group)
 
-    async def _graded(self, group: GeneratedGroup) -> RolloutGroup:
+    def _known(
+        self, requests: Sequence[GenerationRequest], journal: StepJournal | None
+    ) -> dict[int, RolloutGroup]:
+        """Groups that an earlier start finished, by the index of their request; texts are made anew."""
+        if journal is None:
+            return {}
+        found = {request.index: group for request in requests if (group := journal.group_for(request)) is not None}
+        if found:
+            logger.info("%d of %d groups come from the journal", len(found), len(requests))
+        decode = self._tokenizer.decode
+        return {
+            index: replace(
+                group,
+                prompt_text=decode(group.prompt_ids),
+                rollouts=tuple(replace(r, text=decode(r.completion.token_ids)) for r in group.rollouts),
+            )
+            for index, group in found.items()
+        }
+
+    async def _graded(self, group: GeneratedGroup, journal: StepJournal | None) -> RolloutGroup:
         request = group.request
         source = request.source
         transcripts = [self._transcript(completion) for completion in group.completions]
@@ -170,7 +206,7 @@ class Rollouter:
             )
         else:
             grades = [PENDING] * len(transcripts)
-        return RolloutGroup(
+        finished = RolloutGroup(
             source=source,
             prompt_ids=request.prompt_ids,
             prompt_text=self._tokenizer.decode(request.prompt_ids),
@@ -179,6 +215,9 @@ class Rollouter:
                 for completion, transcript, grade in zip(group.completions, transcripts, grades, strict=True)
             ),
         )
+        if journal is not None:
+            journal.add(request.index, finished)
+        return finished
 
     def _transcript(self, completion) -> Transcript:
         return Transcript(

@@ -118,6 +118,7 @@ def toy_run(
         trainer=build._trainer(config, optimization, scorer, reference, groups, timer),
         parity=build_parity_gate(config, scorer, quantization, policy, groups),
         evaluator=None,
+        journal=None,
         checkpoints=None,
         directory=Path(),
         reporter=SimpleNamespace(records=_ignore, dump_batches=_ignore),

@@ -1,0 +1,154 @@
+"""The rollout journal: what it gives back, and what it refuses to."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.journal import RolloutJournal, weights_fingerprint
+from megatron_rl.types import (
+    Completion,
+    GenerationRequest,
+    GradeResult,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    SourcedTask,
+    Task,
+)
+from tests.support.tiny import tiny_policy
+
+HEADER = {"seed": 7, "weights": 2**62, "sampling": {"stop": ("a",)}}
+STEP = 13
+
+
+def request(index: int, task: str = "t", num_samples: int = 2, prompt: tuple[int, ...] = (1, 2)) -> GenerationRequest:
+    source = SourcedTask("toy", Task(f"{task}{index}", "ab"), epoch=1)
+    return GenerationRequest(source, prompt, num_samples, SamplingParams(), index)
+
+
+def group(index: int) -> RolloutGroup:
+    """Two samples, one of them a conversation whose grade failed; log-probs as fp32 gives them."""
+    logprobs = tuple((torch.arange(1, 6) / -3.0).tolist())
+    talk = Completion((5, 0, 7, 8, 70000), logprobs, "length", 3, ((2, 4),))
+    plain = Completion((index, 0), logprobs[:2], "stop", 3)
+    failed = GradeResult("error", code="worker_died", message="twice")
+    good = GradeResult("ok", 0.1, {"calls": 2.0}, verdict="correct", extracted="12")
+    return RolloutGroup(request(index).source, (1, 2), "", (Rollout(talk, "", failed), Rollout(plain, "", good)))
+
+
+@pytest.fixture
+def journal(tmp_path: Path, one_rank: ParallelGroups) -> RolloutJournal:
+    return RolloutJournal(tmp_path, one_rank)
+
+
+def record(journal: RolloutJournal, *indices: int, header: dict = HEADER) -> None:
+    step = journal.open(STEP, header)
+    for index in indices:
+        step.add(index, group(index))
+    step.close()
+
+
+def test_groups_come_back_as_they_were(journal: RolloutJournal) -> None:
+    record(journal, 3, 0)
+    again = journal.open(STEP, HEADER)
+    assert again.group_for(request(0)) == group(0)
+    assert again.group_for(request(3)) == group(3)
+    assert again.group_for(request(1)) is None
+    again.add(1, group(1))
+    again.close()
+    assert journal.open(STEP, HEADER).group_for(request(1)) == group(1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [request(0, task="u"), request(0, num_samples=3), request(0, prompt=(1, 3))],
+    ids=["task", "size", "prompt"],
+)
+def test_another_request_is_not_answered(journal: RolloutJournal, other: GenerationRequest) -> None:
+    record(journal, 0)
+    assert journal.open(STEP, HEADER).group_for(other) is None
+
+
+@pytest.mark.parametrize("change", [{"weights": 1}, {"seed": 8}, {"sampling": {"stop": ()}}])
+def test_other_weights_or_settings_begin_anew(journal: RolloutJournal, change: dict, caplog) -> None:
+    record(journal, 0)
+    assert journal.open(STEP, HEADER | change).group_for(request(0)) is None
+    assert "other weights or settings" in caplog.text
+    # and what is written now counts for them
+    record(journal, 1, header=HEADER | change)
+    again = journal.open(STEP, HEADER | change)
+    assert again.group_for(request(1)) == group(1)
+    assert again.group_for(request(0)) is None
+
+
+def test_every_way_a_file_can_be_torn(journal: RolloutJournal, tmp_path: Path) -> None:
+    """Cut anywhere, the whole records before the cut count, and new ones can follow."""
+    record(journal, 0, 1)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    starts = [at for at in range(len(whole)) if whole.startswith(b"MRLJ", at)]
+    assert len(starts) == 3
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        step = journal.open(STEP, HEADER)
+        known = [index for index in (0, 1) if step.group_for(request(index)) is not None]
+        assert known == [index for index, end in ((0, starts[2]), (1, len(whole))) if length >= end]
+        step.add(2, group(2))
+        step.close()
+        assert journal.open(STEP, HEADER).group_for(request(2)) == group(2)
+
+
+def test_a_flipped_bit_is_found(journal: RolloutJournal, tmp_path: Path) -> None:
+    record(journal, 0)
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    assert journal.open(STEP, HEADER).group_for(request(0)) is None
+
+
+def test_a_step_that_is_covered_is_forgotten(journal: RolloutJournal, tmp_path: Path) -> None:
+    record(journal, 0)
+    journal.open(STEP + 1, HEADER).close()
+    (tmp_path / "step_notes.bin").touch()
+    journal.forget(STEP)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000014.rank_0.bin", "step_notes.bin"]
+
+
+def test_another_number_of_ranks_finds_the_groups(journal: RolloutJournal, tmp_path: Path, one_rank) -> None:
+    """Group 5 of one rank is group 2 of the second of two ranks."""
+    record(journal, 5)
+    second = SimpleNamespace(data_rank=1, data_size=2, leads_model=True, model_group=one_rank.model_group)
+    moved = RolloutJournal(tmp_path, second).open(STEP, HEADER)
+    asked = GenerationRequest(request(5).source, (1, 2), 2, SamplingParams(), index=2)
+    assert moved.group_for(asked) == group(5)
+    assert moved.group_for(request(5)) is None
+
+
+def test_a_full_disk_costs_the_journal_and_not_the_step(journal: RolloutJournal, caplog) -> None:
+    step = journal.open(STEP, HEADER)
+
+    def full(data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    step._stream = SimpleNamespace(write=full, name="the journal")
+    step.add(0, group(0))
+    step.add(1, group(1))
+    step.close()
+    assert caplog.text.count("No space left") == 1
+
+
+def test_the_fingerprint_is_of_the_weights(one_rank: ParallelGroups) -> None:
+    policy = tiny_policy()
+    before = weights_fingerprint(policy.gpt, one_rank.model_group)
+    assert weights_fingerprint(policy.gpt, one_rank.model_group) == before
+    weight = next(policy.gpt.parameters())
+    with torch.no_grad():
+        weight.view(-1)[3] = torch.nextafter(weight.view(-1)[3], torch.tensor(9.0))
+    assert weights_fingerprint(policy.gpt, one_rank.model_group) != before
