@@ -20,8 +20,8 @@ def build_rollouts(folder: Path) -> list[dict[str, Any]]:
     """One entry a step: its prompts once, and the samples that refer to them."""
     trained, held_out = (spread(sorted(folder.glob(f"{kind}_*.jsonl")), MAX_STEPS) for kind in ("step", "eval"))
     budget = TOKEN_BUDGET // max(1, len(trained) + len(held_out))
-    steps = [_build_step(read_rollouts(path), budget, "step") for path in trained]
-    steps += [_build_step(read_rollouts(path), budget, "held-out, step") for path in held_out]
+    steps = [_build_step(read_rollouts(path), budget, held_out=False) for path in trained]
+    steps += [_build_step(read_rollouts(path), budget, held_out=True) for path in held_out]
     return [step for step in steps if step["samples"]]
 
 
@@ -33,7 +33,7 @@ def spread(items: Sequence[Path], limit: int) -> list[Path]:
     return [items[round(index * last / (limit - 1))] for index in range(limit)]
 
 
-def _build_step(rows: Sequence[Mapping[str, Any]], budget: int, kind: str) -> dict[str, Any]:
+def _build_step(rows: Sequence[Mapping[str, Any]], budget: int, held_out: bool) -> dict[str, Any]:
     """The first samples, group by group, until the token budget is used; at least one."""
     prompts: dict[str, int] = {}
     samples: list[dict[str, Any]] = []
@@ -48,7 +48,8 @@ def _build_step(rows: Sequence[Mapping[str, Any]], budget: int, kind: str) -> di
     step = rows[0]["step"] if rows else 0
     return {
         "step": step,
-        "label": f"{kind} {step}",
+        "held_out": held_out,
+        "label": f"held-out, step {step}" if held_out else f"step {step}",
         "recorded": len(rows),
         "verdicts": dict(Counter(verdict for verdict in map(_verdict, rows) if verdict).most_common()),
         "prompts": list(prompts),
