@@ -103,7 +103,7 @@ def train(run: Run) -> str:
         with run.timer.phase("eval"):
             before = evaluate(run)
         if before is None:
-            return _stop(run)
+            return "stopped" if run.config.training.eval_only else _stop(run)
         run.reporter.step(0, before, run.policy.gpt)
         if run.config.training.eval_only:
             return "finished"

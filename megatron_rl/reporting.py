@@ -112,7 +112,7 @@ class Reporter:
         self.log = MetricLog()
         self._directory.set_status(status)
         self._directory.write_summary(summary)
-        if self._config.training.eval_only:
+        if self._config.training.eval_only and status == "finished":
             self._tell_evaluation()
         write_report(self._directory.path)
 

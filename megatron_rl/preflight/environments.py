@@ -20,10 +20,11 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
     except ConfigError as error:
         return list(error.problems)
     trained = {name: item for name, item in environments.items() if not item.evaluation_only}
-    if not trained:
+    alone = config.training.eval_only
+    if not trained and not alone:
         return [f"{path}: every environment is evaluation_only, so there is nothing to train on; add one that is not"]
     problems: list[str] = []
-    if not config.training.perform_rl_step:
+    if not config.training.perform_rl_step and not alone:
         problems += _demonstrations(path, trained)
     if config.training.eval_interval is not None:
         problems += _held_out(environments)
