@@ -7,8 +7,10 @@ import pytest
 from megatron_rl.preflight.environments import environment_problems
 from tests.support.tiny import tiny_config
 
+CASES = [(4, 12, True), (4, 13, False), (4, 16, False), (0, 1, False)]
 
-@pytest.mark.parametrize(("buffer", "longest", "refused"), [(4, 12, True), (4, 13, False), (4, 16, False), (0, 1, False)])
+
+@pytest.mark.parametrize(("buffer", "longest", "refused"), CASES)
 def test_the_buffer_must_be_within_reach(tmp_path, buffer, longest, refused):
     """Of 16 tokens the last 4 are punished: the 13th is the first."""
     path = tmp_path / "list.yaml"
