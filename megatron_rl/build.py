@@ -44,7 +44,7 @@ from megatron_rl.trainer.policy_loss import LossSettings
 from megatron_rl.trainer.reference import ReferencePolicy
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.supervised import DemonstrationSource
+from megatron_rl.trainer.supervised import DemonstrationSource, NoSource
 from megatron_rl.types import GenerationRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Run:
     tokenizer: Tokenizer
     optimization: Optimization
     quantization: RolloutQuantization
-    source: PromptSource | DemonstrationSource
+    source: PromptSource | DemonstrationSource | NoSource
     factory: RequestFactory
     rollouter: Rollouter | None
     """None in a supervised run that never evaluates: no KV cache is taken."""
@@ -309,7 +309,9 @@ def _request_factory(config: RLConfig) -> RequestFactory:
 
 def _source(
     config: RLConfig, environments: EnvironmentAccess, tokenizer: Tokenizer, factory: RequestFactory
-) -> PromptSource | DemonstrationSource:
+) -> PromptSource | DemonstrationSource | NoSource:
+    if config.training.eval_only:
+        return NoSource()
     if not config.training.perform_rl_step:
         return DemonstrationSource(environments.demonstrations(), tokenizer, config.training.seq_length)
     return PromptSource(

@@ -103,7 +103,7 @@ def train(run: Run) -> str:
         with run.timer.phase("eval"):
             before = evaluate(run)
         if before is None:
-            return _stop(run)
+            return "stopped" if run.config.training.eval_only else _stop(run)
         run.reporter.step(0, before, run.policy.gpt)
         if run.config.training.eval_only:
             return "finished"
@@ -138,7 +138,11 @@ def train(run: Run) -> str:
 def evaluate(run: Run) -> dict[str, float] | None:
     """Held-out evaluation with the current weights; None when asked to stop meanwhile."""
     with run.rollout_phase(quantized=not run.config.quantization.rl_evaluate_unquantized):
-        return run.evaluator.evaluate(run.rollouter, run.progress.policy_version)
+        outcome = run.evaluator.evaluate(run.rollouter, run.progress.policy_version)
+    if outcome is None:
+        return None
+    run.reporter.evaluation_records(run.progress.step, outcome.groups, run.tokenizer.decode_token)
+    return outcome.metrics
 
 
 def _stop(run: Run) -> str:

@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
-from megatron_rl.evaluation_report import by_environment, evaluation_table
 from megatron_rl.metrics.console import ConsoleWriter
+from megatron_rl.metrics.evaluation import by_environment, evaluation_table, with_average
 from megatron_rl.metrics.files import write_json_atomic
 from megatron_rl.metrics.jsonl import JsonlWriter, read_rows
 from megatron_rl.metrics.names import VALIDATION_PREFIX
@@ -84,6 +85,16 @@ class Reporter:
         if self._groups.is_main and wanted:
             write_rollouts(self._directory.rollouts_path(step), step, groups[:wanted], decode_token=decode_token)
 
+    def evaluation_records(
+        self, step: int, groups: Sequence[RolloutGroup], decode_token: Callable[[int], str]
+    ) -> None:
+        """Write `--rl-log-rollouts` tasks of each environment: sampled and greedy answers, by turns in ``groups``."""
+        wanted = self._config.logging.rl_log_rollouts
+        if self._groups.is_main and wanted:
+            kept = first_of_each(groups, wanted)
+            path = self._directory.evaluation_path(step)
+            write_rollouts(path, step, kept, decode_token=decode_token, greedy=[False, True] * (len(kept) // 2))
+
     def dump_batches(self, step: int, updates: Sequence[Sequence[PackedBatch]]) -> None:
         """Keep the batches of a skipped update: they hold the cause of its non-finite gradient."""
         path = self._directory.logs / f"nonfinite_step_{step:06d}_rank_{self._groups.rank}.jsonl"
@@ -101,13 +112,13 @@ class Reporter:
         self.log = MetricLog()
         self._directory.set_status(status)
         self._directory.write_summary(summary)
-        if self._config.training.eval_only:
+        if self._config.training.eval_only and status == "finished":
             self._tell_evaluation()
         write_report(self._directory.path)
 
     def _tell_evaluation(self) -> None:
         measured = read_rows(self._directory.metrics)[-1]
-        write_json_atomic(self._directory.path / "evaluation.json", by_environment(measured))
+        write_json_atomic(self._directory.path / "evaluation.json", with_average(by_environment(measured)))
         sys.stdout.write(evaluation_table(measured, unicode=can_draw_boxes(sys.stdout)) + "\n")
 
     @property
@@ -162,6 +173,17 @@ class Reporter:
             "straggler/update_s_slowest": seconds.max().item(),
             "straggler/slowest_rank": float(seconds.argmax()),
         }
+
+
+def first_of_each(groups: Sequence[RolloutGroup], count: int) -> list[RolloutGroup]:
+    """The pairs of groups of the first ``count`` tasks of each environment."""
+    seen: Counter[str] = Counter()
+    kept: list[RolloutGroup] = []
+    for sampled, greedy in zip(groups[::2], groups[1::2], strict=True):
+        seen[sampled.source.environment] += 1
+        if seen[sampled.source.environment] <= count:
+            kept += [sampled, greedy]
+    return kept
 
 
 def _batch_record(update: int, batch: PackedBatch) -> dict[str, object]:

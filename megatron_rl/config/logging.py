@@ -37,7 +37,7 @@ class LoggingConfig:
     timing_log_level: int = flag(0, ge=0, le=2)
     """Above 0 every stage's time waits for the device: exact, at the price of a stall."""
     rl_log_rollouts: int = flag(4, ge=0)
-    """Groups a step written to rollouts/*.jsonl."""
+    """Groups a step, and tasks of each environment an evaluation, written to rollouts/*.jsonl."""
     log_timers_to_tensorboard: bool = flag(False, note="the seconds of every stage are always among the metrics")
     """Megatron's switch for timers in TensorBoard."""
     log_progress: bool = flag(False, note="metrics.jsonl records time, tokens and FLOPs of every step")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number
+from megatron_rl.metrics.evaluation import last_evaluation, result_table
 from megatron_rl.metrics.files import to_plain, write_text_atomic
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.report_rollouts import build_rollouts
@@ -44,6 +45,7 @@ def build_payload(run: RunDirectory) -> dict[str, Any]:
         "facts": _facts(run.read_facts(), rows),
         "summary": _evaluation_figures(read_json_object(run.summary)),
         "table": _table(rows),
+        "evaluation": _evaluation(rows),
         "charts": build_curves(rows),
         "rollouts": build_rollouts(run.rollouts),
     }
@@ -59,6 +61,15 @@ def _evaluation_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
         if measure in before and (measure.startswith("pass@") or measure == "greedy")
     }
     return {**changes, **{name: value for name, value in summary.items() if name != "eval"}}
+
+
+def _evaluation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The newest results by environment; the same numbers as in ``evaluation.json``, if there is one."""
+    newest = last_evaluation(rows)
+    if not newest:
+        return None
+    table = result_table(newest)
+    return {"step": newest["step"], "headers": table.headers, "rows": table.rows}
 
 
 def to_script_json(value: object) -> str:

@@ -5,6 +5,8 @@ For prompt ``P0 P1`` and answer ``A0 E``::
     {"step": 12, "environment": "arithmetic", "task_id": "7", "sample": 0, "prompt": "...",
      "completion": "...", "token_ids": [A0, E], "inference_logprobs": [l2, l3], "token_texts": ["4", "<eos>"],
      "reward": 1.0, "status": "ok", "code": "", ..., "finish_reason": "stop", "policy_version": 11}
+
+Records of an evaluation have ``"greedy": true`` or ``false`` besides.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ def write_rollouts(
     limit: int | None = None,
     *,
     decode_token: Callable[[int], str] | None = None,
+    greedy: Sequence[bool] | None = None,
 ) -> int:
     """Write at most ``limit`` samples (all when ``None``), whole file or nothing; returns how many.
 
     ``decode_token`` gives the text of one token id; with it the report can show each token's log-prob.
+    ``greedy`` says of each group of an evaluation whether it is the greedy answer.
     """
     decode = None if decode_token is None else cache(decode_token)
-    rows = list(islice(_rows(step, groups, decode), limit))
+    rows = list(islice(_rows(step, groups, decode, greedy), limit))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
     return len(rows)
@@ -46,9 +50,12 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(
-    step: int, groups: Sequence[RolloutGroup], decode: Callable[[int], str] | None
+    step: int,
+    groups: Sequence[RolloutGroup],
+    decode: Callable[[int], str] | None,
+    greedy: Sequence[bool] | None,
 ) -> Iterator[dict[str, Any]]:
-    for group in groups:
+    for number, group in enumerate(groups):
         for index, rollout in enumerate(group.rollouts):
             row = {
                 "step": step,
@@ -58,6 +65,8 @@ def _rows(
                 "prompt": group.prompt_text,
                 **_answer(rollout),
             }
+            if greedy is not None:
+                row["greedy"] = greedy[number]
             if decode is not None:
                 row["token_texts"] = [decode(token) for token in rollout.completion.token_ids]
             yield to_plain(row)

@@ -3,8 +3,8 @@
 The layout::
 
     run.json  config.yaml  config.diff.yaml  command.txt  metrics.jsonl  summary.json  report.html
-    quantization.json (quantised rollouts)
-    tensorboard/  rollouts/step_000012.jsonl  checkpoints/  journal/  logs/
+    quantization.json (quantised rollouts)  evaluation.json (--eval-only)
+    tensorboard/  rollouts/step_000012.jsonl  rollouts/eval_000012.jsonl  checkpoints/  journal/  logs/
 """
 
 from __future__ import annotations
@@ -78,6 +78,10 @@ class RunDirectory:
     def rollouts_path(self, step: int) -> Path:
         """Rollout records of a step."""
         return self.rollouts / f"step_{step:06d}.jsonl"
+
+    def evaluation_path(self, step: int) -> Path:
+        """Records of the held-out answers after a step."""
+        return self.rollouts / f"eval_{step:06d}.jsonl"
 
     def read_facts(self) -> dict[str, Any]:
         """``run.json``, empty when absent or damaged."""

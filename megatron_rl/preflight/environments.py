@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.config import RLConfig
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.config import set_up_environments
+from megatron_rl.environments.data import DatasetEnvironment
 from megatron_rl.errors import ConfigError
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Split
@@ -20,11 +21,14 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
     except ConfigError as error:
         return list(error.problems)
     trained = {name: item for name, item in environments.items() if not item.evaluation_only}
-    if not trained:
+    alone = config.training.eval_only
+    if not trained and not alone:
         return [f"{path}: every environment is evaluation_only, so there is nothing to train on; add one that is not"]
     problems: list[str] = []
-    if not config.training.perform_rl_step:
+    if not config.training.perform_rl_step and not alone:
         problems += _demonstrations(path, trained)
+    if config.training.perform_rl_step:
+        problems += _overlong(config.rollout.rl_max_new_tokens, trained)
     if config.training.eval_interval is not None:
         problems += _held_out(environments)
     if tokenizer is not None and not tokenizer.has_chat_template:
@@ -42,6 +46,16 @@ def _demonstrations(path: str, trained: dict[str, Environment]) -> list[str]:
     return [
         f"{path}: no environment gives demonstrations ({', '.join(trained)}), which supervised training needs; "
         "add --perform-rl-step to train by RL, or an environment that has some"
+    ]
+
+
+def _overlong(longest: int | None, environments: dict[str, Environment]) -> list[str]:
+    """A length punishment that no answer can reach is a mistake in one of two numbers."""
+    return [
+        f"{name}: overlong_buffer {item.overlong.buffer} of max_response_tokens {item.overlong.max_tokens} begins "
+        f"beyond the {longest} tokens of --rl-max-new-tokens; make max_response_tokens {longest}"
+        for name, item in environments.items()
+        if isinstance(item, DatasetEnvironment) and longest and longest <= item.overlong.free_tokens
     ]
 
 

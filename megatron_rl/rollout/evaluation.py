@@ -15,9 +15,11 @@ from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.rollout.prompt_source import Draw
 from megatron_rl.rollout.requests import RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
-from megatron_rl.types import GenerationRequest, Rollout, RolloutGroup
+from megatron_rl.types import GenerationRequest, GradeResult, Rollout, RolloutGroup
 
 _COLUMNS = 10
+VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
+"""Of the graders in this library; an environment may have words of its own."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,21 @@ class _TaskScore:
         return [float(getattr(self, name)) for name in self.__dataclass_fields__]
 
 
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What one evaluation brought."""
+
+    metrics: dict[str, float]
+    """Named ``val/<environment>/<measure>``; the same on every rank."""
+    groups: tuple[RolloutGroup, ...]
+    """This rank's answers: for each task the sampled ones, then the greedy one."""
+
+
 class Evaluator:
     """Evaluates on a fixed list of held-out tasks with fixed random numbers.
 
     The same draws at every evaluation: differences between two steps come from the policy.
-    An answer is correct when its reward is positive (environments score 0/1 or -1/+1).
+    What is correct is the grader's verdict, or a positive reward where it gives none (`is_correct`).
     """
 
     def __init__(
@@ -63,11 +75,8 @@ class Evaluator:
         self._seed = seed
         self._groups = groups
 
-    def evaluate(self, rollouter: Rollouter, policy_version: int) -> dict[str, float] | None:
-        """Metrics named ``val/<environment>/<measure>``; None when the run was asked to stop.
-
-        Collective over the whole job; every rank gets the same numbers.
-        """
+    def evaluate(self, rollouter: Rollouter, policy_version: int) -> EvaluationResult | None:
+        """Metrics and answers; None when the run was asked to stop. Collective over the whole job."""
         requests = self._requests()
         result = rollouter.run(requests, self._seed, policy_version)
         if result.cancelled:
@@ -79,7 +88,7 @@ class Evaluator:
         metrics: dict[str, float] = {}
         for index, name in enumerate(self._environments):
             metrics.update(self._summary(name, table[table[:, 0] == index]))
-        return metrics
+        return EvaluationResult(metrics, result.groups)
 
     def _requests(self) -> list[GenerationRequest]:
         """This data-parallel rank's share; each task is sampled, then answered greedily."""
@@ -96,12 +105,12 @@ class Evaluator:
         return _TaskScore(
             environment=self._environments.index(sampled.source.environment),
             samples=len(graded),
-            correct=sum(r.grade.reward > 0 for r in graded),
+            correct=sum(is_correct(r.grade) for r in graded),
             reward_sum=sum(r.grade.reward for r in graded),
             tokens=sum(r.completion.num_written for r in graded),
             truncated=sum(r.completion.finish_reason == "length" for r in graded),
             greedy_graded=len(greedy_graded),
-            greedy_correct=sum(r.grade.reward > 0 for r in greedy_graded),
+            greedy_correct=sum(is_correct(r.grade) for r in greedy_graded),
             voted=int(any(r.grade.extracted is not None for r in graded)),
             vote_correct=int(majority_is_correct(graded)),
         )
@@ -130,6 +139,15 @@ class Evaluator:
         return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
 
 
+def is_correct(grade: GradeResult) -> bool:
+    """The verdict where it is one of the graders' own words, else whether the reward is positive.
+
+    The reward alone would count a wrong answer that gets a format reward, and not a right one whose length was
+    punished.
+    """
+    return grade.verdict == "correct" if grade.verdict in VERDICTS else grade.reward > 0
+
+
 def majority_is_correct(graded: Sequence[Rollout]) -> bool:
     """Whether the answer that most samples gave is right; of equally frequent ones the first given counts.
 
@@ -140,7 +158,7 @@ def majority_is_correct(graded: Sequence[Rollout]) -> bool:
     if not votes:
         return False
     winner = votes.most_common(1)[0][0]
-    return next(r.grade.reward > 0 for r in graded if r.grade.extracted == winner)
+    return next(is_correct(r.grade) for r in graded if r.grade.extracted == winner)
 
 
 def confidence(by_task: numpy.ndarray) -> float:

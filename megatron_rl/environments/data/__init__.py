@@ -9,13 +9,14 @@
 Nothing here imports ``datasets`` or ``pyarrow`` before rows are read: they take seconds.
 """
 
-from megatron_rl.environments.data.environment import DatasetEnvironment, chosen
+from megatron_rl.environments.data.environment import DatasetEnvironment, Overlong, chosen
 from megatron_rl.environments.data.problems import Problem, held_out, letters_and_digits
 from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
 from megatron_rl.environments.data.template import dapo_prompt, dapo_statement
 
 __all__ = [
     "DatasetEnvironment",
+    "Overlong",
     "Problem",
     "Row",
     "RowError",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megatron_rl.environments.base import Environment
@@ -21,11 +22,41 @@ STATUSES = ("correct", "no_answer", "unparsable", "timeout")
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Overlong:
+    """DAPO's soft overlong punishment; ``buffer`` is L_cache and ``max_tokens`` L_max, both in tokens."""
+
+    buffer: int
+    factor: float
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.buffer and not 0 < self.buffer <= self.max_tokens:
+            raise ValueError(
+                f"overlong_buffer is {self.buffer} and max_response_tokens {self.max_tokens}; give the limit of "
+                "--rl-max-new-tokens as max_response_tokens, and a buffer from 1 to it, or 0 for none"
+            )
+        if not 0 < self.factor < math.inf:
+            raise ValueError(f"overlong_penalty is {self.factor}; it must be positive: it is what gets subtracted")
+
+    @property
+    def free_tokens(self) -> int:
+        """The longest completion that costs nothing; 0 without a buffer."""
+        return self.max_tokens - self.buffer if self.buffer else 0
+
+    def penalty(self, num_tokens: int) -> float:
+        """From 0 to ``-factor``."""
+        from megatron_rl.environments.grading import overlong_penalty
+
+        return overlong_penalty(num_tokens, self.max_tokens, self.buffer, self.factor)
+
+
 class DatasetEnvironment(Environment):
     """Tasks are the rows of ``source``; ``grader`` compares a completion with ``Problem.gold``.
 
     ``path`` is a local file that is read instead of the hub. ``format_reward`` is added to the lowest reward
-    when the completion has an answer that is wrong.
+    when the completion has an answer that is wrong. With ``overlong_buffer`` above 0 the last so many of
+    ``max_response_tokens`` are punished: 0 before them, ``-overlong_penalty`` at the end, as in DAPO.
     """
 
     source: ClassVar[Source]
@@ -34,12 +65,23 @@ class DatasetEnvironment(Environment):
     held_out: int = 0
     """One problem in so many belongs to the test split."""
 
-    def __init__(self, *, path: str = "", format_reward: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        path: str = "",
+        format_reward: float = 0.0,
+        overlong_buffer: int = 0,
+        overlong_penalty: float = 1.0,
+        max_response_tokens: int = 0,
+    ) -> None:
         lowest, highest = self.reward_range
         if not 0 <= format_reward < highest - lowest:
             raise ValueError(f"format_reward is {format_reward}; it must be at least 0 and below {highest - lowest:g}")
         self._path = path
         self._format_reward = format_reward
+        self.overlong = Overlong(overlong_buffer, overlong_penalty, max_response_tokens)
+        if overlong_buffer and type(self).evaluation_only:
+            raise ValueError(f"overlong_buffer is for training, and {self.name} is only evaluated; leave it out")
         self._loaded: dict[Source, tuple[Problem, ...]] = {}
 
     @abstractmethod
@@ -82,7 +124,10 @@ class DatasetEnvironment(Environment):
         return (problem.task for problem in self.problems(split))
 
     def grade(self, task: Task, transcript: Transcript) -> Grade:
-        """The highest reward for a right answer, else the lowest, and the verdict as metrics."""
+        """The highest reward for a right answer, else the lowest, less what its length costs; the verdict as metrics.
+
+        What is right is told by the verdict: neither the format reward nor the length changes it.
+        """
         # imported here: the graders import sympy, which listing environments and tasks need not pay
         from megatron_rl.environments.grading import grade
 
@@ -90,7 +135,11 @@ class DatasetEnvironment(Environment):
         lowest, highest = self.reward_range
         reward = lowest + (self._format_reward if verdict.status == "wrong" else 0.0)
         metrics = {name: float(verdict.status == name) for name in STATUSES}
-        return replace(verdict, reward=highest if verdict.status == "correct" else reward, metrics=metrics)
+        reward = highest if verdict.status == "correct" else reward
+        if self.overlong.buffer:
+            metrics["overlong_penalty"] = penalty = self.overlong.penalty(transcript.num_tokens)
+            reward += penalty
+        return replace(verdict, reward=reward, metrics=metrics)
 
 
 def chosen(option: str, value: object, allowed: Sequence[object]) -> None:

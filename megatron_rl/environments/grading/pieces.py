@@ -32,11 +32,12 @@ def ends_with_answer_line(text: str) -> float:
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int, factor: float = 1.0) -> float:
     """DAPO's soft overlong punishment (equation 13): 0 up to ``max_tokens - buffer``, then linear to ``-factor``.
 
-    Worked example: 16384 and a buffer of 4096: 12288 tokens cost 0, 14336 cost half the factor.
+    Worked example: 16384 and a buffer of 4096: 12288 tokens cost 0, 14336 half the factor, 16384 and more all of it.
     """
     if not 0 < buffer <= max_tokens:
         raise ValueError(f"the buffer is {buffer}; it must be from 1 to max_tokens, which is {max_tokens}")
-    return min(-(num_tokens - (max_tokens - buffer)) / buffer * factor, 0.0)
+    exceeded = num_tokens - (max_tokens - buffer)
+    return 0.0 - min(max(exceeded / buffer, 0.0), 1.0) * factor
 
 
 def combined(grade: Grade, **pieces: float) -> Grade:

@@ -185,8 +185,8 @@ def test_pieces():
     assert format_reward("<answer>c</answer><think>a</think>") == 0.0
     assert ends_with_answer_line("so\n**Answer: 3**\n") == 1.0
     assert ends_with_answer_line("Answer: 3\nso") == 0.0
-    lengths = (100, 12288, 14336, 16384)
-    assert [overlong_penalty(n, 16384, 4096, 0.5) for n in lengths] == [0.0, 0.0, -0.25, -0.5]
+    lengths = (100, 12288, 14336, 16384, 20000)  # 14336 is half way through the buffer; beyond the end it stays
+    assert [overlong_penalty(n, 16384, 4096, 0.5) for n in lengths] == [0.0, 0.0, -0.25, -0.5, -0.5]
     with pytest.raises(ValueError, match="buffer"):
         overlong_penalty(1, 10, 11)
     whole = combined(Grade(1.0, {"m": 2.0}, "correct", "4"), overlong=-0.25, format=0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_report_of_an_empty_directory_and_command_line(
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     data = embedded_data((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert (data["charts"], data["rollouts"], data["table"]) == ([], [], [])
+    assert (data["charts"], data["rollouts"], data["table"], data["evaluation"]) == ([], [], [], None)
     with pytest.raises(SystemExit):
         main([str(tmp_path / "absent")])
 
@@ -163,6 +164,61 @@ def test_short_curves_are_whole() -> None:
 def test_missing_values_do_not_break_downsampling() -> None:
     kept = select_indices([None] * 1000, 10)
     assert kept == [0, 999]
+
+
+def test_verdict_and_extracted_answer_stand_beside_the_reward(run: RunDirectory) -> None:
+    grades = [
+        GradeResult("ok", -1.0, verdict="wrong", extracted="35"),
+        GradeResult("ok", 1.0, verdict="correct", extracted="34"),
+        GradeResult("ok", -1.0, verdict="wrong", extracted="<b>36"),
+        GradeResult("ok", -1.0, verdict="no_answer"),
+        GradeResult("error", code="timeout", message="slow"),
+        GradeResult("ok", 0.5),
+    ]
+    group = make_group("2+2")
+    rollouts = tuple(replace(group.rollouts[0], grade=grade) for grade in grades)
+    write_rollouts(run.rollouts_path(1), 1, [replace(group, rollouts=rollouts)])
+    step = embedded_data(write_report(run.path).read_text(encoding="utf-8"))["rollouts"][0]
+    assert [(sample["verdict"], sample["extracted"]) for sample in step["samples"]] == [
+        ("wrong", "35"), ("correct", "34"), ("wrong", "<b>36"), ("no_answer", None), ("not graded", None), ("", None),
+    ]  # fmt: skip
+    assert step["verdicts"] == {"wrong": 2, "correct": 1, "no_answer": 1, "not graded": 1}
+
+
+def test_tokens_of_the_environment_have_no_logprob(tmp_path: Path) -> None:
+    """Six tokens, of which 2, 3 and 5 were fed in; a span beyond the end is cut, an empty one dropped."""
+    write_rollouts(tmp_path / "step_000001.jsonl", 1, [make_group("a", tokens=6), make_group("b", tokens=2)])
+    rows = [json.loads(line) for line in (tmp_path / "step_000001.jsonl").read_text().splitlines()]
+    rows[0]["environment_spans"] = [[2, 4], [4, 4], [5, 9]]
+    (tmp_path / "step_000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fed, plain = build_rollouts(tmp_path)[0]["samples"]
+    assert fed["spans"] == [(2, 4), (5, 6)]
+    assert fed["logprobs"] == [-0.5, -0.5, None, None, -0.5, None]
+    assert (plain["spans"], plain["logprobs"]) == ([], [-0.5, -0.5])
+
+
+def test_held_out_answers_follow_the_training_steps(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "step_000002.jsonl", 2, [make_group("a")])
+    for step in (0, 2):
+        groups = [make_group("b"), make_group("b")]
+        write_rollouts(tmp_path / f"eval_{step:06d}.jsonl", step, groups, greedy=[False, True])
+    steps = build_rollouts(tmp_path)
+    assert [step["label"] for step in steps] == ["step 2", "held-out, step 0", "held-out, step 2"]
+    assert [sample["greedy"] for sample in steps[1]["samples"]] == [False, True]
+
+
+def test_the_newest_results_are_a_table(run: RunDirectory) -> None:
+    writer = JsonlWriter(run.metrics)
+    measures = {"pass@1": 0.5, "pass@1_ci95": 0.25, "pass@4": 1.0, "maj@k": 0.75, "greedy": 0.25, "reward": -0.5,
+                "response_length": 12.34, "truncated": 0.125, "num_tasks": 30.0, "failed_grades": 2.0}  # fmt: skip
+    writer.write(0, {names.validation("aime", measure): 0.0 for measure in measures})
+    writer.write(4, {names.validation("aime", measure): value for measure, value in measures.items()})
+    assert embedded_data(write_report(run.path).read_text(encoding="utf-8"))["evaluation"] == {
+        "step": 4,
+        "headers": ["environment", "pass@1 = avg@k", "pass@4", "maj@k", "greedy", "reward", "tokens", "truncated",
+                    "tasks", "failed"],
+        "rows": [["aime", "0.500 \u00b1 0.250", "1.000", "0.750", "0.250", "-0.500", "12.3", "0.125", "30", "2"]],
+    }  # fmt: skip
 
 
 def test_rollouts_are_cut_to_a_size_a_browser_opens(tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from megatron_rl.inference import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import Draw, Evaluator, RequestFactory, RolloutResult
-from megatron_rl.rollout.evaluation import powers_of_two_up_to
-from megatron_rl.types import GenerationRequest, RolloutGroup, SamplingParams, SourcedTask, Task
+from megatron_rl.rollout.evaluation import is_correct, powers_of_two_up_to
+from megatron_rl.types import GenerationRequest, GradeResult, RolloutGroup, SamplingParams, SourcedTask, Task
 from tests.support.rollouts import graded_group
 
 FACTORY = RequestFactory(SamplingParams(max_new_tokens=8), max_sequence_length=16)
@@ -44,7 +45,7 @@ def test_numbers(one_rank: ParallelGroups) -> None:
         graded_group([1.0, None, 1.0, -1.0], lengths=[2, 50, 2, 2], finish_reasons=cut),
         graded_group([-1.0], lengths=[9]),
     ]
-    metrics = evaluator(one_rank, [("toy", "0"), ("toy", "1")], samples=4).evaluate(FixedRollouter(groups), 3)
+    metrics = evaluator(one_rank, [("toy", "0"), ("toy", "1")], samples=4).evaluate(FixedRollouter(groups), 3).metrics
     assert metrics == pytest.approx(
         {
             "val/toy/reward": (1 - 3 + 2 - 1) / 7,
@@ -63,13 +64,13 @@ def test_numbers(one_rank: ParallelGroups) -> None:
 
 def test_a_failed_greedy_grade_is_left_out(one_rank: ParallelGroups) -> None:
     groups = [graded_group([1.0]), graded_group([None]), graded_group([1.0]), graded_group([1.0])]
-    metrics = evaluator(one_rank, [("toy", "0"), ("toy", "1")], samples=1).evaluate(FixedRollouter(groups), 0)
+    metrics = evaluator(one_rank, [("toy", "0"), ("toy", "1")], samples=1).evaluate(FixedRollouter(groups), 0).metrics
     assert metrics["val/toy/greedy"] == 1.0
 
 
 def test_nothing_graded_at_all(one_rank: ParallelGroups) -> None:
     groups = [graded_group([None, None]), graded_group([None])]
-    metrics = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0)
+    metrics = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0).metrics
     assert metrics["val/toy/failed_grades"] == 2.0
     assert not any(name.startswith("val/toy/pass@") for name in metrics)
 
@@ -79,7 +80,7 @@ def test_environments_are_kept_apart(one_rank: ParallelGroups) -> None:
         graded_group([1.0], environment="b"), graded_group([1.0], environment="b"),
         graded_group([0.0], environment="a"), graded_group([0.0], environment="a"),
     ]  # fmt: skip
-    metrics = evaluator(one_rank, [("b", "0"), ("a", "0")], samples=1).evaluate(FixedRollouter(groups), 0)
+    metrics = evaluator(one_rank, [("b", "0"), ("a", "0")], samples=1).evaluate(FixedRollouter(groups), 0).metrics
     assert (metrics["val/a/pass@1"], metrics["val/b/pass@1"]) == (0.0, 1.0)
     assert (metrics["val/a/greedy"], metrics["val/b/greedy"]) == (0.0, 1.0)
 
@@ -94,6 +95,44 @@ def test_every_evaluation_asks_the_same(one_rank: ParallelGroups) -> None:
     (first, first_seed, _), (second, second_seed, version) = rollouter.asked
     assert first == second and first_seed == second_seed == 7 and version == 2
     assert [(r.num_samples, r.sampling.greedy, r.index) for r in first] == [(2, False, 0), (1, True, 1)]
+
+
+def test_its_answers_come_with_it(one_rank: ParallelGroups) -> None:
+    groups = (graded_group([1.0, 0.0]), graded_group([1.0]))
+    assert evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0).groups == groups
+
+
+@pytest.mark.parametrize(
+    ("reward", "verdict", "right"),
+    [
+        (1.0, "", True),
+        (-1.0, "", False),
+        (0.0, "correct", True),  # as long as can be: the punishment takes the whole reward
+        (0.5, "wrong", False),  # a format reward
+        (0.5, "no_answer", False),
+        (0.5, "unparsable", False),
+        (0.5, "timeout", False),
+        (0.5, "plausible", True),  # an environment's own word says nothing here
+        (0.0, "plausible", False),
+    ],
+)
+def test_the_verdict_decides_before_the_reward(reward: float, verdict: str, right: bool) -> None:
+    assert is_correct(GradeResult("ok", reward, verdict=verdict)) == right
+
+
+def test_rewards_that_are_not_0_or_1_leave_the_results_alone(one_rank: ParallelGroups) -> None:
+    """A right answer punished to 0, a wrong one with a format reward: pass@1 1/2, greedy 0."""
+    sampled, greedy = graded_group([0.0, 0.5]), graded_group([0.5])
+    verdicts = [("correct", "4"), ("wrong", "5")]
+    rollouts = [
+        replace(rollout, grade=replace(rollout.grade, verdict=verdict, extracted=answer))
+        for rollout, (verdict, answer) in zip(sampled.rollouts, verdicts, strict=True)
+    ]
+    wrong = replace(greedy.rollouts[0], grade=replace(greedy.rollouts[0].grade, verdict="wrong"))
+    groups = [replace(sampled, rollouts=tuple(rollouts)), replace(greedy, rollouts=(wrong,))]
+    metrics = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0).metrics
+    assert (metrics["val/toy/pass@1"], metrics["val/toy/greedy"], metrics["val/toy/maj@k"]) == (0.5, 0.0, 1.0)
+    assert metrics["val/toy/reward"] == 0.25
 
 
 def test_a_cancelled_evaluation_has_no_numbers(one_rank: ParallelGroups) -> None:

@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from megatron_rl.config import read_config
-from megatron_rl.evaluation_report import by_environment, evaluation_table
+from megatron_rl.metrics.evaluation import by_environment, evaluation_table, last_evaluation, with_average
 from megatron_rl.rollout.evaluation import confidence, majority_is_correct
 from megatron_rl.types import Completion, GradeResult, Rollout
 
@@ -48,11 +48,23 @@ def test_the_table_has_a_row_for_each_environment():
     assert by_environment(metrics)["a"] == {"pass@1": 1.0}
     header, _, first, second = evaluation_table(metrics).splitlines()
     assert [cell.strip() for cell in header.split("|")] == [
-        "environment", "pass@1 (avg@k)", "pass@8", "pass@16", "greedy", "tokens", "tasks",
+        "environment", "pass@1 = avg@k", "pass@8", "pass@16", "greedy", "tokens", "tasks",
     ]  # fmt: skip
     assert [cell.strip() for cell in first.split("|")] == ["a", "1.000", "-", "-", "-", "-", "-"]
     cells = [cell.strip() for cell in second.split("|")]
     assert cells == ["b", "0.250 ± 0.100", "0.500", "0.750", "0.300", "12.3", "30"]
+
+
+def test_the_file_has_avg_at_k_under_its_own_name():
+    assert with_average({"a": {"pass@1": 0.25, "pass@4": 0.5}, "b": {"greedy": 1.0}}) == {
+        "a": {"pass@1": 0.25, "pass@4": 0.5, "avg@k": 0.25}, "b": {"greedy": 1.0},
+    }  # fmt: skip
+
+
+def test_the_newest_evaluation_is_shown():
+    rows = [{"step": 0, "val/a/greedy": 0.5}, {"step": 8, "val/a/greedy": 1.0}, {"step": 9, "actor/lr": 1.0}]
+    assert last_evaluation(rows) is rows[1]
+    assert last_evaluation(rows[2:]) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""The results of an evaluation by environment: the table on the screen and in the report, and ``evaluation.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.metrics.names import split_validation
+from megatron_rl.metrics.table import format_table
+
+_AFTER_PASS_AT_K = (("maj@k", "maj@k"), ("greedy", "greedy"), ("reward", "reward"), ("response_length", "tokens"),
+                    ("truncated", "truncated"), ("num_tasks", "tasks"), ("failed_grades", "failed"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """One row an environment, its name first."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def by_environment(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """``{"gsm8k": {"pass@1": 0.4, "pass@1_ci95": 0.03, ...}}``."""
+    found: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        split = split_validation(name)
+        if split is not None:
+            found.setdefault(split[0], {})[split[1]] = value
+    return found
+
+
+def with_average(results: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The same with ``avg@k`` beside ``pass@1``, its other name: the mean share of k samples that are right."""
+    return {name: {**row, **({"avg@k": row["pass@1"]} if "pass@1" in row else {})} for name, row in results.items()}
+
+
+def result_table(metrics: Mapping[str, float]) -> ResultTable:
+    """pass@k in ascending k, pass@1 with half of its 95 % interval over tasks, and what else was measured."""
+    results = by_environment(metrics)
+    ks = sorted({k for row in results.values() for k in map(_k, row) if k is not None})
+    shown = [(f"pass@{k}", "pass@1 = avg@k" if k == 1 else f"pass@{k}") for k in ks]
+    shown += [pair for pair in _AFTER_PASS_AT_K if any(pair[0] in row for row in results.values())]
+    rows = [(name, *(_cell(row, measure) for measure, _ in shown)) for name, row in sorted(results.items())]
+    return ResultTable(("environment", *(title for _, title in shown)), tuple(rows))
+
+
+def evaluation_table(metrics: Mapping[str, float], *, unicode: bool = False) -> str:
+    """``result_table`` for the terminal."""
+    table = result_table(metrics)
+    return format_table(table.headers, table.rows, unicode=unicode)
+
+
+def last_evaluation(rows: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """The last row of metrics that holds an evaluation; empty when there is none."""
+    return next((row for row in reversed(rows) if any(map(split_validation, row))), {})
+
+
+def _k(measure: str) -> int | None:
+    digits = measure.removeprefix("pass@")
+    return int(digits) if digits != measure and digits.isdigit() else None
+
+
+def _cell(row: Mapping[str, float], measure: str) -> str:
+    value = row.get(measure)
+    if value is None:
+        return "-"
+    if measure in ("num_tasks", "failed_grades"):
+        return f"{value:.0f}"
+    if measure == "response_length":
+        return f"{value:.1f}"
+    half = row.get(f"{measure}_ci95")
+    return f"{value:.3f}" if half is None else f"{value:.3f} ± {half:.3f}"

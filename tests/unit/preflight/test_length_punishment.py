@@ -1,0 +1,20 @@
+"""A punishment of long answers that no answer can be long enough for is refused before the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.preflight.environments import environment_problems
+from tests.support.tiny import tiny_config
+
+CASES = [(4, 12, True), (4, 13, False), (4, 16, False), (0, 1, False)]
+
+
+@pytest.mark.parametrize(("buffer", "longest", "refused"), CASES)
+def test_the_buffer_must_be_within_reach(tmp_path, buffer, longest, refused):
+    """Of 16 tokens the last 4 are punished: the 13th is the first."""
+    path = tmp_path / "list.yaml"
+    path.write_text(f"- {{environment: countdown, args: {{overlong_buffer: {buffer}, max_response_tokens: 16}}}}\n")
+    problems = environment_problems(tiny_config(langrl_env_config=path, rl_max_new_tokens=longest), tokenizer=None)
+    wanted = f"countdown: overlong_buffer 4 of max_response_tokens 16 begins beyond the {longest} tokens of"
+    assert [problem.startswith(wanted) for problem in problems] == [True] * refused
