@@ -29,15 +29,25 @@ def dumps(value: object) -> str:
 
 
 def loads(text: bytes | str) -> Any:
-    """The value of strict JSON text; ``ValueError`` for anything else, hostile nesting included."""
+    """The value of strict JSON text; ``ValueError`` for anything else, hostile nesting and repeated keys included."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Which of two values counts is a matter of the reader: both sides must mean the same one."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {again[:80]!r} occurs twice")
+    return value
 
 
 def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -12,16 +13,25 @@ from flask_restful import abort
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.replay import ReplayConflict
+from megatron_rl.environments.serving.guards import unavailable
 from megatron_rl.environments.serving.service import Serving
+from megatron_rl.environments.serving.strict import parse
 from megatron_rl.environments.wire import (
+    MAX_MESSAGE,
     WireError,
-    loads,
     read_key,
     result_to_json,
     task_from_json,
     transcript_from_json,
 )
+from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Task, Transcript
+
+logger = logging.getLogger(__name__)
+
+MAX_ITEMS = 4096
+MAX_REQUEST_ID = 200
+"""Characters; the ids of answered requests are kept."""
 
 Item = TypeVar("Item")
 
@@ -40,16 +50,11 @@ class PostedItems(Serving, Generic[Item]):
     def post(self, name: str) -> dict[str, Any]:
         """``{"items": [..]}``; a request id that was answered before gets the same answer again."""
         environment = self.service.environment(name)
+        if request.mimetype != "application/json":
+            abort(415, message=f"the content type is {request.mimetype[:200]!r}; use application/json")
         body = request.get_data()
-        value = _parse(body)
-        try:
-            request_id = read_key(value, "request_id", str, "")
-            items = [
-                self.read(item, f"items[{index}]")
-                for index, item in enumerate(read_key(value, "items", list, ""))
-            ]
-        except WireError as error:
-            abort(422, message=str(error))
+        with self.service.reading:
+            request_id, items = self._read(body)
         # the path is part of it: an id is not to be used for two routes or environments
         fingerprint = hashlib.sha256(request.path.encode() + b"\0" + body).digest()
         try:
@@ -58,7 +63,29 @@ class PostedItems(Serving, Generic[Item]):
             )
         except ReplayConflict as error:
             abort(409, message=str(error))
+        except EnvironmentFault as fault:  # of the server itself: no sample is to blame
+            logger.error("%s: %s", request.path, fault)
+            unavailable(str(fault))
+        if self.service.admission.closed:  # its workers were ended: the results say nothing about the samples
+            unavailable("the environment server is closing")
         return {"items": answer}
+
+    def _read(self, body: bytes) -> tuple[str, list[Item]]:
+        """The request's id and items; answers 400 for what is not JSON, 422 for what is no request."""
+        try:
+            value = parse(body)
+        except ValueError as error:
+            abort(400, message=f"the body is not JSON: {error}")
+        try:
+            request_id = read_key(value, "request_id", str, "")
+            if not 0 < len(request_id) <= MAX_REQUEST_ID:
+                raise WireError(f"request_id has {len(request_id)} characters; give 1 to {MAX_REQUEST_ID}")
+            items = read_key(value, "items", list, "")
+            if len(items) > MAX_ITEMS:
+                raise WireError(f"items has {len(items)} elements; give {MAX_ITEMS} at most")
+            return request_id, [self.read(item, f"items[{index}]") for index, item in enumerate(items)]
+        except WireError as error:
+            abort(422, message=str(error)[:MAX_MESSAGE])
 
 
 class Grade(PostedItems[tuple[Task, Transcript]]):
@@ -74,11 +101,6 @@ class Grade(PostedItems[tuple[Task, Transcript]]):
         self, name: str, environment: Environment, items: Sequence[tuple[Task, Transcript]]
     ) -> list[dict[str, Any]]:
         """A reward or an error code for each sample."""
-        return [result_to_json(result) for result in self.service.grade(name, environment, items)]
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        return loads(body)
-    except ValueError as error:
-        abort(400, message=f"the body is not JSON: {error}")
+        results = self.service.grade(name, environment, items)
+        self.service.counters.add_results(name, results)
+        return [result_to_json(result) for result in results]
