@@ -19,6 +19,10 @@ MAX_EXTRACTED = 500
 """Longest extracted answer that travels; what is longer is for reading only and gets cut."""
 
 
+MAX_DEPTH = 64
+"""What is deeper than Python's own limit of about 1000 could be read and then not be written again."""
+
+
 class WireError(ValueError):
     """A JSON value is not what it should be; the message names the key."""
 
@@ -48,6 +52,35 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         again = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"the key {again[:80]!r} occurs twice")
     return value
+
+
+def check_bounds(value: object, texts: bool = True) -> None:
+    """``ValueError`` for a value nested too deeply, or with ``texts`` one that holds a lone surrogate.
+
+    Not by recursion, which has a depth limit of its own.
+    """
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                below += item.values()
+                if texts:
+                    below += item
+            elif isinstance(item, (list, tuple)):
+                below += item
+            elif texts and isinstance(item, str):
+                _check_text(item)
+        level, depth = below, depth + 1
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text holds the lone surrogate U+{ord(text[error.start]):X}") from None
 
 
 def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str) -> Any:

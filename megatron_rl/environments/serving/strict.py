@@ -9,12 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_rl.environments.wire import loads
+from megatron_rl.environments.wire import check_bounds, loads
 
 MAX_VALUES = 200_000
 """Values and keys of one body, strings counted twice; 4096 samples have about 100,000."""
-MAX_DEPTH = 64
-"""What is deeper than Python's own limit of about 1000 could be read and then not be written again."""
 
 _CHUNK = 2**20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -29,8 +27,8 @@ def parse(body: bytes) -> Any:
     if _more_than(MAX_VALUES, body):
         raise ValueError(f"more than {MAX_VALUES} values")
     value = loads(text)
-    strings = _SURROGATE.search(body) is not None  # an emoji may be two of them; a lone one is no text
-    _check(value, strings)
+    # only an escape can bring a lone surrogate; most bodies have none, and their texts need no second look
+    check_bounds(value, texts=_SURROGATE.search(body) is not None)
     return value
 
 
@@ -58,29 +56,3 @@ def _more_than(limit: int, body: bytes) -> bool:
         if found > limit:
             return True
     return False
-
-
-def _check(value: Any, strings: bool) -> None:
-    """Bounds the depth, and refuses lone surrogates where there may be some; not by recursion."""
-    level, depth = [value], 0
-    while level:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested more than {MAX_DEPTH} deep")
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                below += item.values()
-                if strings:
-                    below += item
-            elif isinstance(item, list):
-                below += item
-            elif strings and isinstance(item, str):
-                _check_text(item)
-        level, depth = below, depth + 1
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a text holds the lone surrogate U+{ord(text[error.start]):X}") from None

@@ -145,7 +145,7 @@ def test_revive_is_called_before_each_repetition_and_may_fail(stub):
 def test_an_old_token_is_read_again(stub, tmp_path):
     reads: list[Callable] = []
     server, client = stub((401, '{"message": "a valid bearer token is required"}'), ok(1))
-    client._revive = lambda: reads.append(read_address(tmp_path / "address.json"))
+    client._exchange._revive = lambda: reads.append(read_address(tmp_path / "address.json"))
     assert grade(client)[0].reward == 1.0
     assert len(server.bodies) == 2
 
