@@ -55,6 +55,7 @@ class Run:
     groups: ParallelGroups
     policy: PolicyModel
     tokenizer: Tokenizer
+    environments: EnvironmentAccess
     optimization: Optimization
     quantization: RolloutQuantization
     source: PromptSource | DemonstrationSource
@@ -194,6 +195,7 @@ def build_run(
             groups=groups,
             policy=policy,
             tokenizer=tokenizer,
+            environments=environments,
             optimization=optimization,
             quantization=quantization,
             source=source,
