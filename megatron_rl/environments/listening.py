@@ -83,6 +83,7 @@ def make_server(app: Flask, listener: socket.socket, closing: Callable[[], None]
         connection_limit=MAX_CONNECTIONS,
         channel_timeout=IDLE_SECONDS,
         cleanup_interval=5,
+        recv_bytes=2**16,  # of its 8 KiB a large body takes thousands of turns of the loop that accepts others
         asyncore_use_poll=True,  # select() stops at 1024 descriptors
     )
     server.channel_class = _Channel
