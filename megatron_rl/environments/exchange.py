@@ -29,7 +29,7 @@ PATIENCE_TIMEOUTS = 20.0
 """A busy server is asked again for so many timeouts: each of the requests before may take a whole one."""
 LONGEST_BACKOFF = 2.0
 """Two dozen attempts then span 40 s, in which even a busy machine has restarted a server."""
-LONGEST_RETRY_AFTER = 30.0
+SHORTEST_RETRY_AFTER, LONGEST_RETRY_AFTER = 0.05, 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -165,5 +165,5 @@ class Exchange:
 def _seconds(retry_after: str | None) -> float:
     """The header's value, which may also be a date or missing."""
     if retry_after is not None and retry_after.isascii() and retry_after.isdigit():
-        return min(float(retry_after), LONGEST_RETRY_AFTER)
+        return min(max(float(retry_after), SHORTEST_RETRY_AFTER), LONGEST_RETRY_AFTER)
     return 1.0
