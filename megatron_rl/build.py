@@ -58,6 +58,7 @@ class Run:
     groups: ParallelGroups
     policy: PolicyModel
     tokenizer: Tokenizer
+    environments: EnvironmentAccess
     optimization: Optimization
     quantization: RolloutQuantization
     source: PromptSource | DemonstrationSource | NoSource
@@ -223,6 +224,7 @@ def build_run(
             groups=groups,
             policy=policy,
             tokenizer=tokenizer,
+            environments=environments,
             optimization=optimization,
             quantization=quantization,
             source=source,

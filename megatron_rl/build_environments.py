@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_rl.config import RLConfig
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
+from megatron_rl.environments.counters import EnvironmentCounters
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.rundir import RunDirectory
@@ -28,6 +29,7 @@ class EnvironmentAccess:
 
     specs: tuple[EnvironmentSpec, ...]
     client: EnvironmentClient
+    counters: EnvironmentCounters
 
     def training_pools(self) -> list[TaskPool]:
         """Training tasks of every environment that may be trained on."""
@@ -96,8 +98,10 @@ def open_environments(
             _address_file(folder),
             timeout=config.environment.rl_grade_timeout_seconds,
             revive=server.ensure_alive if server is not None else None,
+            answered=server.note_answer if server is not None else None,
         )
-        yield EnvironmentAccess(tuple(load_environment_specs(path)), client)
+        counters = EnvironmentCounters(client, server)
+        yield EnvironmentAccess(tuple(load_environment_specs(path)), client, counters)
 
 
 def _address_file(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from megatron_rl.build import Run
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.parallel.collectives import any_rank
-from megatron_rl.rollout.statistics import failure_counts, rollout_metrics
+from megatron_rl.rollout.statistics import environment_metrics, failures_of, rollout_metrics
 from megatron_rl.trainer.samples import refuse_failures, reward_metrics
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ def rl_step(run: Run, step: int) -> StepResult | None:
 
     with run.timer.phase("advantages"):
         samples = run.samples.build(rollouts.groups)
-        failures = failure_counts(rollouts.groups, run.groups.data_group)
-        refuse_failures(samples, failures, run.config.environment.rl_max_failed_share)
+        failures = failures_of(rollouts.groups, run.groups.data_group)
+        refuse_failures(samples, failures.counts, run.config.environment.rl_max_failed_share, failures.example)
         updates = run.batches.updates(samples.samples, run.minibatches, seed)
     parity: dict[str, float] = {}
     if run.parity.is_due(step):
@@ -65,6 +65,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
     run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token)
     metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
     metrics |= reward_metrics(samples) | outcome.metrics | parity
+    metrics |= environment_metrics(run.environments.counters.since_last_call(), failures)
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds
     metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
     total = len(updates) * run.config.algorithm.grpo_iterations

@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegatronRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("config", help="the YAML list")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=0, help="default 0: a free one")
+    serve.add_argument("--unix-socket", metavar="PATH", help="listen there (mode 0600) instead of on a port")
     serve.add_argument("--address-file", help="where to write the url and the token (mode 0600)")
     serve.add_argument("--allow-remote", action="store_true", help="permit a host that is not loopback")
     serve.set_defaults(run=_serve)
@@ -90,7 +93,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     from megatron_rl.environments.server import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    serve(arguments.config, arguments.host, arguments.port, arguments.address_file, arguments.allow_remote)
+    serve(
+        arguments.config,
+        arguments.host,
+        arguments.port,
+        arguments.address_file,
+        arguments.allow_remote,
+        arguments.unix_socket,
+    )
     return 0
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.wire import dumps
+from megatron_rl.environments.wire import check_bounds, dumps
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Split, Task
 
@@ -37,7 +37,7 @@ def row_problems(row: object) -> list[str]:
         problems.append(f"has the id {row.id!r}; it must be a non-empty string")
     problems += _prompt_problems(row.prompt)
     problems += _data_problems(row.data)
-    return problems
+    return problems or _bound_problems(row)
 
 
 def _walk(environment: Environment, split: Split, first_seen: dict[str, str]) -> Iterator[str]:
@@ -67,6 +67,14 @@ def _not_a_task(row: object) -> str:
     missing = [key for key in ("id", "prompt") if key not in row]
     lacks = f"; it lacks {', '.join(missing)}" if missing else ""
     return f"is a {type(row).__name__}, not a Task{lacks}; it has {', '.join(map(str, row)) or 'nothing'}"
+
+
+def _bound_problems(row: Task) -> list[str]:
+    try:  # its request for a grade nests it three levels deeper
+        check_bounds([[[row.id, row.prompt, row.data]]])
+    except ValueError as error:
+        return [f"cannot be sent: {error}"]
+    return []
 
 
 def _prompt_problems(prompt: object) -> list[str]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.config import EnvironmentSpec
 from megatron_rl.environments.grading.sample import judge_item
 from megatron_rl.environments.pool import WorkerPool
+from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import GradeResult, Item
+
+TURN_SECONDS = 30.0
+"""Longest wait for a grader in process before ours; one that hangs keeps its turn for good."""
 
 Items = Sequence[Item]
 GradeSamples = Callable[[str, Environment, Items], list[GradeResult]]
@@ -29,14 +34,24 @@ class PooledGrading:
         pooled = [specs[name] for name, environment in environments.items() if not environment.in_process]
         prepared = [(spec.reference, spec.options) for spec in pooled]
         self._pool = WorkerPool(environments=prepared) if pooled else None
+        self._turn = threading.Lock()
 
     def __call__(self, name: str, environment: Environment, items: Items) -> list[GradeResult]:
-        """One result for each sample, in order."""
+        """One result for each sample, in order; ``EnvironmentFault`` when nothing can be graded now."""
         if self._pool is None or environment.in_process:
-            return grade_in_process(name, environment, items)
+            return self._in_turn(name, environment, items)
         spec = self._specs[name]
         lowest, deadline = environment.reward_range[0], environment.grade_deadline
         return self._pool.grade(spec.reference, spec.options, items, lowest=lowest, deadline_s=deadline)
+
+    def _in_turn(self, name: str, environment: Environment, items: Items) -> list[GradeResult]:
+        """Two threads that compute at once are no faster, and every further one delays the health route."""
+        if not self._turn.acquire(timeout=TURN_SECONDS):
+            raise EnvironmentFault(f"a grader in process has taken more than {TURN_SECONDS:g} s")
+        try:
+            return grade_in_process(name, environment, items)
+        finally:
+            self._turn.release()
 
     def counters(self) -> dict[str, int]:
         """The pool's counters; empty when every environment is graded in process."""

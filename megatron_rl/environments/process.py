@@ -16,6 +16,11 @@ from megatron_rl.errors import EnvironmentFault
 
 STOP_SECONDS = 5.0
 WATCH_SECONDS = 0.5
+HEALTHY_SECONDS = 10.0
+"""A server that ran for so long has not died at its start."""
+HUNG_SECONDS = 60.0
+"""A server that leaves its health route unanswered for so long is ended; any load leaves it 0.1 s or so."""
+PROBE_SECONDS = 5.0
 LOG_TAIL_LINES = 15
 
 logger = logging.getLogger(__name__)
@@ -36,15 +41,23 @@ class EnvironmentServerProcess:
         port: int = 0,
         start_timeout: float = 60.0,
         max_restarts: int = 3,
+        hung_seconds: float = HUNG_SECONDS,
     ) -> None:
-        """``directory`` gets the server's log and its address file; port 0 takes a free one."""
+        """``directory`` gets the server's log and its address file; port 0 takes a free one.
+
+        After ``max_restarts`` in a row, without an answer or ten seconds of health in between, it is given up.
+        """
         self.address_file = Path(directory).resolve() / "environment_server.json"
         self.log_file = Path(directory).resolve() / "environment_server.log"
         self.restarts = 0
+        """Of the whole run."""
         self._config_path = Path(config_path).resolve()
         self._port = port
         self._start_timeout = start_timeout
         self._max_restarts = max_restarts
+        self._hung_seconds = hung_seconds
+        self._in_a_row = 0
+        self._launched = self._last_answer = 0.0
         self._process: subprocess.Popen | None = None
         self._lock = threading.RLock()  # a signal handler may call stop() while ensure_alive() runs
         self._stopped = threading.Event()
@@ -71,7 +84,7 @@ class EnvironmentServerProcess:
         threading.Thread(target=self._watch, args=(self._stopped,), daemon=True).start()
 
     def ensure_alive(self) -> None:
-        """Restarts a server that has exited; ``EnvironmentFault`` when it did so too often.
+        """Restarts a server that has exited; ``EnvironmentFault`` when it did so too often in a row.
 
         A server that runs but is slow is left alone: a grade may take long, and the client has its timeout.
         """
@@ -81,11 +94,20 @@ class EnvironmentServerProcess:
             if self._process.poll() is None:
                 return
             what = f"the environment server exited ({self._process.returncode})"
-            if self.restarts >= self._max_restarts:
-                raise self._fault(f"{what} after {self.restarts} restarts")
+            if self._gave_up:
+                raise self._fault(f"{what} after {self._in_a_row} restarts")
             self.restarts += 1
-            logger.warning("%s; restart %d of %d", what, self.restarts, self._max_restarts)
+            self._in_a_row += 1
+            logger.warning("%s; restart %d of %d in a row", what, self._in_a_row, self._max_restarts)
             self._launch()
+
+    def note_answer(self) -> None:
+        """The server has done something: should it die again, that is another story."""
+        self._in_a_row = 0
+
+    @property
+    def _gave_up(self) -> bool:
+        return self._in_a_row >= self._max_restarts
 
     def stop(self) -> None:
         """Ends the server, by force if need be; it keeps nothing that could be lost."""
@@ -105,7 +127,27 @@ class EnvironmentServerProcess:
                         self.ensure_alive()
             except EnvironmentFault as fault:
                 logger.error("%s", fault)
-                return
+                if self._gave_up:
+                    return
+            else:
+                self._probe()
+
+    def _probe(self) -> None:
+        """Ends a server that is there but answers nothing; the next look restarts it."""
+        process, now = self._process, time.monotonic()
+        if process is None or now - self._last_answer < min(PROBE_SECONDS, self._hung_seconds / 2):
+            return
+        try:
+            get_json(read_address(self.address_file), "/v1/health", timeout=PROBE_SECONDS)
+        except EnvironmentFault as fault:
+            if time.monotonic() - self._last_answer > self._hung_seconds:
+                logger.error("the environment server is alive but has hung: %s", fault)
+                process.kill()
+                process.wait()
+            return
+        self._last_answer = time.monotonic()
+        if self._last_answer - self._launched > HEALTHY_SECONDS:
+            self.note_answer()
 
     def _launch(self) -> None:
         if self._process is not None:
@@ -149,6 +191,7 @@ class EnvironmentServerProcess:
                 raise self._fault(f"the environment server exited ({process.returncode}) while it started")
             try:
                 get_json(read_address(self.address_file), "/v1/health", timeout=1.0)
+                self._launched = self._last_answer = time.monotonic()
                 return
             except EnvironmentFault:
                 time.sleep(0.02)

@@ -34,6 +34,10 @@ MAX_EXTRACTED = 500
 """Longest extracted answer that travels; what is longer is for reading only and gets cut."""
 
 
+MAX_DEPTH = 64
+"""What is deeper than Python's own limit of about 1000 could be read and then not be written again."""
+
+
 class WireError(ValueError):
     """A JSON value is not what it should be; the message names the key."""
 
@@ -44,15 +48,54 @@ def dumps(value: object) -> str:
 
 
 def loads(text: bytes | str) -> Any:
-    """The value of strict JSON text; ``ValueError`` for anything else, hostile nesting included."""
+    """The value of strict JSON text; ``ValueError`` for anything else, hostile nesting and repeated keys included."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Which of two values counts is a matter of the reader: both sides must mean the same one."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {again[:80]!r} occurs twice")
+    return value
+
+
+def check_bounds(value: object, texts: bool = True) -> None:
+    """``ValueError`` for a value nested too deeply, or with ``texts`` one that holds a lone surrogate.
+
+    Not by recursion, which has a depth limit of its own.
+    """
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                below += item.values()
+                if texts:
+                    below += item
+            elif isinstance(item, (list, tuple)):
+                below += item
+            elif texts and isinstance(item, str):
+                _check_text(item)
+        level, depth = below, depth + 1
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text holds the lone surrogate U+{ord(text[error.start]):X}") from None
 
 
 def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -45,13 +46,38 @@ def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGrou
     }
 
 
-def failure_counts(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, int]:
-    """How many grades failed, by error code, over all data-parallel ranks."""
-    local = Counter(r.grade.code for g in groups for r in g.rollouts if r.grade.status != "ok")
+@dataclass(frozen=True)
+class Failures:
+    """Grades of a step that failed, over all data-parallel ranks."""
+
+    counts: dict[str, int]
+    """By error code."""
+    example: str
+    """The message of one of them: of a server that died, the end of its log."""
+
+
+def failures_of(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> Failures:
+    """Counts the failed grades; collective. Only the leader of a model copy has a message, the longest says most."""
+    grades = [r.grade for g in groups for r in g.rollouts if r.grade.status != "ok"]
+    local = Counter(grade.code for grade in grades), max((grade.message for grade in grades), key=len, default="")
     total: Counter[str] = Counter()
-    for counts in gather_json(dict(local), data_group):
+    example = ""
+    for counts, message in gather_json(local, data_group):
         total.update(counts)
-    return dict(sorted(total.items()))
+        example = max(example, message, key=len)
+    return Failures(dict(sorted(total.items())), example)
+
+
+def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[str, float]:
+    """Sums of what every rank counted at its environment server, and of failed grades by error code.
+
+    Collective over the whole job, not over one copy of the model: any rank may keep a server.
+    """
+    total: Counter[str] = Counter()
+    for counts in gather_json(dict(events), dist.group.WORLD):
+        total.update(counts)
+    metrics = {f"environment/{name}": float(count) for name, count in sorted(total.items())}
+    return metrics | {f"training/failed_grades/{code}": float(n) for code, n in failures.counts.items()}
 
 
 def _grader_means(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, float]:

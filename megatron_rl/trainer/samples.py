@@ -117,7 +117,7 @@ def _samples(
     return tuple(samples)
 
 
-def refuse_failures(samples: StepSamples, codes: dict[str, int], largest_share: float) -> None:
+def refuse_failures(samples: StepSamples, codes: dict[str, int], largest_share: float, example: str = "") -> None:
     """Stop the run when too many grades failed.
 
     Raises:
@@ -129,6 +129,7 @@ def refuse_failures(samples: StepSamples, codes: dict[str, int], largest_share: 
     raise EnvironmentFault(
         f"{samples.num_failed} of {samples.num_samples} grades failed ({counts}), more than the "
         f"{largest_share:.0%} allowed; see logs/ of the run directory, or raise --rl-max-failed-share"
+        + (f"; one of them: {example}" if example else "")
     )
 
 

@@ -63,6 +63,8 @@ async def vowel_share(environment: str, items: Sequence[tuple[Task, Transcript]]
 class ToyEnvironments:
     """Stands in for `EnvironmentAccess`."""
 
+    counters = SimpleNamespace(since_last_call=dict)
+
     def training_pools(self) -> list[TaskPool]:
         """One environment with eight prompts."""
         return [TaskPool("toy", TASKS, 1.0)]
@@ -95,13 +97,15 @@ def toy_run(
         config, policy, optimization, reference, groups, directory, timer, contextlib.ExitStack()
     )
     engine = build_engine(config, policy, tokenizer, groups)
-    source = build._source(config, ToyEnvironments(), tokenizer, factory)
+    environments = ToyEnvironments()
+    source = build._source(config, environments, tokenizer, factory)
     prompts = source if config.training.perform_rl_step else None
     return Run(
         config=config,
         groups=groups,
         policy=policy,
         tokenizer=tokenizer,
+        environments=environments,
         optimization=optimization,
         quantization=quantization,
         source=source,

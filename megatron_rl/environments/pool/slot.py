@@ -50,7 +50,10 @@ class Slot:
         self._served = 0
 
     def run(self, request: Mapping[str, Any], deadline_s: float) -> GradeResult:
-        """The result of a request; after a failure the result of a second try on a fresh worker."""
+        """The result of a request; after a failure the result of a second try on a fresh worker.
+
+        ``EnvironmentFault`` when no worker can be had: then nothing is known about the sample.
+        """
         result = self._attempt(request, deadline_s)
         if result.status == "error" and result.code in RETRIED:
             self._counts.add("retried")
@@ -68,10 +71,7 @@ class Slot:
         return self._forkserver.end(worker) if worker else ""
 
     def _attempt(self, request: Mapping[str, Any], deadline_s: float) -> GradeResult:
-        try:
-            worker = self._ready_worker()
-        except EnvironmentFault as fault:
-            return failed("worker_died", str(fault))
+        worker = self._ready_worker()
         try:
             send(worker.channel, {**request, "deadline_s": deadline_s}, deadline_s)
             await_answer(worker, deadline_s)

@@ -62,7 +62,10 @@ class WorkerPool:
         self.close()
 
     def run(self, requests: Sequence[Mapping[str, Any]], deadline_s: float | None = None) -> list[GradeResult]:
-        """One result for each request, in order; ``deadline_s`` is each try's, not the whole call's."""
+        """One result for each request, in order; ``deadline_s`` is each try's, not the whole call's.
+
+        ``EnvironmentFault`` when the pool is closed or no worker can be started.
+        """
         if self._closed.is_set():
             raise EnvironmentFault("the grading pool is closed")
         futures: list[Future[GradeResult]] = [Future() for _ in requests]
@@ -116,5 +119,8 @@ class WorkerPool:
                 else:
                     future.set_result(slot.run(request, deadline_s))
             except Exception as error:  # noqa: BLE001 - the caller waits for this future
-                future.set_exception(error)
+                if self._closed.is_set():
+                    future.set_result(failed("worker_died", "the grading pool was closed"))
+                else:
+                    future.set_exception(error)
         slot.end_worker()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from flask import Flask, Response
 from flask_restful import Api
@@ -11,12 +11,15 @@ from megatron_rl.environments.base import Environment
 from megatron_rl.environments.catalog import Catalog
 from megatron_rl.environments.graders import GradeSamples, grade_in_process
 from megatron_rl.environments.replay import ReplayCache
+from megatron_rl.environments.serving.admission import Admission
+from megatron_rl.environments.serving.counters import Counters
 from megatron_rl.environments.serving.guards import guard
 from megatron_rl.environments.serving.listing import (
     Demonstrations,
     EnvironmentList,
     Health,
     OneEnvironment,
+    ServerCounters,
     Tasks,
 )
 from megatron_rl.environments.serving.posting import Grade, Step
@@ -26,17 +29,29 @@ REPLAYED_REQUESTS = 1024
 
 
 def create_app(
-    environments: Mapping[str, Environment], token: str, grade: GradeSamples = grade_in_process
+    environments: Mapping[str, Environment],
+    token: str,
+    grade: GradeSamples = grade_in_process,
+    *,
+    hosts: Collection[str] | None = None,
+    admission: Admission | None = None,
+    pool_counters: Callable[[], dict[str, int]] = dict,
 ) -> Flask:
-    """The application that serves ``environments`` to whoever presents ``token``."""
+    """The application that serves ``environments`` to whoever presents ``token``.
+
+    ``hosts`` are the values of the Host header that are answered, any if None.
+    """
+    admission, counters = admission or Admission(), Counters()
     app = Flask("megatron_rl.environments", static_folder=None)
     app.config["RESTFUL_JSON"] = {"allow_nan": False}  # its default writes NaN, which is not JSON
-    guard(app, token)
+    guard(app, token, hosts, admission, counters)
     api = _JsonApi(app)
-    service = Service(Catalog(environments), ReplayCache(REPLAYED_REQUESTS), grade)
+    replays = ReplayCache(REPLAYED_REQUESTS)
+    service = Service(Catalog(environments), replays, grade, admission, counters, pool_counters)
     shared = {"resource_class_kwargs": {"service": service}}
     one = "/v1/environments/<string:name>"
     api.add_resource(Health, "/v1/health", endpoint="health")
+    api.add_resource(ServerCounters, "/v1/counters", endpoint="counters", **shared)
     api.add_resource(EnvironmentList, "/v1/environments", **shared)
     api.add_resource(OneEnvironment, one, **shared)
     api.add_resource(Tasks, f"{one}/tasks", **shared)

@@ -1,4 +1,4 @@
-"""The GET routes: health, environments, pages of tasks and demonstrations."""
+"""The GET routes: health, counters, environments, pages of tasks and demonstrations."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ class Health(Resource):
     def get(self) -> dict[str, str]:
         """``{"status": "ok"}``."""
         return {"status": "ok"}
+
+
+class ServerCounters(Serving):
+    """What the server and its workers did since they started."""
+
+    def get(self) -> dict[str, Any]:
+        """``{"pid": .., "counters": {..}, "verdicts": {environment: {..}}}``."""
+        return self.service.counts()
 
 
 class EnvironmentList(Serving):

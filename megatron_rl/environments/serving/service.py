@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from flask_restful import Resource, abort
 
@@ -11,6 +15,8 @@ from megatron_rl.environments.catalog import Catalog
 from megatron_rl.environments.graders import GradeSamples
 from megatron_rl.environments.naming import suggestion
 from megatron_rl.environments.replay import ReplayCache
+from megatron_rl.environments.serving.admission import Admission
+from megatron_rl.environments.serving.counters import Counters
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,17 @@ class Service:
     catalog: Catalog
     replays: ReplayCache
     grade: GradeSamples
+    admission: Admission
+    counters: Counters
+    pool_counters: Callable[[], dict[str, int]]
+    """Of the worker processes; empty where there are none."""
+    reading: threading.Lock = field(default_factory=threading.Lock)
+    """Bodies are parsed one at a time: threads that compute at once slow the health route, not each other."""
+
+    def counts(self) -> dict[str, Any]:
+        """The answer of ``/v1/counters``; the process id tells of a restart, after which they begin at 0."""
+        counts = self.counters.counts() | self.pool_counters()
+        return {"pid": os.getpid(), "counters": counts, "verdicts": self.counters.verdicts()}
 
     def environment(self, name: str) -> Environment:
         """The environment of that name; answers 404 with the nearest names otherwise."""

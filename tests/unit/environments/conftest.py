@@ -56,7 +56,8 @@ def call(address: Address) -> Callable[..., tuple[int, Any]]:
     def send(method: str, path: str, body: object = None, headers: dict | None = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection(urlsplit(address.url).netloc, timeout=10)
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
-        connection.request(method, path, data, address.headers if headers is None else headers)
+        kind = {} if data is None else {"Content-Type": "application/json"}
+        connection.request(method, path, data, kind | (address.headers if headers is None else headers))
         response = connection.getresponse()
         text = response.read()
         connection.close()

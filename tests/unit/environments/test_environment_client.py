@@ -6,24 +6,36 @@ import asyncio
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_rl.environments.address import Address, read_address, write_address
+from megatron_rl.environments.address import Address, ServerError, read_address, write_address
 from megatron_rl.environments.client import EnvironmentClient
+from megatron_rl.environments.exchange import _seconds
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Task, Transcript
 
 ITEM = (Task("train-0", "2+2=", {"answer": 4}), Transcript("abc", "stop", 3))
 
 
-class Stub:
-    """An HTTP server that answers POSTs with what ``answers`` says in turn; None drops the connection."""
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64  # of 5, further connections wait a second
 
-    def __init__(self, *answers: tuple[int, str] | None) -> None:
+
+class Stub:
+    """An HTTP server that answers POSTs with what ``answers`` says in turn; None drops the connection.
+
+    Each answer takes ``seconds``.
+    """
+
+    def __init__(self, *answers: tuple[int, str] | None, seconds: float = 0.0) -> None:
         self.bodies: list[dict] = []
+        self.most_at_once = 0
+        self._now = 0
+        self._lock = threading.Lock()
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -31,10 +43,18 @@ class Stub:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 stub.bodies.append(json.loads(body))
                 answer = answers[min(len(stub.bodies), len(answers)) - 1]
+                with stub._lock:
+                    stub._now += 1
+                    stub.most_at_once = max(stub.most_at_once, stub._now)
+                time.sleep(seconds)
+                with stub._lock:
+                    stub._now -= 1
                 if answer is None:
                     self.close_connection = True
                     return
                 self.send_response(answer[0])
+                if answer[0] in (429, 503):
+                    self.send_header("Retry-After", "0")
                 self.send_header("Content-Length", str(len(answer[1])))
                 self.end_headers()
                 self.wfile.write(answer[1].encode())
@@ -42,7 +62,7 @@ class Stub:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = _Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -56,8 +76,10 @@ def stub(tmp_path):
     """Makes a stub server and a client of it."""
     made = []
 
-    def make(*answers: tuple[int, str] | None, **options: object) -> tuple[Stub, EnvironmentClient]:
-        server = Stub(*answers)
+    def make(
+        *answers: tuple[int, str] | None, seconds: float = 0.0, **options: object
+    ) -> tuple[Stub, EnvironmentClient]:
+        server = Stub(*answers, seconds=seconds)
         made.append(server)
         write_address(tmp_path / "address.json", server.address)
         return server, EnvironmentClient(tmp_path / "address.json", backoff=0.001, **options)
@@ -145,7 +167,7 @@ def test_revive_is_called_before_each_repetition_and_may_fail(stub):
 def test_an_old_token_is_read_again(stub, tmp_path):
     reads: list[Callable] = []
     server, client = stub((401, '{"message": "a valid bearer token is required"}'), ok(1))
-    client._revive = lambda: reads.append(read_address(tmp_path / "address.json"))
+    client._exchange._revive = lambda: reads.append(read_address(tmp_path / "address.json"))
     assert grade(client)[0].reward == 1.0
     assert len(server.bodies) == 2
 
@@ -155,6 +177,64 @@ def test_a_slow_grade_is_a_timeout_and_is_not_repeated(server):
     items = [(ITEM[0], Transcript("sleep", "stop", 1))]
     [result] = asyncio.run(client.grade("steady", items))
     assert (result.status, result.code) == ("error", "timeout")
+
+
+BUSY = (429, '{"message": "come back later"}')
+CLOSING = (503, '{"message": "closing"}')
+
+
+def test_a_busy_server_is_asked_again_and_costs_no_attempt(stub):
+    server, client = stub(None, *[BUSY] * 10, CLOSING, None, ok(0.5), attempts=2)
+    assert grade(client)[0].reward == 0.5
+    assert len({body["request_id"] for body in server.bodies}) == 1
+    assert client.counters() == {"requests_repeated": 2, "busy_waits": 11}
+
+
+def test_a_server_that_stays_busy_is_given_up(stub, monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.exchange.PATIENCE_TIMEOUTS", 0.02)
+    server, client = stub(BUSY, timeout=30.0)
+    [result] = grade(client)
+    assert (result.code, result.message) == ("server_unreachable", "come back later")
+    assert len(server.bodies) > 1
+
+
+def test_a_client_sends_a_few_requests_at_once_and_starts_no_timeout_for_the_others(stub, monkeypatch):
+    """Eight requests of half a second, two at a time, take longer than the timeout of one."""
+    monkeypatch.setattr("megatron_rl.environments.exchange.CONCURRENT", 2)
+    server, client = stub(ok(1.0), seconds=0.5, timeout=1.9)
+
+    async def many(count: int):
+        return await asyncio.gather(*[client.grade("steady", [ITEM]) for _ in range(count)])
+
+    begin = time.monotonic()
+    assert [result.reward for [result] in asyncio.run(many(8))] == [1.0] * 8
+    assert time.monotonic() - begin > 1.9
+    assert server.most_at_once == 2
+    assert [result.reward for [result] in asyncio.run(many(3))] == [1.0] * 3  # on another event loop
+
+
+@pytest.mark.parametrize("header", [None, "", "Wed, 21 Oct 2026 07:28:00 GMT", "-1", "²"])
+def test_a_retry_after_that_is_no_number_is_a_second(header):
+    assert _seconds(header) == 1.0
+
+
+def test_a_list_is_asked_for_again_when_the_server_is_gone_or_busy(tmp_path, monkeypatch):
+    faults = [ServerError("gone"), ServerError("busy", 429), ServerError("old token", 401)]
+    revived = []
+
+    def get(address, path, timeout):
+        if faults:
+            raise faults.pop(0)
+        return {"items": [{"id": "a", "prompt": "?", "data": {}}], "total": 1}
+
+    monkeypatch.setattr("megatron_rl.environments.client.get_json", get)
+    write_address(tmp_path / "a.json", Address("http://127.0.0.1:9", "t", 1))
+    client = EnvironmentClient(tmp_path / "a.json", backoff=0.001, revive=lambda: revived.append(1))
+    assert [task.id for task in client.fetch_tasks("x", "train")] == ["a"]
+    assert len(revived) == 3
+    faults.append(ServerError("unknown environment", 404))
+    with pytest.raises(EnvironmentFault, match="unknown environment"):
+        client.fetch_tasks("x", "train")
 
 
 @pytest.mark.parametrize("reward", ["NaN", "Infinity", "1e999", "true", '"1"', "null"])

@@ -62,6 +62,50 @@ def test_a_killed_server_is_restarted_three_times(config, tmp_path):
             process.ensure_alive()
 
 
+def test_restarts_are_counted_anew_after_an_answer(config, tmp_path):
+    with EnvironmentServerProcess(config, tmp_path, max_restarts=1) as process:
+        client = EnvironmentClient(
+            process.address_file, revive=process.ensure_alive, answered=process.note_answer
+        )
+        task = client.fetch_tasks("arithmetic", "train")[0]
+        for count in (1, 2, 3):
+            kill(process)
+            [result] = asyncio.run(client.grade("arithmetic", [(task, Transcript("", "stop", 0))]))
+            assert result.status == "ok"
+            assert process.restarts == count
+        kill(process)
+        process.ensure_alive()
+        kill(process)
+        with pytest.raises(EnvironmentFault, match="after 1 restarts"):
+            process.ensure_alive()
+
+
+def test_a_server_that_dies_at_every_start_is_given_up_with_its_words(config, tmp_path):
+    with EnvironmentServerProcess(config, tmp_path) as process:
+        client = EnvironmentClient(process.address_file, revive=process.ensure_alive, backoff=0.01, attempts=8)
+        task = client.fetch_tasks("arithmetic", "train")[0]
+        config.write_text("- environment: arithmatic\n")
+        kill(process)
+        [result] = asyncio.run(client.grade("arithmetic", [(task, Transcript("", "stop", 0))]))
+        assert result.code == "server_unreachable"
+        assert "after 3 restarts" in result.message
+        assert "did you mean 'arithmetic'" in result.message
+        assert process.restarts == 3
+
+
+def test_a_server_that_hangs_is_replaced(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.process.PROBE_SECONDS", 0.3)
+    with EnvironmentServerProcess(config, tmp_path, hung_seconds=2.0) as process:
+        stopped = process.pid
+        os.kill(stopped, signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while (process.restarts == 0 or process.pid == stopped) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.ensure_alive()
+        assert process.restarts == 1
+        assert EnvironmentClient(process.address_file).health()
+
+
 def test_the_server_is_restarted_although_nobody_asks(config, tmp_path):
     """Another rank of the node may be the one that needs it."""
     with EnvironmentServerProcess(config, tmp_path) as process:

@@ -219,7 +219,7 @@ def test_a_request_id_with_another_content_is_a_conflict(call, transcript_json):
 
 
 def test_no_text_breaks_the_answer(call, transcript_json):
-    body = {"request_id": "text", "items": [transcript_json("\ud800\x00\U0001f600")]}
+    body = {"request_id": "text", "items": [transcript_json("\x00\U0001f600\u2028")]}
     assert call("POST", GRADE, body)[1]["items"][0]["reward"] == 3.0
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.statistics import failure_counts, rollout_metrics
+from megatron_rl.rollout.statistics import Failures, environment_metrics, failures_of, rollout_metrics
 from megatron_rl.types import GradeResult, RolloutGroup
 from tests.support.rollouts import graded_group
 
@@ -57,11 +57,18 @@ def test_grader_metrics_are_means_over_those_that_report_them(one_rank: Parallel
 def test_failures_are_counted_by_code(one_rank: ParallelGroups) -> None:
     group = graded_group([None, None, 1.0])
     rollouts = list(group.rollouts)
-    rollouts[1] = replace(rollouts[1], grade=GradeResult("error", code="worker_died"))
-    counts = failure_counts([group, replace(group, rollouts=tuple(rollouts))], one_rank.data_group)
-    assert counts == {"timeout": 3, "worker_died": 1}
+    rollouts[1] = replace(rollouts[1], grade=GradeResult("error", code="worker_died", message="killed"))
+    failures = failures_of([group, replace(group, rollouts=tuple(rollouts))], one_rank.data_group)
+    assert failures.counts == {"timeout": 3, "worker_died": 1}
+    assert failures.example == "killed"
+    assert environment_metrics({"restarts": 2, "busy_waits": 0}, failures) == {
+        "environment/busy_waits": 0.0,
+        "environment/restarts": 2.0,
+        "training/failed_grades/timeout": 3.0,
+        "training/failed_grades/worker_died": 1.0,
+    }
 
 
 def test_nothing_was_rolled_out(one_rank: ParallelGroups) -> None:
     assert rollout_metrics([], one_rank.data_group) == {}
-    assert failure_counts([], one_rank.data_group) == {}
+    assert failures_of([], one_rank.data_group) == Failures({}, "")
