@@ -46,6 +46,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "code": "",
         "verdict": "",
         "extracted": None,
+        "environment_spans": [],
         "message": "",
         "metrics": {"length": 2.0},
     }

@@ -1,0 +1,138 @@
+"""A run that is killed anywhere and started again is the run that was never killed: to the bit.
+
+The sample here kills once at every named moment. ``bash tests/run.sh --long tests/e2e/test_kills.py`` does so three
+times each, at different steps and ranks, and 50 times at random.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import differences
+from tests.support.kills import KILLED, Kill, Story, points, random_kills, tell
+from tests.support.runs import rows_of
+
+STEPS, UPDATES_PER_STEP = 12, 4
+RANKS = 2
+FLAGS = {
+    "train_iters": STEPS * UPDATES_PER_STEP, "save_interval": 3, "eval_interval": 6, "rl_prompts_per_eval": 2,
+    "rl_samples_per_eval_prompt": 2, "use_distributed_optimizer": True, "grpo_iterations": 2, "global_batch_size": 8,
+    "resume": True,
+}  # fmt: skip
+POINTS = sorted(points())
+ON_RANK_0 = {"metrics_row", "save_state", "save_listed", "save_renamed", "save_committed", "journal_forgotten"}
+"""Only the main rank comes by."""
+A_STEP = {"rollout": 3, "grade_asked": 2, "journal_written": 2, "optimizer_due": 4, "optimizer_done": 4, "loss": 8}
+"""About how often a step comes by, where it is more than once."""
+KILLS_A_STORY = 4
+
+
+def kill_at(point: str, seed: int) -> Kill:
+    """In the first three steps after the launch, on either rank; at the first save or evaluation."""
+    draw = random.Random(f"{point}{seed}")
+    rank = 0 if point in ON_RANK_0 else draw.randrange(RANKS)
+    if point.startswith("save") or point in ("journal_forgotten", "evaluation"):
+        return Kill(rank, point, 1)
+    return Kill(rank, point, draw.randint(1, 3 * A_STEP.get(point, 1)))
+
+
+def stories_of(seed: int) -> dict[str, list[Kill]]:
+    """Every point once, in an order drawn by ``seed``; a run goes through several."""
+    order = random.Random(seed).sample(POINTS, len(POINTS))
+    parts = [order[at : at + KILLS_A_STORY] for at in range(0, len(order), KILLS_A_STORY)]
+    return {f"story_{seed}_{n}": [kill_at(point, seed) for point in part] for n, part in enumerate(parts)}
+
+
+class Tale:
+    """Stories that were told, beside one in which nobody died."""
+
+    def __init__(self, workshop, stories: dict[str, list[Kill]], timeout: float, omit: str = "") -> None:
+        self.workshop = workshop
+        told = [Story(name, self._argv(name), kills, omit) for name, kills in stories.items()]
+        if not workshop.run_dir("whole").exists():
+            told.insert(0, Story("whole", self._argv("whole")))
+        self.logs = workshop.folder / "logs"
+        self.codes = tell(told, self.logs, RANKS, timeout)
+        assert self.codes.get("whole", [[0] * RANKS]) == [[0] * RANKS], self.output("whole")
+
+    def _argv(self, name: str) -> list[str]:
+        return [str(word) for word in self.workshop.rl(name, **FLAGS)]
+
+    def output(self, name: str) -> str:
+        """The ends of what the ranks wrote."""
+        return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.logs.glob(f"{name}.*.log")))
+
+    def check(self, name: str) -> None:
+        """Weights, optimizer, counters, random states, metrics and every recorded rollout are those of ``whole``."""
+        assert self.codes[name][-1] == [0] * RANKS, self.output(name)
+        whole, run = self.workshop.run_dir("whole"), self.workshop.run_dir(name)
+        last = Path("checkpoints") / f"step_{STEPS:07d}"
+        assert differences(whole / last, run / last) == []
+        assert rows_of(run) == rows_of(whole)
+        records = sorted(path.name for path in (whole / "rollouts").iterdir())
+        assert sorted(path.name for path in (run / "rollouts").iterdir()) == records
+        for record in records:
+            assert (run / "rollouts" / record).read_text() == (whole / "rollouts" / record).read_text(), record
+        assert not list((run / "journal").iterdir())
+        assert not list((run / "checkpoints").glob("*.tmp"))
+
+
+    def check_all(self, stories: dict[str, list[Kill]]) -> None:
+        """Every kill was one, and none left a trace."""
+        for name, kills in stories.items():
+            for kill, codes in zip(kills, self.codes[name], strict=False):
+                assert codes[kill.rank] == KILLED, f"{name}: {kill} was never reached\n{self.output(name)}"
+            assert len(self.codes[name]) == len(kills) + 1
+            self.check(name)
+
+
+FIRST = stories_of(seed=1)
+
+
+@pytest.fixture(scope="module")
+def first(workshop) -> Tale:
+    return Tale(workshop, FIRST, timeout=900)
+
+
+@pytest.mark.parametrize("story", FIRST)
+def test_killed_at_named_moments(first: Tale, story: str) -> None:
+    first.check_all({story: FIRST[story]})
+
+
+def test_the_journal_gave_groups_back(first: Tale) -> None:
+    assert "groups come from the journal" in "".join(map(first.output, FIRST))
+
+
+NEEDED = ("cursor", "updates", "policy_version", "tokens", "logprob_gap_max", "optimizer", "random_state")
+
+
+@pytest.mark.parametrize(
+    "item", [item if item == "cursor" else pytest.param(item, marks=pytest.mark.long) for item in NEEDED]
+)
+def test_without_any_item_of_the_state_the_comparison_fails(workshop, item: str) -> None:
+    """The control of all the tests here: killed after the first save, and resumed without ``item``."""
+    name = f"without_{item}"
+    tale = Tale(workshop, {name: [Kill(0, "save_committed", 1)]}, timeout=300, omit=item)
+    assert tale.codes[name][-1] == [0] * RANKS, tale.output(name)
+    with pytest.raises(AssertionError):
+        tale.check(name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [2, 3])
+def test_killed_at_every_named_moment_again(workshop, seed: int) -> None:
+    stories = stories_of(seed)
+    Tale(workshop, stories, timeout=1800).check_all(stories)
+
+
+@pytest.mark.long
+def test_killed_at_50_random_moments(workshop) -> None:
+    stories = {f"random_{story}": random_kills(5, RANKS, longest=9.0, seed=story) for story in range(10)}
+    tale = Tale(workshop, stories, timeout=3600)
+    for name in stories:
+        tale.check(name)
+    killed = sum(KILLED in codes for name in stories for codes in tale.codes[name])
+    assert killed >= 40, f"only {killed} kills came before the end"

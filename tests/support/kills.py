@@ -1,0 +1,215 @@
+"""Runs that are killed at a named moment and started again.
+
+One coordinator imports everything once and forks the ranks of every launch, so that a launch takes two seconds and
+not ten. A rank that dies takes the others along, as it does under torchrun.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import REPOSITORY, free_port, rank_environment
+
+KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Rank ``rank`` dies the ``nth`` time it comes to ``point``, or after ``seconds``."""
+
+    rank: int = 0
+    point: str = ""
+    nth: int = 1
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run that is launched until it ends by itself: once with each kill, then without."""
+
+    name: str
+    argv: Sequence[str]
+    kills: Sequence[Kill] = ()
+    omit: str = ""
+    """An item of the saved state that every launch forgets: the negative control."""
+
+
+def tell(stories: Sequence[Story], folder: Path, ranks: int, timeout: float) -> dict[str, list[list[int]]]:
+    """The exit codes of every launch of each story, rank by rank; output goes to ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job, answer = folder / "job.json", folder / "answer.json"
+    job.write_text(json.dumps({"ranks": ranks, "stories": [asdict(story) for story in stories]}))
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.kills", str(job), str(answer)],
+        cwd=REPOSITORY,
+        env=rank_environment(0, ranks, 0),
+        stdin=subprocess.DEVNULL,
+        check=True,
+        timeout=timeout,
+    )
+    return json.loads(answer.read_text())
+
+
+def points() -> dict[str, tuple[Any, str, str]]:
+    """Name -> owner, attribute, and whether death comes ``before`` or ``after`` it."""
+    import megatron_rl.checkpoint.layout as layout
+    import megatron_rl.checkpoint.manager as manager
+    from megatron_rl.environments.client import EnvironmentClient
+    from megatron_rl.inference.rollout_engine import RolloutEngine
+    from megatron_rl.metrics.jsonl import JsonlWriter
+    from megatron_rl.reporting import Reporter
+    from megatron_rl.rollout.evaluation import Evaluator
+    from megatron_rl.rollout.journal import RolloutJournal, StepJournal
+    from megatron_rl.trainer.batches import BatchBuilder
+    from megatron_rl.trainer.optimizer import Optimization
+    from megatron_rl.trainer.policy_loss import PolicyLossFunction
+    from megatron_rl.trainer.samples import SampleBuilder
+
+    return {
+        "rollout": (RolloutEngine, "step", "after"),
+        "grade_asked": (EnvironmentClient, "grade", "before"),
+        "journal_written": (StepJournal, "add", "after"),
+        "journal_closed": (StepJournal, "close", "after"),
+        "advantages": (SampleBuilder, "build", "before"),
+        "packed": (BatchBuilder, "updates", "after"),
+        "loss": (PolicyLossFunction, "__call__", "after"),
+        "optimizer_due": (Optimization, "step", "before"),
+        "optimizer_done": (Optimization, "step", "after"),
+        "records": (Reporter, "records", "before"),
+        "evaluation": (Evaluator, "evaluate", "after"),
+        "metrics_row": (JsonlWriter, "write", "torn"),
+        "save_begun": (manager, "save_tensors", "before"),
+        "save_tensors": (manager, "save_tensors", "after"),
+        "save_state": (manager, "write_run_state", "after"),
+        "save_listed": (layout, "write_manifest", "after"),
+        "save_renamed": (layout, "write_synced", "before"),
+        "save_committed": (manager, "commit", "after"),
+        "journal_forgotten": (RolloutJournal, "forget", "after"),
+    }
+
+
+def arm(kill: Kill, owner: Any, attribute: str, moment: str) -> None:
+    """From now on the ``nth`` call is the last thing this process does."""
+    original, calls = getattr(owner, attribute), 0
+
+    @functools.wraps(original)
+    def last(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == kill.nth and moment == "torn":
+            given[0]._file.write(b'{"step": 3, "ti')
+            given[0]._file.flush()
+        if calls == kill.nth and moment != "after":
+            _die()
+        result = original(*given, **named)
+        if calls == kill.nth:
+            _die()
+        return result
+
+    setattr(owner, attribute, last)
+
+
+def forget(item: str) -> None:
+    """From now on a resume does without ``item``: a field of the run state, ``optimizer`` or ``random_state``."""
+    import megatron_rl.checkpoint.manager as manager
+    from megatron_rl.checkpoint.run_state import RunState
+
+    if item == "optimizer":
+        manager.load_all = lambda directory, policy, optimization: manager.load_weights(directory, policy)
+    elif item == "random_state":
+        manager.load_random_state = lambda directory, rank: True
+    else:
+        blank = RunState(step=0, updates=0, policy_version=0)
+        read = manager.read_run_state
+        manager.read_run_state = lambda directory: replace(read(directory), **{item: getattr(blank, item)})
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _main(job: Path, answer: Path) -> None:
+    import megatron_rl.build
+    import megatron_rl.main  # noqa: F401 - what the forks need
+
+    told = json.loads(job.read_text())
+    codes = {}
+    for story in told["stories"]:
+        codes[story["name"]] = []
+        for number, kill in enumerate([*story["kills"], None]):
+            log = job.parent / f"{story['name']}.{number}"
+            launched = _launch(story["argv"], kill and Kill(**kill), told["ranks"], log, story["omit"])
+            codes[story["name"]].append(launched)
+            if launched == [0] * told["ranks"]:
+                break  # it came to its end before the kill
+    answer.write_text(json.dumps(codes))
+
+
+def _launch(argv: Sequence[str], kill: Kill | None, ranks: int, log: Path, omit: str) -> list[int]:
+    port = free_port()
+    children = [_fork(argv, kill, rank, ranks, port, log, omit) for rank in range(ranks)]
+    deadline = time.monotonic() + kill.seconds if kill is not None and kill.seconds else None
+    codes: dict[int, int] = {}
+    while len(codes) < ranks:
+        for rank, child in enumerate(children):
+            if rank not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
+                codes[rank] = os.waitstatus_to_exitcode(ended[1])
+        late = deadline is not None and time.monotonic() > deadline
+        if late or any(code != 0 for code in codes.values()):
+            doomed = [kill.rank] if late and kill.rank not in codes else range(ranks)
+            for rank in doomed:
+                if rank not in codes:
+                    os.kill(children[rank], signal.SIGKILL)
+            deadline = None
+        time.sleep(0.005)
+    return [codes[rank] for rank in range(ranks)]
+
+
+def _fork(
+    argv: Sequence[str], kill: Kill | None, rank: int, ranks: int, port: int, log: Path, omit: str
+) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        with log.with_name(f"{log.name}.{rank}.log").open("wb") as stream:
+            os.dup2(stream.fileno(), 1)
+            os.dup2(stream.fileno(), 2)
+        os.environ.update(rank_environment(rank, ranks, port))
+        if kill is not None and kill.point and kill.rank == rank:
+            arm(kill, *points()[kill.point])
+        if omit:
+            forget(omit)
+        from megatron_rl.main import main
+
+        code = main(["train_rl.py", *argv])
+    except BaseException:  # noqa: BLE001 - the fork must not go on as the coordinator
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def random_kills(count: int, ranks: int, longest: float, seed: int) -> list[Kill]:
+    """Kills after random times, up to ``longest`` seconds after the launch."""
+    draw = random.Random(seed)
+    return [Kill(draw.randrange(ranks), seconds=draw.uniform(0.05, longest)) for _ in range(count)]
+
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), Path(sys.argv[2]))
