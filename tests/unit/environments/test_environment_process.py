@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -40,26 +41,36 @@ def wait_gone(pid: int, seconds: float = 5.0) -> None:
     pytest.fail(f"process {pid} still runs")
 
 
-def kill(process: EnvironmentServerProcess) -> None:
+def kill(process: EnvironmentServerProcess, number: int = signal.SIGKILL) -> None:
     """Kills the server and waits until its exit status is there: its threads die after its main thread."""
-    os.kill(process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    pid = process.pid
+    os.kill(pid, number)
+    with contextlib.suppress(ChildProcessError):  # the watcher was faster
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_killed_server_is_restarted_three_times(config, tmp_path):
+def test_a_crashed_server_is_restarted_three_times(config, tmp_path):
     with EnvironmentServerProcess(config, tmp_path) as process:
         process.ensure_alive()
         assert process.restarts == 0
         for count in (1, 2, 3):
             before = read_address(process.address_file)
-            kill(process)
+            kill(process, signal.SIGABRT)
             process.ensure_alive()
             assert process.restarts == count
             assert read_address(process.address_file).token != before.token
             assert EnvironmentClient(process.address_file).health()
-        kill(process)
+        kill(process, signal.SIGABRT)
         with pytest.raises(EnvironmentFault, match="after 3 restarts"):
             process.ensure_alive()
+
+
+def test_a_healthy_server_may_be_killed_as_often_as_anyone_likes(config, tmp_path):
+    with EnvironmentServerProcess(config, tmp_path, max_restarts=1) as process:
+        for count in range(1, 5):
+            kill(process, signal.SIGTERM if count % 2 else signal.SIGKILL)
+            process.ensure_alive()
+            assert process.restarts == count
 
 
 def test_restarts_are_counted_anew_after_an_answer(config, tmp_path):
@@ -69,13 +80,13 @@ def test_restarts_are_counted_anew_after_an_answer(config, tmp_path):
         )
         task = client.fetch_tasks("arithmetic", "train")[0]
         for count in (1, 2, 3):
-            kill(process)
+            kill(process, signal.SIGABRT)
             [result] = asyncio.run(client.grade("arithmetic", [(task, Transcript("", "stop", 0))]))
             assert result.status == "ok"
             assert process.restarts == count
-        kill(process)
+        kill(process, signal.SIGABRT)
         process.ensure_alive()
-        kill(process)
+        kill(process, signal.SIGABRT)
         with pytest.raises(EnvironmentFault, match="after 1 restarts"):
             process.ensure_alive()
 
@@ -85,7 +96,7 @@ def test_a_server_that_dies_at_every_start_is_given_up_with_its_words(config, tm
         client = EnvironmentClient(process.address_file, revive=process.ensure_alive, backoff=0.01, attempts=8)
         task = client.fetch_tasks("arithmetic", "train")[0]
         config.write_text("- environment: arithmatic\n")
-        kill(process)
+        kill(process, signal.SIGABRT)
         [result] = asyncio.run(client.grade("arithmetic", [(task, Transcript("", "stop", 0))]))
         assert result.code == "server_unreachable"
         assert "after 3 restarts" in result.message
