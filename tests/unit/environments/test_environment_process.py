@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import pty
+import shlex
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -226,3 +231,30 @@ def test_it_starts_fast_without_torch_and_from_anywhere(config, tmp_path, monkey
         maps = Path(f"/proc/{process.pid}/maps")
         if maps.exists():
             assert "libtorch" not in maps.read_text()
+
+
+def test_serve_alone_says_where_it_is_and_ends_on_control_c(config, tmp_path, monkeypatch):
+    """As a person does it, from a terminal, with curl's options in a private file."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    terminal, stdin = pty.openpty()
+    command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(config)]
+    server = subprocess.Popen(command, stdin=stdin, stderr=subprocess.PIPE, text=True)
+    try:
+        while " try: " not in (line := server.stderr.readline()):
+            assert line, "it ended"
+        curl = shlex.split(line.partition(" try: ")[2])
+        options = Path(curl[2])
+        assert stat.S_IMODE(options.stat().st_mode) == 0o600
+        if shutil.which("curl"):
+            answer = subprocess.run([*curl, "-s"], capture_output=True, text=True, check=True).stdout
+            assert json.loads(answer)["items"][0]["name"] == "arithmetic"
+        server.send_signal(signal.SIGINT)
+        rest = server.stderr.read()
+        assert server.wait(20) == 0
+    finally:
+        server.kill()
+        os.close(terminal)
+        os.close(stdin)
+    assert "Traceback" not in rest
+    assert rest.rstrip().endswith("stopped")
+    assert not options.exists()
