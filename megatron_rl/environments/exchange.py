@@ -1,7 +1,8 @@
 """Posts items to the environment server and gets their results, through restarts and busy times.
 
 Three kinds of waiting are kept apart: for the answer of a request that was taken (``timeout``), for a server that
-does not answer (``attempts``), and for one that asks to come back later (``patience``).
+does not answer (``attempts``, for each server anew), and for one that asks to come back later (``patience``, which
+bounds all of it).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from megatron_rl.environments.address import BUSY, error_message, read_address
+from megatron_rl.environments.address import BUSY, Address, error_message, read_address
 from megatron_rl.environments.wire import dumps, loads
 from megatron_rl.errors import EnvironmentFault
 
@@ -104,14 +105,17 @@ class Exchange:
     async def _send(self, path: str, body: bytes) -> tuple[int, bytes]:
         """The first answer that will not change: not that the server is busy, or wants another token."""
         patience_ends = time.monotonic() + PATIENCE_TIMEOUTS * self._timeout
-        attempt, problem = 0, ""
-        while attempt < self._attempts:
+        attempt, problem, pid = 0, "", 0
+        while attempt < self._attempts and (not attempt or time.monotonic() < patience_ends):
             if attempt:
                 self.counts.add("requests_repeated")
             try:
                 if attempt:
                     await self._wait_for_server(attempt)
-                status, answer, retry_after = await self._post(path, body)
+                address = read_address(self._address_file)
+                if address.pid != pid:  # a new server: that the one before did not answer says nothing about it
+                    attempt, pid = min(attempt, 1), address.pid
+                status, answer, retry_after = await self._post(address, path, body)
             except TimeoutError:  # before ClientError: aiohttp's timeouts are both
                 raise RequestFailed("timeout", f"no answer within {self._timeout:g} s") from None
             except (aiohttp.ClientError, EnvironmentFault, OSError) as error:
@@ -138,13 +142,12 @@ class Exchange:
         if self._revive is not None:
             await asyncio.to_thread(self._revive)
 
-    async def _post(self, path: str, body: bytes) -> tuple[int, bytes, float]:
+    async def _post(self, address: Address, path: str, body: bytes) -> tuple[int, bytes, float]:
         """Status, body, and the seconds after which a busy server may be asked again.
 
         A session per request costs 0.4 ms; a kept one would be tied to one event loop and, after a
         pause, meet connections that the server has dropped.
         """
-        address = read_address(self._address_file)
         headers = {**address.headers, "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=self._timeout)
         connector = aiohttp.UnixConnector(address.socket_path) if address.socket_path else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,8 @@ HEALTHY_SECONDS = 10.0
 HUNG_SECONDS = 60.0
 """A server that leaves its health route unanswered for so long is ended; any load leaves it 0.1 s or so."""
 PROBE_SECONDS = 5.0
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, 0)
+"""Exit statuses of a server that somebody, or the kernel short of memory, has ended; 0 is its answer to SIGTERM."""
 LOG_TAIL_LINES = 15
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class EnvironmentServerProcess:
         """``directory`` gets the server's log and its address file; port 0 takes a free one.
 
         After ``max_restarts`` in a row, without an answer or ten seconds of health in between, it is given up.
+        A healthy server that was killed is restarted however often: nothing says that the next will not work.
         """
         self.address_file = Path(directory).resolve() / "environment_server.json"
         self.log_file = Path(directory).resolve() / "environment_server.log"
@@ -57,6 +61,7 @@ class EnvironmentServerProcess:
         self._max_restarts = max_restarts
         self._hung_seconds = hung_seconds
         self._in_a_row = 0
+        self._healthy = False
         self._launched = self._last_answer = 0.0
         self._process: subprocess.Popen | None = None
         self._lock = threading.RLock()  # a signal handler may call stop() while ensure_alive() runs
@@ -94,11 +99,12 @@ class EnvironmentServerProcess:
             if self._process.poll() is None:
                 return
             what = f"the environment server exited ({self._process.returncode})"
-            if self._gave_up:
-                raise self._fault(f"{what} after {self._in_a_row} restarts")
+            if not (self._healthy and self._process.returncode in FROM_OUTSIDE):
+                if self._gave_up:
+                    raise self._fault(f"{what} after {self._in_a_row} restarts")
+                self._in_a_row += 1
             self.restarts += 1
-            self._in_a_row += 1
-            logger.warning("%s; restart %d of %d in a row", what, self._in_a_row, self._max_restarts)
+            logger.warning("%s; restart %d, %d of %d in a row", what, self.restarts, self._in_a_row, self._max_restarts)
             self._launch()
 
     def note_answer(self) -> None:
@@ -142,6 +148,7 @@ class EnvironmentServerProcess:
         except EnvironmentFault as fault:
             if time.monotonic() - self._last_answer > self._hung_seconds:
                 logger.error("the environment server is alive but has hung: %s", fault)
+                self._healthy = False  # its end is its own fault
                 process.kill()
                 process.wait()
             return
@@ -150,6 +157,7 @@ class EnvironmentServerProcess:
             self.note_answer()
 
     def _launch(self) -> None:
+        self._healthy = False
         if self._process is not None:
             _end(self._process)  # exited already: closes the pipe
         self.address_file.parent.mkdir(parents=True, exist_ok=True)
@@ -192,6 +200,7 @@ class EnvironmentServerProcess:
             try:
                 get_json(read_address(self.address_file), "/v1/health", timeout=1.0)
                 self._launched = self._last_answer = time.monotonic()
+                self._healthy = True
                 return
             except EnvironmentFault:
                 time.sleep(0.02)

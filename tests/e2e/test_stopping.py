@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import random
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.environments.client import EnvironmentClient
 from tests.support.checkpoints import differences, state_of
 from tests.support.launches import launched
 from tests.support.runs import facts_of, rows_of, run, run_many
@@ -92,18 +95,32 @@ def test_a_killed_main_rank_leaves_no_environment_server(workshop):
         assert launch.leftovers() == []
 
 
-def test_a_killed_environment_server_is_replaced_for_all_ranks(workshop):
-    run_dir = workshop.run_dir("server_killed")
-    slow = _environments(workshop, "server_killed", seconds=0.05)
-    with launched(workshop.rl("server_killed", langrl_env_config=slow), run_dir, ranks=2) as launch:
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_a_run_whose_environment_server_is_killed_is_the_undisturbed_one(workshop, whole, kills):
+    """At random moments, on two ranks: no rollout is lost or graded twice, and every reward is the same."""
+    name = f"server_killed_{kills}"
+    run_dir, slow = workshop.run_dir(name), _environments(workshop, name, seconds=0.05)
+    flags = {"train_iters": STEPS, "langrl_env_config": slow, "use_distributed_optimizer": True}
+    source, killed = random.Random(kills), []
+    with launched(workshop.rl(name, **flags), run_dir, ranks=2) as launch:
         launch.wait_for_step(1)
-        launch.server().kill()
-        assert launch.wait() == 0
-        assert "restart 1 of 3" in launch.output
+        address_file = next(run_dir.glob("logs/environments_*")) / "environment_server.json"
+        while len(killed) < kills:
+            client = EnvironmentClient(address_file)
+            launch.wait_until(lambda: client.health() and launch.server().pid not in killed, "a new server")  # noqa: B023
+            time.sleep(source.uniform(0.0, 0.3))
+            server = launch.server()
+            server.kill()
+            killed.append(server.pid)
+        assert launch.wait() == 0, launch.output[-3000:]
+        assert f"restart {kills}," in launch.output
         assert launch.leftovers() == []
-    rows = rows_of(run_dir)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row["training/failed_grades"] for row in rows] == [0, 0, 0, 0]
+    assert rows_of(run_dir) == rows_of(whole)
+    assert differences(run_dir / LAST, whole / LAST) == []
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row["environment/restarts"] for row in rows) == kills
+    assert sum(row["environment/requests_repeated"] for row in rows) > 0
+    assert all(row["training/failed_grades"] == 0 for row in rows)
 
 
 def test_a_stop_before_the_first_update_is_saved_and_resumed(workshop):

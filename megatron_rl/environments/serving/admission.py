@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 
-WORKING = 32
-"""Requests that are read or graded at once; each holds its body and a thread."""
-WAITING = 32
+WORKING = 8
+"""Requests that are read or graded at once: enough to keep the workers busy, and few, because one whose samples wait
+behind many that hang runs into its client's timeout."""
+WAITING = 128
+"""Sixteen from each rank of a node; a thread that waits is cheap."""
 PATIENCE_SECONDS = 1.0
 """Longest wait for a place; after it the client waits, which costs the server nothing."""
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -162,6 +163,19 @@ def test_revive_is_called_before_each_repetition_and_may_fail(stub):
     _, client = stub(None, attempts=2, revive=revive)
     [result] = grade(client)
     assert (result.code, result.message) == ("server_unreachable", "dead for good")
+
+
+def test_attempts_are_counted_for_each_server_anew(stub, tmp_path):
+    """Another rank restarts it; this one only sees the address change."""
+    server, client = stub(*[None] * 12, ok(0.5), attempts=3)
+    pids = iter(range(100))
+
+    def another() -> None:
+        write_address(tmp_path / "address.json", replace(server.address, pid=next(pids)))
+
+    client._exchange._revive = another
+    assert grade(client)[0].reward == 0.5
+    assert len(server.bodies) == 13
 
 
 def test_an_old_token_is_read_again(stub, tmp_path):

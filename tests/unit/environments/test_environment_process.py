@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import pty
+import shlex
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -40,26 +46,36 @@ def wait_gone(pid: int, seconds: float = 5.0) -> None:
     pytest.fail(f"process {pid} still runs")
 
 
-def kill(process: EnvironmentServerProcess) -> None:
+def kill(process: EnvironmentServerProcess, number: int = signal.SIGKILL) -> None:
     """Kills the server and waits until its exit status is there: its threads die after its main thread."""
-    os.kill(process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    pid = process.pid
+    os.kill(pid, number)
+    with contextlib.suppress(ChildProcessError):  # the watcher was faster
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_killed_server_is_restarted_three_times(config, tmp_path):
+def test_a_crashed_server_is_restarted_three_times(config, tmp_path):
     with EnvironmentServerProcess(config, tmp_path) as process:
         process.ensure_alive()
         assert process.restarts == 0
         for count in (1, 2, 3):
             before = read_address(process.address_file)
-            kill(process)
+            kill(process, signal.SIGABRT)
             process.ensure_alive()
             assert process.restarts == count
             assert read_address(process.address_file).token != before.token
             assert EnvironmentClient(process.address_file).health()
-        kill(process)
+        kill(process, signal.SIGABRT)
         with pytest.raises(EnvironmentFault, match="after 3 restarts"):
             process.ensure_alive()
+
+
+def test_a_healthy_server_may_be_killed_as_often_as_anyone_likes(config, tmp_path):
+    with EnvironmentServerProcess(config, tmp_path, max_restarts=1) as process:
+        for count in range(1, 5):
+            kill(process, signal.SIGTERM if count % 2 else signal.SIGKILL)
+            process.ensure_alive()
+            assert process.restarts == count
 
 
 def test_restarts_are_counted_anew_after_an_answer(config, tmp_path):
@@ -69,13 +85,13 @@ def test_restarts_are_counted_anew_after_an_answer(config, tmp_path):
         )
         task = client.fetch_tasks("arithmetic", "train")[0]
         for count in (1, 2, 3):
-            kill(process)
+            kill(process, signal.SIGABRT)
             [result] = asyncio.run(client.grade("arithmetic", [(task, Transcript("", "stop", 0))]))
             assert result.status == "ok"
             assert process.restarts == count
-        kill(process)
+        kill(process, signal.SIGABRT)
         process.ensure_alive()
-        kill(process)
+        kill(process, signal.SIGABRT)
         with pytest.raises(EnvironmentFault, match="after 1 restarts"):
             process.ensure_alive()
 
@@ -85,7 +101,7 @@ def test_a_server_that_dies_at_every_start_is_given_up_with_its_words(config, tm
         client = EnvironmentClient(process.address_file, revive=process.ensure_alive, backoff=0.01, attempts=8)
         task = client.fetch_tasks("arithmetic", "train")[0]
         config.write_text("- environment: arithmatic\n")
-        kill(process)
+        kill(process, signal.SIGABRT)
         [result] = asyncio.run(client.grade("arithmetic", [(task, Transcript("", "stop", 0))]))
         assert result.code == "server_unreachable"
         assert "after 3 restarts" in result.message
@@ -215,3 +231,30 @@ def test_it_starts_fast_without_torch_and_from_anywhere(config, tmp_path, monkey
         maps = Path(f"/proc/{process.pid}/maps")
         if maps.exists():
             assert "libtorch" not in maps.read_text()
+
+
+def test_serve_alone_says_where_it_is_and_ends_on_control_c(config, tmp_path, monkeypatch):
+    """As a person does it, from a terminal, with curl's options in a private file."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    terminal, stdin = pty.openpty()
+    command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(config)]
+    server = subprocess.Popen(command, stdin=stdin, stderr=subprocess.PIPE, text=True)
+    try:
+        while " try: " not in (line := server.stderr.readline()):
+            assert line, "it ended"
+        curl = shlex.split(line.partition(" try: ")[2])
+        options = Path(curl[2])
+        assert stat.S_IMODE(options.stat().st_mode) == 0o600
+        if shutil.which("curl"):
+            answer = subprocess.run([*curl, "-s"], capture_output=True, text=True, check=True).stdout
+            assert json.loads(answer)["items"][0]["name"] == "arithmetic"
+        server.send_signal(signal.SIGINT)
+        rest = server.stderr.read()
+        assert server.wait(20) == 0
+    finally:
+        server.kill()
+        os.close(terminal)
+        os.close(stdin)
+    assert "Traceback" not in rest
+    assert rest.rstrip().endswith("stopped")
+    assert not options.exists()
