@@ -13,6 +13,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -129,6 +130,16 @@ class Run:
         step = self.progress.step
         return step == self.config.total_steps or (interval is not None and step % interval == 0)
 
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation is the best so far by `--keep-best`."""
+        wanted = self.config.checkpoint.keep_best
+        if wanted is None:
+            return False
+        if wanted not in metrics:
+            known = ", ".join(name for name in metrics if name.startswith("val/"))
+            logger.warning("--keep-best %s is no metric of this evaluation; there are: %s", wanted, known)
+        return self.progress.is_best(metrics.get(wanted))
+
     def must_leave(self, seconds: float) -> bool:
         """`--exit-interval` and `--exit-duration-in-mins`."""
         training = self.config.training
@@ -136,8 +147,8 @@ class Run:
         late = training.exit_duration_in_mins is not None and seconds > 60 * training.exit_duration_in_mins
         return on_step or late
 
-    def save(self) -> None:
-        """Checkpoint the finished steps; collective."""
+    def save(self, in_background: bool = False, is_best: bool = False) -> None:
+        """Checkpoint the finished steps; collective. ``in_background`` counts only with `--async-save`."""
         progress, config = self.progress, self.config
         parallel = config.parallel
         state = RunState(
@@ -148,6 +159,7 @@ class Run:
             tokens=progress.tokens,
             logprob_gap_max=progress.logprob_gap_max,
             consecutive_skips=progress.consecutive_skips,
+            best=progress.best,
             seed=config.training.seed,
             mode=mode_of(config),
             has_optimizer=progress.updates > 0 and not config.checkpoint.no_save_optim,
@@ -163,9 +175,15 @@ class Run:
                 "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
             },
         )
-        self.checkpoints.save(state, self.policy, self.optimization, self.quantization.state())
-        if self.journal is not None and self.groups.is_main:
-            self.journal.forget(progress.step)
+        self.checkpoints.save(
+            state,
+            self.policy,
+            self.optimization,
+            self.quantization.state(),
+            in_background=in_background and config.checkpoint.async_save,
+            is_best=is_best,
+            committed=partial(self.journal.forget, progress.step) if self.journal is not None else lambda: None,
+        )
 
 
 @contextlib.contextmanager
@@ -187,6 +205,7 @@ def build_run(
         checkpoints = CheckpointManager(
             Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups
         )
+        stack.callback(checkpoints.abandon)
         optimization, reference, saved = _start_weights(config, policy, checkpoints)
         quantization = build_quantization(config, policy, optimization, reference, groups, directory, timer, stack)
         factory = _request_factory(config)
@@ -196,7 +215,7 @@ def build_run(
             source.load_state(saved.cursor)
             progress = Progress(
                 saved.step, saved.updates, saved.policy_version, saved.tokens,
-                saved.logprob_gap_max, saved.consecutive_skips,
+                saved.logprob_gap_max, saved.consecutive_skips, saved.best,
             )  # fmt: skip
             if saved.rollout_recipe_asked == config.quantization.rl_rollout_quantization:
                 quantization.load_state(saved.rollout_recipe, checkpoints.calibration())

@@ -120,17 +120,20 @@ def train(run: Run) -> str:
         gap = result.metrics.get("training/rollout_logprob_gap_max", 0.0)
         progress.logprob_gap_max = max(progress.logprob_gap_max, gap)
         progress.count_updates(result.applied_updates, result.skipped_updates)
+        best = False
         if run.evaluation_is_due():
             with run.timer.phase("eval"):
                 held_out = evaluate(run)
             result.metrics.update(held_out or {})
+            best = held_out is not None and run.is_best(held_out)
         run.reporter.step(progress.step, result.metrics, run.policy.gpt)
         leaves_early = progress.step < run.config.total_steps and any_rank(
             run.must_leave(time.monotonic() - started)
         )
-        if run.save_is_due() or leaves_early:
+        run.checkpoints.poll()
+        if run.save_is_due() or leaves_early or best:
             with run.timer.phase("save"):
-                run.save()
+                run.save(in_background=progress.step < run.config.total_steps and not leaves_early, is_best=best)
         if leaves_early:
             return "stopped"
     return "finished"

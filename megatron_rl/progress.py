@@ -26,6 +26,16 @@ class Progress:
     consecutive_skips: int = 0
     """Updates skipped in a row because of non-finite gradients."""
 
+    best: float | None = None
+    """Highest value of --keep-best's metric so far."""
+
+    def is_best(self, value: float | None) -> bool:
+        """Book an evaluation; whether it is better than all before. None: it had no such metric."""
+        if value is None or (self.best is not None and value <= self.best):
+            return False
+        self.best = value
+        return True
+
     def count_updates(self, applied: int, skipped: int) -> None:
         """Book a step's updates.
 

@@ -2,8 +2,9 @@
 
     checkpoints/
       latest                 name of the newest committed step, for people and scripts
+      best                   name of the best one by --keep-best, kept whatever --keep-last says
       step_0000040/          manifest.json (sha256 of every file), run_state.json, the tensors
-      step_0000080.tmp/      being written, or left by a kill; never loaded
+      step_0000080.*.tmp/    being written, or left by a kill; never loaded
       step_0000060.damaged/  found damaged by a resume that went back to an older one; never loaded
 
 Write everything into ``.tmp``, sync it to disk, rename, and only then point ``latest`` at it: a
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _STEP_NAME = re.compile(r"step_(\d{7,})")
 _LATEST = "latest"
+_BEST = "best"
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -32,9 +34,13 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step_{step:07d}"
 
 
-def temporary_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is written before it counts."""
-    return root / f"step_{step:07d}.tmp"
+def temporary_directory(root: Path, step: int, start: str = "") -> Path:
+    """Where the checkpoint of ``step`` is written before it counts.
+
+    ``start`` tells one start of the run from the next: what writes in the background may outlive a kill, and must
+    not write into the directory of the run that goes on.
+    """
+    return root / f"step_{step:07d}{'.' if start else ''}{start}.tmp"
 
 
 def step_of(directory: Path) -> int:
@@ -113,9 +119,9 @@ def set_aside_newer(directory: Path) -> None:
             logger.warning("set aside as %s", aside)
 
 
-def commit(root: Path, step: int) -> Path:
+def commit(root: Path, step: int, start: str = "") -> Path:
     """Turn the written temporary directory into the checkpoint of ``step``; one rank calls it."""
-    source, target = temporary_directory(root, step), step_directory(root, step)
+    source, target = temporary_directory(root, step, start), step_directory(root, step)
     write_manifest(source, step)
     replaced = target.with_name(target.name + ".replaced.tmp")
     if target.exists():  # the same step saved again
@@ -132,8 +138,28 @@ def commit(root: Path, step: int) -> Path:
 
 
 def remove_old(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints (0 keeps all), and leftovers of killed saves."""
+    """Delete all but the newest ``keep`` checkpoints (0 keeps all) and the best, and leftovers of killed saves."""
     for leftover in root.glob("step_*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
+    best = best_checkpoint(root)
     for directory in list_checkpoints(root)[:-keep] if keep > 0 else []:
-        shutil.rmtree(directory, ignore_errors=True)
+        if directory != best:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def mark_best(root: Path, step: int) -> None:
+    """Point ``best`` at the checkpoint of ``step``, which is then kept."""
+    pointer = root / (_BEST + ".tmp")
+    write_synced(pointer, step_directory(root, step).name + "\n")
+    os.replace(pointer, root / _BEST)
+    sync(root)
+
+
+def best_checkpoint(root: Path) -> Path | None:
+    """What ``best`` points at; None without one, or when it is gone."""
+    try:
+        name = (root / _BEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    is_one = _STEP_NAME.fullmatch(name) is not None and (root / name).is_dir()
+    return root / name if is_one else None

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import shutil
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.background import BackgroundSave
 from megatron_rl.checkpoint.calibration import load_calibration, save_calibration
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
     list_checkpoints,
+    mark_best,
     newest_valid,
     remove_old,
     set_aside_newer,
@@ -22,7 +25,7 @@ from megatron_rl.checkpoint.layout import (
 )
 from megatron_rl.checkpoint.random_state import load_random_state, save_random_state
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
-from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
+from megatron_rl.checkpoint.tensors import begin_to_save_tensors, load_all, load_weights, save_tensors
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
@@ -39,8 +42,10 @@ class CheckpointManager:
         self._root = root
         self._keep_last = keep_last
         self._groups = groups
+        self._start = ""
         self._saved_step: int | None = None
         self._resumed: Path | None = None
+        self._under_way: BackgroundSave | None = None
 
     def save(
         self,
@@ -48,28 +53,77 @@ class CheckpointManager:
         policy: PolicyModel,
         optimization: Optimization,
         calibration: Mapping[str, torch.Tensor],
+        *,
+        in_background: bool = False,
+        is_best: bool = False,
+        committed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write and commit the checkpoint of ``state.step``, once; ``calibration`` is this rank's own."""
+        """Write and commit the checkpoint of ``state.step``, once; ``calibration`` is this rank's own.
+
+        With ``in_background`` the files are written while training goes on, and the checkpoint counts some `poll`
+        later. ``committed`` is called on the main rank once it does. One save is under way at a time.
+        """
+        self.finish()
         if state.step == self._saved_step:
             return
         self._saved_step = state.step
-        target = temporary_directory(self._root, state.step)
-        if self._groups.is_main:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-        dist.barrier()
+        target = self._begin(state.step)
         optimization.gather_parameters()
-        save_tensors(target, policy, optimization if state.has_optimizer else None)
+        tensors_of = optimization if state.has_optimizer else None
         save_random_state(target, self._groups.rank)
         save_calibration(target, self._groups.rank, calibration)
         if self._groups.is_main:
             write_run_state(target, state)
+
+        def commit_it() -> None:
+            directory = commit(self._root, state.step, self._start)
+            if is_best:
+                mark_best(self._root, state.step)
+            remove_old(self._root, self._keep_last)
+            committed()
+            logger.info("saved %s", directory)
+
+        if in_background:
+            request = begin_to_save_tensors(target, policy, tensors_of)
+            self._under_way = BackgroundSave(request, commit_it if self._groups.is_main else None)
+            return
+        save_tensors(target, policy, tensors_of)
         dist.barrier()
         if self._groups.is_main:
-            committed = commit(self._root, state.step)
-            remove_old(self._root, self._keep_last)
-            logger.info("saved %s", committed)
+            commit_it()
         dist.barrier()
+
+    def poll(self) -> None:
+        """Go on with a save in the background, if there is one; waits for nothing."""
+        if self._under_way is not None:
+            self._under_way.poll()
+
+    def finish(self) -> None:
+        """Wait for a save in the background, if there is one.
+
+        Raises:
+            CheckpointError: it could not be written; on every rank.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.finish()
+
+    def abandon(self) -> None:
+        """Give up a save in the background: the run ends by an error, and other ranks may be gone."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.abandon()
+
+    def _begin(self, step: int) -> Path:
+        """An empty directory that no earlier start of the run writes into."""
+        if not self._start:
+            self._start = broadcast_json(uuid.uuid4().hex[:8] if self._groups.is_main else "", source=0)
+        target = temporary_directory(self._root, step, self._start)
+        if self._groups.is_main:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+        dist.barrier()
+        return target
 
     def newest(self) -> Path | None:
         """The checkpoint to resume from, if this directory has one; damaged newer ones are set aside."""

@@ -46,6 +46,8 @@ class RunState:
     """Parallel sizes of the run that saved it."""
     consecutive_skips: int = 0
     """Updates skipped in a row because of non-finite gradients."""
+    best: float | None = None
+    """Highest value of --keep-best's metric."""
     rollout_recipe_asked: str = "none"
     """Quantisation of the rollouts in the flags."""
     rollout_recipe: str = "none"

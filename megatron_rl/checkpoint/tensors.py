@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -36,11 +37,23 @@ _LONGEST_REASON = 200
 
 def save_tensors(directory: Path, policy: PolicyModel, optimization: Optimization | None) -> None:
     """Write this job's tensors into ``directory``; collective. None leaves the optimizer out."""
+    _save(directory, policy, optimization, in_background=False)
+
+
+def begin_to_save_tensors(
+    directory: Path, policy: PolicyModel, optimization: Optimization | None
+) -> AsyncRequest:
+    """The same as `save_tensors` up to the writing, which is returned for a background process; collective."""
+    return _save(directory, policy, optimization, in_background=True)
+
+
+def _save(
+    directory: Path, policy: PolicyModel, optimization: Optimization | None, in_background: bool
+) -> AsyncRequest | None:
     state = _state(policy, optimization, loading=False)
     with _quiet():
-        dist_checkpointing.save(
-            state, str(directory), get_default_save_sharded_strategy("torch_dist", 1)
-        )
+        strategy = get_default_save_sharded_strategy("torch_dist", 1)
+        return dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=in_background)
 
 
 def load_weights(directory: Path, policy: PolicyModel) -> None:

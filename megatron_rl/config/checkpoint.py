@@ -24,6 +24,10 @@ class CheckpointConfig:
     """Save every this many steps; without it only when the run stops."""
     ckpt_format: Literal["torch_dist", "torch"] = flag("torch_dist")
     """Format of checkpoints; torch is refused for now."""
+    async_save: bool = flag(False)
+    """Write periodic checkpoints in the background while training goes on."""
+    keep_best: str | None = flag(None)
+    """Save whenever this metric of an evaluation is the highest so far, and keep that checkpoint: val/NAME/pass@1."""
     no_load_optim: bool = flag(False)
     """Start with a fresh optimizer."""
     no_load_rng: bool = flag(False)

@@ -49,17 +49,19 @@ def stories_of(seed: int) -> dict[str, list[Kill]]:
 class Tale:
     """Stories that were told, beside one in which nobody died."""
 
-    def __init__(self, workshop, stories: dict[str, list[Kill]], timeout: float, omit: str = "") -> None:
+    def __init__(
+        self, workshop, stories: dict[str, list[Kill]], timeout: float, omit: str = "", **flags: object
+    ) -> None:
         self.workshop = workshop
-        told = [Story(name, self._argv(name), kills, omit) for name, kills in stories.items()]
+        told = [Story(name, self._argv(name, **flags), kills, omit) for name, kills in stories.items()]
         if not workshop.run_dir("whole").exists():
             told.insert(0, Story("whole", self._argv("whole")))
         self.logs = workshop.folder / "logs"
         self.codes = tell(told, self.logs, RANKS, timeout)
         assert self.codes.get("whole", [[0] * RANKS]) == [[0] * RANKS], self.output("whole")
 
-    def _argv(self, name: str) -> list[str]:
-        return [str(word) for word in self.workshop.rl(name, **FLAGS)]
+    def _argv(self, name: str, **flags: object) -> list[str]:
+        return [str(word) for word in self.workshop.rl(name, **FLAGS, **flags)]
 
     def output(self, name: str) -> str:
         """The ends of what the ranks wrote."""
@@ -104,6 +106,15 @@ def test_killed_at_named_moments(first: Tale, story: str) -> None:
 
 def test_the_journal_gave_groups_back(first: Tale) -> None:
     assert "groups come from the journal" in "".join(map(first.output, FIRST))
+
+
+def test_saved_in_the_background_and_killed_meanwhile(workshop) -> None:
+    """The run is the same as with saves that are waited for."""
+    points = ["background_committing", "background_forked", "background_planned", "background_written", "save_renamed"]
+    kills = [Kill(int(point in ("background_forked", "background_written")), point) for point in points]
+    stories = {"background": [], "background_killed": kills}
+    tale = Tale(workshop, stories, timeout=600, async_save=True)
+    tale.check_all(stories)
 
 
 NEEDED = ("cursor", "updates", "policy_version", "tokens", "optimizer")

@@ -100,6 +100,19 @@ def points() -> dict[str, tuple[Any, str, str]]:
     }
 
 
+def background_points() -> dict[str, tuple[Any, str, str]]:
+    """The same of a save in the background."""
+    import megatron_rl.checkpoint.manager as manager
+    from megatron_rl.checkpoint.background import BackgroundSave
+
+    return {
+        "background_planned": (manager, "begin_to_save_tensors", "after"),
+        "background_forked": (BackgroundSave, "__init__", "after"),
+        "background_written": (BackgroundSave, "_begin_to_commit", "before"),
+        "background_committing": (BackgroundSave, "_run_commit", "before"),
+    }
+
+
 def arm(kill: Kill, owner: Any, attribute: str, moment: str) -> None:
     """From now on the ``nth`` call is the last thing this process does."""
     original, calls = getattr(owner, attribute), 0
@@ -190,7 +203,7 @@ def _fork(
             os.dup2(stream.fileno(), 2)
         os.environ.update(rank_environment(rank, ranks, port))
         if kill is not None and kill.point and kill.rank == rank:
-            arm(kill, *points()[kill.point])
+            arm(kill, *(points() | background_points())[kill.point])
         if omit:
             forget(omit)
         from megatron_rl.main import main

@@ -92,6 +92,11 @@ def _checkpoint(config: RLConfig) -> Iterator[str]:
             "--ckpt-format torch is refused for now: its pickled files can run code when loaded and hold one "
             "topology; use torch_dist"
         )
+    best = config.checkpoint.keep_best
+    if best is not None and not best.startswith("val/"):
+        yield f"--keep-best {best} is no metric of an evaluation; they are called val/ENVIRONMENT/MEASURE"
+    if best is not None and config.training.eval_interval is None:
+        yield f"--keep-best {best} needs evaluations; add --eval-interval"
 
 
 def _schedule_unit(config: RLConfig) -> Iterator[str]:

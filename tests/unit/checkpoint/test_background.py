@@ -1,0 +1,95 @@
+"""A save in the background: nothing waits for it until something must."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+from megatron_rl.checkpoint.background import BackgroundSave
+from megatron_rl.checkpoint.layout import best_checkpoint, commit, mark_best, remove_old, temporary_directory
+from megatron_rl.errors import CheckpointError
+from megatron_rl.parallel import ParallelGroups
+
+
+def wait_for(path: Path) -> None:
+    """What the forked writer does here."""
+    while not path.exists():
+        time.sleep(0.005)
+
+
+def begun(go: Path, done: list[str], commit=None) -> BackgroundSave:
+    request = AsyncRequest(wait_for, (go,), [lambda: done.append("written")])
+    return BackgroundSave(request, commit or (lambda: done.append("committed")))
+
+
+def test_polls_do_not_wait_and_finish_does(one_rank: ParallelGroups, tmp_path: Path) -> None:
+    go, done = tmp_path / "go", []
+    save = begun(go, done)
+    for _ in range(3):
+        save.poll()
+    assert done == []
+    go.touch()
+    save.finish()
+    assert done == ["written", "committed"]
+
+
+def test_a_poll_commits_once_everything_is_written(one_rank: ParallelGroups, tmp_path: Path) -> None:
+    go, done = tmp_path / "go", []
+    go.touch()
+    save = begun(go, done)
+    deadline = time.monotonic() + 30
+    while done != ["written", "committed"]:
+        save.poll()
+        assert time.monotonic() < deadline
+    save.finish()
+    assert done == ["written", "committed"]
+
+
+def test_a_commit_that_fails_is_told_at_the_end(one_rank: ParallelGroups, tmp_path: Path) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device", "manifest.json")
+
+    (tmp_path / "go").touch()
+    save = begun(tmp_path / "go", [], full)
+    with pytest.raises(CheckpointError, match="No space left on device: 'manifest.json'"):
+        save.finish()
+
+
+def test_an_abandoned_save_ends_its_writer(one_rank: ParallelGroups, tmp_path: Path) -> None:
+    done: list[str] = []
+    save = begun(tmp_path / "never", done)
+    writer = save._queue.async_calls[0].async_caller.process.pid
+    save.abandon()
+    assert done == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(writer, 0)
+
+
+def committed(root: Path, step: int) -> Path:
+    written = temporary_directory(root, step, "a1")
+    written.mkdir(parents=True)
+    (written / "data").write_text(str(step))
+    return commit(root, step, "a1")
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        committed(tmp_path, step)
+        if step in (1, 2):
+            mark_best(tmp_path, step)
+        remove_old(tmp_path, keep=2)
+    kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert kept == ["step_0000002", "step_0000004", "step_0000005"]
+    assert best_checkpoint(tmp_path) == tmp_path / "step_0000002"
+
+
+@pytest.mark.parametrize("text", ["", "step_0000009\n", "../elsewhere\n", "\0"])
+def test_a_best_that_points_nowhere_is_none(tmp_path: Path, text: str) -> None:
+    committed(tmp_path, 1)
+    (tmp_path / "best").write_text(text)
+    assert best_checkpoint(tmp_path) is None
+    remove_old(tmp_path, keep=1)
