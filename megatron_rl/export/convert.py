@@ -1,0 +1,199 @@
+"""A checkpoint in full precision -> one in 8 bits.
+
+    input shard -> rows of a tensor -> recipe -> codes, scales -> output shard of the same name
+
+One tensor's rows are in memory at a time, about 50 MB with all intermediates whatever the model's size (more where
+128 rows are more than a million numbers).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_rl.errors import CheckpointError
+from megatron_rl.export.directory import whole_or_absent
+from megatron_rl.export.selection import is_converted, modules_left_alone
+from megatron_rl.export.source import CONFIG, INDEX, SourceModel, open_source
+from megatron_rl.export.target import TargetFormat
+from megatron_rl.export.tensor_file import ITEM_BYTES, TensorEntry, TensorReader, TensorWriter
+from megatron_rl.quantization.storage import TILE
+
+logger = logging.getLogger(__name__)
+
+_PIECE_NUMBERS = 1 << 20
+"""Numbers quantised at a time: 4 MB as fp32, and a dozen intermediates."""
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_CONVERTIBLE = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What became of the tensors."""
+
+    converted: tuple[str, ...]
+    kept: tuple[str, ...]
+    ragged: tuple[str, ...]
+    """Converted in tiles, with a dimension above 128 that 128 does not divide."""
+    left_out: tuple[str, ...]
+    """Files of the input that were neither read nor copied."""
+    bytes_before: int
+    bytes_after: int
+
+
+def convert(source: Path, output: Path, target: TargetFormat, overwrite: bool = False) -> ConversionReport:
+    """Write ``output``, whole or not at all.
+
+    Raises:
+        CheckpointError: the input is absent, damaged, quantised, not finite or without linear layers that are known;
+            the output is there, overlaps the input, or cannot be written.
+    """
+    model = open_source(source)
+    plans = {shard: _plan(entries, target) for shard, entries in model.shards.items()}
+    report = _report(model, plans, target)
+    _check(model, report)
+    with whole_or_absent(output, source, overwrite) as directory:
+        _require_space(directory, report.bytes_after)
+        for number, (shard, plan) in enumerate(plans.items(), start=1):
+            with TensorReader(source / shard) as reader, TensorWriter(directory / shard, plan) as writer:
+                for name in reader.entries:
+                    _transfer(reader, writer, name, target)
+            logger.info("%s (%d of %d)", shard, number, len(plans))
+        _write_json(directory / INDEX, _index(plans))
+        _write_json(directory / CONFIG, {**model.config, "quantization_config": _quantization_config(model, target)})
+        _copy(model, directory)
+    return report
+
+
+# -- before anything is written ------------------------------------------------------------------
+
+
+def _plan(entries: dict[str, TensorEntry], target: TargetFormat) -> dict[str, TensorEntry]:
+    """The header of the output shard."""
+    plan: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        if is_converted(name, entry.shape):
+            rows, columns = entry.shape
+            plan[name] = TensorEntry(target.code_type, entry.shape)
+            plan[target.scale_name(name)] = TensorEntry("F32", target.scale_shape(rows, columns))
+        else:
+            plan[name] = entry
+    return plan
+
+
+def _tensors(model: SourceModel) -> Iterator[tuple[str, TensorEntry]]:
+    for entries in model.shards.values():
+        yield from entries.items()
+
+
+def _report(model: SourceModel, plans: dict[str, dict[str, TensorEntry]], target: TargetFormat) -> ConversionReport:
+    converted = {name: entry.shape for name, entry in _tensors(model) if is_converted(name, entry.shape)}
+    ragged = [name for name, shape in converted.items() if any(size > TILE and size % TILE for size in shape)]
+    return ConversionReport(
+        converted=tuple(converted),
+        kept=tuple(name for name, _ in _tensors(model) if name not in converted),
+        ragged=() if target.number else tuple(ragged),
+        left_out=model.left_out,
+        bytes_before=sum(entry.bytes for _, entry in _tensors(model)),
+        bytes_after=sum(entry.bytes for plan in plans.values() for entry in plan.values()),
+    )
+
+
+def _check(model: SourceModel, report: ConversionReport) -> None:
+    if not report.converted:
+        some = ", ".join(report.kept[:2]) or "none at all"
+        raise CheckpointError(
+            f"{model.directory} has no linear layer by a name known here (model.layers.0.self_attn.q_proj.weight and "
+            f"the like; it has {some}); nothing to convert"
+        )
+    for shard, entries in model.shards.items():
+        for name, entry in entries.items():
+            if is_converted(name, entry.shape) and entry.dtype not in _CONVERTIBLE:
+                raise CheckpointError(
+                    f"{model.directory / shard} holds {name!r} as {entry.dtype}; "
+                    "give a checkpoint in bf16, fp16 or fp32"
+                )
+
+
+def _require_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise CheckpointError(
+            f"{directory} cannot be written: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free; "
+            "free space or choose another directory"
+        )
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def _transfer(reader: TensorReader, writer: TensorWriter, name: str, target: TargetFormat) -> None:
+    entry = reader.entries[name]
+    if not is_converted(name, entry.shape):
+        for piece in reader.pieces(name, 8 * _PIECE_NUMBERS):
+            _require_finite(piece, entry, name, reader.path)
+            writer.append(name, piece)
+        return
+    recipe, columns = target.recipe, entry.shape[1]
+    for piece in reader.pieces(name, _rows_at_a_time(columns) * columns * ITEM_BYTES[entry.dtype]):
+        weight = _require_finite(piece, entry, name, reader.path).view(-1, columns)
+        quantised = recipe.quantize(weight)
+        rows = quantised.rows
+        writer.append(name, quantised.codes[:rows, :columns])
+        scale_rows, _ = target.scale_shape(rows, columns)
+        writer.append(target.scale_name(name), quantised.scales[:scale_rows])
+
+
+def _rows_at_a_time(columns: int) -> int:
+    """Whole tiles: no scale may reach over two pieces."""
+    return max(TILE, _PIECE_NUMBERS // max(1, columns) // TILE * TILE)
+
+
+def _require_finite(raw: torch.Tensor, entry: TensorEntry, name: str, path: Path) -> torch.Tensor:
+    """The bytes in the tensor's own type, flat, where it is a float of 16 bits or more; else as they are."""
+    if entry.dtype not in _FLOATS:
+        return raw
+    values = raw.view(_FLOATS[entry.dtype])
+    if not bool(values.isfinite().all()):
+        raise CheckpointError(f"{path}: {name!r} holds NaN or infinity; give a checkpoint that is whole")
+    return values
+
+
+# -- the files beside ------------------------------------------------------------------------------
+
+
+def _quantization_config(model: SourceModel, target: TargetFormat) -> dict[str, object]:
+    kept = [(name, entry.shape) for name, entry in _tensors(model) if not is_converted(name, entry.shape)]
+    return target.quantization_config(modules_left_alone(kept))
+
+
+def _index(plans: dict[str, dict[str, TensorEntry]]) -> dict[str, object]:
+    weight_map = {name: shard for shard, plan in plans.items() for name in plan}
+    total = sum(entry.bytes for plan in plans.values() for entry in plan.values())
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _copy(model: SourceModel, directory: Path) -> None:
+    for file in model.small_files:
+        try:
+            (directory / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(model.directory / file, directory / file)  # what a link points to: hubs' caches are links
+        except OSError as error:
+            raise _cannot_write(directory / file, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be written ({error.strerror}); free space or choose another directory")
