@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError, MegatronRLError
-from megatron_rl.export.convert import ConversionReport, convert
+from megatron_rl.export.conversion import ConversionReport, convert
 from megatron_rl.export.selection import by_kind
 from megatron_rl.export.target import TargetFormat, target_format, target_formats
 

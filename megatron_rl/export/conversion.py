@@ -15,21 +15,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron_rl.errors import CheckpointError
 from megatron_rl.export.directory import whole_or_absent
+from megatron_rl.export.pieces import transfer
 from megatron_rl.export.selection import is_converted, modules_left_alone
 from megatron_rl.export.source import CONFIG, INDEX, SourceModel, open_source
 from megatron_rl.export.target import TargetFormat
-from megatron_rl.export.tensor_file import ITEM_BYTES, TensorEntry, TensorReader, TensorWriter
+from megatron_rl.export.tensor_file import TensorEntry, TensorReader, TensorWriter
 from megatron_rl.quantization.storage import TILE
 
 logger = logging.getLogger(__name__)
 
-_PIECE_NUMBERS = 1 << 20
-"""Numbers quantised at a time: 4 MB as fp32, and a dozen intermediates."""
-_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _CONVERTIBLE = ("BF16", "F16", "F32")
 
 
@@ -63,7 +59,7 @@ def convert(source: Path, output: Path, target: TargetFormat, overwrite: bool = 
         for number, (shard, plan) in enumerate(plans.items(), start=1):
             with TensorReader(source / shard) as reader, TensorWriter(directory / shard, plan) as writer:
                 for name in reader.entries:
-                    _transfer(reader, writer, name, target)
+                    transfer(reader, writer, name, target)
             logger.info("%s (%d of %d)", shard, number, len(plans))
         _write_json(directory / INDEX, _index(plans))
         _write_json(directory / CONFIG, {**model.config, "quantization_config": _quantization_config(model, target)})
@@ -128,41 +124,6 @@ def _require_space(directory: Path, needed: int) -> None:
             f"{directory} cannot be written: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free; "
             "free space or choose another directory"
         )
-
-
-# -- tensors ---------------------------------------------------------------------------------------
-
-
-def _transfer(reader: TensorReader, writer: TensorWriter, name: str, target: TargetFormat) -> None:
-    entry = reader.entries[name]
-    if not is_converted(name, entry.shape):
-        for piece in reader.pieces(name, 8 * _PIECE_NUMBERS):
-            _require_finite(piece, entry, name, reader.path)
-            writer.append(name, piece)
-        return
-    recipe, columns = target.recipe, entry.shape[1]
-    for piece in reader.pieces(name, _rows_at_a_time(columns) * columns * ITEM_BYTES[entry.dtype]):
-        weight = _require_finite(piece, entry, name, reader.path).view(-1, columns)
-        quantised = recipe.quantize(weight)
-        rows = quantised.rows
-        writer.append(name, quantised.codes[:rows, :columns])
-        scale_rows, _ = target.scale_shape(rows, columns)
-        writer.append(target.scale_name(name), quantised.scales[:scale_rows])
-
-
-def _rows_at_a_time(columns: int) -> int:
-    """Whole tiles: no scale may reach over two pieces."""
-    return max(TILE, _PIECE_NUMBERS // max(1, columns) // TILE * TILE)
-
-
-def _require_finite(raw: torch.Tensor, entry: TensorEntry, name: str, path: Path) -> torch.Tensor:
-    """The bytes in the tensor's own type, flat, where it is a float of 16 bits or more; else as they are."""
-    if entry.dtype not in _FLOATS:
-        return raw
-    values = raw.view(_FLOATS[entry.dtype])
-    if not bool(values.isfinite().all()):
-        raise CheckpointError(f"{path}: {name!r} holds NaN or infinity; give a checkpoint that is whole")
-    return values
 
 
 # -- the files beside ------------------------------------------------------------------------------
