@@ -76,6 +76,8 @@ def summary(report: ConversionReport, target: TargetFormat, output: Path) -> lis
     lines.append(f"{before / 2**30:.3f} GiB -> {after / 2**30:.3f} GiB ({after / before:.0%})")
     if report.left_out:
         lines.append(f"not copied: {', '.join(report.left_out)}")
+    if target.number and any(".experts." in name for name in report.converted):
+        lines.append("note: transformers misreads experts in compressed-tensors formats (see docs/export.md)")
     if report.ragged:
         lines.append(
             f"note: {len(report.ragged)} weights such as {report.ragged[0]} have a dimension that 128 does not divide; "
