@@ -68,10 +68,17 @@ def test_every_linear_has_the_rollouts_codes_and_scales(
 @pytest.mark.parametrize(("form", "pow2"), TARGETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(300, 200), (1, 129), (640, 128), (128, 1), (257, 384)])
+@pytest.mark.parametrize("piece", [1, 30000])  # 128 rows a piece; 150 to 234, were they not cut to whole tiles
 def test_pieces_of_rows_give_the_codes_of_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, pow2: bool, dtype: torch.dtype, shape: tuple[int, int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    piece: int,
+    form: str,
+    pow2: bool,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr("megatron_rl.export.pieces.PIECE_NUMBERS", 1)  # 128 rows a piece
+    monkeypatch.setattr("megatron_rl.export.pieces.PIECE_NUMBERS", piece)
     weight = (torch.randn(shape) * torch.logspace(-2, 1, shape[0])[:, None]).to(dtype)
     write_tensors(tmp_path / "in", {LINEAR: weight})
     convert(tmp_path / "in", tmp_path / "out", target_format(form, pow2))

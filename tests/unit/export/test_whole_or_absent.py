@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.export import convert, target_format
+from megatron_rl.export.tensor_file import ITEM_BYTES
 from tests.unit.export.conftest import read_tensors, write_model, write_tensors
 
 TARGET = target_format("fp8_block", False)
@@ -162,6 +163,12 @@ def test_types_of_every_size_stay_aligned_and_equal(tmp_path: Path) -> None:
         "number": torch.tensor(3.0),
     }
     convert(write_tensors(tmp_path / "in", tensors), tmp_path / "out", TARGET)
+    raw = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    for entry in header.values():
+        assert (8 + length + entry["data_offsets"][0]) % ITEM_BYTES[entry["dtype"]] == 0
     after = read_tensors(tmp_path / "out")
     assert set(after) == {*tensors, *(f"model.layers.{i}.mlp.up_proj.weight_scale_inv" for i in (0, 1))}
     for name in set(tensors) - {f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)}:
