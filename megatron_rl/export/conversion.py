@@ -121,7 +121,7 @@ def _require_space(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise CheckpointError(
-            f"{directory} cannot be written: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free; "
+            f"{directory} cannot be written: {needed / 2**20:,.1f} MiB are needed and {free / 2**20:,.1f} MiB are free; "
             "free space or choose another directory"
         )
 

@@ -43,6 +43,28 @@ def test_fp8_block_loads_in_transformers(
         assert torch.equal(loaded[name], written[name])
 
 
+def test_experts_in_fp8_block_load_in_transformers(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """It fuses them into one tensor a layer, gate over up."""
+    pytest.importorskip("accelerate", reason="transformers loads FP8 only with accelerate")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU transformers keeps the codes")
+    convert(models("qwen3_moe"), tmp_path / "out", target_format("fp8_block", False))
+    loaded, written = _loaded_weights(tmp_path / "out"), read_tensors(tmp_path / "out")
+
+    def values(layer: int, expert: int, kind: str) -> torch.Tensor:
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{kind}_proj.weight"
+        return dequantised(written[name], written[name + "_scale_inv"]).bfloat16()
+
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts."
+        for expert in range(4):
+            gate_up = torch.cat([values(layer, expert, "gate"), values(layer, expert, "up")])
+            assert torch.equal(loaded[experts + "gate_up_proj"][expert], gate_up)
+            assert torch.equal(loaded[experts + "down_proj"][expert], values(layer, expert, "down"))
+        router = f"model.layers.{layer}.mlp.gate.weight"
+        assert torch.equal(loaded[router], written[router])
+
+
 @pytest.mark.parametrize("form", ["fp8_channel", "int8"])
 @pytest.mark.parametrize("family", DENSE)
 def test_compressed_tensors_load_in_transformers(

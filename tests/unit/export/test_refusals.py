@@ -166,7 +166,7 @@ def test_too_little_space_is_found_before_writing(
 ) -> None:
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("megatron_rl.export.conversion.shutil.disk_usage", lambda path: usage)
-    refused(source, tmp_path / "out", "GiB are needed", "out")
+    refused(source, tmp_path / "out", "MiB are needed", "out")
 
 
 def test_wrong_formats() -> None:
