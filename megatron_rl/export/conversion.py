@@ -121,8 +121,8 @@ def _require_space(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise CheckpointError(
-            f"{directory} cannot be written: {needed / 2**20:,.1f} MiB are needed and {free / 2**20:,.1f} MiB are free; "
-            "free space or choose another directory"
+            f"{directory} cannot be written: {needed / 2**20:,.1f} MiB are needed and {free / 2**20:,.1f} MiB are "
+            "free; free space or choose another directory"
         )
 
 
