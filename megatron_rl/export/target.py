@@ -1,0 +1,113 @@
+"""The formats that other engines load: the recipe behind each, its tensors' names, its ``quantization_config``.
+
+A weight is ``code x scale``. ``X.weight`` holds the codes, the scales lie beside it in fp32:
+
+    fp8_block     X.weight_scale_inv [ceil(N / 128), ceil(K / 128)]: DeepSeek's format, tiles of 128 x 128
+    fp8_channel   X.weight_scale [N, 1]: compressed-tensors, "float-quantized"
+    int8          X.weight_scale [N, 1]: compressed-tensors, "int-quantized"
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.quantization import get_recipe
+from megatron_rl.quantization.recipe import Recipe
+from megatron_rl.quantization.storage import TILE
+
+
+@dataclass(frozen=True)
+class TargetFormat:
+    """One format. The number type of a compressed-tensors format is ``float`` or ``int``; None: tiles."""
+
+    name: str
+    recipe_name: str
+    code_type: str
+    """As safetensors headers write it."""
+    scale_suffix: str
+    number: str | None = None
+    powers_of_two: bool = False
+
+    @property
+    def recipe(self) -> Recipe:
+        """Whose codes and scales these are: the rollouts' own."""
+        return get_recipe(self.recipe_name)
+
+    def scale_name(self, weight: str) -> str:
+        """``X.weight`` -> ``X.weight_scale_inv``, ``X.weight_scale``."""
+        return weight + self.scale_suffix
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Of a weight [rows, columns]."""
+        return (rows, 1) if self.number else (-(-rows // TILE), -(-columns // TILE))
+
+    def quantization_config(self, skipped: Sequence[str]) -> dict[str, Any]:
+        """For ``config.json``; ``skipped`` are the modules left in full precision."""
+        if self.number is not None:
+            return self._compressed_tensors(self.number, skipped)
+        config: dict[str, Any] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [TILE, TILE],
+            "modules_to_not_convert": list(skipped),
+        }
+        return {**config, "scale_fmt": "ue8m0"} if self.powers_of_two else config
+
+    @staticmethod
+    def _compressed_tensors(number: str, skipped: Sequence[str]) -> dict[str, Any]:
+        def numbers(strategy: str, dynamic: bool) -> dict[str, Any]:
+            return {"num_bits": 8, "type": number, "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+
+        form = f"{number}-quantized"
+        group = {
+            "targets": ["Linear"],
+            "weights": numbers("channel", dynamic=False),
+            "input_activations": numbers("token", dynamic=True),
+            "output_activations": None,
+            "format": form,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(skipped),
+            "kv_cache_scheme": None,
+        }
+
+
+_FORMATS = {
+    "fp8_block": TargetFormat("fp8_block", "fp8_block", "F8_E4M3", "_scale_inv"),
+    "fp8_channel": TargetFormat("fp8_channel", "fp8", "F8_E4M3", "_scale", number="float"),
+    "int8": TargetFormat("int8", "int8", "I8", "_scale", number="int"),
+}
+_BLOCK_POW2 = TargetFormat("fp8_block", "fp8_block_pow2", "F8_E4M3", "_scale_inv", powers_of_two=True)
+
+
+def target_formats() -> tuple[str, ...]:
+    """Names of all formats."""
+    return tuple(_FORMATS)
+
+
+def target_format(name: str, powers_of_two: bool) -> TargetFormat:
+    """The format of that name.
+
+    Raises:
+        ConfigError: there is none, or it has no scales that are powers of two.
+    """
+    if name not in _FORMATS:
+        near = difflib.get_close_matches(name, _FORMATS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError([f"there is no export format '{name}': {hint}available: {', '.join(_FORMATS)}"])
+    if not powers_of_two:
+        return _FORMATS[name]
+    if name != "fp8_block":
+        raise ConfigError(
+            [f"--force-pow-2-scale True is for fp8_block, {name} has no such variant; use --format fp8_block, or False"]
+        )
+    return _BLOCK_POW2
