@@ -12,6 +12,8 @@ from megatron_rl.config.fields import flag
 class ModelConfig:
     """The architecture, in Megatron's words."""
 
+    hf_config: str | None = flag(None)
+    """Directory with a Hugging Face config.json: the model's shape, instead of the flags below. See --load-hf."""
     num_layers: int | None = flag(None, ge=1, common=True)
     """Number of transformer layers."""
     hidden_size: int | None = flag(None, ge=1, common=True)
@@ -38,6 +40,10 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = flag(1.0, gt=0, le=1)
     """Share of each head that is rotated."""
+    use_rope_scaling: bool = flag(False)
+    """Scale low rotary frequencies as Llama 3.1 does."""
+    rope_scaling_factor: float = flag(8.0, ge=1)
+    """By how much, with --use-rope-scaling: 8 in Llama 3.1, 32 in Llama 3.2."""
     normalization: Literal["RMSNorm", "LayerNorm"] = flag("RMSNorm")
     """Normalisation layer (Megatron's default: LayerNorm)."""
     norm_epsilon: float = flag(1e-5, gt=0)

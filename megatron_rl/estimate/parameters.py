@@ -20,7 +20,7 @@ _BUCKET_A_REPLICA = 1_000_000
 def padded_vocabulary(config: RLConfig, vocab_size: int) -> int:
     """Rows of the embedding over all tensor-parallel ranks: megatron rounds up for them."""
     multiple = config.tokenizer.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return math.ceil(vocab_size / multiple) * multiple
+    return math.ceil(max(vocab_size, config.tokenizer.vocab_size or 0) / multiple) * multiple
 
 
 def parameter_sizes(config: RLConfig, padded_vocab: int) -> dict[str, int]:

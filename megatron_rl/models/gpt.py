@@ -110,11 +110,12 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
 def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> PolicyModel:
     """Build this rank's part of the model with random weights (seed first).
 
-    ``vocab_size`` is the tokenizer's; it is padded the way Megatron pads it.
+    ``vocab_size`` is the tokenizer's. The embedding has that many rows, or `--vocab-size` if that is more, padded
+    the way Megatron pads it.
     """
     transformer_config = build_transformer_config(config, platform)
     padded = padded_vocabulary(
-        vocab_size,
+        max(vocab_size, config.tokenizer.vocab_size or 0),
         config.tokenizer.make_vocab_size_divisible_by,
         config.parallel.tensor_model_parallel_size,
     )
@@ -127,6 +128,8 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         position_embedding_type=config.model.position_embedding_type,
         rotary_base=config.model.rotary_base,
         rotary_percent=config.model.rotary_percent,
+        rope_scaling=config.model.use_rope_scaling,
+        rope_scaling_factor=config.model.rope_scaling_factor,
         share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
     ).to(platform.device)
     gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
