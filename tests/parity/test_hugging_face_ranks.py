@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megatron_rl.checkpoint.hf import export_checkpoint
 from megatron_rl.families import get_family, read_model
 from megatron_rl.families.files import INDEX_FILE, stored_tensors
 from tests.support.hugging_face import EXAMPLES, batch_of, reference_logits, write_model
@@ -63,7 +65,8 @@ class TestEachExample:
             for shape in entry.tensors.values()
         )
         reads = [report[index]["read"] for report in loaded.reports]
-        padding = (loaded.reports[0][index]["rows"] - model.architecture.vocab_size) * model.architecture.hidden_size * 4
+        rows = loaded.reports[0][index]["rows"] - model.architecture.vocab_size
+        padding = 4 * rows * model.architecture.hidden_size
         tables = 1 + model.architecture.untie_embeddings_and_output_weights
         for report, read in zip((r[index] for r in loaded.reports), reads, strict=True):
             held = 4 * sum(report["parameters"].values())
@@ -74,15 +77,20 @@ class TestEachExample:
             assert together == stored + (loaded.tensor_size - 1) * replicated
 
     def test_saved_again_it_has_the_same_bits(self, loaded: Loaded, index: int) -> None:
-        from safetensors.torch import load_file
+        _assert_same(loaded.directories[index], loaded.folder / f"saved.{index}")
 
-        before, after = loaded.directories[index], loaded.folder / f"saved.{index}"
-        assert (before / INDEX_FILE).exists() and (after / INDEX_FILE).exists()
-        found = {}
-        for directory in (before, after):
-            files = sorted(directory.glob("*.safetensors"))
-            assert len(files) > 2
-            found[directory] = {name: tensor for file in files for name, tensor in load_file(file).items()}
-            assert set(stored_tensors(directory)) == set(found[directory])
-        assert found[before].keys() == found[after].keys()
-        assert [n for n in found[before] if not torch.equal(found[before][n], found[after][n])] == []
+    def test_so_it_has_out_of_a_checkpoint_of_these_ranks(self, loaded: Loaded, index: int, tmp_path: Path) -> None:
+        model = read_model(loaded.directories[index])
+        export_checkpoint(loaded.folder / f"checkpoints.{index}", model, tmp_path / "back", max_file_bytes=20_000)
+        _assert_same(model.directory, tmp_path / "back")
+
+
+def _assert_same(before: Path, after: Path) -> None:
+    found = {}
+    for directory in (before, after):
+        files = sorted(directory.glob("*.safetensors"))
+        assert len(files) > 2 and (directory / INDEX_FILE).exists()
+        found[directory] = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert set(stored_tensors(directory)) == set(found[directory])
+    assert found[before].keys() == found[after].keys()
+    assert [n for n in found[before] if not torch.equal(found[before][n], found[after][n])] == []

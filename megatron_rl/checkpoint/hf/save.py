@@ -12,7 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.hf.stored import StoredParameters
 from megatron_rl.checkpoint.hf.writer import HfWriter
+from megatron_rl.checkpoint.layout import find_checkpoint
+from megatron_rl.checkpoint.run_state import read_run_state
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Entry, HfModel
 from megatron_rl.models import PolicyModel
@@ -62,6 +65,44 @@ def save_hf(
         for entry in origin.weights.entries:
             gathered(entry)
     dist.barrier()
+
+
+def export_checkpoint(
+    path: str | Path,
+    origin: HfModel,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write what one of our checkpoints holds, whatever its topology. One process; no model is built.
+
+    Memory holds one parameter and its tensors.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged or of another model, or ``target`` exists.
+    """
+    directory = find_checkpoint(path)
+    problems = _differences(origin, directory)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    stored = StoredParameters(directory)
+    write_hf(origin, target, lambda entry: [stored.read(entry.parameter)], dtype, max_file_bytes)
+
+
+def _differences(origin: HfModel, directory: Path) -> list[str]:
+    state, settings = read_run_state(directory), origin.architecture.settings()
+    source = origin.directory / "config.json"
+    problems = [
+        f"checkpoint {str(directory)!r} was made with {name} {value!r}, {source} means {settings[name]!r}"
+        for name, value in state.architecture.items()
+        if name in settings and settings[name] != value
+    ]
+    if state.padded_vocab_size < origin.architecture.vocab_size:
+        problems.append(
+            f"checkpoint {str(directory)!r} has an embedding of {state.padded_vocab_size} rows, {source} means "
+            f"{origin.architecture.vocab_size}"
+        )
+    return problems
 
 
 def write_hf(
