@@ -18,6 +18,7 @@ _ARCHITECTURE = (
     "kv_channels", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
     "untie_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent",
     "use_rope_scaling", "rope_scaling_factor",
+    "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
 )  # fmt: skip
 
 

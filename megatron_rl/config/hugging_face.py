@@ -68,4 +68,5 @@ def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], sourc
 def _as_typed(flag: Flag, value: Any) -> str:
     if flag.kind is bool:
         return next(f"--{spelling}" for spelling, switches_on in flag.spellings.items() if switches_on == value)
-    return f"--{flag.name.replace('_', '-')} {value}"
+    name = f"--{flag.name.replace('_', '-')}"
+    return f"no {name}" if value is None else f"{name} {value}"

@@ -56,6 +56,16 @@ class ModelConfig:
     """Give the query, key and value projection a bias, also under --disable-bias-linear."""
     qk_layernorm: bool = flag(False)
     """Normalise queries and keys per head."""
+    num_experts: int | None = flag(None, ge=2)
+    """Routed experts in place of the MLP of every layer; without it layers are dense."""
+    moe_ffn_hidden_size: int | None = flag(None, ge=1)
+    """Width of one expert. Without it --ffn-hidden-size."""
+    moe_router_topk: int = flag(2, ge=1)
+    """Experts that each token is sent to."""
+    moe_router_pre_softmax: bool = flag(False)
+    """Weight experts by their share among all of them, not among those chosen."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = flag("none")
+    """Loss that keeps experts equally busy; only none is built (Megatron's default: aux_loss)."""
     untie_embeddings_and_output_weights: bool = flag(False)
     """Give the output head its own weight instead of the embedding's."""
     init_method_std: float = flag(0.02, gt=0)

@@ -26,6 +26,11 @@ class Architecture:
     norm_epsilon: float
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    num_experts: int | None = None
+    """None: dense layers."""
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int = 2
+    moe_router_pre_softmax: bool = False
     untie_embeddings_and_output_weights: bool
     init_method_std: float
     normalization: str = "RMSNorm"

@@ -21,7 +21,10 @@ def _entries(model: Architecture) -> Iterator[Entry]:
         yield _norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", model.hidden_size)
         yield from _attention(model, f"{ours}.self_attention", f"{theirs}.self_attn")
         yield _norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", model.hidden_size)
-        yield from gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", model.hidden_size, model.ffn_hidden_size)
+        if model.num_experts is None:
+            yield from _gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", model.hidden_size, model.ffn_hidden_size)
+        else:
+            yield from _experts(model, f"{ours}.mlp", f"{theirs}.mlp")
     yield _norm("decoder.final_layernorm", "model.norm", model.hidden_size)
     if model.untie_embeddings_and_output_weights:
         yield Entry("output_layer.weight", {"lm_head.weight": table}, "vocabulary")
@@ -44,7 +47,16 @@ def _attention(model: Architecture, ours: str, theirs: str) -> Iterator[Entry]:
         yield _norm(f"{ours}.k_layernorm", f"{theirs}.k_norm", width)
 
 
-def gated_mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Entry]:
+def _experts(model: Architecture, ours: str, theirs: str) -> Iterator[Entry]:
+    yield Entry(f"{ours}.router.weight", {f"{theirs}.gate.weight": (model.num_experts, model.hidden_size)}, "none")
+    for expert in range(model.num_experts):
+        yield from _gated_mlp(
+            f"{ours}.experts.local_experts.{expert}", f"{theirs}.experts.{expert}",
+            model.hidden_size, model.moe_ffn_hidden_size,
+        )  # fmt: skip
+
+
+def _gated_mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Entry]:
     """Gate and up projection in one parameter, and the projection down."""
     gate_and_up = {f"{theirs}.{name}_proj.weight": (width, hidden) for name in ("gate", "up")}
     yield Entry(f"{ours}.linear_fc1.weight", gate_and_up, "each")

@@ -1,7 +1,7 @@
 """Whole parameters out of one of our checkpoints, one at a time and without building the model.
 
 The files are those of ``torch.distributed.checkpoint``. megatron stacks the layers of a decoder into one tensor
-``[L, ...]`` a parameter, and gives norms the names they have in fused layers.
+``[L, ...]`` a parameter, and their experts into ``[L, E, ...]``, and gives norms the names they have in fused layers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_rl.errors import CheckpointError
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _STORED_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -44,11 +45,9 @@ class StoredParameters:
         Raises:
             CheckpointError: the checkpoint does not have it, or cannot be read.
         """
-        key, layer, stored = self._find(parameter)
-        if layer is None:
-            offsets, sizes = [0] * len(stored.size), list(stored.size)
-        else:
-            offsets, sizes = [layer, *[0] * (len(stored.size) - 1)], [1, *stored.size[1:]]
+        key, place, stored = self._find(parameter)
+        offsets = [*place, *[0] * (len(stored.size) - len(place))]
+        sizes = [*[1] * len(place), *stored.size[len(place) :]]
         target = torch.empty(sizes, dtype=stored.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, stored, [wanted])
@@ -56,19 +55,27 @@ class StoredParameters:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except (OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {str(self._directory)!r}: {key} cannot be read ({error})") from error
-        return target if layer is None else target[0]
+        return target.view(target.shape[len(place) :])
 
-    def _find(self, parameter: str) -> tuple[str, int | None, TensorStorageMetadata]:
-        """Name in the files, layer within it if layers are stacked, and what the files say about it."""
-        match = _LAYER.fullmatch(parameter)
-        key, layer = parameter, None
-        if match is not None:
-            layer = int(match[1])
-            key = f"decoder.layers.{_STORED_NAMES.get(match[2], match[2])}"
+    def _find(self, parameter: str) -> tuple[str, tuple[int, ...], TensorStorageMetadata]:
+        """Name in the files, layer and expert within it, and what the files say about it."""
+        key, place = _stored_name(parameter)
         stored = self._metadata.state_dict_metadata.get(key)
-        if not isinstance(stored, TensorStorageMetadata) or (layer is not None and layer >= stored.size[0]):
-            raise CheckpointError(f"checkpoint {str(self._directory)!r} has no {parameter}; it is of another model")
-        return key, layer, stored
+        if isinstance(stored, TensorStorageMetadata):
+            inside = all(index < size for index, size in zip(place, stored.size, strict=False))
+            if inside and len(place) < len(stored.size):
+                return key, place, stored
+        raise CheckpointError(f"checkpoint {str(self._directory)!r} has no {parameter}; it is of another model")
+
+
+def _stored_name(parameter: str) -> tuple[str, tuple[int, ...]]:
+    layer = _LAYER.fullmatch(parameter)
+    if layer is None:
+        return parameter, ()
+    expert = _EXPERT.fullmatch(layer[2])
+    if expert is None:
+        return f"decoder.layers.{_STORED_NAMES.get(layer[2], layer[2])}", (int(layer[1]),)
+    return f"decoder.layers.mlp.experts.experts.{expert[2]}", (int(layer[1]), int(expert[1]))
 
 
 class _Into:

@@ -27,6 +27,7 @@ from tests.support.hugging_face import hf_run, loaded_policy, write_model
 SETTINGS = {
     "qwen2": SMALL,
     "qwen3": {**SMALL, "tie_word_embeddings": True, "head_dim": 16},
+    "qwen3_moe": {**SMALL, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
 }
 
 
