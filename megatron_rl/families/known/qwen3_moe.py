@@ -13,11 +13,12 @@ def _read(config: HfConfig) -> Architecture:
     config.expect("decoder_sparse_step", 1, why="every layer has experts")
     config.expect("mlp_only_layers", [], why="every layer has experts")
     config.whole("num_key_value_heads")  # its default is no function of the other sizes, so it is always written
+    # transformers 5 writes the number of experts under another name than the published files have.
+    count = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
     return read_decoder(
         config,
         qk_layernorm=True,
-        # transformers 5 writes the number of experts under another name than the published files have.
-        num_experts=config.whole("num_local_experts", config.get("num_experts")),
+        num_experts=config.whole(count),
         moe_ffn_hidden_size=config.whole("moe_intermediate_size"),
         moe_router_topk=config.whole("num_experts_per_tok"),
         # Shares of the chosen experts among themselves are those of a softmax over the chosen ones.
