@@ -85,10 +85,9 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace, model: HfModel) -> None:
+    import torch
+
     from megatron_rl.checkpoint.hf import import_hf
-    from megatron_rl.config import ParallelConfig
-    from megatron_rl.parallel import initialize, shut_down
-    from megatron_rl.platform import current_platform
     from megatron_rl.tokenizer import load_tokenizer
 
     tokens = load_tokenizer(options.tokenizer_model).vocab_size if options.tokenizer_model else 0
@@ -97,12 +96,8 @@ def _import(options: argparse.Namespace, model: HfModel) -> None:
             f"--tokenizer-model {options.tokenizer_model} has {tokens} tokens, the model only "
             f"{model.architecture.vocab_size}; use the model's own tokenizer"
         ])
-    groups = initialize(ParallelConfig(), current_platform())
-    try:
-        multiple = options.make_vocab_size_divisible_by * options.target_tensor_parallel_size
-        import_hf(model, options.save_dir, groups, options.bf16, multiple, tokens)
-    finally:
-        shut_down()
+    multiple = options.make_vocab_size_divisible_by * options.target_tensor_parallel_size
+    import_hf(model, options.save_dir, torch.bfloat16 if options.bf16 else torch.float32, multiple, tokens)
 
 
 def _model(directory: Path, model_size: str | None, with_weights: bool) -> HfModel:

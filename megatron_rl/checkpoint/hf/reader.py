@@ -16,7 +16,10 @@ from megatron_rl.families import Piece
 from megatron_rl.families.files import stored_tensors
 
 _OPEN_FILES = 2
-"""Tensors of one layer may lie in two files; an open file is mapped, and its pages count as memory."""
+"""Tensors of one layer may lie in two files."""
+_MAPPED_BYTES = 2**25
+"""After so many bytes a file is closed, and opened again when needed: it is mapped, and pages that were read count
+as this process's memory until then."""
 
 
 class HfReader:
@@ -25,6 +28,7 @@ class HfReader:
     def __init__(self, directory: Path) -> None:
         self._stored = stored_tensors(directory)
         self._open: OrderedDict[Path, tuple[contextlib.ExitStack, Any]] = OrderedDict()
+        self._mapped: dict[Path, int] = {}
         self.bytes_read = 0
         """Of all slices handed out."""
 
@@ -44,7 +48,9 @@ class HfReader:
             part = whole[rows] if piece.columns is None else whole[rows, slice(*piece.columns)]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{stored.file}: {piece.tensor} cannot be read ({error})") from error
-        self.bytes_read += part.numel() * part.element_size()
+        size = part.numel() * part.element_size()
+        self.bytes_read += size
+        self._count(stored.file, size)
         return part
 
     def _file(self, path: Path) -> Any:
@@ -52,10 +58,20 @@ class HfReader:
             if len(self._open) == _OPEN_FILES:
                 self._close_oldest()
             stack = contextlib.ExitStack()
+            self._mapped[path] = 0
             self._open[path] = stack, stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
         self._open.move_to_end(path)
         return self._open[path][1]
 
+    def _count(self, path: Path, size: int) -> None:
+        self._mapped[path] += size
+        if self._mapped[path] > _MAPPED_BYTES:
+            self._close(path)
+
     def _close_oldest(self) -> None:
-        _, (stack, _) = self._open.popitem(last=False)
+        self._close(next(iter(self._open)))
+
+    def _close(self, path: Path) -> None:
+        stack, _ = self._open.pop(path)
         stack.close()
+        del self._mapped[path]

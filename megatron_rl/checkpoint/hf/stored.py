@@ -59,7 +59,7 @@ class StoredParameters:
 
     def _find(self, parameter: str) -> tuple[str, tuple[int, ...], TensorStorageMetadata]:
         """Name in the files, layer and expert within it, and what the files say about it."""
-        key, place = _stored_name(parameter)
+        key, place = stored_name(parameter)
         stored = self._metadata.state_dict_metadata.get(key)
         if isinstance(stored, TensorStorageMetadata):
             inside = all(index < size for index, size in zip(place, stored.size, strict=False))
@@ -68,7 +68,8 @@ class StoredParameters:
         raise CheckpointError(f"checkpoint {str(self._directory)!r} has no {parameter}; it is of another model")
 
 
-def _stored_name(parameter: str) -> tuple[str, tuple[int, ...]]:
+def stored_name(parameter: str) -> tuple[str, tuple[int, ...]]:
+    """Name in the files, and the parameter's place in what is stacked there: layer, or layer and expert."""
     layer = _LAYER.fullmatch(parameter)
     if layer is None:
         return parameter, ()
