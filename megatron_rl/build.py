@@ -24,8 +24,10 @@ from megatron_rl.build_engine import build_engine
 from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
 from megatron_rl.checkpoint import CheckpointManager, RunState, holds_checkpoint
+from megatron_rl.checkpoint.hf import load_hf
 from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
+from megatron_rl.families import read_model
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
@@ -206,7 +208,7 @@ def build_run(
             Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups
         )
         stack.callback(checkpoints.abandon)
-        optimization, reference, saved = _start_weights(config, policy, checkpoints)
+        optimization, reference, saved = _start_weights(config, policy, checkpoints, groups)
         quantization = build_quantization(config, policy, optimization, reference, groups, directory, timer, stack)
         factory = _request_factory(config)
         source = _source(config, environments, tokenizer, factory)
@@ -281,7 +283,7 @@ def _temperature(config: RLConfig) -> float:
 
 
 def _start_weights(
-    config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager
+    config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
 ) -> tuple[Optimization, ReferencePolicy | None, RunState | None]:
     """Weights, then the reference made of them, then the optimizer, then what a resume restores.
 
@@ -297,6 +299,8 @@ def _start_weights(
         weights = elsewhere
     if weights is not None:
         checkpoints.start_from_weights(weights, policy)
+    elif checkpoint.load_hf is not None:
+        load_hf(read_model(checkpoint.load_hf), policy, groups)
     penalised = config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
     reference = ReferencePolicy(policy) if penalised else None
     optimization = Optimization(policy, config)

@@ -17,6 +17,8 @@ _ARCHITECTURE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
     "untie_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent",
+    "use_rope_scaling", "rope_scaling_factor",
+    "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_rl.config.fields import Flag
 from megatron_rl.config.help import help_text
+from megatron_rl.config.hugging_face import hugging_face_values
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.rl_config import RLConfig, all_flags, section_classes
 from megatron_rl.config.sources import Setting, read_command_line, read_yaml
@@ -36,7 +37,7 @@ def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[st
     With problems the configuration holds what could be read and is good for looking up paths and names.
     """
     reading = _read(argv)
-    config = resolve(_build(reading.values), world_size)
+    config = resolve(_build(reading), world_size)
     broken = [line for line in validate(config, world_size) if not _is_about(line, reading.failed)]
     return config, [*reading.problems, *broken]
 
@@ -50,7 +51,7 @@ def parse_config(argv: Sequence[str]) -> RLConfig:
     reading = _read(argv)
     if reading.problems:
         raise ConfigError(reading.problems)
-    return _build(reading.values)
+    return _build(reading)
 
 
 @dataclass
@@ -58,6 +59,8 @@ class _Reading:
     """Values by field name, what is wrong, and the flags whose value was lost to a problem."""
 
     values: dict[str, Any] = field(default_factory=dict)
+    derived: dict[str, Any] = field(default_factory=dict)
+    """What a Hugging Face config.json says and the user did not."""
     problems: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
 
@@ -78,6 +81,9 @@ def _read(argv: Sequence[str]) -> _Reading:
             _apply(setting, reading)
     for setting in typed:  # after the file, so that the command line wins
         _apply(setting, reading)
+    found = hugging_face_values(reading.values)
+    reading.derived, reading.failed = found.values, reading.failed | found.unknown
+    reading.problems += found.problems
     return reading
 
 
@@ -127,13 +133,14 @@ def _spellings() -> dict[str, tuple[Flag, bool]]:
     return {text: (flag, on) for flag in all_flags() for text, on in flag.spellings.items()}
 
 
-def _build(values: dict[str, Any]) -> RLConfig:
+def _build(reading: _Reading) -> RLConfig:
+    values = reading.derived | reading.values
     grouped: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
     for flag in all_flags():
         if flag.name in values:
             grouped[flag.section][flag.name] = values[flag.name]
     sections = {name: cls(**grouped[name]) for name, cls in section_classes().items()}
-    return RLConfig(**sections, typed=values)
+    return RLConfig(**sections, typed=reading.values)
 
 
 def _is_about(line: str, failed: set[str]) -> bool:

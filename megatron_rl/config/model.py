@@ -12,6 +12,8 @@ from megatron_rl.config.fields import flag
 class ModelConfig:
     """The architecture, in Megatron's words."""
 
+    hf_config: str | None = flag(None)
+    """Directory with a Hugging Face config.json: the model's shape, instead of the flags below. See --load-hf."""
     num_layers: int | None = flag(None, ge=1, common=True)
     """Number of transformer layers."""
     hidden_size: int | None = flag(None, ge=1, common=True)
@@ -38,6 +40,10 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = flag(1.0, gt=0, le=1)
     """Share of each head that is rotated."""
+    use_rope_scaling: bool = flag(False)
+    """Scale low rotary frequencies as Llama 3.1 does."""
+    rope_scaling_factor: float = flag(8.0, ge=1)
+    """By how much, with --use-rope-scaling: 8 in Llama 3.1, 32 in Llama 3.2."""
     normalization: Literal["RMSNorm", "LayerNorm"] = flag("RMSNorm")
     """Normalisation layer (Megatron's default: LayerNorm)."""
     norm_epsilon: float = flag(1e-5, gt=0)
@@ -50,6 +56,16 @@ class ModelConfig:
     """Give the query, key and value projection a bias, also under --disable-bias-linear."""
     qk_layernorm: bool = flag(False)
     """Normalise queries and keys per head."""
+    num_experts: int | None = flag(None, ge=2)
+    """Routed experts in place of the MLP of every layer; without it layers are dense."""
+    moe_ffn_hidden_size: int | None = flag(None, ge=1)
+    """Width of one expert. Without it --ffn-hidden-size."""
+    moe_router_topk: int = flag(2, ge=1)
+    """Experts that each token is sent to."""
+    moe_router_pre_softmax: bool = flag(False)
+    """Weight experts by their share among all of them, not among those chosen."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = flag("none")
+    """Loss that keeps experts equally busy; only none is built (Megatron's default: aux_loss)."""
     untie_embeddings_and_output_weights: bool = flag(False)
     """Give the output head its own weight instead of the embedding's."""
     init_method_std: float = flag(0.02, gt=0)

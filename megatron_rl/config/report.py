@@ -12,7 +12,7 @@ from megatron_rl.config.rl_config import RLConfig, all_flags, section_classes
 STEERING_SECTIONS = ("logging", "checkpoint", "compatibility")
 STEERING_FIELDS = (
     "check", "check_world_size", "estimate", "estimate_vocab_size",
-    "config", "exit_duration_in_mins", "exit_grace_seconds", "exit_interval",
+    "config", "hf_config", "exit_duration_in_mins", "exit_grace_seconds", "exit_interval",
     "distributed_timeout_minutes", "rl_environment_port",
 )
 

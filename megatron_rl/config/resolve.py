@@ -50,6 +50,8 @@ def _model(config: RLConfig) -> RLConfig:
         max_position_embeddings=config.training.seq_length,
         embedding_init_method_std=model.init_method_std,
     )
+    if filled.num_experts is not None:
+        filled = _fill(filled, moe_ffn_hidden_size=filled.ffn_hidden_size)
     return replace(config, model=filled)
 
 

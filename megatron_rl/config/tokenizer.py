@@ -16,6 +16,8 @@ class TokenizerConfig:
     """Kind of tokenizer."""
     tokenizer_model: str | None = flag(None, common=True)
     """Tokenizer: a directory, or a name on the Hugging Face hub."""
+    vocab_size: int | None = flag(None, ge=1)
+    """Rows of the embedding, before padding, where the model has more than the tokenizer has tokens."""
     make_vocab_size_divisible_by: int = flag(128, ge=1)
     """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
     tokenizer_hf_include_special_tokens: bool = flag(

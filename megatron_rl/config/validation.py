@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.config.rules import batch, parallel, quantization, required, rollout, training
+from megatron_rl.config.rules import batch, experts, parallel, quantization, required, rollout, training
 from megatron_rl.config.values import refusal
 
 WORLD_RULES = parallel.WORLD_RULES + batch.WORLD_RULES
-RULES = required.RULES + parallel.RULES + batch.RULES + training.RULES + rollout.RULES + quantization.RULES
+_MODULES = (required, parallel, experts, batch, training, rollout, quantization)
+RULES = tuple(rule for module in _MODULES for rule in module.RULES)
 
 
 def validate(config: RLConfig, world_size: int) -> list[str]:

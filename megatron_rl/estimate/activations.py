@@ -44,6 +44,9 @@ def _layer_elements(config: RLConfig) -> int:
     query = model.num_attention_heads * model.kv_channels // parts
     key = max(1, model.num_query_groups // parts) * model.kv_channels
     mlp = (5 if model.swiglu else 2) * model.ffn_hidden_size // parts
+    if model.num_experts is not None:  # each token runs through some experts, and is copied in and out of each
+        inner = (5 if model.swiglu else 2) * model.moe_ffn_hidden_size // parts
+        mlp = model.moe_router_topk * (inner + 2 * model.hidden_size) + 2 * model.num_experts
     recomputed = config.kernels.recompute_modules or ()
     if "core_attn" in recomputed:
         attention = 3 * query + 3 * key + (query if model.qk_layernorm else 0)

@@ -20,7 +20,7 @@ _BUCKET_A_REPLICA = 1_000_000
 def padded_vocabulary(config: RLConfig, vocab_size: int) -> int:
     """Rows of the embedding over all tensor-parallel ranks: megatron rounds up for them."""
     multiple = config.tokenizer.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return math.ceil(vocab_size / multiple) * multiple
+    return math.ceil(max(vocab_size, config.tokenizer.vocab_size or 0) / multiple) * multiple
 
 
 def parameter_sizes(config: RLConfig, padded_vocab: int) -> dict[str, int]:
@@ -67,18 +67,21 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _before(linear: str, config: RLConfig) -> dict[str, int]:
-    """The norms that stand before a linear in the layer's order."""
+    """The norms, and the router, that stand before a linear in the layer's order."""
     model = config.model
     layer = "decoder." + ".".join(linear.split(".")[:2])
     if linear.endswith("linear_proj"):
         return _norm(f"{layer}.input_layernorm", model.hidden_size, config)
-    if not linear.endswith("linear_fc1"):
+    if not linear.endswith(("mlp.linear_fc1", "local_experts.0.linear_fc1")):
         return {}
     norms: dict[str, int] = {}
     if model.qk_layernorm:
         norms |= _norm(f"{layer}.self_attention.q_layernorm", model.kv_channels, config)
         norms |= _norm(f"{layer}.self_attention.k_layernorm", model.kv_channels, config)
-    return norms | _norm(f"{layer}.pre_mlp_layernorm", model.hidden_size, config)
+    norms |= _norm(f"{layer}.pre_mlp_layernorm", model.hidden_size, config)
+    if model.num_experts is not None:
+        norms[f"{layer}.mlp.router.weight"] = model.num_experts * model.hidden_size
+    return norms
 
 
 def _linear(linear: LinearShape, config: RLConfig) -> Iterator[tuple[str, int]]:

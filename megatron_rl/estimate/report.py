@@ -47,6 +47,8 @@ def vocabulary(config: RLConfig) -> int:
         return config.training.estimate_vocab_size
     advice = "give --estimate-vocab-size N, for example --estimate-vocab-size 151936"
     path = config.tokenizer.tokenizer_model
+    if path is None and config.tokenizer.vocab_size is not None:
+        return config.tokenizer.vocab_size
     if path is None:
         raise ConfigError([f"without --tokenizer-model the size of the vocabulary is unknown; {advice}"])
     # A name that is in no cache would be looked up on the hub, again and again where there is no network.

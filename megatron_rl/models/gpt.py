@@ -62,7 +62,7 @@ def parameter_dtype(config: RLConfig) -> torch.dtype:
 def build_transformer_config(config: RLConfig, platform: Platform) -> TransformerConfig:
     """Translate our sections; fused kernels stay off where there is no CUDA to run them."""
     model, kernels, parallel = config.model, config.kernels, config.parallel
-    on_cuda = platform.is_cuda
+    on_cuda, moe = platform.is_cuda, model.num_experts is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
@@ -79,6 +79,12 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             add_bias_linear=model.add_bias_linear,
             add_qkv_bias=model.add_qkv_bias,
             qk_layernorm=model.qk_layernorm,
+            num_moe_experts=model.num_experts,
+            moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+            moe_router_topk=model.moe_router_topk,
+            moe_router_pre_softmax=model.moe_router_pre_softmax,
+            moe_router_load_balancing_type=model.moe_router_load_balancing_type,
+            moe_router_dtype="fp32" if moe else None,  # near ties fall the same way in rollout and trainer
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
             init_method_std=model.init_method_std,
@@ -110,11 +116,12 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
 def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> PolicyModel:
     """Build this rank's part of the model with random weights (seed first).
 
-    ``vocab_size`` is the tokenizer's; it is padded the way Megatron pads it.
+    ``vocab_size`` is the tokenizer's. The embedding has that many rows, or `--vocab-size` if that is more, padded
+    the way Megatron pads it.
     """
     transformer_config = build_transformer_config(config, platform)
     padded = padded_vocabulary(
-        vocab_size,
+        max(vocab_size, config.tokenizer.vocab_size or 0),
         config.tokenizer.make_vocab_size_divisible_by,
         config.parallel.tensor_model_parallel_size,
     )
@@ -127,6 +134,8 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         position_embedding_type=config.model.position_embedding_type,
         rotary_base=config.model.rotary_base,
         rotary_percent=config.model.rotary_percent,
+        rope_scaling=config.model.use_rope_scaling,
+        rope_scaling_factor=config.model.rope_scaling_factor,
         share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
     ).to(platform.device)
     gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 
@@ -38,6 +39,8 @@ def use_whole_linears(layer: ModuleSpec) -> None:
     """Put them into a layer's specification; for one tensor-parallel rank only."""
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     attention.linear_qkv, attention.linear_proj = WholeColumnLinear, WholeRowLinear
+    if isinstance(mlp, MoESubmodules):
+        mlp = mlp.experts.submodules
     mlp.linear_fc1, mlp.linear_fc2 = WholeColumnLinear, WholeRowLinear
 
 

@@ -48,6 +48,7 @@ class TorchNorm(torch.nn.Module):
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """One decoder layer."""
     spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
         normalization=config.normalization,
         # megatron skips a gradient all-reduce when only one of spec and config says so.
         qk_layernorm=config.qk_layernorm,

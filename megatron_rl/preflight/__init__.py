@@ -10,6 +10,7 @@ from megatron_rl.config import RLConfig
 from megatron_rl.preflight.algorithms import algorithm_problems
 from megatron_rl.preflight.checkpoints import checkpoint_problems, resumes
 from megatron_rl.preflight.environments import environment_problems
+from megatron_rl.preflight.hugging_face import hugging_face_problems
 from megatron_rl.preflight.output import output_problems
 from megatron_rl.preflight.quantization import quantization_problems
 from megatron_rl.preflight.services import service_problems
@@ -26,6 +27,7 @@ def preflight(config: RLConfig) -> list[str]:
         *problems,
         *environment_problems(config, tokenizer),
         *checkpoint_problems(config, tokenizer),
+        *hugging_face_problems(config, tokenizer),
         *algorithm_problems(config),
         *quantization_problems(config),
         *service_problems(config),

@@ -56,7 +56,8 @@ def _to_load(config: RLConfig) -> list[tuple[str, str, bool]]:
             wanted.append(("--resume", checkpoint.save, True))
     elif checkpoint.load is not None:
         # Megatron's habit: the first start of a run names an empty --load, and where else to start from.
-        may_be_empty = checkpoint.pretrained_checkpoint is not None or _loads_what_it_saves(config)
+        may_be_empty = checkpoint.pretrained_checkpoint is not None or checkpoint.load_hf is not None
+        may_be_empty = may_be_empty or _loads_what_it_saves(config)
         if holds_checkpoint(checkpoint.load) or not may_be_empty:
             wanted.append(("--load", checkpoint.load, not checkpoint.finetune))
     return wanted

@@ -34,14 +34,19 @@ def quantizable_linears(config: RLConfig) -> list[LinearShape]:
     query = model.num_attention_heads * model.kv_channels // parts
     # With fewer groups than ranks a rank stores part of a group, which megatron gathers after the product.
     key = model.num_query_groups * model.kv_channels // parts
-    hidden, inner = model.hidden_size, model.ffn_hidden_size // parts
-    gated = 2 if model.swiglu else 1
-    shapes = (
+    hidden, gated = model.hidden_size, 2 if model.swiglu else 1
+    if model.num_experts is None:
+        mlps, inner = ["mlp"], model.ffn_hidden_size // parts
+    else:
+        mlps = [f"mlp.experts.local_experts.{expert}" for expert in range(model.num_experts)]
+        inner = model.moe_ffn_hidden_size // parts
+    shapes = [
         ("self_attention.linear_proj", hidden, query, True, hidden),
         ("self_attention.linear_qkv", query + 2 * key, hidden, False, query + 2 * key),
-        ("mlp.linear_fc1", gated * inner, hidden, False, inner),
-        ("mlp.linear_fc2", hidden, inner, True, hidden),
-    )
+    ]
+    for mlp in mlps:
+        shapes.append((f"{mlp}.linear_fc1", gated * inner, hidden, False, inner))
+        shapes.append((f"{mlp}.linear_fc2", hidden, inner, True, hidden))
     return [
         LinearShape(f"layers.{layer}.{name}", *shape) for layer in range(model.num_layers) for name, *shape in shapes
     ]

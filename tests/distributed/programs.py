@@ -46,7 +46,7 @@ def train_variants(folder: str, tensor_size: int, variants: Mapping[str, Mapping
         run.rollouter.close()
         reports[name] = {
             **completions,
-            "sequence_parallel": run.policy.gpt.decoder.layers[0].mlp.linear_fc1.sequence_parallel,
+            "sequence_parallel": run.policy.gpt.decoder.layers[0].self_attention.linear_qkv.sequence_parallel,
             "metrics": [{key: row[key] for key in REPORTED if key in row} for row in metrics],
         }
     shut_down()

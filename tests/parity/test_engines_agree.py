@@ -27,6 +27,8 @@ ARCHITECTURES = {
     "gelu_with_biases": {"swiglu": False, "disable_bias_linear": False, "add_qkv_bias": False},
     "wide_heads": {"kv_channels": 16},
     "half_rotary": {"rotary_percent": 0.5},
+    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24},
+    "experts_of_all": {"num_experts": 6, "moe_router_topk": 3, "moe_router_pre_softmax": True},
     "padded_vocabulary": {"make_vocab_size_divisible_by": 40},
 }
 LENGTH = 96

@@ -31,8 +31,18 @@ def _flags(config: RLConfig) -> Iterator[str]:
 
 
 def _weights_to_evaluate(config: RLConfig) -> Iterator[str]:
-    if config.training.eval_only and not (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
-        yield "--eval-only without weights to evaluate; give --load DIR or --pretrained-checkpoint DIR"
+    checkpoint = config.checkpoint
+    if config.training.eval_only and not (checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf):
+        yield "--eval-only without weights to evaluate; give --load DIR, --pretrained-checkpoint DIR or --load-hf DIR"
+
+
+def _one_start(config: RLConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.load_hf is not None and checkpoint.pretrained_checkpoint is not None:
+        yield (
+            f"--load-hf {checkpoint.load_hf} and --pretrained-checkpoint {checkpoint.pretrained_checkpoint} both say "
+            "what to start from; keep one of them"
+        )
 
 
 def _run_directory(config: RLConfig) -> Iterator[str]:
@@ -51,4 +61,4 @@ def _length(config: RLConfig) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_flags, _weights_to_evaluate, _run_directory, _length)
+RULES: tuple[Rule, ...] = (_flags, _weights_to_evaluate, _one_start, _run_directory, _length)

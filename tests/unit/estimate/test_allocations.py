@@ -38,6 +38,7 @@ SHAPES = {
     "gelu": {"swiglu": False, "ffn_hidden_size": 40},
     "layer norms": {"normalization": "LayerNorm", "qk_layernorm": True},
     "wide heads": {"kv_channels": 12},
+    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
     "odd widths": {"hidden_size": 40, "ffn_hidden_size": 52, "make_vocab_size_divisible_by": 24},
 }
 PRECISIONS = {

@@ -1,0 +1,177 @@
+"""Writes a model as a Hugging Face directory, a parameter at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.hf.stored import StoredParameters
+from megatron_rl.checkpoint.hf.writer import HfWriter
+from megatron_rl.checkpoint.layout import find_checkpoint
+from megatron_rl.checkpoint.run_state import read_run_state
+from megatron_rl.errors import CheckpointError
+from megatron_rl.families import Entry, HfModel
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import broadcast_json
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 5 * 10**9
+COPIED_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""What a directory has besides ``config.json`` and weights; copied where it is there."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Produce = Callable[[Entry], Sequence[torch.Tensor]]
+"""An entry -> its parameter on every tensor-parallel rank, in rank order."""
+
+
+def save_hf(
+    policy: PolicyModel,
+    origin: HfModel,
+    target: Path,
+    groups: ParallelGroups,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write the model in memory; collective over the job. ``origin`` gives ``config.json`` and the tokenizer.
+
+    Args:
+        dtype: of the numbers; None takes what the origin's ``config.json`` says.
+
+    Raises:
+        CheckpointError: ``target`` exists.
+    """
+    if broadcast_json(target.exists() if groups.is_main else None, source=0):
+        raise CheckpointError(f"{target} exists; choose another directory")
+    parameters = dict(policy.gpt.named_parameters())
+
+    def gathered(entry: Entry) -> Sequence[torch.Tensor]:
+        return _gather(parameters[entry.parameter].detach(), groups)
+
+    if groups.is_main:
+        write_hf(origin, target, gathered, dtype, max_file_bytes)
+    elif groups.data_rank == 0:  # the other tensor-parallel ranks of rank 0's copy
+        for entry in origin.weights.entries:
+            gathered(entry)
+    dist.barrier()
+
+
+def export_checkpoint(
+    path: str | Path,
+    origin: HfModel,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write what one of our checkpoints holds, whatever its topology. One process; no model is built.
+
+    Memory holds one parameter and its tensors.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged or of another model, or ``target`` exists.
+    """
+    directory = find_checkpoint(path)
+    problems = _differences(origin, directory)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    stored = StoredParameters(directory)
+    write_hf(origin, target, lambda entry: [stored.read(entry.parameter)], dtype, max_file_bytes)
+
+
+def _differences(origin: HfModel, directory: Path) -> list[str]:
+    state, settings = read_run_state(directory), origin.architecture.settings()
+    source = origin.directory / "config.json"
+    problems = [
+        f"checkpoint {str(directory)!r} was made with {name} {value!r}, {source} means {settings[name]!r}"
+        for name, value in state.architecture.items()
+        if name in settings and settings[name] != value
+    ]
+    if state.padded_vocab_size < origin.architecture.vocab_size:
+        problems.append(
+            f"checkpoint {str(directory)!r} has an embedding of {state.padded_vocab_size} rows, {source} means "
+            f"{origin.architecture.vocab_size}"
+        )
+    return problems
+
+
+def write_hf(
+    origin: HfModel,
+    target: Path,
+    produce: Produce,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write ``target`` from the parameters that ``produce`` gives; in place only once it is complete.
+
+    Raises:
+        CheckpointError: ``target`` exists.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target} exists; choose another directory")
+    unfinished = target.with_name(target.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    weights = origin.weights
+    with HfWriter(unfinished, weights.tensors, dtype or dtype_of(origin), max_file_bytes) as writer:
+        for entry in weights.entries:
+            for name, tensor in tensors_of(entry, produce(entry)).items():
+                writer.write(name, tensor)
+    _write_config(origin, unfinished, dtype)
+    for name in COPIED_FILES:
+        if (origin.directory / name).is_file():
+            shutil.copyfile(origin.directory / name, unfinished / name)
+    os.replace(unfinished, target)
+    logger.info("wrote %s", target)
+
+
+def tensors_of(entry: Entry, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The Hugging Face tensors of a parameter, from its parts on all tensor-parallel ranks."""
+    if entry.split == "none":
+        shards = shards[:1]
+    height = sum(shard.shape[0] for shard in shards)
+    found = {name: torch.empty(shape, dtype=shards[0].dtype) for name, shape in entry.tensors.items()}
+    for rank, shard in enumerate(shards):
+        start = 0
+        for piece in entry.pieces(rank, len(shards), padded_vocabulary=height):
+            if piece.tensor is not None:
+                target = found[piece.tensor][slice(*piece.rows)]
+                block = shard[start : start + piece.height]
+                (target if piece.columns is None else target[:, slice(*piece.columns)]).copy_(block)
+            start += piece.height
+    return found
+
+
+def dtype_of(origin: HfModel) -> torch.dtype:
+    """The number format ``config.json`` speaks of; fp32 where it does not."""
+    return _DTYPES.get(origin.config.get("dtype", origin.config.get("torch_dtype")), torch.float32)
+
+
+def _write_config(origin: HfModel, directory: Path, dtype: torch.dtype | None) -> None:
+    source = origin.directory / "config.json"
+    if dtype is None or dtype == dtype_of(origin):
+        shutil.copyfile(source, directory / "config.json")
+        return
+    key = "torch_dtype" if "torch_dtype" in origin.config else "dtype"
+    config: Mapping[str, object] = {**origin.config, key: str(dtype).removeprefix("torch.")}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _gather(shard: torch.Tensor, groups: ParallelGroups) -> Sequence[torch.Tensor]:
+    """All tensor-parallel parts on the group's first rank; what the others get is of no use."""
+    if groups.tensor_size == 1:
+        return [shard]
+    shard = shard.contiguous()
+    parts = [torch.empty_like(shard) for _ in range(groups.tensor_size)] if groups.tensor_rank == 0 else None
+    dist.gather(shard, parts, group_dst=0, group=groups.tensor_group)
+    return parts or [shard]

@@ -1,0 +1,98 @@
+"""Whole parameters out of one of our checkpoints, one at a time and without building the model.
+
+The files are those of ``torch.distributed.checkpoint``. megatron stacks the layers of a decoder into one tensor
+``[L, ...]`` a parameter, and their experts into ``[L, E, ...]``, and gives norms the names they have in fused layers.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_rl.errors import CheckpointError
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_STORED_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+class StoredParameters:
+    """The weights in a checkpoint directory (``step_0000040``)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._reader = FileSystemReader(directory)
+        try:
+            self._metadata = self._reader.read_metadata()
+        except (OSError, CheckpointException) as error:
+            raise CheckpointError(f"checkpoint {str(directory)!r} has no readable .metadata ({error})") from error
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def read(self, parameter: str) -> torch.Tensor:
+        """The parameter as one rank that holds it whole would have it.
+
+        Raises:
+            CheckpointError: the checkpoint does not have it, or cannot be read.
+        """
+        key, place, stored = self._find(parameter)
+        offsets = [*place, *[0] * (len(stored.size) - len(place))]
+        sizes = [*[1] * len(place), *stored.size[len(place) :]]
+        target = torch.empty(sizes, dtype=stored.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, stored, [wanted])
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {str(self._directory)!r}: {key} cannot be read ({error})") from error
+        return target.view(target.shape[len(place) :])
+
+    def _find(self, parameter: str) -> tuple[str, tuple[int, ...], TensorStorageMetadata]:
+        """Name in the files, layer and expert within it, and what the files say about it."""
+        key, place = stored_name(parameter)
+        stored = self._metadata.state_dict_metadata.get(key)
+        if isinstance(stored, TensorStorageMetadata):
+            inside = all(index < size for index, size in zip(place, stored.size, strict=False))
+            if inside and len(place) < len(stored.size):
+                return key, place, stored
+        raise CheckpointError(f"checkpoint {str(self._directory)!r} has no {parameter}; it is of another model")
+
+
+def stored_name(parameter: str) -> tuple[str, tuple[int, ...]]:
+    """Name in the files, and the parameter's place in what is stacked there: layer, or layer and expert."""
+    layer = _LAYER.fullmatch(parameter)
+    if layer is None:
+        return parameter, ()
+    expert = _EXPERT.fullmatch(layer[2])
+    if expert is None:
+        return f"decoder.layers.{_STORED_NAMES.get(layer[2], layer[2])}", (int(layer[1]),)
+    return f"decoder.layers.mlp.experts.experts.{expert[2]}", (int(layer[1]), int(expert[1]))
+
+
+class _Into:
+    """The part of torch's ``LoadPlanner`` that reading asks for: where each stored block goes."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        block = self._target
+        for dimension, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            block = block.narrow(dimension, start, length)
+        return block
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing is left to do: the block is a view."""
+
+    def load_bytes(self, item: ReadItem, value: Any) -> None:
+        raise CheckpointError(f"{item.storage_index.fqn} is not a tensor")

@@ -1,0 +1,22 @@
+"""Model families of the Hugging Face format: their ``config.json`` in Megatron's words, and where weights lie.
+
+Plain Python, no torch: the configuration reads it to fill in flags, checkpoints to know which part of which
+tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it by ``config.json``.
+"""
+
+from megatron_rl.families.architecture import Architecture
+from megatron_rl.families.discovery import HfModel, available_families, get_family, read_model
+from megatron_rl.families.family import Family
+from megatron_rl.families.weights import Entry, Piece, WeightMap
+
+__all__ = [
+    "Architecture",
+    "Entry",
+    "Family",
+    "HfModel",
+    "Piece",
+    "WeightMap",
+    "available_families",
+    "get_family",
+    "read_model",
+]

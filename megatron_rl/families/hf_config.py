@@ -1,0 +1,110 @@
+"""Reading ``config.json`` so that nothing in it that matters is passed over in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron's --use-rope-scaling has built in: the numbers of Llama 3.1 to 3.3."""
+_LONGEST_VALUE = 60
+_MISSING = object()
+
+
+class HfConfig:
+    """One ``config.json``. Methods raise ``ConfigError`` for what is absent or of the wrong type.
+
+    What is there but cannot be built is collected: `check` raises it all at once.
+    """
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path = path
+        self._values = values
+        self._problems: list[str] = []
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As it stands there; ``null`` counts as absent."""
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError([f"{self.path}: {key} must be a whole number above 0, got {value!r}"])
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError([f"{self.path}: {key} must be a number above 0, got {value!r}"])
+        return float(value)
+
+    def switch(self, key: str, default: bool) -> bool:
+        """``true`` or ``false``."""
+        value = self._present(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError([f"{self.path}: {key} must be true or false, got {value!r}"])
+        return value
+
+    def expect(self, key: str, *allowed: Any, why: str) -> None:
+        """Anything but ``allowed`` (or nothing) in ``key`` is a feature that is not built."""
+        value = self.get(key, _MISSING)
+        if value is not _MISSING and value not in allowed:
+            self.refuse(key, value, why)
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        """Note that ``key`` asks for something that is not built."""
+        self._problems.append(f"{self.path}: {key} {_text(value)} is not built here: {why}")
+
+    def rope(self) -> tuple[int, float | None]:
+        """Base of the rotary frequencies, and the factor of Llama 3's scaling or None.
+
+        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``.
+        """
+        key = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        rope = self.get(key, {})
+        if not isinstance(rope, Mapping):
+            raise ConfigError([f"{self.path}: {key} must be a mapping, got {rope!r}"])
+        base = rope.get("rope_theta", self.get("rope_theta", 10000.0))
+        if isinstance(base, bool) or not isinstance(base, int | float) or base < 1 or base != int(base):
+            raise ConfigError([f"{self.path}: rope_theta must be a whole number above 0, got {base!r}"])
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        share = rope.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        if share != 1.0:
+            self.refuse("partial_rotary_factor", share, "whole heads are rotated")
+        if kind == "llama3":
+            return int(base), self._llama3(key, rope)
+        if kind != "default":
+            self.refuse(f"{key}.rope_type", kind, "positions are unscaled, or scaled as in Llama 3 (llama3)")
+        return int(base), None
+
+    def check(self) -> None:
+        """Raise everything that was refused."""
+        if self._problems:
+            raise ConfigError(self._problems)
+
+    def _llama3(self, key: str, rope: Mapping[str, Any]) -> float:
+        for name, built in _LLAMA3.items():
+            if rope.get(name) != built:
+                self.refuse(f"{key}.{name}", rope.get(name), f"Megatron's scaling has {built} built in")
+        factor = rope.get("factor")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
+            raise ConfigError([f"{self.path}: {key}.factor must be a number of at least 1, got {factor!r}"])
+        return float(factor)
+
+    def _present(self, key: str, default: Any) -> Any:
+        value = self.get(key, default)
+        if value is None:
+            raise ConfigError([f"{self.path} lacks {key}; take the config.json that the model was published with"])
+        return value
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + " ..."

@@ -1,0 +1,27 @@
+"""Qwen3, dense: queries and keys are normalised per head, heads have a width of their own."""
+
+from __future__ import annotations
+
+from megatron_rl.families.architecture import Architecture
+from megatron_rl.families.family import SMALL, Family, full_attention_only, read_decoder
+from megatron_rl.families.hf_config import HfConfig
+
+
+def _read(config: HfConfig) -> Architecture:
+    full_attention_only(config)
+    config.expect("attention_bias", False, why="it would put a bias on the output projection too")
+    config.whole("num_key_value_heads")  # its default is no function of the other sizes, so it is always written
+    # Qwen3's default; 16 heads of 128 on a residual stream of 1024, so it does not follow from the others.
+    return read_decoder(config, qk_layernorm=True, kv_channels=config.whole("head_dim", 128))
+
+
+FAMILY = Family(
+    name="qwen3",
+    class_name="Qwen3ForCausalLM",
+    title="Qwen3",
+    read=_read,
+    examples=(
+        {**SMALL, "head_dim": 16},
+        {**SMALL, "head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+)

@@ -1,0 +1,116 @@
+"""What every discovered model family must hold to; a new file is tested by being there."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.checkpoint.hf import save_hf
+from megatron_rl.config.rl_config import all_flags
+from megatron_rl.families import available_families, get_family, read_model
+from megatron_rl.families.files import stored_tensors, weight_problems
+from megatron_rl.parallel import ParallelGroups
+from tests.support.generation import generate, request, rollout_engine
+from tests.support.hugging_face import (
+    EXAMPLES,
+    batch_of,
+    hf_run,
+    loaded_policy,
+    packed_logits,
+    reference_logits,
+    write_model,
+)
+
+each_family = pytest.mark.parametrize("name", available_families())
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=[f"{name}-{index}" for name, index in EXAMPLES])
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory):
+    """Writes an example once; -> its directory and transformers' model of it."""
+    made: dict[tuple[str, int], tuple[Path, torch.nn.Module]] = {}
+
+    def write(example: tuple[str, int]) -> tuple[Path, torch.nn.Module]:
+        if example not in made:
+            name, index = example
+            directory = tmp_path_factory.mktemp("models") / f"{name}-{index}"
+            made[example] = directory, write_model(directory, name, get_family(name).examples[index])
+        return made[example]
+
+    return write
+
+
+@each_family
+def test_it_is_called_like_its_file_and_like_nothing_else(name: str) -> None:
+    family = get_family(name)
+    assert family.name == name
+    assert family.title and family.examples
+    assert [get_family(other).class_name for other in available_families()].count(family.class_name) == 1
+
+
+@each_example
+class TestExample:
+    def test_the_map_has_every_tensor_with_its_shape_and_no_other(self, written, example) -> None:
+        directory, _ = written(example)
+        model = read_model(directory)
+        assert model.family.name == example[0]
+        assert model.weights.tensors == {name: t.shape for name, t in stored_tensors(directory).items()}
+        assert weight_problems(model) == []
+
+    def test_every_setting_is_a_flag_of_that_name(self, written, example) -> None:
+        names = {flag.name for flag in all_flags()}
+        assert set(read_model(written(example)[0]).architecture.settings()) <= names
+
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_the_parts_of_all_ranks_are_every_number_once(self, written, example, size: int) -> None:
+        model = read_model(written(example)[0])
+        padded = -(-model.architecture.vocab_size // 8) * 8
+        for entry in model.weights.entries:
+            ranks = 1 if entry.split == "none" else size
+            seen = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in entry.tensors.items()}
+            heights = []
+            for rank in range(ranks):
+                pieces = entry.pieces(rank, ranks, padded)
+                heights.append(sum(piece.height for piece in pieces))
+                for piece in pieces:
+                    if piece.tensor is not None:
+                        rows = seen[piece.tensor][slice(*piece.rows)]
+                        (rows if piece.columns is None else rows[:, slice(*piece.columns)]).add_(1)
+            assert all(bool((count == 1).all()) for count in seen.values()), entry.parameter
+            assert len(set(heights)) == 1, entry.parameter
+
+    def test_logits_are_those_of_transformers(self, one_rank: ParallelGroups, written, example) -> None:
+        directory, reference = written(example)
+        vocabulary = read_model(directory).architecture.vocab_size
+        policy, read = loaded_policy(hf_run(directory), vocabulary)
+        batch = batch_of(vocabulary)
+        expected, logits = reference_logits(reference, batch), packed_logits(policy, batch)
+        assert expected.std() > 0.5, "too flat to tell a difference"
+        assert (logits[:, :vocabulary] - expected).abs().max() <= TOLERANCE
+        assert read == sum(tensor.num_bytes for tensor in stored_tensors(directory).values())
+
+    def test_the_rollout_engine_says_what_transformers_says(self, one_rank: ParallelGroups, written, example) -> None:
+        directory, reference = written(example)
+        policy, _ = loaded_policy(hf_run(directory), read_model(directory).architecture.vocab_size)
+        prompt = [5, 1, 4, 2]
+        wanted = request(prompt, greedy=True, max_new_tokens=12)
+        ((completion,),) = generate(policy, rollout_engine(policy, stop_ids=()), [wanted])
+        ids = torch.tensor([prompt + list(completion.token_ids)])
+        with torch.no_grad():
+            logprobs = reference(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert logprobs.argmax(-1).tolist() == list(completion.token_ids)
+        assert logprobs.max(-1).values.tolist() == pytest.approx(completion.inference_logprobs, abs=TOLERANCE)
+
+    def test_the_way_back_gives_the_same_bits(self, one_rank: ParallelGroups, written, example, tmp_path) -> None:
+        directory, _ = written(example)
+        policy, _ = loaded_policy(hf_run(directory), read_model(directory).architecture.vocab_size)
+        save_hf(policy, read_model(directory), tmp_path / "back", one_rank)
+        before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "back"))
+        assert before.keys() == after.keys()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+        assert filecmp.cmp(directory / "config.json", tmp_path / "back" / "config.json", shallow=False)

@@ -1,0 +1,57 @@
+"""What every rank of `test_hugging_face_ranks` runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.hf import save_hf
+from megatron_rl.checkpoint.layout import commit, temporary_directory
+from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
+from megatron_rl.checkpoint.tensors import save_tensors
+from megatron_rl.config import RLConfig
+from megatron_rl.families import read_model
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.platform import current_platform
+from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_logits
+from tests.support.tiny import single_thread
+
+
+def on_ranks(tensor_size: int, directories: list[str], folder: str) -> list[dict[str, Any]]:
+    """Load each directory, write this rank's logits beside it, and save the model again."""
+    single_thread()
+    changes = {"tensor_model_parallel_size": tensor_size, "sequence_parallel": True}
+    reports, groups = [], None
+    for index, directory in enumerate(directories):
+        config = hf_run(Path(directory), int(os.environ["WORLD_SIZE"]), **changes)
+        groups = groups or initialize(config.parallel, current_platform())
+        model = read_model(directory)
+        policy, read = loaded_policy(config, model.architecture.vocab_size)
+        logits = packed_logits(policy, batch_of(model.architecture.vocab_size))
+        torch.save(logits, Path(folder) / f"logits.{index}.{groups.rank}.pt")
+        save_hf(policy, model, Path(folder) / f"saved.{index}", groups, max_file_bytes=20_000)
+        _save_checkpoint(Path(folder) / f"checkpoints.{index}", config, policy, groups)
+        parameters = {name: parameter.numel() for name, parameter in policy.gpt.named_parameters()}
+        reports.append({"read": read, "parameters": parameters, "rows": policy.padded_vocab_size})
+    shut_down()
+    return reports
+
+
+def _save_checkpoint(root: Path, config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -> None:
+    target = temporary_directory(root, 1)
+    target.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    save_tensors(target, policy, None)
+    if groups.is_main:
+        state = RunState(
+            step=1, updates=1, policy_version=1, padded_vocab_size=policy.padded_vocab_size,
+            architecture=architecture_of(config),
+        )  # fmt: skip
+        write_run_state(target, state)
+        commit(root, 1)
+    dist.barrier()

@@ -1,0 +1,96 @@
+"""A Hugging Face checkpoint on several ranks: transformers' logits, and no rank reads what it does not hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.checkpoint.hf import export_checkpoint
+from megatron_rl.families import get_family, read_model
+from megatron_rl.families.files import INDEX_FILE, stored_tensors
+from tests.support.hugging_face import EXAMPLES, batch_of, reference_logits, write_model
+from tests.support.ranks import run_ranks
+
+TOPOLOGIES = {"tensor": (2, 2), "tensor+data": (4, 2)}
+
+
+class Loaded:
+    """All examples written in several files each, loaded on the ranks of one topology, and saved again."""
+
+    def __init__(self, folder: Path, world_size: int, tensor_size: int) -> None:
+        self.folder, self.tensor_size = folder, tensor_size
+        self.directories = [folder / f"{name}-{index}" for name, index in EXAMPLES]
+        self.references = [
+            write_model(directory, name, get_family(name).examples[index], max_shard_size="20KB")
+            for directory, (name, index) in zip(self.directories, EXAMPLES, strict=True)
+        ]
+        self.reports = run_ranks(
+            "tests.parity.hugging_face_case:on_ranks",
+            world_size,
+            tensor_size=tensor_size,
+            directories=[str(directory) for directory in self.directories],
+            folder=str(folder),
+        )
+
+
+@pytest.fixture(scope="module", params=["tensor", pytest.param("tensor+data", marks=pytest.mark.long)])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return Loaded(tmp_path_factory.mktemp("ranks"), *TOPOLOGIES[request.param])
+
+
+each_example = pytest.mark.parametrize("index", range(len(EXAMPLES)), ids=[f"{name}-{n}" for name, n in EXAMPLES])
+
+
+@each_example
+class TestEachExample:
+    def test_logits_are_those_of_transformers(self, loaded: Loaded, index: int) -> None:
+        vocabulary = read_model(loaded.directories[index]).architecture.vocab_size
+        expected = reference_logits(loaded.references[index], batch_of(vocabulary))
+        ranks = len(loaded.reports)
+        parts = [torch.load(loaded.folder / f"logits.{index}.{rank}.pt", weights_only=True) for rank in range(ranks)]
+        for first in range(0, ranks, loaded.tensor_size):
+            logits = torch.cat(parts[first : first + loaded.tensor_size], dim=-1)
+            assert (logits[:, :vocabulary] - expected).abs().max() <= 1e-4
+
+    def test_a_rank_reads_only_what_its_parameters_hold(self, loaded: Loaded, index: int) -> None:
+        model = read_model(loaded.directories[index])
+        stored = sum(tensor.num_bytes for tensor in stored_tensors(model.directory).values())
+        replicated = 4 * sum(
+            torch.Size(shape).numel()
+            for entry in model.weights.entries
+            if entry.split == "none"
+            for shape in entry.tensors.values()
+        )
+        reads = [report[index]["read"] for report in loaded.reports]
+        rows = loaded.reports[0][index]["rows"] - model.architecture.vocab_size
+        padding = 4 * rows * model.architecture.hidden_size
+        tables = 1 + model.architecture.untie_embeddings_and_output_weights
+        for report, read in zip((r[index] for r in loaded.reports), reads, strict=True):
+            held = 4 * sum(report["parameters"].values())
+            assert held - tables * padding <= read <= held
+        # Each tensor-parallel group reads every number once, and what all its ranks hold once a rank.
+        for first in range(0, len(reads), loaded.tensor_size):
+            together = sum(reads[first : first + loaded.tensor_size])
+            assert together == stored + (loaded.tensor_size - 1) * replicated
+
+    def test_saved_again_it_has_the_same_bits(self, loaded: Loaded, index: int) -> None:
+        _assert_same(loaded.directories[index], loaded.folder / f"saved.{index}")
+
+    def test_so_it_has_out_of_a_checkpoint_of_these_ranks(self, loaded: Loaded, index: int, tmp_path: Path) -> None:
+        model = read_model(loaded.directories[index])
+        export_checkpoint(loaded.folder / f"checkpoints.{index}", model, tmp_path / "back", max_file_bytes=20_000)
+        _assert_same(model.directory, tmp_path / "back")
+
+
+def _assert_same(before: Path, after: Path) -> None:
+    found = {}
+    for directory in (before, after):
+        files = sorted(directory.glob("*.safetensors"))
+        assert len(files) > 2 and (directory / INDEX_FILE).exists()
+        found[directory] = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert set(stored_tensors(directory)) == set(found[directory])
+    assert found[before].keys() == found[after].keys()
+    assert [n for n in found[before] if not torch.equal(found[before][n], found[after][n])] == []

@@ -1,0 +1,99 @@
+"""Small random models of any family in the Hugging Face format, written by transformers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config import RLConfig, read_config
+from megatron_rl.families import available_families, get_family
+from megatron_rl.models import PolicyModel
+from megatron_rl.packing.collate import collate
+from megatron_rl.types import PackedBatch, Sample
+
+LENGTHS = (600, 3, 41)
+"""Long enough for scaled frequencies to turn far, short enough for a CPU."""
+EXAMPLES = [(name, index) for name in available_families() for index in range(len(get_family(name).examples))]
+
+FLAGS = {
+    "seq-length": "640", "tokenizer-model": "unused", "langrl-env-config": "unused", "run-dir": "unused", "lr": "1e-3",
+    "train-iters": "1", "make-vocab-size-divisible-by": "8",
+}  # fmt: skip
+
+
+def write_model(
+    directory: Path, family: str, settings: Mapping[str, Any], dtype: str = "float32", **save: Any
+) -> torch.nn.Module:
+    """Save a random model of ``settings`` and return it, in fp32. Biases and norms are random too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(17)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.3 * noise)
+    stored = getattr(torch, dtype)
+    model.to(stored).save_pretrained(directory, **save)
+    return model.float()
+
+
+def hf_run(directory: Path, world_size: int = 1, **changes: object) -> RLConfig:
+    """The configuration of ``--load-hf DIR``; False removes a flag."""
+    flags = FLAGS | {"load-hf": str(directory)}
+    flags |= {name.replace("_", "-"): value for name, value in changes.items()}
+    argv: list[str] = []
+    for name, value in flags.items():
+        if value is not False:
+            argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    config, problems = read_config(argv, world_size)
+    assert not problems, problems
+    return config
+
+
+def batch_of(vocabulary: int, lengths: Sequence[int] = LENGTHS) -> PackedBatch:
+    """Random sequences laid end to end."""
+    draw = torch.Generator().manual_seed(3)
+    samples = [
+        Sample(
+            token_ids=torch.randint(vocabulary, (length,), generator=draw),
+            prompt_length=1,
+            advantage=0.0,
+            inference_logprobs=torch.zeros(length),
+        )
+        for length in lengths
+    ]
+    return collate(samples, "cpu", round_to=2)
+
+
+@torch.no_grad()
+def reference_logits(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """transformers' logits of every token, ``[T, V]``, a sequence at a time; padding included."""
+    sequences = batch.token_ids.split(list(batch.lengths))
+    return torch.cat([model(ids[None]).logits[0] for ids in sequences])
+
+
+@torch.no_grad()
+def packed_logits(policy: PolicyModel, batch: PackedBatch) -> torch.Tensor:
+    """This rank's logits by the forward pass that training uses, ``[T, V / ranks]``."""
+    from megatron_rl.parallel.groups import current_groups
+    from megatron_rl.trainer.scoring import Scorer
+
+    return Scorer(policy, current_groups().tensor_group, 1.0).forward(policy.gpt, batch)
+
+
+def loaded_policy(config: RLConfig, vocabulary: int) -> tuple[PolicyModel, int]:
+    """The model of ``--load-hf`` and the bytes this rank has read; the groups must be initialised."""
+    from megatron_rl.checkpoint.hf import load_hf
+    from megatron_rl.families import read_model
+    from megatron_rl.models import build_model
+    from megatron_rl.parallel import seed_everything
+    from megatron_rl.parallel.groups import current_groups
+    from megatron_rl.platform import current_platform
+
+    seed_everything(1)
+    policy = build_model(config, current_platform(), vocabulary)
+    return policy, load_hf(read_model(config.checkpoint.load_hf), policy, current_groups())

@@ -1,0 +1,227 @@
+"""Reading parts, writing files, and the way from a checkpoint of ours to a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_rl.checkpoint.hf import export_checkpoint, import_hf, save_hf
+from megatron_rl.checkpoint.hf.reader import HfReader
+from megatron_rl.checkpoint.hf.save import write_hf
+from megatron_rl.checkpoint.hf.writer import HfWriter, plan_files
+from megatron_rl.checkpoint.layout import commit, find_checkpoint, temporary_directory
+from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
+from megatron_rl.checkpoint.tensors import load_weights, save_tensors
+from megatron_rl.errors import CheckpointError
+from megatron_rl.families import HfModel, Piece, read_model
+from megatron_rl.families.family import SMALL
+from megatron_rl.families.files import stored_tensors
+from megatron_rl.parallel import ParallelGroups
+from tests.support.hugging_face import hf_run, loaded_policy, write_model
+
+SETTINGS = {
+    "qwen2": SMALL,
+    "qwen3": {**SMALL, "tie_word_embeddings": True, "head_dim": 16},
+    "qwen3_moe": {**SMALL, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> HfModel:
+    write_model(tmp_path / "model", "qwen2", SMALL)
+    return read_model(tmp_path / "model")
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in sorted(directory.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+def _same(left: Path, right: Path) -> bool:
+    one, other = _tensors(left), _tensors(right)
+    assert one.keys() == other.keys()
+    return all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_reader_counts_the_bytes_of_what_it_hands_out(model: HfModel) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    whole = _tensors(model.directory)[name]
+    with HfReader(model.directory) as reader:
+        part = reader.read(Piece(name, (4, 9), (16, 48)))
+        assert torch.equal(part, whole[4:9, 16:48])
+        assert reader.bytes_read == 5 * 32 * 4
+        assert torch.equal(reader.read(Piece(name, (0, 2))), whole[:2])
+        assert reader.bytes_read == 5 * 32 * 4 + 2 * 48 * 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ({"a": 4, "b": 4, "c": 4}, 12, [["a", "b", "c"]]),
+        ({"a": 4, "b": 4, "c": 4}, 11, [["a", "b"], ["c"]]),
+        ({"a": 20, "b": 4, "c": 20}, 8, [["a"], ["b"], ["c"]]),
+    ],
+)
+def test_files_hold_no_more_than_their_limit_unless_one_tensor_does(sizes, limit, expected) -> None:
+    files = plan_files(sizes, limit)
+    assert list(files.values()) == expected
+    names = [f"model-{n:05d}-of-{len(expected):05d}.safetensors" for n in range(1, len(expected) + 1)]
+    assert list(files) == (["model.safetensors"] if len(expected) == 1 else names)
+
+
+def test_a_writer_wants_all_tensors_in_their_order(tmp_path: Path) -> None:
+    shapes = {"a": (2,), "b": (3,)}
+    with pytest.raises(ValueError, match="where a"):
+        with HfWriter(tmp_path, shapes, torch.float32, 100) as writer:
+            writer.write("b", torch.zeros(3))
+    with pytest.raises(ValueError, match="b was never written"):
+        with HfWriter(tmp_path, shapes, torch.float32, 100) as writer:
+            writer.write("a", torch.zeros(2))
+
+
+@pytest.mark.parametrize(("stored", "asked"), [("bfloat16", None), ("float32", torch.bfloat16)])
+def test_numbers_are_written_as_config_json_says_or_as_asked(
+    one_rank: ParallelGroups, tmp_path: Path, stored: str, asked: torch.dtype | None
+) -> None:
+    """A bf16 model in an fp32 run loses nothing; asked for another format, config.json says so."""
+    write_model(tmp_path / "model", "qwen2", SMALL, dtype=stored)
+    model = read_model(tmp_path / "model")
+    policy, _ = loaded_policy(hf_run(model.directory), SMALL["vocab_size"])
+    save_hf(policy, model, tmp_path / "back", one_rank, dtype=asked)
+    before, after = _tensors(model.directory), _tensors(tmp_path / "back")
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert all(torch.equal(before[name].to(torch.bfloat16), after[name]) for name in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_bf16_run_loads_bf16(one_rank: ParallelGroups, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "qwen2", SMALL, dtype="bfloat16")
+    policy, read = loaded_policy(hf_run(tmp_path / "model", bf16=True), SMALL["vocab_size"])
+    save_hf(policy, read_model(tmp_path / "model"), tmp_path / "back", one_rank)
+    assert _same(tmp_path / "model", tmp_path / "back")
+    assert read == sum(tensor.num_bytes for tensor in stored_tensors(tmp_path / "model").values())
+
+
+def test_what_is_not_weights_is_copied_and_nothing_is_overwritten(
+    one_rank: ParallelGroups, model: HfModel, tmp_path: Path
+) -> None:
+    (model.directory / "tokenizer.json").write_text("{}")
+    (model.directory / "notes.txt").write_text("private")
+    policy, _ = loaded_policy(hf_run(model.directory), SMALL["vocab_size"])
+    save_hf(policy, model, tmp_path / "back", one_rank)
+    names = sorted(path.name for path in (tmp_path / "back").iterdir())
+    assert names == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    with pytest.raises(CheckpointError, match="exists; choose another"):
+        save_hf(policy, model, tmp_path / "back", one_rank)
+
+
+def test_a_failed_save_leaves_nothing_in_place(model: HfModel, tmp_path: Path) -> None:
+    def fails(entry: object) -> list[torch.Tensor]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_hf(model, tmp_path / "back", fails)
+    assert not (tmp_path / "back").exists()
+
+
+def _checkpoint(groups: ParallelGroups, model: HfModel, root: Path) -> Path:
+    config = hf_run(model.directory)
+    policy, _ = loaded_policy(config, model.architecture.vocab_size)
+    target = temporary_directory(root, 1)
+    target.mkdir(parents=True)
+    save_tensors(target, policy, None)
+    state = RunState(
+        step=1, updates=1, policy_version=1, padded_vocab_size=policy.padded_vocab_size,
+        architecture=architecture_of(config),
+    )  # fmt: skip
+    write_run_state(target, state)
+    return commit(root, 1)
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_a_checkpoint_of_ours_becomes_the_same_directory(
+    one_rank: ParallelGroups, tmp_path: Path, family: str
+) -> None:
+    write_model(tmp_path / "model", family, SETTINGS[family])
+    model = read_model(tmp_path / "model")
+    _checkpoint(one_rank, model, tmp_path / "checkpoints")
+    export_checkpoint(tmp_path / "checkpoints", model, tmp_path / "back", max_file_bytes=20_000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert _same(tmp_path / "model", tmp_path / "back")
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_the_other_way_writes_what_a_run_would_have_saved(
+    one_rank: ParallelGroups, tmp_path: Path, family: str
+) -> None:
+    write_model(tmp_path / "model", family, SETTINGS[family])
+    model = read_model(tmp_path / "model")
+    saved = _checkpoint(one_rank, model, tmp_path / "saved")
+    converted = import_hf(model, tmp_path / "converted", torch.float32, vocab_divisible_by=8)
+    assert _described(saved) == _described(converted)
+    policy, _ = loaded_policy(hf_run(model.directory), model.architecture.vocab_size)
+    loaded = {name: parameter.clone() for name, parameter in policy.gpt.named_parameters()}
+    with torch.no_grad():
+        for parameter in policy.gpt.parameters():
+            parameter.zero_()
+    load_weights(find_checkpoint(tmp_path / "converted"), policy)
+    assert [name for name, p in policy.gpt.named_parameters() if not torch.equal(p, loaded[name])] == []
+    with pytest.raises(CheckpointError, match="exists; choose another"):
+        import_hf(model, tmp_path / "converted", torch.float32, vocab_divisible_by=8)
+
+
+def _described(directory: Path) -> dict[str, object]:
+    """Names, sizes and number formats of all tensors, and the names of what is not a tensor."""
+    described = FileSystemReader(directory).read_metadata().state_dict_metadata
+    return {
+        name: (tuple(entry.size), entry.properties.dtype) if hasattr(entry, "size") else None
+        for name, entry in described.items()
+    }
+
+
+def test_a_checkpoint_of_another_model_is_refused(one_rank: ParallelGroups, model: HfModel, tmp_path: Path) -> None:
+    _checkpoint(one_rank, model, tmp_path / "checkpoints")
+    shutil.copytree(model.directory, tmp_path / "other")
+    config = model.config | {"num_hidden_layers": 3, "vocab_size": 100}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="num_layers 2.*means 3.*64 rows.*means 100"):
+        export_checkpoint(tmp_path / "checkpoints", read_model(tmp_path / "other"), tmp_path / "back")
+
+
+def test_memory_of_a_conversion_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """140 MB of weights in one file, there and back."""
+    settings = {**SMALL, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 1024}
+    write_model(tmp_path / "model", "qwen2", settings)
+    model = read_model(tmp_path / "model")
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    before = _peak_after_reset()
+    import_hf(model, tmp_path / "checkpoints", torch.float32, vocab_divisible_by=8)
+    there = _peak() - before
+    before = _peak_after_reset()
+    export_checkpoint(tmp_path / "checkpoints", model, tmp_path / "back")
+    back = _peak() - before
+    assert _same(tmp_path / "model", tmp_path / "back")
+    assert size > 100e6
+    # What is read is mapped, and counts until the file is closed, which the reader does now and then.
+    assert there < 0.8 * size, f"{there / 1e6:.0f} MB for a file of {size / 1e6:.0f} MB"
+    assert back < 0.5 * size, f"{back / 1e6:.0f} MB for a file of {size / 1e6:.0f} MB"
+
+
+def _peak_after_reset() -> int:
+    """Bytes resident now, from where the peak is counted anew."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("the peak of resident memory cannot be reset here")
+    return _peak()
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,38 @@
+"""Rules of mixture-of-experts layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config import resolve
+
+MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "fragments"),
+    [
+        (1, {"moe_router_topk": "5"}, ["--moe-router-topk 5", "--num-experts 4", "at most 4"]),
+        (1, {"disable_bias_linear": None}, ["biases", "--disable-bias-linear"]),
+        (2, {"tensor_model_parallel_size": "2"}, ["needs --sequence-parallel"]),
+        (2, {"tensor_model_parallel_size": "2", "sequence_parallel": True, "moe_ffn_hidden_size": "33"},
+         ["--moe-ffn-hidden-size 33", "use 32 or 34"]),
+        (1, {"recompute_granularity": "selective", "recompute_modules": "mlp"}, ["--recompute-modules mlp"]),
+        (1, {"moe_router_load_balancing_type": "aux_loss"}, ["aux_loss is not built"]),
+        (1, {"num_experts": None, "moe_ffn_hidden_size": "64"}, ["--moe-ffn-hidden-size without --num-experts"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_one_line(problems, ranks, changes, fragments) -> None:
+    (line,) = problems(ranks, **MIXTURE | changes)
+    assert [text for text in fragments if text not in line] == []
+
+
+def test_what_goes_together_is_fine(problems) -> None:
+    assert problems(1, **MIXTURE) == []
+    assert problems(2, **MIXTURE, tensor_model_parallel_size="2", sequence_parallel=True) == []
+
+
+def test_an_expert_is_as_wide_as_a_dense_layer_unless_said_otherwise(config) -> None:
+    model = resolve(config(**MIXTURE, ffn_hidden_size="96"), 1).model
+    assert model.moe_ffn_hidden_size == 96
+    assert resolve(config(ffn_hidden_size="96"), 1).model.moe_ffn_hidden_size is None

@@ -1,0 +1,150 @@
+"""``config.json`` as published: older spellings than transformers writes today, and the models' known sizes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config import read_config
+from megatron_rl.errors import ConfigError
+from megatron_rl.families import HfModel, available_families, get_family, read_model
+
+QWEN2_5 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0, "hidden_act": "silu",
+    "initializer_range": 0.02, "max_window_layers": 64, "rope_theta": 1000000.0, "sliding_window": 131072,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+}  # fmt: skip
+QWEN3 = {
+    "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "torch_dtype": "bfloat16",
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0,
+    "hidden_act": "silu", "max_position_embeddings": 131072, "mlp_bias": False, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "vocab_size": 128256,
+}  # fmt: skip
+SCALING = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3",
+}  # fmt: skip
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "Qwen2.5-32B": (
+        {**QWEN2_5, "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_hidden_layers": 64,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 152064, "max_position_embeddings": 131072},
+        32_763_876_352,
+        {"kv_channels": 128, "add_qkv_bias": True, "norm_epsilon": 1e-5, "rotary_base": 1_000_000}),
+    "Qwen2.5-0.5B": (
+        {**QWEN2_5, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_hidden_layers": 24,
+         "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 151936, "max_position_embeddings": 32768,
+         "tie_word_embeddings": True},
+        494_032_768,
+        {"kv_channels": 64, "untie_embeddings_and_output_weights": False}),
+    "Qwen3-0.6B": (
+        {**QWEN3, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024,
+         "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+         "tie_word_embeddings": True},
+        596_049_920,
+        {"kv_channels": 128, "qk_layernorm": True, "add_qkv_bias": False}),
+    "Qwen3-30B-A3B": (
+        {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+         "intermediate_size": 6144, "num_attention_heads": 32, "num_hidden_layers": 48, "num_key_value_heads": 4,
+         "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+         "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+         "tie_word_embeddings": False},
+        30_532_122_624,
+        {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768, "moe_router_pre_softmax": False}),
+    "Llama-3.1-8B": (
+        {**LLAMA3, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 8, "tie_word_embeddings": False, "rope_scaling": {**SCALING, "factor": 8.0}},
+        8_030_261_248,
+        {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "kv_channels": 128}),
+    "Llama-3.2-1B": (
+        {**LLAMA3, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+         "num_hidden_layers": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+         "rope_scaling": {**SCALING, "factor": 32.0}},
+        1_235_814_400,
+        {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "untie_embeddings_and_output_weights": False}),
+}  # fmt: skip
+
+
+def _read(folder: Path, config: dict[str, Any]) -> HfModel:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model(folder)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_its_parameters(tmp_path: Path, name: str) -> None:
+    config, parameters, settings = PUBLISHED[name]
+    model = _read(tmp_path, config)
+    assert sum(torch.Size(shape).numel() for shape in model.weights.tensors.values()) == parameters
+    found = model.architecture.settings()
+    assert {key: found[key] for key in settings} == settings
+
+
+def test_the_command_of_the_32b_run_agrees_with_the_published_config(tmp_path: Path) -> None:
+    _read(tmp_path, PUBLISHED["Qwen2.5-32B"][0])
+    flags = (
+        "--num-layers 64 --hidden-size 5120 --ffn-hidden-size 27648 --num-attention-heads 40 --num-query-groups 8 "
+        "--group-query-attention --swiglu --disable-bias-linear --add-qkv-bias --normalization RMSNorm "
+        "--norm-epsilon 1e-5 --rotary-base 1000000 --untie-embeddings-and-output-weights --position-embedding-type rope"
+    )
+    _, problems = read_config([*shlex.split(flags), "--hf-config", str(tmp_path)], 8)
+    assert [line for line in problems if "contradicts" in line] == []
+    _, problems = read_config(["--norm-epsilon", "1e-6", "--no-swiglu", "--hf-config", str(tmp_path)], 8)
+    contradictions = [line for line in problems if "contradicts" in line]
+    assert [line.split(" contradicts")[0] for line in contradictions] == ["--norm-epsilon 1e-06", "--no-swiglu"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragments"),
+    [
+        ({"rope_scaling": {**SCALING, "factor": 8.0, "low_freq_factor": 2.0}}, ["rope_scaling.low_freq_factor 2.0"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ['rope_scaling.rope_type "linear"']),
+        ({"rope_scaling": {**SCALING, "factor": None}}, ["rope_scaling.factor must be a number"]),
+        ({"rope_scaling": "llama3"}, ["rope_scaling must be a mapping"]),
+        ({"rope_theta": 10000.5}, ["rope_theta must be a whole number", "10000.5"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        ({"attention_bias": True}, ["attention_bias true", "output projection"]),
+        ({"mlp_bias": True}, ["mlp_bias true"]),
+        ({"hidden_act": "gelu"}, ['hidden_act "gelu"']),
+        ({"attention_dropout": 0.1}, ["attention_dropout 0.1"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings must be true or false", "'yes'"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers must be a whole number", "True"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification is not known"]),
+    ],
+)
+def test_what_is_not_built_is_named_with_its_value(tmp_path: Path, changes: dict, fragments: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _read(tmp_path, {**PUBLISHED["Llama-3.1-8B"][0], **changes})
+    (line,) = caught.value.problems
+    assert [text for text in (*fragments, "config.json") if text not in line] == []
+
+
+def test_several_of_them_come_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _read(tmp_path, {**PUBLISHED["Llama-3.1-8B"][0], "mlp_bias": True, "hidden_act": "gelu"})
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("changes", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"num_experts": None}])
+def test_experts_that_are_not_in_every_layer_are_refused(tmp_path: Path, changes: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        _read(tmp_path, {**PUBLISHED["Qwen3-30B-A3B"][0], **changes})
+
+
+def test_the_model_type_decides_where_no_class_is_named(tmp_path: Path) -> None:
+    config = {key: value for key, value in PUBLISHED["Qwen3-0.6B"][0].items() if key != "architectures"}
+    assert _read(tmp_path, config).family.name == "qwen3"
+
+
+def test_a_misspelt_family_gets_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean qwen3\?.*llama, qwen2"):
+        get_family("qwen3s")
+    assert {"llama", "qwen2", "qwen3", "qwen3_moe"} <= set(available_families())
