@@ -31,6 +31,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # a rank that crashes says where
         "PYTHONPATH": str(REPOSITORY),
     }
 
@@ -57,9 +58,12 @@ def run_ranks(function: str, world_size: int, timeout: float = 240.0, **argument
             )
             started.append((process, answer, log))
         try:
-            for process, _, log in started:
-                if process.wait(timeout) != 0:
-                    raise AssertionError(f"{function} failed:\n{log.read_text()[-6000:]}")
+            for process, _, _ in started:
+                process.wait(timeout)
+            codes = [process.returncode for process, _, _ in started]
+            if any(codes):
+                output = "\n".join(log.read_text()[-6000:] for _, _, log in started)
+                raise AssertionError(f"{function} failed, exit codes {codes}:\n{output}")
         except subprocess.TimeoutExpired as error:
             output = "\n".join(log.read_text()[-3000:] for _, _, log in started)
             raise AssertionError(f"{function} hangs:\n{output}") from error
