@@ -25,6 +25,7 @@ from megatron_rl.build_quantization import build_parity_gate, build_quantization
 from megatron_rl.checkpoint import CheckpointManager, RunState, holds_checkpoint
 from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
+from megatron_rl.errors import SaveError
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
@@ -136,8 +137,12 @@ class Run:
         late = training.exit_duration_in_mins is not None and seconds > 60 * training.exit_duration_in_mins
         return on_step or late
 
-    def save(self) -> None:
-        """Checkpoint the finished steps; collective."""
+    def save(self, final: bool) -> None:
+        """Checkpoint the finished steps; collective.
+
+        Raises:
+            SaveError: it failed and is the ``final`` one. Another that fails is tried again when the next is due.
+        """
         progress, config = self.progress, self.config
         parallel = config.parallel
         state = RunState(
@@ -163,7 +168,13 @@ class Run:
                 "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
             },
         )
-        self.checkpoints.save(state, self.policy, self.optimization, self.quantization.state())
+        try:
+            self.checkpoints.save(state, self.policy, self.optimization, self.quantization.state())
+        except SaveError as error:
+            if final:
+                raise
+            logger.warning("NOT SAVED: %s; the run goes on", error)
+            return
         if self.journal is not None and self.groups.is_main:
             self.journal.forget(progress.step)
 

@@ -124,13 +124,14 @@ def train(run: Run) -> str:
             with run.timer.phase("eval"):
                 held_out = evaluate(run)
             result.metrics.update(held_out or {})
+        result.metrics["checkpoint/failed_saves"] = float(run.checkpoints.failed_saves)
         run.reporter.step(progress.step, result.metrics, run.policy.gpt)
         leaves_early = progress.step < run.config.total_steps and any_rank(
             run.must_leave(time.monotonic() - started)
         )
         if run.save_is_due() or leaves_early:
             with run.timer.phase("save"):
-                run.save()
+                run.save(final=leaves_early or progress.step == run.config.total_steps)
         if leaves_early:
             return "stopped"
     return "finished"
@@ -149,5 +150,5 @@ def evaluate(run: Run) -> dict[str, float] | None:
 def _stop(run: Run) -> str:
     """Save what is finished; the interrupted step will be done again."""
     logger.warning("asked to stop (%s): saving step %d", run.stop.reason or "another rank", run.progress.step)
-    run.save()
+    run.save(final=True)
     return "stopped"

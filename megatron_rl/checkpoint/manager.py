@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.attempt import SaveAttempt
 from megatron_rl.checkpoint.calibration import load_calibration, save_calibration
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
-    list_checkpoints,
     newest_valid,
+    remove,
     remove_old,
     set_aside_newer,
+    step_directory,
+    step_entries,
     temporary_directory,
 )
 from megatron_rl.checkpoint.random_state import load_random_state, save_random_state
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, SaveError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
@@ -41,6 +43,8 @@ class CheckpointManager:
         self._groups = groups
         self._saved_step: int | None = None
         self._resumed: Path | None = None
+        self.failed_saves = 0
+        """Since the start of this process."""
 
     def save(
         self,
@@ -49,27 +53,52 @@ class CheckpointManager:
         optimization: Optimization,
         calibration: Mapping[str, torch.Tensor],
     ) -> None:
-        """Write and commit the checkpoint of ``state.step``, once; ``calibration`` is this rank's own."""
+        """Write and commit the checkpoint of ``state.step``, once; ``calibration`` is this rank's own.
+
+        Raises:
+            SaveError: on every rank; it could not be written. The checkpoints before it are as they were, and the
+                same step may be tried again.
+        """
         if state.step == self._saved_step:
             return
+        try:
+            self._write(state, policy, optimization, calibration)
+        except SaveError:
+            self.failed_saves += 1
+            raise
         self._saved_step = state.step
-        target = temporary_directory(self._root, state.step)
         if self._groups.is_main:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-        dist.barrier()
-        optimization.gather_parameters()
-        save_tensors(target, policy, optimization if state.has_optimizer else None)
-        save_random_state(target, self._groups.rank)
-        save_calibration(target, self._groups.rank, calibration)
-        if self._groups.is_main:
-            write_run_state(target, state)
-        dist.barrier()
-        if self._groups.is_main:
-            committed = commit(self._root, state.step)
             remove_old(self._root, self._keep_last)
-            logger.info("saved %s", committed)
+            logger.info("saved %s", step_directory(self._root, state.step))
         dist.barrier()
+
+    def _write(
+        self,
+        state: RunState,
+        policy: PolicyModel,
+        optimization: Optimization,
+        calibration: Mapping[str, torch.Tensor],
+    ) -> None:
+        target = temporary_directory(self._root, state.step)
+        attempt = SaveAttempt(target, self._groups.is_main)
+        with attempt.part():
+            if self._groups.is_main:
+                remove(target)
+                target.mkdir(parents=True)
+        attempt.agree()
+        optimization.gather_parameters()
+        with attempt.collective_part():
+            save_tensors(target, policy, optimization if state.has_optimizer else None)
+        with attempt.part():
+            save_random_state(target, self._groups.rank)
+            save_calibration(target, self._groups.rank, calibration)
+            if self._groups.is_main:
+                write_run_state(target, state)
+        attempt.agree()
+        with attempt.part():
+            if self._groups.is_main:
+                commit(self._root, state.step)
+        attempt.agree()
 
     def newest(self) -> Path | None:
         """The checkpoint to resume from, if this directory has one; damaged newer ones are set aside."""
@@ -116,7 +145,7 @@ class CheckpointManager:
         return {} if self._resumed is None else load_calibration(self._resumed, self._groups.rank)
 
     def _newest_of_own(self) -> Path | None:
-        if not list_checkpoints(self._root):
+        if not step_entries(self._root):
             logger.info("no checkpoint in %s yet: starting at the beginning", self._root)
             return None
         newest = newest_valid(self._root)
