@@ -47,7 +47,7 @@ def verify(directory: Path, contents: bool = True) -> None:
     files = [directory / name for name in manifest]
     for path in files:
         if not path.is_file():
-            raise CheckpointError(f"checkpoint file {str(path)!r} is missing")
+            raise CheckpointError(f"checkpoint file {str(path)!r} is missing, {FILE_NAME} lists it")
     for path in sorted(path for suffix in _LOADED for path in directory.rglob("*" + suffix)):
         if path not in files:
             raise CheckpointError(f"checkpoint file {str(path)!r} is not in {FILE_NAME}: it is of another checkpoint")
