@@ -1,8 +1,8 @@
 """A save that may fail on one rank, and fails on all of them alike.
 
-megatron-core writes three files on rank 0 alone, between collectives: an exception there would leave the other ranks
-waiting for ever. Here such a write is noted, the save goes on to a moment at which all ranks meet, and every rank
-raises the same error there.
+megatron-core writes three files on rank 0 alone, between collectives, and every rank starts processes that write its
+tensors: an exception there would leave the other ranks waiting for ever. Here such a write is noted, the save goes on
+to a moment at which all ranks meet, and every rank raises the same error there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from megatron_rl.errors import SaveError
 from megatron_rl.parallel.collectives import gather_json
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CUT_SHORT = "enforce fail at inline_container"
+"""All that torch says of a file that could be written in part only."""
 _LONGEST_REASON = 200
 
 
@@ -51,15 +53,17 @@ class SaveAttempt:
     def collective_part(self) -> Iterator[None]:
         """A save by megatron-core, from its start to its end: either may fail on any rank.
 
-        What it raises on every rank is noted, and so is what only rank 0 would raise. All else goes on up.
+        What it raises on every rank is noted, and so is what its writes would raise on one. All else goes on up.
         """
         with contextlib.ExitStack() as stack:
+            write_shards = FileSystemWriterAsync.write_preloaded_data_multiproc
             for owner, name, replacement in (
-                (TorchCommonSaveStrategy, "save_common", _save_common),
-                (FileSystemWriterAsync, "finish", FileSystemWriterAsync.finish),
-                (serialization, "save_config", serialization.save_config),
+                (TorchCommonSaveStrategy, "save_common", self._noting(_save_common)),
+                (FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(self._noting(write_shards))),
+                (FileSystemWriterAsync, "finish", self._noting(FileSystemWriterAsync.finish)),
+                (serialization, "save_config", self._noting(serialization.save_config)),
             ):
-                stack.enter_context(_replaced(owner, name, self._noting(replacement)))
+                stack.enter_context(_replaced(owner, name, replacement))
             try:
                 yield
             except CheckpointException as error:
@@ -98,7 +102,7 @@ def _told(directory: Path, error: BaseException) -> str:
         cause = cause.__cause__
     text = " ".join(str(cause).split())
     reason = text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."
-    is_full = any(os.strerror(number) in text for number in _FULL)
+    is_full = _CUT_SHORT in text or any(os.strerror(number) in text for number in _FULL)
     fix = "free space there, or give --save" if is_full else "look after that disk, or give --save"
     return (
         f"the checkpoint {str(directory)!r} could not be written ({reason}); {fix} a directory on another disk; "
@@ -115,8 +119,8 @@ def _save_common(_: TorchCommonSaveStrategy, state: dict[str, Any], directory: s
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Callable[..., None]) -> Iterator[None]:
-    original = getattr(owner, name)
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
     setattr(owner, name, value)
     try:
         yield

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_rl.build import Run
-from megatron_rl.checkpoint import CheckpointManager
+from megatron_rl.checkpoint import CheckpointManager, manager
 from megatron_rl.config import RLConfig
 from megatron_rl.loop import supervised_step
 from megatron_rl.parallel import ParallelGroups
@@ -43,3 +46,27 @@ def train_a_step(run: Run) -> None:
     result = supervised_step(run, run.progress.step + 1)
     run.progress.step += 1
     run.progress.count_updates(result.applied_updates, result.skipped_updates)
+
+
+def full_disk(folder: Path, file: str) -> None:
+    """From now on ``file`` of a save that writes into ``folder`` lies on a full disk: the kernel says so.
+
+    ``folder`` must be there already. It reaches the writers that are not Python too.
+    """
+    (folder / (".metadata.tmp" if file == ".metadata" else file)).symlink_to("/dev/full")
+
+
+@contextlib.contextmanager
+def before_tensors(then: Callable[[Path], None]) -> Iterator[None]:
+    """In here every save calls ``then`` with its folder, before the first file is written there."""
+    original = manager.save_tensors
+
+    def save_tensors(folder: Path, *given: Any) -> None:
+        then(folder)
+        original(folder, *given)
+
+    manager.save_tensors = save_tensors
+    try:
+        yield
+    finally:
+        manager.save_tensors = original
