@@ -27,6 +27,7 @@ from megatron_rl.checkpoint import CheckpointManager, RunState, holds_checkpoint
 from megatron_rl.checkpoint.hf import load_hf
 from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
+from megatron_rl.errors import SaveError
 from megatron_rl.families import read_model
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
@@ -149,8 +150,12 @@ class Run:
         late = training.exit_duration_in_mins is not None and seconds > 60 * training.exit_duration_in_mins
         return on_step or late
 
-    def save(self, in_background: bool = False, is_best: bool = False) -> None:
-        """Checkpoint the finished steps; collective. ``in_background`` counts only with `--async-save`."""
+    def save(self, final: bool, is_best: bool = False) -> None:
+        """Checkpoint the finished steps, with `--async-save` in the background unless it is ``final``; collective.
+
+        Raises:
+            SaveError: it failed and is the ``final`` one. Another that fails is tried again when the next is due.
+        """
         progress, config = self.progress, self.config
         parallel = config.parallel
         state = RunState(
@@ -177,15 +182,20 @@ class Run:
                 "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
             },
         )
-        self.checkpoints.save(
-            state,
-            self.policy,
-            self.optimization,
-            self.quantization.state(),
-            in_background=in_background and config.checkpoint.async_save,
-            is_best=is_best,
-            committed=partial(self.journal.forget, progress.step) if self.journal is not None else lambda: None,
-        )
+        try:
+            self.checkpoints.save(
+                state,
+                self.policy,
+                self.optimization,
+                self.quantization.state(),
+                in_background=config.checkpoint.async_save and not final,
+                is_best=is_best,
+                committed=partial(self.journal.forget, progress.step) if self.journal is not None else lambda: None,
+            )
+        except SaveError as error:
+            if final:
+                raise
+            logger.warning("NOT SAVED: %s; the run goes on", error)
 
 
 @contextlib.contextmanager

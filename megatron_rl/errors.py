@@ -24,6 +24,10 @@ class CheckpointError(MegatronRLError):
     """A checkpoint is absent, damaged or of another model; names the file."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint could not be written, on one rank at least; the same on every rank."""
+
+
 class EnvironmentFault(MegatronRLError):
     """An environment (not a single sample) failed: its server, its data or its code."""
 

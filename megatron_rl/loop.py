@@ -126,6 +126,7 @@ def train(run: Run) -> str:
                 held_out = evaluate(run)
             result.metrics.update(held_out or {})
             best = held_out is not None and run.is_best(held_out)
+        result.metrics["checkpoint/failed_saves"] = float(run.checkpoints.failed_saves)
         run.reporter.step(progress.step, result.metrics, run.policy.gpt)
         leaves_early = progress.step < run.config.total_steps and any_rank(
             run.must_leave(time.monotonic() - started)
@@ -133,7 +134,7 @@ def train(run: Run) -> str:
         run.checkpoints.poll()
         if run.save_is_due() or leaves_early or best:
             with run.timer.phase("save"):
-                run.save(in_background=progress.step < run.config.total_steps and not leaves_early, is_best=best)
+                run.save(final=leaves_early or progress.step == run.config.total_steps, is_best=best)
         if leaves_early:
             return "stopped"
     return "finished"
@@ -152,5 +153,5 @@ def evaluate(run: Run) -> dict[str, float] | None:
 def _stop(run: Run) -> str:
     """Save what is finished; the interrupted step will be done again."""
     logger.warning("asked to stop (%s): saving step %d", run.stop.reason or "another rank", run.progress.step)
-    run.save()
+    run.save(final=True)
     return "stopped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -170,6 +171,7 @@ def _build_and_train(launch: _Launch) -> int:
 
 
 def _mark_as_failed(run_dir: Path, error: BaseException) -> None:
-    """Whatever ended the run, its record says so."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    RunDirectory(run_dir).set_status("failed", error=str(error) or type(error).__name__)
+    """Whatever ended the run, its record says so; where the disk is full, the message on the screen has to do."""
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        RunDirectory(run_dir).set_status("failed", error=str(error) or type(error).__name__)

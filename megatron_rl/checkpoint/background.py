@@ -15,40 +15,39 @@ from collections.abc import Callable
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
-from megatron_rl.errors import CheckpointError
-from megatron_rl.parallel.collectives import any_rank
+from megatron_rl.checkpoint.attempt import SaveAttempt
 
 
 class BackgroundSave:
     """One save under way; every rank has one and makes the same calls."""
 
-    def __init__(self, request: AsyncRequest, commit: Callable[[], None] | None) -> None:
+    def __init__(self, request: AsyncRequest, attempt: SaveAttempt, commit: Callable[[], None] | None) -> None:
         """Forks the writer. ``commit`` is called in a thread when all ranks' files are there, by rank 0 alone."""
         self._queue = AsyncCallsQueue()
         self._queue.schedule_async_request(request)
+        self._attempt = attempt
         self._commit = commit
         self._thread: threading.Thread | None = None
-        self._problem = ""
         self._written = False
 
     def poll(self) -> None:
-        """Goes on with it as far as that needs no waiting; collective while files are written."""
-        if not self._written and self._queue.maybe_finalize_async_calls(blocking=False):
-            self._begin_to_commit()
+        """Goes on with it as far as that needs no waiting; collective while files are written.
+
+        Raises:
+            SaveError: on every rank; they could not be written.
+        """
+        self._go_on(wait=False)
 
     def finish(self) -> None:
         """Waits until the checkpoint counts; collective.
 
         Raises:
-            CheckpointError: it could not be written; on every rank.
+            SaveError: on every rank; it could not be written.
         """
-        if not self._written:
-            self._queue.maybe_finalize_async_calls(blocking=True)
-            self._begin_to_commit()
+        self._go_on(wait=True)
         if self._thread is not None:
             self._thread.join()
-        if any_rank(bool(self._problem)):
-            raise CheckpointError(self._problem or "rank 0 could not commit a checkpoint; its log says why")
+        self._attempt.agree()
 
     def abandon(self) -> None:
         """Ends the writer; what it wrote never counts. For a run that ends by an error."""
@@ -60,6 +59,16 @@ class BackgroundSave:
                 writer.kill()
                 writer.join()
 
+    def _go_on(self, wait: bool) -> None:
+        if self._written:
+            return
+        with self._attempt.collective_part():
+            self._queue.maybe_finalize_async_calls(blocking=wait)
+        if self._queue.get_num_unfinalized_calls():
+            return
+        self._attempt.agree()
+        self._begin_to_commit()
+
     def _begin_to_commit(self) -> None:
         self._written = True
         if self._commit is not None:
@@ -67,7 +76,5 @@ class BackgroundSave:
             self._thread.start()
 
     def _run_commit(self) -> None:
-        try:
+        with self._attempt.part():
             self._commit()
-        except OSError as error:
-            self._problem = f"the checkpoint could not be committed: {error}"

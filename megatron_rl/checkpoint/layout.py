@@ -13,6 +13,7 @@ kill at any moment leaves the previous checkpoint as it was.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -53,17 +54,21 @@ def step_of(directory: Path) -> int:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """Committed checkpoints, oldest first."""
+    return [path for path in step_entries(root) if path.is_dir()]
+
+
+def step_entries(root: Path) -> list[Path]:
+    """Whatever has the name of a checkpoint, oldest first: damage may have made a file of it."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if path.is_dir() and _STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of)
+    return sorted((path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name)), key=step_of)
 
 
 def holds_checkpoint(path: str | Path) -> bool:
     """Whether `find_checkpoint` has something to look at, damaged or not."""
     root = Path(path)
-    is_one = bool(_STEP_NAME.fullmatch(root.name)) and root.is_dir()
-    return is_one or bool(list_checkpoints(root) or list_checkpoints(root / "checkpoints"))
+    is_one = bool(_STEP_NAME.fullmatch(root.name)) and root.exists()
+    return is_one or bool(step_entries(root) or step_entries(root / "checkpoints"))
 
 
 def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
@@ -76,11 +81,11 @@ def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
         CheckpointError: there is none, or no undamaged one.
     """
     root = Path(path)
-    if _STEP_NAME.fullmatch(root.name) and root.is_dir():
+    if _STEP_NAME.fullmatch(root.name) and root.exists():
         verify(root, contents)
         return root
     for nested in (root, root / "checkpoints"):
-        if list_checkpoints(nested):
+        if step_entries(nested):
             return newest_valid(nested, contents)
     raise CheckpointError(
         f"no checkpoint in {str(root)!r}; give a directory that holds step_* directories, "
@@ -95,7 +100,7 @@ def newest_valid(root: Path, contents: bool = True) -> Path:
         CheckpointError: all are damaged, or there is none.
     """
     problems = []
-    for directory in reversed(list_checkpoints(root)):
+    for directory in reversed(step_entries(root)):
         try:
             verify(directory, contents)
         except CheckpointError as error:
@@ -111,48 +116,49 @@ def set_aside_newer(directory: Path) -> None:
 
     Left in place, `remove_old` would count them as the newest ones and delete valid older ones.
     """
-    for newer in list_checkpoints(directory.parent):
+    for newer in step_entries(directory.parent):
         if step_of(newer) > step_of(directory):
             aside = newer.with_name(newer.name + ".damaged")
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             os.replace(newer, aside)
             logger.warning("set aside as %s", aside)
 
 
-def commit(root: Path, step: int, start: str = "") -> Path:
-    """Turn the written temporary directory into the checkpoint of ``step``; one rank calls it."""
+def commit(root: Path, step: int, start: str = "", is_best: bool = False) -> Path:
+    """Turn the written temporary directory into the checkpoint of ``step``; one rank calls it.
+
+    Raises:
+        OSError: it does not count, and a checkpoint of the same step saved before does so again.
+    """
     source, target = temporary_directory(root, step, start), step_directory(root, step)
     write_manifest(source, step)
     replaced = target.with_name(target.name + ".replaced.tmp")
     if target.exists():  # the same step saved again
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
         os.replace(target, replaced)
-    os.replace(source, target)
+    try:
+        os.replace(source, target)
+    except OSError:
+        if replaced.exists():
+            os.replace(replaced, target)
+        raise
     sync(root)
-    shutil.rmtree(replaced, ignore_errors=True)
-    pointer = root / (_LATEST + ".tmp")
-    write_synced(pointer, target.name + "\n")
-    os.replace(pointer, root / _LATEST)
-    sync(root)
+    remove(replaced)
+    _point(root, _LATEST, target)
+    if is_best:
+        _point(root, _BEST, target)
     return target
 
 
-def remove_old(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints (0 keeps all) and the best, and leftovers of killed saves."""
-    for leftover in root.glob("step_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    best = best_checkpoint(root)
-    for directory in list_checkpoints(root)[:-keep] if keep > 0 else []:
-        if directory != best:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def mark_best(root: Path, step: int) -> None:
-    """Point ``best`` at the checkpoint of ``step``, which is then kept."""
-    pointer = root / (_BEST + ".tmp")
-    write_synced(pointer, step_directory(root, step).name + "\n")
-    os.replace(pointer, root / _BEST)
-    sync(root)
+def _point(root: Path, name: str, target: Path) -> None:
+    """``latest`` and ``best`` are for people: the checkpoint counts without them."""
+    pointer = root / (name + ".tmp")
+    try:
+        write_synced(pointer, target.name + "\n")
+        os.replace(pointer, root / name)
+        sync(root)
+    except OSError as error:
+        logger.warning("%s does not name %s (%s); no resume needs it", root / name, target.name, error.strerror)
 
 
 def best_checkpoint(root: Path) -> Path | None:
@@ -163,3 +169,22 @@ def best_checkpoint(root: Path) -> Path | None:
         return None
     is_one = _STEP_NAME.fullmatch(name) is not None and (root / name).is_dir()
     return root / name if is_one else None
+
+
+def remove(path: Path) -> None:
+    """Delete whatever lies there, as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def remove_old(root: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints (0 keeps all) and the best, and leftovers of killed saves."""
+    for leftover in root.glob("step_*.tmp"):
+        remove(leftover)
+    best = best_checkpoint(root)
+    for directory in list_checkpoints(root)[:-keep] if keep > 0 else []:
+        if directory != best:
+            shutil.rmtree(directory, ignore_errors=True)

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from megatron_rl.checkpoint.attempt import SaveAttempt
 from megatron_rl.checkpoint.background import BackgroundSave
 from megatron_rl.checkpoint.calibration import load_calibration, save_calibration
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
-    list_checkpoints,
-    mark_best,
     newest_valid,
+    remove,
     remove_old,
     set_aside_newer,
+    step_entries,
     temporary_directory,
 )
 from megatron_rl.checkpoint.random_state import load_random_state, save_random_state
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import begin_to_save_tensors, load_all, load_weights, save_tensors
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, SaveError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
@@ -46,6 +47,8 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._resumed: Path | None = None
         self._under_way: BackgroundSave | None = None
+        self.failed_saves = 0
+        """Since the start of this process."""
 
     def save(
         self,
@@ -62,51 +65,54 @@ class CheckpointManager:
 
         With ``in_background`` the files are written while training goes on, and the checkpoint counts some `poll`
         later. ``committed`` is called on the main rank once it does. One save is under way at a time.
+
+        Raises:
+            SaveError: on every rank; it could not be written. The checkpoints before it are as they were, and the
+                same step may be tried again.
         """
         self.finish()
         if state.step == self._saved_step:
             return
+        try:
+            attempt, target = self._begin(state.step)
+            with attempt.part():
+                save_random_state(target, self._groups.rank)
+                save_calibration(target, self._groups.rank, calibration)
+                if self._groups.is_main:
+                    write_run_state(target, state)
+            optimization.gather_parameters()
+            commit_it = partial(self._commit, state.step, is_best, committed)
+            tensors_of = optimization if state.has_optimizer else None
+            if in_background:
+                with attempt.collective_part():
+                    request = begin_to_save_tensors(target, policy, tensors_of)
+                attempt.agree()
+                self._under_way = BackgroundSave(request, attempt, commit_it if self._groups.is_main else None)
+            else:
+                with attempt.collective_part():
+                    save_tensors(target, policy, tensors_of)
+                attempt.agree()
+                with attempt.part():
+                    if self._groups.is_main:
+                        commit_it()
+                attempt.agree()
+        except SaveError:
+            self.failed_saves += 1
+            raise
         self._saved_step = state.step
-        target = self._begin(state.step)
-        optimization.gather_parameters()
-        tensors_of = optimization if state.has_optimizer else None
-        save_random_state(target, self._groups.rank)
-        save_calibration(target, self._groups.rank, calibration)
-        if self._groups.is_main:
-            write_run_state(target, state)
-
-        def commit_it() -> None:
-            directory = commit(self._root, state.step, self._start)
-            if is_best:
-                mark_best(self._root, state.step)
-            remove_old(self._root, self._keep_last)
-            committed()
-            logger.info("saved %s", directory)
-
-        if in_background:
-            request = begin_to_save_tensors(target, policy, tensors_of)
-            self._under_way = BackgroundSave(request, commit_it if self._groups.is_main else None)
-            return
-        save_tensors(target, policy, tensors_of)
-        dist.barrier()
-        if self._groups.is_main:
-            commit_it()
-        dist.barrier()
 
     def poll(self) -> None:
-        """Go on with a save in the background, if there is one; waits for nothing."""
-        if self._under_way is not None:
-            self._under_way.poll()
+        """Go on with a save in the background, if there is one; waits for nothing, and a failure is no error."""
+        with self._failure_counted():
+            if self._under_way is not None:
+                self._under_way.poll()
 
     def finish(self) -> None:
-        """Wait for a save in the background, if there is one.
-
-        Raises:
-            CheckpointError: it could not be written; on every rank.
-        """
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.finish()
+        """Wait for a save in the background, if there is one; that it failed is no error of what comes next."""
+        with self._failure_counted():
+            if self._under_way is not None:
+                self._under_way.finish()
+                self._under_way = None
 
     def abandon(self) -> None:
         """Give up a save in the background: the run ends by an error, and other ranks may be gone."""
@@ -114,16 +120,35 @@ class CheckpointManager:
         if under_way is not None:
             under_way.abandon()
 
-    def _begin(self, step: int) -> Path:
+    @contextlib.contextmanager
+    def _failure_counted(self) -> Iterator[None]:
+        """The step of a save that failed in the background may be saved again."""
+        try:
+            yield
+        except SaveError as error:
+            self.failed_saves += 1
+            self._under_way = self._saved_step = None
+            logger.warning("NOT SAVED: %s; the run goes on", error)
+
+    def _begin(self, step: int) -> tuple[SaveAttempt, Path]:
         """An empty directory that no earlier start of the run writes into."""
         if not self._start:
             self._start = broadcast_json(uuid.uuid4().hex[:8] if self._groups.is_main else "", source=0)
         target = temporary_directory(self._root, step, self._start)
-        if self._groups.is_main:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-        dist.barrier()
-        return target
+        attempt = SaveAttempt(target, self._groups.is_main)
+        with attempt.part():
+            if self._groups.is_main:
+                remove(target)
+                target.mkdir(parents=True)
+        attempt.agree()
+        return attempt, target
+
+    def _commit(self, step: int, is_best: bool, committed: Callable[[], None]) -> None:
+        """On the main rank: from now on it counts."""
+        directory = commit(self._root, step, self._start, is_best)
+        remove_old(self._root, self._keep_last)
+        committed()
+        logger.info("saved %s", directory)
 
     def newest(self) -> Path | None:
         """The checkpoint to resume from, if this directory has one; damaged newer ones are set aside."""
@@ -170,7 +195,7 @@ class CheckpointManager:
         return {} if self._resumed is None else load_calibration(self._resumed, self._groups.rank)
 
     def _newest_of_own(self) -> Path | None:
-        if not list_checkpoints(self._root):
+        if not step_entries(self._root):
             logger.info("no checkpoint in %s yet: starting at the beginning", self._root)
             return None
         newest = newest_valid(self._root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,9 @@ from megatron_rl.errors import CheckpointError
 
 FILE_NAME = "manifest.json"
 
+_LOADED = (".distcp", ".pt", ".safetensors")
+"""Such a file is loaded when it is there, listed or not; another, a person's notes, does no harm."""
+_STEP_NAME = re.compile(r"step_(\d{7,})")
 _HASHING_THREADS = 8
 """hashlib lets go of the interpreter lock; one thread alone reads slower than a disk."""
 
@@ -35,21 +39,41 @@ def verify(directory: Path, contents: bool = True) -> None:
         contents: False only looks whether the files are there, which is quick at any size.
 
     Raises:
-        CheckpointError: a file is missing or changed; names the first one.
+        CheckpointError: a file is missing, changed or of another checkpoint; names the first one.
     """
-    try:
-        manifest = dict(json.loads((directory / FILE_NAME).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {str(directory)!r} has no readable {FILE_NAME} ({error})") from error
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint {str(directory)!r} is damaged (it is no directory)")
+    manifest = _read(directory)
     files = [directory / name for name in manifest]
     for path in files:
         if not path.is_file():
-            raise CheckpointError(f"checkpoint file {str(path)!r} is missing")
+            raise CheckpointError(f"checkpoint file {str(path)!r} is missing, {FILE_NAME} lists it")
+    for path in sorted(path for suffix in _LOADED for path in directory.rglob("*" + suffix)):
+        if path not in files:
+            raise CheckpointError(f"checkpoint file {str(path)!r} is not in {FILE_NAME}: it is of another checkpoint")
     if not contents:
         return
-    for path, written, found in zip(files, manifest.values(), _checksums(files), strict=True):
+    try:
+        checksums = _checksums(files)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint file {str(error.filename)!r} cannot be read ({error.strerror})") from error
+    for path, written, found in zip(files, manifest.values(), checksums, strict=True):
         if written != found:
-            raise CheckpointError(f"checkpoint file {str(path)!r} is damaged (its sha256 differs)")
+            raise CheckpointError(f"checkpoint file {str(path)!r} is damaged (its sha256 differs from {FILE_NAME})")
+
+
+def _read(directory: Path) -> dict[str, str]:
+    """Name -> sha256, as `write_manifest` wrote them for this very step."""
+    path = directory / FILE_NAME
+    try:
+        manifest = json.loads(path.read_text())
+        files, step = dict(manifest["files"]), int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {str(directory)!r} has no readable {FILE_NAME} ({error})") from error
+    name = _STEP_NAME.fullmatch(directory.name)
+    if name is not None and int(name[1]) != step:
+        raise CheckpointError(f"checkpoint file {str(path)!r} is damaged: it is that of step {step}")
+    return files
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -73,5 +97,8 @@ def _checksums(paths: Sequence[Path]) -> list[str]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:  # one of a read has no name
+        raise OSError(error.errno, error.strerror, str(path)) from error

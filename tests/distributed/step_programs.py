@@ -68,7 +68,7 @@ def save_while_gathering(folder: str, changes: Mapping[str, Any]) -> list[float]
     for step in range(STEPS):
         supervised_step(run, step + 1)
     run.progress.step = STEPS
-    run.save()
+    run.save(final=True)
     with rollout_mode(run.policy, run.optimization.wrapped):
         current = [parameter.detach().clone() for parameter in run.policy.gpt.parameters()]
     run.checkpoints.start_from_weights(folder, run.policy)

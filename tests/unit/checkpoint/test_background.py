@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
+from megatron_rl.checkpoint.attempt import SaveAttempt
 from megatron_rl.checkpoint.background import BackgroundSave
-from megatron_rl.checkpoint.layout import best_checkpoint, commit, mark_best, remove_old, temporary_directory
-from megatron_rl.errors import CheckpointError
+from megatron_rl.checkpoint.layout import best_checkpoint, commit, remove_old, temporary_directory
+from megatron_rl.errors import SaveError
 from megatron_rl.parallel import ParallelGroups
 
 
@@ -23,7 +24,8 @@ def wait_for(path: Path) -> None:
 
 def begun(go: Path, done: list[str], commit=None) -> BackgroundSave:
     request = AsyncRequest(wait_for, (go,), [lambda: done.append("written")])
-    return BackgroundSave(request, commit or (lambda: done.append("committed")))
+    attempt = SaveAttempt(go.parent / "step_0000007.tmp", is_main=True)
+    return BackgroundSave(request, attempt, commit or (lambda: done.append("committed")))
 
 
 def test_polls_do_not_wait_and_finish_does(one_rank: ParallelGroups, tmp_path: Path) -> None:
@@ -55,7 +57,7 @@ def test_a_commit_that_fails_is_told_at_the_end(one_rank: ParallelGroups, tmp_pa
 
     (tmp_path / "go").touch()
     save = begun(tmp_path / "go", [], full)
-    with pytest.raises(CheckpointError, match="No space left on device: 'manifest.json'"):
+    with pytest.raises(SaveError, match="step_0000007.tmp' could not be written .*No space left on device: 'manifest"):
         save.finish()
 
 
@@ -69,18 +71,16 @@ def test_an_abandoned_save_ends_its_writer(one_rank: ParallelGroups, tmp_path: P
         os.kill(writer, 0)
 
 
-def committed(root: Path, step: int) -> Path:
+def committed(root: Path, step: int, is_best: bool = False) -> Path:
     written = temporary_directory(root, step, "a1")
     written.mkdir(parents=True)
     (written / "data").write_text(str(step))
-    return commit(root, step, "a1")
+    return commit(root, step, "a1", is_best)
 
 
 def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     for step in range(1, 6):
-        committed(tmp_path, step)
-        if step in (1, 2):
-            mark_best(tmp_path, step)
+        committed(tmp_path, step, is_best=step in (1, 2))
         remove_old(tmp_path, keep=2)
     kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert kept == ["step_0000002", "step_0000004", "step_0000005"]

@@ -1,0 +1,128 @@
+"""A save that may fail on one rank, and fails on all of them alike.
+
+megatron-core writes three files on rank 0 alone, between collectives, and every rank starts processes that write its
+tensors: an exception there would leave the other ranks waiting for ever. Here such a write is noted, the save goes on
+to a moment at which all ranks meet, and every rank raises the same error there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_rl.errors import SaveError
+from megatron_rl.parallel.collectives import gather_json
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CUT_SHORT = "enforce fail at inline_container"
+"""All that torch says of a file that could be written in part only."""
+_LONGEST_REASON = 200
+
+
+class SaveAttempt:
+    """One save into ``directory``, which does not count yet; what fails in a `part` is raised by `agree`."""
+
+    def __init__(self, directory: Path, is_main: bool) -> None:
+        self._directory = directory
+        self._is_main = is_main
+        self._problem: str | None = None
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[None]:
+        """Note a failure of this rank's own disk; no collective may be in here."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            self._note(error)
+
+    @contextlib.contextmanager
+    def collective_part(self) -> Iterator[None]:
+        """A save by megatron-core, from its start to its end: either may fail on any rank.
+
+        What it raises on every rank is noted, and so is what its writes would raise on one. All else goes on up.
+        """
+        with contextlib.ExitStack() as stack:
+            write_shards = FileSystemWriterAsync.write_preloaded_data_multiproc
+            for owner, name, replacement in (
+                (TorchCommonSaveStrategy, "save_common", self._noting(_save_common)),
+                (FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(self._noting(write_shards))),
+                (FileSystemWriterAsync, "finish", self._noting(FileSystemWriterAsync.finish)),
+                (serialization, "save_config", self._noting(serialization.save_config)),
+            ):
+                stack.enter_context(_replaced(owner, name, replacement))
+            try:
+                yield
+            except CheckpointException as error:
+                self._note(next((cause for cause, _ in error.failures.values()), None))
+
+    def agree(self) -> None:
+        """Go on if all ranks can; collective.
+
+        Raises:
+            SaveError: on every rank, when a part failed on one. What was written is deleted: a disk that is
+                full has room again, and the run's small files with it.
+        """
+        problems = [problem for problem in gather_json(self._problem, dist.group.WORLD) if problem is not None]
+        if not problems:
+            return
+        if self._is_main:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        raise SaveError(next(filter(None, problems), "a rank could not write"))
+
+    def _noting(self, write: Callable[..., None]) -> Callable[..., None]:
+        def noted(*given: Any, **named: Any) -> None:
+            with self.part():
+                write(*given, **named)
+
+        return noted
+
+    def _note(self, error: BaseException | None) -> None:
+        """The first failure is the one to tell: others follow from it. Empty where another rank knows the cause."""
+        if self._problem is None:
+            self._problem = "" if error is None else _told(self._directory, error)
+
+
+def _told(directory: Path, error: BaseException) -> str:
+    cause: BaseException = error
+    while not isinstance(cause, OSError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = " ".join(str(cause).split())
+    reason = text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."
+    is_full = _CUT_SHORT in text or any(os.strerror(number) in text for number in _FULL)
+    fix = "free space there, or give --save" if is_full else "look after that disk, or give --save"
+    return (
+        f"the checkpoint {str(directory)!r} could not be written ({reason}); {fix} a directory on another disk; "
+        "the checkpoints before it are as they were"
+    )
+
+
+def _save_common(_: TorchCommonSaveStrategy, state: dict[str, Any], directory: str | Path) -> None:
+    """As megatron's, but an error says which: torch's own file writer tells of an ``enforce fail`` and no more."""
+    if dist.get_rank() == 0:
+        written = io.BytesIO()
+        torch.save(state, written)
+        (Path(directory) / COMMON_STATE_FNAME).write_bytes(written.getbuffer())
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,72 @@
+"""A toy run that saves into a folder, in this process: every file of a checkpoint is a real one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.build import Run
+from megatron_rl.checkpoint import CheckpointManager, manager
+from megatron_rl.config import RLConfig
+from megatron_rl.loop import supervised_step
+from megatron_rl.parallel import ParallelGroups
+from tests.support.toy import toy_run
+
+FILES = (
+    "common.pt", "__0_0.distcp", "__0_1.distcp", ".metadata", "metadata.json", "random_state_rank_00000.safetensors",
+    "rollout_calibration_00000.safetensors", "run_state.json", "manifest.json",
+)  # fmt: skip
+"""Everything in a checkpoint of one rank, in the order in which it is written."""
+
+
+class _Calibrated:
+    """A quantisation that has something to save, so that a checkpoint has every file there is."""
+
+    recipe = "none"
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """One vector."""
+        return {"layer": torch.ones(4)}
+
+
+def saving_run(config: RLConfig, groups: ParallelGroups, folder: Path, keep_last: int = 0) -> Run:
+    """`Run.save` writes into ``folder``; close the rollouter at the end."""
+    run = toy_run(config, groups)
+    run.checkpoints = CheckpointManager(folder, keep_last, groups)
+    run.quantization = _Calibrated()
+    return run
+
+
+def train_a_step(run: Run) -> None:
+    """One supervised step; its updates are counted, so that a save has an optimizer state."""
+    result = supervised_step(run, run.progress.step + 1)
+    run.progress.step += 1
+    run.progress.count_updates(result.applied_updates, result.skipped_updates)
+
+
+def full_disk(folder: Path, file: str) -> None:
+    """From now on ``file`` of a save that writes into ``folder`` lies on a full disk: the kernel says so.
+
+    ``folder`` must be there already. It reaches the writers that are not Python too.
+    """
+    (folder / (".metadata.tmp" if file == ".metadata" else file)).symlink_to("/dev/full")
+
+
+@contextlib.contextmanager
+def before_tensors(then: Callable[[Path], None]) -> Iterator[None]:
+    """In here every save calls ``then`` with its folder, before the first file is written there."""
+    original = manager.save_tensors
+
+    def save_tensors(folder: Path, *given: Any) -> None:
+        then(folder)
+        original(folder, *given)
+
+    manager.save_tensors = save_tensors
+    try:
+        yield
+    finally:
+        manager.save_tensors = original

@@ -1,0 +1,237 @@
+"""The disk fails at each write of a save in turn: the checkpoint before it stays, and the next save succeeds."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.build import Run
+from megatron_rl.checkpoint import find_checkpoint, layout, manager, manifest
+from megatron_rl.checkpoint.layout import list_checkpoints, step_directory
+from megatron_rl.errors import SaveError
+from tests.support.saves import FILES, before_tensors, full_disk, saving_run, train_a_step
+from tests.support.tiny import tiny_config
+from tests.unit.checkpoint.test_damage import SUPERVISED
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`configure_logging`, called by another test, cuts the library's loggers off from pytest's."""
+    monkeypatch.setattr(logging.getLogger("megatron_rl"), "propagate", True)
+
+
+@pytest.fixture(scope="module")
+def trained(one_rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Path]]:
+    """A run after two steps, and a folder with the checkpoint of the first."""
+    folder = tmp_path_factory.mktemp("first")
+    run = saving_run(tiny_config(**SUPERVISED), one_rank, folder)
+    train_a_step(run)
+    run.save(final=True)
+    train_a_step(run)
+    yield run, folder
+    run.rollouter.close()
+
+
+@pytest.fixture
+def run(trained, tmp_path: Path) -> Run:
+    """It saves into a copy of the folder: ``tmp_path / "checkpoints"``."""
+    run, folder = trained
+    shutil.copytree(folder, tmp_path / "checkpoints")
+    run.checkpoints = manager.CheckpointManager(tmp_path / "checkpoints", 0, run.groups)
+    return run
+
+
+def _fails(run: Run, folder: Path) -> str:
+    """Save; the message of the failure, after all that must hold whatever fails."""
+    with pytest.raises(SaveError) as caught:
+        run.save(final=True)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(folder / "step_0000002") in message
+    assert "--save a directory on another disk" in message
+    assert find_checkpoint(folder) == step_directory(folder, 1)
+    assert not list(folder.glob("*.tmp")), "what was written keeps the disk full"
+    assert (folder / "latest").read_text() == "step_0000001\n"
+    return message
+
+
+def _with_limit(size: int, write: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel lets no file of this process and its children grow beyond ``size`` bytes meanwhile."""
+
+    def limited(*given: Any, **named: Any) -> Any:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            return write(*given, **named)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
+
+
+def _succeeds(run: Run, folder: Path) -> None:
+    run.save(final=True)
+    assert find_checkpoint(folder) == step_directory(folder, 2)
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001", "step_0000002"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("file", FILES)
+def test_a_disk_that_is_full_at_each_file(run: Run, tmp_path: Path, file: str) -> None:
+    folder = tmp_path / "checkpoints"
+    if file.endswith(".safetensors"):  # written under another name and renamed
+        with pytest.MonkeyPatch.context() as patch:
+            name = "save_random_state" if file.startswith("random") else "save_calibration"
+            patch.setattr(manager, name, _with_limit(0, getattr(manager, name)))
+            message = _fails(run, folder)
+        assert os.strerror(errno.EFBIG) in message
+    else:
+        with before_tensors(lambda folder: full_disk(folder, file)):
+            message = _fails(run, folder)
+        assert os.strerror(errno.ENOSPC) in message
+    assert "free space there" in message
+    assert run.checkpoints.failed_saves == 1
+    _succeeds(run, folder)
+
+
+def test_a_limit_that_grows_until_the_save_succeeds(run: Run, tmp_path: Path) -> None:
+    """In the midst of the large files, which processes of their own write."""
+    folder = tmp_path / "checkpoints"
+    largest = max(path.stat().st_size for path in (folder / "step_0000001").iterdir())
+    limits = [0, 1, 1000, largest // 2, largest - 1]
+    save = run.checkpoints.save
+    for limit in limits:
+        run.checkpoints.save = _with_limit(limit, save)
+        assert "free space there" in _fails(run, folder), limit
+    run.checkpoints.save = save
+    assert run.checkpoints.failed_saves == len(limits)
+    _succeeds(run, folder)
+
+
+class _FailingCalls:
+    """The ``nth`` of all calls it stands before raises ENOSPC."""
+
+    def __init__(self, nth: int) -> None:
+        self.nth = nth
+        self.calls = 0
+
+    def before(self, function: Any) -> Any:
+        def called(*given: Any, **named: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.nth:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return function(*given, **named)
+
+        return called
+
+    def put_before_all(self, patch: pytest.MonkeyPatch) -> None:
+        """Before whatever of this process makes, syncs or renames something in a save."""
+        sync = self.before(manifest.sync)
+        patch.setattr(manifest, "sync", sync)
+        patch.setattr(layout, "sync", sync)
+        patch.setattr(layout.os, "replace", self.before(os.replace))
+        patch.setattr(Path, "write_text", self.before(Path.write_text))
+        patch.setattr(Path, "write_bytes", self.before(Path.write_bytes))
+        for name in ("remove", "save_random_state", "save_calibration"):
+            patch.setattr(manager, name, self.before(getattr(manager, name)))
+
+
+def test_the_nth_call_fails_for_every_n(run: Run, tmp_path: Path) -> None:
+    """Up to the moment at which the checkpoint counts, a failure is one; after it, the pointer alone is old."""
+    folder = tmp_path / "checkpoints"
+    counted = 0
+    for nth in range(1, 100):
+        calls = _FailingCalls(nth)
+        with pytest.MonkeyPatch.context() as patch:
+            calls.put_before_all(patch)
+            failures = run.checkpoints.failed_saves
+            try:
+                run.save(final=True)
+            except SaveError as error:
+                assert "No space left on device" in str(error)
+                assert run.checkpoints.failed_saves == failures + 1
+            else:
+                counted += 1
+        valid = find_checkpoint(folder)
+        assert not list(folder.glob("step_*.tmp"))
+        if valid == step_directory(folder, 2):
+            shutil.rmtree(valid)
+            run.checkpoints = manager.CheckpointManager(folder, 0, run.groups)
+        assert list_checkpoints(folder) == [step_directory(folder, 1)]
+        if calls.calls < nth:
+            break
+    assert nth > 20, "the calls were not counted"
+    assert counted == 1 + 4  # the last one, and those whose pointer failed: written, synced, renamed, synced
+    assert valid == step_directory(folder, 2)
+
+
+def test_a_step_that_is_saved_again_is_not_lost_when_the_rename_fails(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run.save(final=True)
+    run.checkpoints = manager.CheckpointManager(folder, 0, run.groups)
+    replace, calls = os.replace, []
+
+    def second_fails(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout.os, "replace", second_fails)
+        with pytest.raises(SaveError):
+            run.save(final=True)
+    _succeeds(run, folder)
+    assert len(calls) == 3
+
+
+def test_a_folder_named_latest_costs_a_warning(run: Run, tmp_path: Path, caplog) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / "latest").unlink()
+    (folder / "latest").mkdir()
+    run.save(final=True)
+    assert find_checkpoint(folder) == step_directory(folder, 2)
+    assert f"{folder / 'latest'} does not name step_0000002" in caplog.text
+    assert run.checkpoints.failed_saves == 0
+
+
+def test_files_in_the_way_of_a_save_are_removed(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / "step_0000002").write_text("not a folder")
+    (folder / "step_0000002.tmp").write_text("not a folder")
+    _succeeds(run, folder)
+
+
+class _Journal:
+    """Remembers which steps were forgotten."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+
+    def forget(self, step: int) -> None:
+        """As `RolloutJournal`."""
+        self.forgotten.append(step)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_periodic_save_that_fails_is_a_warning_and_keeps_the_journal(run: Run, tmp_path: Path, caplog) -> None:
+    run.journal = _Journal()
+    try:
+        with before_tensors(lambda folder: full_disk(folder, "run_state.json")):
+            run.save(final=False)
+        assert run.journal.forgotten == []
+        (warning,) = [line for line in caplog.messages if line.startswith("NOT SAVED")]
+        assert warning.endswith("the run goes on")
+        run.save(final=False)
+        assert run.journal.forgotten == [2]
+    finally:
+        run.journal = None
+    assert find_checkpoint(tmp_path / "checkpoints") == step_directory(tmp_path / "checkpoints", 2)
