@@ -75,25 +75,22 @@ class CheckpointManager:
             return
         try:
             attempt, target = self._begin(state.step)
+            optimization.gather_parameters()
+            save = begin_to_save_tensors if in_background else save_tensors
+            with attempt.collective_part():
+                request = save(target, policy, optimization if state.has_optimizer else None)
             with attempt.part():
                 save_random_state(target, self._groups.rank)
                 save_calibration(target, self._groups.rank, calibration)
                 if self._groups.is_main:
                     write_run_state(target, state)
-            optimization.gather_parameters()
-            commit_it = partial(self._commit, state.step, is_best, committed)
-            tensors_of = optimization if state.has_optimizer else None
+            attempt.agree()
+            commit_it = partial(self._commit, state.step, is_best, committed) if self._groups.is_main else None
             if in_background:
-                with attempt.collective_part():
-                    request = begin_to_save_tensors(target, policy, tensors_of)
-                attempt.agree()
-                self._under_way = BackgroundSave(request, attempt, commit_it if self._groups.is_main else None)
+                self._under_way = BackgroundSave(request, attempt, commit_it)
             else:
-                with attempt.collective_part():
-                    save_tensors(target, policy, tensors_of)
-                attempt.agree()
                 with attempt.part():
-                    if self._groups.is_main:
+                    if commit_it is not None:
                         commit_it()
                 attempt.agree()
         except SaveError:
