@@ -7,7 +7,9 @@ import logging
 import os
 import resource
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,30 @@ def test_a_periodic_save_that_fails_is_a_warning_and_keeps_the_journal(run: Run,
     finally:
         run.journal = None
     assert find_checkpoint(tmp_path / "checkpoints") == step_directory(tmp_path / "checkpoints", 2)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("file", ["common.pt", "__0_0.distcp", "metadata.json", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("seen_by", ["poll", "the next save"])
+def test_a_save_in_the_background_that_fails(run: Run, tmp_path: Path, file: str, seen_by: str, monkeypatch) -> None:
+    """It is counted and told; training goes on, and the same step can be saved again."""
+    folder = tmp_path / "checkpoints"
+    original = manager.begin_to_save_tensors
+
+    def begin(target: Path, *given: Any) -> Any:
+        full_disk(target, file)
+        return original(target, *given)
+
+    monkeypatch.setattr(manager, "begin_to_save_tensors", begin)
+    monkeypatch.setattr(run, "config", replace(run.config, checkpoint=replace(run.config.checkpoint, async_save=True)))
+    run.save(final=False)  # a failure before the fork is told at once, and is no error either
+    deadline = time.monotonic() + 60
+    while seen_by == "poll" and run.checkpoints.failed_saves == 0 and file != "manifest.json":
+        run.checkpoints.poll()
+        assert time.monotonic() < deadline
+    if seen_by == "poll" and file != "manifest.json":
+        assert find_checkpoint(folder) == step_directory(folder, 1)
+        assert not list(folder.glob("*.tmp"))
+    run.save(final=True)
+    assert run.checkpoints.failed_saves == 1
+    assert find_checkpoint(folder) == step_directory(folder, 2)
