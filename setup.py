@@ -37,7 +37,15 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.8"],
-        "test": ["pytest>=8.0", "ruff>=0.9", "import-linter>=2.1", 'triton>=3.6; sys_platform == "linux"'],
+        "test": [
+            "pytest>=8.0",
+            "ruff>=0.9",
+            "import-linter>=2.1",
+            'triton>=3.6; sys_platform == "linux"',
+            # transformers loads the quantised exports with these
+            "accelerate>=1.10",
+            "compressed-tensors>=0.12",
+        ],
     },
     entry_points={
         "console_scripts": [
