@@ -78,7 +78,11 @@ class ParallelGroups:
 
 
 def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
-    """Join the job torchrun started (or be a job of one rank) and build megatron's groups."""
+    """Join the job torchrun started (or be a job of one rank) and build megatron's groups.
+
+    torchrun keeps its store when it starts a job again: without a prefix of its own for each start, a rank would find
+    the address of one that is dead, and wait for it.
+    """
     if platform.is_cuda:
         torch.cuda.set_device(platform.device)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
@@ -88,7 +92,9 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
         backend = config.distributed_backend
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     if "MASTER_PORT" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:  # started without torchrun: one rank, a store in memory, no port to collide on
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     parallel_state.initialize_model_parallel(

@@ -15,3 +15,19 @@ def test_a_checkpoint_holds_the_weights_of_the_last_update(tmp_path: Path, chang
     program = "tests.distributed.step_programs:save_while_gathering"
     for distances in run_ranks(program, 2, timeout=600, folder=str(tmp_path), changes=changes):
         assert max(distances) == 0.0
+
+
+FILES = ("common.pt", "__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json", "run_state.json", "manifest.json")
+"""Rank 1 writes one of them, rank 0 the others: each fails on one rank alone."""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_nobody_waits(tmp_path: Path) -> None:
+    program = "tests.distributed.save_programs:fail_on_one_rank"
+    first, second = run_ranks(program, 2, timeout=300, folder=str(tmp_path), files=FILES, changes=SUPERVISED)
+    assert first == second
+    assert first["failed_saves"] == len(FILES)
+    for step, file in enumerate(FILES, start=1):
+        message, before, after = first[file]
+        assert f"step_{step + 1:07d}.tmp" in message and "No space left on device" in message, file
+        assert (before, after) == (f"step_{step:07d}", f"step_{step + 1:07d}")

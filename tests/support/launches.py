@@ -24,13 +24,14 @@ PATIENCE_S = 150.0
 class Launch:
     """`train_rl.py` under torchrun, or alone with ``ranks`` 0."""
 
-    def __init__(self, argv: Sequence[str], run_dir: Path, ranks: int = 0) -> None:
+    def __init__(self, argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0) -> None:
         self.run_dir = run_dir
         self._log = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         launcher = [sys.executable]
         if ranks:
             launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+            launcher += [f"--max-restarts={restarts}"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*launcher, "train_rl.py", *argv],
@@ -109,9 +110,9 @@ class Launch:
 
 
 @contextlib.contextmanager
-def launched(argv: Sequence[str], run_dir: Path, ranks: int = 0) -> Iterator[Launch]:
+def launched(argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0) -> Iterator[Launch]:
     """A launch that leaves nothing behind, whatever the test does."""
-    launch = Launch(argv, run_dir, ranks)
+    launch = Launch(argv, run_dir, ranks, restarts)
     try:
         yield launch
     finally:

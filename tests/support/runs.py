@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from resource import RLIMIT_FSIZE, setrlimit
 from typing import Any
 
 from tests.support.ranks import REPOSITORY, free_port, rank_environment
@@ -57,8 +58,14 @@ def command(flags: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-def run_many(commands: Sequence[Sequence[str]], ranks: int = 1, timeout: float = 240.0) -> list[Outcome]:
-    """Run ``train_rl.py`` with each argument list, one after the other, in one process a rank."""
+def run_many(
+    commands: Sequence[Sequence[str]], ranks: int = 1, timeout: float = 240.0, largest_file: int | None = None
+) -> list[Outcome]:
+    """Run ``train_rl.py`` with each argument list, one after the other, in one process a rank.
+
+    ``largest_file``: bytes that a file can have, as of ``ulimit -f``; what is written beyond fails.
+    """
+    limit = (largest_file, largest_file)
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
         job.write_text(json.dumps([list(argv) for argv in commands]))
@@ -68,6 +75,7 @@ def run_many(commands: Sequence[Sequence[str]], ranks: int = 1, timeout: float =
                 cwd=REPOSITORY,
                 env=rank_environment(rank, ranks, 0),
                 stdin=subprocess.DEVNULL,
+                preexec_fn=None if largest_file is None else lambda: setrlimit(RLIMIT_FSIZE, limit),
             )
             for rank in range(ranks)
         ]
