@@ -8,12 +8,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,177 +21,30 @@ from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
 from megatron_rl.checkpoint import CheckpointManager, RunState, holds_checkpoint
 from megatron_rl.checkpoint.hf import load_hf
-from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
-from megatron_rl.errors import SaveError
 from megatron_rl.families import read_model
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import PolicyModel, build_model, rollout_mode
+from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups, seed_everything
 from megatron_rl.platform import Platform, StopRequest
 from megatron_rl.preflight import resumes
 from megatron_rl.progress import Progress
-from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.reporting import Reporter
-from megatron_rl.rollout import Draw, Evaluator, PromptSource, RequestFactory, Rollouter
-from megatron_rl.rollout.journal import RolloutJournal, StepJournal, weights_fingerprint
+from megatron_rl.rollout import Evaluator, PromptSource, RequestFactory, Rollouter
+from megatron_rl.rollout.journal import RolloutJournal
+from megatron_rl.run import Run
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.trainer.parity import ParityGate
 from megatron_rl.trainer.policy_loss import LossSettings
 from megatron_rl.trainer.reference import ReferencePolicy
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.supervised import DemonstrationSource, NoSource
-from megatron_rl.types import GenerationRequest, SamplingParams
+from megatron_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Run:
-    """Everything a step needs, built once."""
-
-    config: RLConfig
-    groups: ParallelGroups
-    policy: PolicyModel
-    tokenizer: Tokenizer
-    environments: EnvironmentAccess
-    optimization: Optimization
-    quantization: RolloutQuantization
-    source: PromptSource | DemonstrationSource | NoSource
-    factory: RequestFactory
-    rollouter: Rollouter | None
-    """None in a supervised run that never evaluates: no KV cache is taken."""
-    generate_a_little: Callable[[], None]
-    """Calibrates a recipe that wants it; needs rollout mode."""
-    samples: SampleBuilder | None
-    batches: BatchBuilder
-    trainer: PolicyTrainer | SupervisedTrainer
-    parity: ParityGate
-    evaluator: Evaluator | None
-    journal: RolloutJournal | None
-    """None where no checkpoint is made on the way: a run that is killed then begins anew."""
-    checkpoints: CheckpointManager
-    directory: RunDirectory
-    reporter: Reporter
-    timer: PhaseTimer
-    stop: StopRequest
-    progress: Progress
-
-    @contextlib.contextmanager
-    def rollout_phase(self, quantized: bool = True) -> Iterator[None]:
-        """The model generates in here, on quantised weights if there are any and they are wanted."""
-        with rollout_mode(self.policy, self.optimization.wrapped):
-            phase = self.quantization.rollout(self.generate_a_little) if quantized else self.quantization.plain()
-            with phase:
-                yield
-
-    @property
-    def minibatches(self) -> int:
-        """Optimizer updates in one pass over a rollout."""
-        return max(1, self.config.updates_per_rollout // self.config.algorithm.grpo_iterations)
-
-    def requests_of_this_rank(self, draws: Sequence[Draw]) -> list[GenerationRequest]:
-        """This data-parallel rank's groups; every rank has drawn the same list."""
-        mine = draws[self.groups.data_rank :: self.groups.data_size]
-        size = self.config.algorithm.grpo_group_size
-        return [self.factory.request(draw, size, index) for index, draw in enumerate(mine)]
-
-    def open_journal(self, step: int, seed: int) -> StepJournal | None:
-        """Finished groups of an earlier start of this step, and the place for new ones; collective."""
-        if self.journal is None:
-            return None
-        rollout, environments = self.config.rollout, self.config.environment.langrl_env_config
-        header = {
-            "seed": seed,
-            "sampling": dataclasses.asdict(self.factory.sampling),
-            "longest": self.factory.max_sequence_length,
-            "engine": rollout.rl_inference_engine,
-            "recipe": self.quantization.recipe,
-            "environments": hashlib.sha256(Path(environments).read_bytes()).hexdigest(),
-            "weights": weights_fingerprint(self.policy.gpt, self.groups.model_group),
-        }
-        return self.journal.open(step, header)
-
-    def evaluation_is_due(self) -> bool:
-        """After every `--eval-interval` steps and after the last one."""
-        if self.evaluator is None:
-            return False
-        step = self.progress.step
-        return step % self.config.training.eval_interval == 0 or step == self.config.total_steps
-
-    def save_is_due(self) -> bool:
-        """After every `--save-interval` steps and after the last one."""
-        interval = self.config.checkpoint.save_interval
-        step = self.progress.step
-        return step == self.config.total_steps or (interval is not None and step % interval == 0)
-
-    def is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation is the best so far by `--keep-best`."""
-        wanted = self.config.checkpoint.keep_best
-        if wanted is None:
-            return False
-        if wanted not in metrics:
-            known = ", ".join(name for name in metrics if name.startswith("val/"))
-            logger.warning("--keep-best %s is no metric of this evaluation; there are: %s", wanted, known)
-        return self.progress.is_best(metrics.get(wanted))
-
-    def must_leave(self, seconds: float) -> bool:
-        """`--exit-interval` and `--exit-duration-in-mins`."""
-        training = self.config.training
-        on_step = training.exit_interval is not None and self.progress.step % training.exit_interval == 0
-        late = training.exit_duration_in_mins is not None and seconds > 60 * training.exit_duration_in_mins
-        return on_step or late
-
-    def save(self, final: bool, is_best: bool = False) -> None:
-        """Checkpoint the finished steps, with `--async-save` in the background unless it is ``final``; collective.
-
-        Raises:
-            SaveError: it failed and is the ``final`` one. Another that fails is tried again when the next is due.
-        """
-        progress, config = self.progress, self.config
-        parallel = config.parallel
-        state = RunState(
-            step=progress.step,
-            updates=progress.updates,
-            policy_version=progress.policy_version,
-            cursor=self.source.state(),
-            tokens=progress.tokens,
-            logprob_gap_max=progress.logprob_gap_max,
-            consecutive_skips=progress.consecutive_skips,
-            best=progress.best,
-            seed=config.training.seed,
-            mode=mode_of(config),
-            has_optimizer=progress.updates > 0 and not config.checkpoint.no_save_optim,
-            vocab_size=self.policy.vocab_size,
-            padded_vocab_size=self.policy.padded_vocab_size,
-            architecture=architecture_of(config),
-            optimizer_form=optimizer_form_of(config),
-            rollout_recipe_asked=config.quantization.rl_rollout_quantization,
-            rollout_recipe=self.quantization.recipe,
-            world={
-                "ranks": self.groups.world_size,
-                "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-                "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-            },
-        )
-        try:
-            self.checkpoints.save(
-                state,
-                self.policy,
-                self.optimization,
-                self.quantization.state(),
-                in_background=config.checkpoint.async_save and not final,
-                is_best=is_best,
-                committed=partial(self.journal.forget, progress.step) if self.journal is not None else lambda: None,
-            )
-        except SaveError as error:
-            if final:
-                raise
-            logger.warning("NOT SAVED: %s; the run goes on", error)
 
 
 @contextlib.contextmanager
@@ -263,12 +112,7 @@ def build_run(
             rollouter=rollouter,
             generate_a_little=generate_a_little,
             samples=_sample_builder(config, groups) if config.training.perform_rl_step else None,
-            batches=BatchBuilder(
-                config.training.rl_sequence_packing_bin_size,
-                config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1,
-                platform.device,
-                groups,
-            ),
+            batches=_batch_builder(config, platform, groups),
             trainer=_trainer(config, optimization, scorer, reference, groups, timer),
             parity=build_parity_gate(config, scorer, quantization, policy, groups),
             evaluator=evaluator,
@@ -365,6 +209,12 @@ def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
         algorithm.rl_keep_zero_variance_groups,
         groups,
     )
+
+
+def _batch_builder(config: RLConfig, platform: Platform, groups: ParallelGroups) -> BatchBuilder:
+    parallel = config.parallel
+    round_to = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return BatchBuilder(config.training.rl_sequence_packing_bin_size, round_to, platform.device, groups)
 
 
 def _trainer(

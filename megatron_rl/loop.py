@@ -13,10 +13,10 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from megatron_rl.build import Run
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.parallel.collectives import any_rank
 from megatron_rl.rollout.statistics import environment_metrics, failures_of, rollout_metrics
+from megatron_rl.run import Run
 from megatron_rl.trainer.samples import refuse_failures, reward_metrics
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.names import split_validation
 
 if TYPE_CHECKING:
-    from megatron_rl.build import Run
+    from megatron_rl.run import Run
 
 
 def summarise(run: Run, status: str) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.build import Run
 from megatron_rl.config import RLConfig
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.loop import rl_step, supervised_step
@@ -23,6 +22,7 @@ from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.platform import current_platform
+from megatron_rl.run import Run
 from megatron_rl.trainer import optimizer
 from tests.support.tiny import single_thread, tiny_config
 from tests.support.toy import toy_run

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.build import Run
 from megatron_rl.checkpoint import CheckpointManager
 from megatron_rl.loop import rl_step, supervised_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down
+from megatron_rl.run import Run
 from megatron_rl.types import Sample
 from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
 from tests.support.toy import toy_run

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.build import Run
 from megatron_rl.checkpoint import CheckpointManager, manager
 from megatron_rl.config import RLConfig
 from megatron_rl.loop import supervised_step
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.run import Run
 from tests.support.toy import toy_run
 
 FILES = (

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_rl import build
-from megatron_rl.build import Run
 from megatron_rl.build_engine import build_engine
 from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
 from megatron_rl.config import RLConfig
@@ -19,6 +18,7 @@ from megatron_rl.platform import StopRequest
 from megatron_rl.progress import Progress
 from megatron_rl.rollout import ConversationSettings, Rollouter, TaskPool
 from megatron_rl.rollout.rollouter import GradeFunction
+from megatron_rl.run import Run
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.batches import BatchBuilder

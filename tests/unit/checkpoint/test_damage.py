@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.build import Run
 from megatron_rl.checkpoint import CheckpointManager, find_checkpoint
 from megatron_rl.checkpoint.layout import list_checkpoints, remove_old, step_directory
 from megatron_rl.errors import CheckpointError
+from megatron_rl.run import Run
 from tests.support.saves import FILES, saving_run, train_a_step
 from tests.support.tiny import tiny_config
 

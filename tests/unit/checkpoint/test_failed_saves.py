@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.build import Run
 from megatron_rl.checkpoint import find_checkpoint, layout, manager, manifest
 from megatron_rl.checkpoint.layout import list_checkpoints, step_directory
 from megatron_rl.errors import SaveError
+from megatron_rl.run import Run
 from tests.support.saves import FILES, before_tensors, full_disk, saving_run, train_a_step
 from tests.support.tiny import tiny_config
 from tests.unit.checkpoint.test_damage import SUPERVISED

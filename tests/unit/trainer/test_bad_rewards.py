@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.build import Run
 from megatron_rl.environments.address import write_address
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.loop import StepResult, rl_step
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.run import Run
 from megatron_rl.types import GradeResult, RolloutGroup, Task, Transcript
 from tests.support.bad_rewards import FORGED, KINDS, forged_answer
 from tests.support.rollouts import graded_group
