@@ -120,7 +120,7 @@ def _sync(path: Path) -> None:
 
 
 def without_async() -> str:
-    """Why ``--async`` was not measured. The place for it is `Bench.ways`: a save that returns early, and its updates."""
+    """Why ``--async`` was not measured. Its place is `Bench.ways`: a save that returns early, amid updates."""
     if any("async" in name for name in inspect.signature(CheckpointManager).parameters):
         return "the checkpoint manager can, but this benchmark has no turn for it yet"
     return "the checkpoint manager saves synchronously only"
