@@ -11,9 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.background import BackgroundSave
 from megatron_rl.checkpoint.calibration import load_calibration, save_calibration
 from megatron_rl.checkpoint.layout import (
+    MEGATRON,
+    OWN,
     commit,
     find_checkpoint,
     list_checkpoints,
@@ -26,6 +29,7 @@ from megatron_rl.checkpoint.layout import (
 from megatron_rl.checkpoint.random_state import load_random_state, save_random_state
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import begin_to_save_tensors, load_all, load_weights, save_tensors
+from megatron_rl.checkpoint.torch_files import is_megatron_layout
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
@@ -38,10 +42,11 @@ logger = logging.getLogger(__name__)
 class CheckpointManager:
     """Saves into one directory; every call is collective over the job."""
 
-    def __init__(self, root: Path, keep_last: int, groups: ParallelGroups) -> None:
+    def __init__(self, root: Path, keep_last: int, groups: ParallelGroups, ckpt_format: str = "torch_dist") -> None:
         self._root = root
         self._keep_last = keep_last
         self._groups = groups
+        self._naming = MEGATRON if ckpt_format == "torch" else OWN
         self._start = ""
         self._saved_step: int | None = None
         self._resumed: Path | None = None
@@ -76,9 +81,9 @@ class CheckpointManager:
             write_run_state(target, state)
 
         def commit_it() -> None:
-            directory = commit(self._root, state.step, self._start)
+            directory = commit(self._root, state.step, self._start, self._naming)
             if is_best:
-                mark_best(self._root, state.step)
+                mark_best(self._root, state.step, self._naming)
             remove_old(self._root, self._keep_last)
             committed()
             logger.info("saved %s", directory)
@@ -87,7 +92,10 @@ class CheckpointManager:
             request = begin_to_save_tensors(target, policy, tensors_of)
             self._under_way = BackgroundSave(request, commit_it if self._groups.is_main else None)
             return
-        save_tensors(target, policy, tensors_of)
+        if self._naming is MEGATRON:
+            torch_format.save(target, state.step, policy, tensors_of, self._groups)
+        else:
+            save_tensors(target, policy, tensors_of)
         dist.barrier()
         if self._groups.is_main:
             commit_it()
@@ -118,7 +126,7 @@ class CheckpointManager:
         """An empty directory that no earlier start of the run writes into."""
         if not self._start:
             self._start = broadcast_json(uuid.uuid4().hex[:8] if self._groups.is_main else "", source=0)
-        target = temporary_directory(self._root, step, self._start)
+        target = temporary_directory(self._root, step, self._start, self._naming)
         if self._groups.is_main:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
@@ -136,7 +144,7 @@ class CheckpointManager:
     def start_from_weights(self, path: str, policy: PolicyModel) -> None:
         """`--pretrained-checkpoint` or `--load` with `--finetune`: weights only."""
         directory = self.find(path)
-        load_weights(directory, policy)
+        self._load_weights(directory, policy)
         logger.info("weights from %s", directory)
 
     def resume(
@@ -153,9 +161,9 @@ class CheckpointManager:
         if directory.parent == self._root:
             self._saved_step = state.step
         if state.has_optimizer and with_optimizer:
-            load_all(directory, policy, optimization)
+            self._load_all(directory, policy, optimization)
         else:
-            load_weights(directory, policy)
+            self._load_weights(directory, policy)
             optimization.optimizer.reload_model_params()
             logger.info("the optimizer starts without moments")
         # The schedule is a function of the update's number, so it goes on without an optimizer state too.
@@ -164,6 +172,18 @@ class CheckpointManager:
             logger.info("rank %d is new to this run: its generators start from the seed", self._groups.rank)
         logger.info("resumed from %s (step %d)", directory, state.step)
         return state
+
+    def _load_weights(self, directory: Path, policy: PolicyModel) -> None:
+        if is_megatron_layout(directory):
+            torch_format.load_weights(directory, policy, self._groups)
+        else:
+            load_weights(directory, policy)
+
+    def _load_all(self, directory: Path, policy: PolicyModel, optimization: Optimization) -> None:
+        if is_megatron_layout(directory):
+            torch_format.load_all(directory, policy, optimization, self._groups)
+        else:
+            load_all(directory, policy, optimization)
 
     def calibration(self) -> dict[str, torch.Tensor]:
         """What `save` was given on this rank, of the checkpoint that was resumed; empty where there is none."""
