@@ -64,7 +64,7 @@ def build_run(
         seed_everything(config.training.seed)
         policy = build_model(config, platform, tokenizer.vocab_size)
         checkpoints = CheckpointManager(
-            Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups
+            Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups, config.checkpoint.ckpt_format
         )
         stack.callback(checkpoints.abandon)
         optimization, reference, saved = _start_weights(config, policy, checkpoints, groups)

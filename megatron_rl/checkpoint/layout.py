@@ -7,6 +7,9 @@
       step_0000080.*.tmp/    being written, or left by a kill; never loaded
       step_0000060.damaged/  found damaged by a resume that went back to an older one; never loaded
 
+`--ckpt-format torch` has Megatron's names instead: ``iter_0000040``, and ``latest_checkpointed_iteration.txt`` for
+``latest``, which holds the number. One directory may have both, when a run has changed its format.
+
 Write everything into ``.tmp``, sync it to disk, rename, and only then point ``latest`` at it: a
 kill at any moment leaves the previous checkpoint as it was.
 """
@@ -18,30 +21,45 @@ import logging
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.manifest import sync, verify, write_manifest, write_synced
+from megatron_rl.checkpoint.torch_files import is_foreign, tensor_size
 from megatron_rl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_STEP_NAME = re.compile(r"step_(\d{7,})")
-_LATEST = "latest"
+_STEP_NAME = re.compile(r"(?:step|iter)_(\d{7,})")
 _BEST = "best"
 
 
-def step_directory(root: Path, step: int) -> Path:
+@dataclass(frozen=True)
+class Naming:
+    """How a format calls a checkpoint, and the file that says which is the newest."""
+
+    prefix: str
+    pointer: str
+    pointer_names: str
+    """Of a step, as the pointer has it."""
+
+
+OWN = Naming("step", "latest", "step_{:07d}")
+MEGATRON = Naming("iter", "latest_checkpointed_iteration.txt", "{}")
+
+
+def step_directory(root: Path, step: int, naming: Naming = OWN) -> Path:
     """Where the committed checkpoint of ``step`` lies."""
-    return root / f"step_{step:07d}"
+    return root / f"{naming.prefix}_{step:07d}"
 
 
-def temporary_directory(root: Path, step: int, start: str = "") -> Path:
+def temporary_directory(root: Path, step: int, start: str = "", naming: Naming = OWN) -> Path:
     """Where the checkpoint of ``step`` is written before it counts.
 
     ``start`` tells one start of the run from the next: what writes in the background may outlive a kill, and must
     not write into the directory of the run that goes on.
     """
-    return root / f"step_{step:07d}{'.' if start else ''}{start}.tmp"
+    return root / f"{naming.prefix}_{step:07d}{'.' if start else ''}{start}.tmp"
 
 
 def step_of(directory: Path) -> int:
@@ -82,13 +100,16 @@ def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
     """
     root = Path(path)
     if _STEP_NAME.fullmatch(root.name) and root.exists():
-        verify(root, contents)
+        if is_foreign(root):
+            tensor_size(root)
+        else:
+            verify(root, contents)
         return root
     for nested in (root, root / "checkpoints"):
         if step_entries(nested):
             return newest_valid(nested, contents)
     raise CheckpointError(
-        f"no checkpoint in {str(root)!r}; give a directory that holds step_* directories, "
+        f"no checkpoint in {str(root)!r}; give a directory that holds step_* or iter_* directories, "
         "such as RUN_DIR/checkpoints"
     )
 
@@ -102,13 +123,36 @@ def newest_valid(root: Path, contents: bool = True) -> Path:
     problems = []
     for directory in reversed(step_entries(root)):
         try:
-            verify(directory, contents)
+            if is_foreign(directory):
+                _check_foreign(directory)
+            else:
+                verify(directory, contents)
         except CheckpointError as error:
             logger.warning("%s; trying the one before it", error)
             problems.append(str(error))
         else:
             return directory
     raise CheckpointError(f"no undamaged checkpoint in {str(root)!r}: " + "; ".join(problems or ["it is empty"]))
+
+
+def _check_foreign(directory: Path) -> None:
+    """Megatron-LM writes in place: only what its pointer names is complete.
+
+    Raises:
+        CheckpointError: it is not that one, or ranks' files are missing.
+    """
+    pointer = directory.parent / MEGATRON.pointer
+    try:
+        named = pointer.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{str(pointer)!r} cannot be read ({error}); name one of the iter_* directories"
+        ) from error
+    if named != str(step_of(directory)):
+        raise CheckpointError(
+            f"{str(pointer)!r} names {named[:20]!r}, not {directory.name}; name one of the iter_* directories"
+        )
+    tensor_size(directory)
 
 
 def set_aside_newer(directory: Path) -> None:
@@ -124,13 +168,13 @@ def set_aside_newer(directory: Path) -> None:
             logger.warning("set aside as %s", aside)
 
 
-def commit(root: Path, step: int, start: str = "", is_best: bool = False) -> Path:
+def commit(root: Path, step: int, start: str = "", is_best: bool = False, naming: Naming = OWN) -> Path:
     """Turn the written temporary directory into the checkpoint of ``step``; one rank calls it.
 
     Raises:
         OSError: it does not count, and a checkpoint of the same step saved before does so again.
     """
-    source, target = temporary_directory(root, step, start), step_directory(root, step)
+    source, target = temporary_directory(root, step, start, naming), step_directory(root, step, naming)
     write_manifest(source, step)
     replaced = target.with_name(target.name + ".replaced.tmp")
     if target.exists():  # the same step saved again
@@ -144,21 +188,21 @@ def commit(root: Path, step: int, start: str = "", is_best: bool = False) -> Pat
         raise
     sync(root)
     remove(replaced)
-    _point(root, _LATEST, target)
+    _point(root, naming.pointer, naming.pointer_names.format(step))
     if is_best:
-        _point(root, _BEST, target)
+        _point(root, _BEST, target.name)
     return target
 
 
-def _point(root: Path, name: str, target: Path) -> None:
+def _point(root: Path, name: str, target: str) -> None:
     """``latest`` and ``best`` are for people: the checkpoint counts without them."""
     pointer = root / (name + ".tmp")
     try:
-        write_synced(pointer, target.name + "\n")
+        write_synced(pointer, target + "\n")
         os.replace(pointer, root / name)
         sync(root)
     except OSError as error:
-        logger.warning("%s does not name %s (%s); no resume needs it", root / name, target.name, error.strerror)
+        logger.warning("%s does not name %s (%s); no resume needs it", root / name, target, error.strerror)
 
 
 def best_checkpoint(root: Path) -> Path | None:
@@ -182,7 +226,7 @@ def remove(path: Path) -> None:
 
 def remove_old(root: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` checkpoints (0 keeps all) and the best, and leftovers of killed saves."""
-    for leftover in root.glob("step_*.tmp"):
+    for leftover in (*root.glob("step_*.tmp"), *root.glob("iter_*.tmp")):
         remove(leftover)
     best = best_checkpoint(root)
     for directory in list_checkpoints(root)[:-keep] if keep > 0 else []:

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.attempt import SaveAttempt
 from megatron_rl.checkpoint.background import BackgroundSave
 from megatron_rl.checkpoint.calibration import load_calibration, save_calibration
 from megatron_rl.checkpoint.layout import (
+    MEGATRON,
+    OWN,
     commit,
     find_checkpoint,
     newest_valid,
@@ -27,6 +30,7 @@ from megatron_rl.checkpoint.layout import (
 from megatron_rl.checkpoint.random_state import load_random_state, save_random_state
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import begin_to_save_tensors, load_all, load_weights, save_tensors
+from megatron_rl.checkpoint.torch_files import is_megatron_layout
 from megatron_rl.errors import CheckpointError, SaveError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
@@ -39,10 +43,11 @@ logger = logging.getLogger(__name__)
 class CheckpointManager:
     """Saves into one directory; every call is collective over the job."""
 
-    def __init__(self, root: Path, keep_last: int, groups: ParallelGroups) -> None:
+    def __init__(self, root: Path, keep_last: int, groups: ParallelGroups, ckpt_format: str = "torch_dist") -> None:
         self._root = root
         self._keep_last = keep_last
         self._groups = groups
+        self._naming = MEGATRON if ckpt_format == "torch" else OWN
         self._start = ""
         self._saved_step: int | None = None
         self._resumed: Path | None = None
@@ -76,9 +81,13 @@ class CheckpointManager:
         try:
             attempt, target = self._begin(state.step)
             optimization.gather_parameters()
-            save = begin_to_save_tensors if in_background else save_tensors
-            with attempt.collective_part():
-                request = save(target, policy, optimization if state.has_optimizer else None)
+            tensors_of = optimization if state.has_optimizer else None
+            if self._naming is MEGATRON:
+                request = torch_format.save(target, state.step, policy, tensors_of, self._groups, attempt)
+            else:
+                with attempt.collective_part():
+                    save = begin_to_save_tensors if in_background else save_tensors
+                    request = save(target, policy, tensors_of)
             with attempt.part():
                 save_random_state(target, self._groups.rank)
                 save_calibration(target, self._groups.rank, calibration)
@@ -131,7 +140,7 @@ class CheckpointManager:
         """An empty directory that no earlier start of the run writes into."""
         if not self._start:
             self._start = broadcast_json(uuid.uuid4().hex[:8] if self._groups.is_main else "", source=0)
-        target = temporary_directory(self._root, step, self._start)
+        target = temporary_directory(self._root, step, self._start, self._naming)
         attempt = SaveAttempt(target, self._groups.is_main)
         with attempt.part():
             if self._groups.is_main:
@@ -142,7 +151,7 @@ class CheckpointManager:
 
     def _commit(self, step: int, is_best: bool, committed: Callable[[], None]) -> None:
         """On the main rank: from now on it counts."""
-        directory = commit(self._root, step, self._start, is_best)
+        directory = commit(self._root, step, self._start, is_best, self._naming)
         remove_old(self._root, self._keep_last)
         committed()
         logger.info("saved %s", directory)
@@ -158,7 +167,7 @@ class CheckpointManager:
     def start_from_weights(self, path: str, policy: PolicyModel) -> None:
         """`--pretrained-checkpoint` or `--load` with `--finetune`: weights only."""
         directory = self.find(path)
-        load_weights(directory, policy)
+        self._load_weights(directory, policy)
         logger.info("weights from %s", directory)
 
     def resume(
@@ -175,9 +184,9 @@ class CheckpointManager:
         if directory.parent == self._root:
             self._saved_step = state.step
         if state.has_optimizer and with_optimizer:
-            load_all(directory, policy, optimization)
+            self._load_all(directory, policy, optimization)
         else:
-            load_weights(directory, policy)
+            self._load_weights(directory, policy)
             optimization.optimizer.reload_model_params()
             logger.info("the optimizer starts without moments")
         # The schedule is a function of the update's number, so it goes on without an optimizer state too.
@@ -186,6 +195,18 @@ class CheckpointManager:
             logger.info("rank %d is new to this run: its generators start from the seed", self._groups.rank)
         logger.info("resumed from %s (step %d)", directory, state.step)
         return state
+
+    def _load_weights(self, directory: Path, policy: PolicyModel) -> None:
+        if is_megatron_layout(directory):
+            torch_format.load_weights(directory, policy, self._groups)
+        else:
+            load_weights(directory, policy)
+
+    def _load_all(self, directory: Path, policy: PolicyModel, optimization: Optimization) -> None:
+        if is_megatron_layout(directory):
+            torch_format.load_all(directory, policy, optimization, self._groups)
+        else:
+            load_all(directory, policy, optimization)
 
     def calibration(self) -> dict[str, torch.Tensor]:
         """What `save` was given on this rank, of the checkpoint that was resumed; empty where there is none."""

@@ -7,7 +7,7 @@ torch's Adam takes their place, whose step counter is a tensor for every paramet
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +34,21 @@ def _make_momentum(optimizer: torch.optim.SGD, config: object = None) -> None:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def load_state(optimization: Optimization, state: dict[str, Any]) -> None:
-    """Put a loaded state in place. Rates and decays stay as configured."""
+def load_state(optimization: Optimization, state: dict[str, Any], gathered: Sequence[Any] = ()) -> None:
+    """Put a loaded state in place. Rates and decays stay as configured.
+
+    Args:
+        gathered: what megatron's ``get_parameter_state_dp_zero`` gave, for each distributed optimizer; the values
+            count on data-parallel rank 0. Empty where ``state`` holds the parameters' state itself.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_settings_kept(optimization))
         for part in _distributed(optimization):
             stack.enter_context(_step_counters_offered(part))
         optimization.optimizer.load_state_dict(state)
+        for part, values in zip(_distributed(optimization) if gathered else (), gathered, strict=True):
+            with torch.no_grad():  # in fp32 it writes into slices of the model's own parameters
+                part.load_parameter_state_from_dp_zero(values)
     _separate_step_counters(optimization)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.torch_files import is_foreign, is_megatron_layout, read_args, tensor_size
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 
@@ -20,6 +21,14 @@ _ARCHITECTURE = (
     "use_rope_scaling", "rope_scaling_factor",
     "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
 )  # fmt: skip
+
+
+_COUNTED_WITH = {
+    "group_query_attention": {"num_query_groups"},
+    "use_rope_scaling": {"rope_scaling_factor"},
+    "num_experts": {"moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"},
+}
+_FOREIGN = "Megatron-LM's"
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class RunState:
     logprob_gap_max: float = 0.0
     seed: int = 0
     mode: str = "rl"
-    """``rl`` or ``supervised``."""
+    """``rl`` or ``supervised``; else the checkpoint is not of a run of ours."""
     has_optimizer: bool = True
     """False when saved before the first update or with `--no-save-optim`."""
     vocab_size: int = 0
@@ -78,11 +87,13 @@ def write_run_state(directory: Path, state: RunState) -> None:
 
 
 def read_run_state(directory: Path) -> RunState:
-    """Read the JSON file.
+    """Read the JSON file; of a checkpoint that Megatron-LM wrote, make it of the flags it holds.
 
     Raises:
         CheckpointError: it is absent or not what `write_run_state` writes.
     """
+    if directory.is_dir() and is_foreign(directory):
+        return _foreign_state(directory)
     path = directory / FILE_NAME
     try:
         values = json.loads(path.read_text())
@@ -90,6 +101,24 @@ def read_run_state(directory: Path) -> RunState:
         return RunState(**{name: value for name, value in values.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
+
+
+def _foreign_state(directory: Path) -> RunState:
+    args = read_args(directory)
+    architecture = {name: args[name] for name in _ARCHITECTURE if name in args}
+    for switch, names in _COUNTED_WITH.items():
+        if not args.get(switch):  # Megatron has defaults for them that mean nothing then
+            architecture = {name: value for name, value in architecture.items() if name not in names}
+    return RunState(
+        step=0,
+        updates=0,
+        policy_version=0,
+        mode=_FOREIGN,
+        has_optimizer=False,
+        padded_vocab_size=args.get("padded_vocab_size") or 0,
+        architecture=architecture,
+        world={"tensor_model_parallel_size": tensor_size(directory)},
+    )
 
 
 def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | None = None) -> list[str]:
@@ -106,6 +135,14 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
         for name, value in wanted.items()
         if name in saved and saved[name] != value
     ]
+    own = config.parallel.tensor_model_parallel_size
+    size = tensor_size(directory) if is_megatron_layout(directory) else own
+    if size != own:
+        problems.append(
+            f"checkpoint {str(directory)!r} was saved with --tensor-model-parallel-size {size}, this run has {own}; "
+            "--ckpt-format torch holds one topology: use the same, or convert it to Hugging Face's format and use "
+            "--load-hf"
+        )
     if vocab_size is not None and state.vocab_size not in (0, vocab_size):
         problems.append(
             f"checkpoint {str(directory)!r} was made with a vocabulary of {state.vocab_size} tokens, "
@@ -122,6 +159,11 @@ def mode_of(config: RLConfig) -> str:
 def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
     """Why the run saved in ``directory`` cannot be gone on with, although its weights fit."""
     state, problems = read_run_state(directory), []
+    if state.mode == _FOREIGN:
+        return [
+            f"checkpoint {str(directory)!r} was written by Megatron-LM, whose run cannot be gone on with; take its "
+            "weights with --finetune or --pretrained-checkpoint"
+        ]
     if state.mode != mode_of(config):  # steps and cursor would mean something else
         switch = "add" if state.mode == "rl" else "leave out"
         problems.append(

@@ -26,7 +26,7 @@ class CheckpointConfig:
     save_interval: int | None = flag(None, ge=1, common=True)
     """Save every this many steps; without it only when the run stops."""
     ckpt_format: Literal["torch_dist", "torch"] = flag("torch_dist")
-    """Format of checkpoints; torch is refused for now."""
+    """Format of checkpoints: torch is Megatron's one file a rank, for one topology; torch_dist suits any."""
     async_save: bool = flag(False)
     """Write periodic checkpoints in the background while training goes on."""
     keep_best: str | None = flag(None)

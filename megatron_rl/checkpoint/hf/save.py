@@ -16,6 +16,7 @@ from megatron_rl.checkpoint.hf.stored import StoredParameters
 from megatron_rl.checkpoint.hf.writer import HfWriter
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import read_run_state
+from megatron_rl.checkpoint.torch_files import is_megatron_layout, shards_reader
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Entry, HfModel
 from megatron_rl.models import PolicyModel
@@ -85,8 +86,15 @@ def export_checkpoint(
     problems = _differences(origin, directory)
     if problems:
         raise CheckpointError("; ".join(problems))
+    write_hf(origin, target, _parts_in(directory), dtype, max_file_bytes)
+
+
+def _parts_in(directory: Path) -> Produce:
+    if is_megatron_layout(directory):
+        shards = shards_reader(directory)
+        return lambda entry: shards(entry.parameter)
     stored = StoredParameters(directory)
-    write_hf(origin, target, lambda entry: [stored.read(entry.parameter)], dtype, max_file_bytes)
+    return lambda entry: [stored.read(entry.parameter)]
 
 
 def _differences(origin: HfModel, directory: Path) -> list[str]:

@@ -87,11 +87,8 @@ def _recompute(config: RLConfig) -> Iterator[str]:
 
 
 def _checkpoint(config: RLConfig) -> Iterator[str]:
-    if config.checkpoint.ckpt_format == "torch":
-        yield (
-            "--ckpt-format torch is refused for now: its pickled files can run code when loaded and hold one "
-            "topology; use torch_dist"
-        )
+    if config.checkpoint.ckpt_format == "torch" and config.checkpoint.async_save:
+        yield "--async-save cannot write --ckpt-format torch in the background; leave it out, or use torch_dist"
     best = config.checkpoint.keep_best
     if best is not None and not best.startswith("val/"):
         yield f"--keep-best {best} is no metric of an evaluation; they are called val/ENVIRONMENT/MEASURE"

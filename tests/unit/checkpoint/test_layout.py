@@ -52,7 +52,7 @@ def test_only_committed_steps_are_listed(tmp_path, save):
 
 def test_a_name_of_something_else_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="step_0000040"):
-        step_of(tmp_path / "iter_0000040")
+        step_of(tmp_path / "round_0000040")
 
 
 def test_a_commit_leaves_the_checkpoint_its_manifest_and_the_pointer(tmp_path, save):

@@ -148,7 +148,10 @@ ONE_PROBLEM = [
         ["only --recompute-granularity full"],
     ),
     ({"recompute_modules": "mlp"}, 1, ["--recompute-modules", "--recompute-granularity selective"]),
-    ({"ckpt_format": "torch"}, 1, ["--ckpt-format torch is refused", "use torch_dist"]),
+    (
+        {"ckpt_format": "torch", "async_save": True}, 1,
+        ["--async-save cannot write --ckpt-format torch", "use torch_dist"],
+    ),
     ({"min_lr": "0.01"}, 1, ["--min-lr 0.01", "--lr 0.001"]),
     ({"lr_warmup_init": "0.01"}, 1, ["--lr-warmup-init 0.01", "--lr 0.001"]),
     ({"lr_warmup_iters": "100"}, 1, ["warms up for 100", "decays after 100", "at most 99"]),
@@ -218,9 +221,9 @@ def test_what_stands_just_inside_a_rule_is_allowed(problems, changes, ranks):
 
 
 def test_all_broken_rules_come_at_once(problems):
-    found = problems(4, fp16=True, ckpt_format="torch", grpo_prompts_per_step="6", min_lr="1")
+    found = problems(4, fp16=True, ckpt_format="torch", async_save=True, grpo_prompts_per_step="6", min_lr="1")
     starts = [line.split()[0] for line in found]
-    assert starts == ["--fp16", "--ckpt-format", "--min-lr", "--grpo-prompts-per-step"]
+    assert starts == ["--fp16", "--async-save", "--min-lr", "--grpo-prompts-per-step"]
 
 
 def test_no_batch_is_called_uneven_when_the_ranks_do_not_fit_the_model(problems):

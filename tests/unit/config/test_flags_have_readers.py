@@ -13,7 +13,7 @@ from megatron_rl.config.fields import Flag
 from megatron_rl.config.rl_config import all_flags
 
 LIBRARY = Path(megatron_rl.__file__).parent
-ONLY_ONE_VALUE = {"tokenizer_type", "ckpt_format", "langrl_inference_server_type", "attention_backend"}
+ONLY_ONE_VALUE = {"tokenizer_type", "langrl_inference_server_type", "attention_backend"}
 """Choices of which one is built; the parser, a rule or a note says so."""
 
 

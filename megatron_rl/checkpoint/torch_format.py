@@ -1,0 +1,174 @@
+"""`--ckpt-format torch`: every tensor-parallel rank's model and optimizer as they lie in its memory.
+
+    iter_0000012/
+      mp_rank_00/model_optim_rng.pt   checkpoint_version, iteration, model, optimizer
+      mp_rank_00/distrib_optim.pt     with --use-distributed-optimizer: what its data-parallel ranks share
+      manifest.json, run_state.json, random_state_rank_00000.safetensors   as in the other format
+
+Only the topology that wrote it can go on with it. Names of tensors are megatron-core's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_rl.checkpoint.attempt import SaveAttempt
+from megatron_rl.checkpoint.manifest import sync
+from megatron_rl.checkpoint.optimizer_state import load_state, make_room
+from megatron_rl.checkpoint.run_state import RunState, read_run_state
+from megatron_rl.checkpoint.torch_files import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    rank_directory,
+    read,
+    read_model_file,
+    tensor_size,
+)
+from megatron_rl.errors import CheckpointError
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.trainer import Optimization
+
+T = TypeVar("T")
+_VERSION = 3.0
+"""Megatron's number for the order of rows in fused projections."""
+
+
+def save(
+    directory: Path,
+    step: int,
+    policy: PolicyModel,
+    optimization: Optimization | None,
+    groups: ParallelGroups,
+    attempt: SaveAttempt,
+) -> None:
+    """Write this job's files into ``directory``; collective. None leaves the optimizer out.
+
+    What a rank could not write is noted in ``attempt``.
+    """
+    content: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": step, "model": policy.gpt.state_dict()}
+    gathered = None
+    if optimization is not None:
+        gathered = _gather_parameter_state(optimization)
+        content["optimizer"] = optimization.optimizer.state_dict()
+    if groups.data_rank != 0:
+        return
+    with attempt.part():
+        target = rank_directory(directory, groups.tensor_rank)
+        target.mkdir()
+        _write(content, target / MODEL_FILE)
+        if gathered is not None:
+            _write(gathered, target / OPTIMIZER_FILE)
+        sync(target)
+
+
+def _write(content: Any, path: Path) -> None:
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:  # torch's writer makes one of a full disk
+        raise OSError(f"{path}: {error}") from error
+
+
+def load_weights(directory: Path, policy: PolicyModel, groups: ParallelGroups) -> None:
+    """Load the model's weights in place; collective.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold this model in this topology; on every rank.
+    """
+    model = _together(lambda: _read_fitting(directory, policy, groups)["model"])
+    policy.gpt.load_state_dict(model, strict=False)  # compared already; what is left out is empty
+
+
+def load_all(directory: Path, policy: PolicyModel, optimization: Optimization, groups: ParallelGroups) -> None:
+    """Load weights and optimizer state in place; collective.
+
+    Raises:
+        CheckpointError: see `load_weights`.
+    """
+    content, gathered = _together(lambda: _read_for_resume(directory, policy, optimization, groups))
+    make_room(optimization)
+    policy.gpt.load_state_dict(content["model"], strict=False)
+    load_state(optimization, content["optimizer"], _parts(gathered, optimization))
+
+
+def _read_for_resume(
+    directory: Path, policy: PolicyModel, optimization: Optimization, groups: ParallelGroups
+) -> tuple[dict[str, Any], Any]:
+    _check_replicas(directory, read_run_state(directory), groups)
+    content = _read_fitting(directory, policy, groups, mapped=False)
+    if "optimizer" not in content:
+        raise CheckpointError(f"checkpoint {str(directory)!r} has no optimizer state; add --no-load-optim")
+    is_first = groups.data_rank == 0 and bool(_distributed(optimization))
+    path = rank_directory(directory, groups.tensor_rank) / OPTIMIZER_FILE
+    return content, read(path) if is_first else None
+
+
+def _read_fitting(
+    directory: Path, policy: PolicyModel, groups: ParallelGroups, mapped: bool = True
+) -> dict[str, Any]:
+    """This rank's file, whose tensors are those of this rank's model."""
+    saved = tensor_size(directory)
+    if saved != groups.tensor_size:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} was saved with --tensor-model-parallel-size {saved}, this run has "
+            f"{groups.tensor_size}; --ckpt-format torch holds one topology: use the same, or convert it to "
+            "Hugging Face's format and use --load-hf"
+        )
+    content = read_model_file(directory, groups.tensor_rank, mapped)
+    found = {name: tensor.shape for name, tensor in content["model"].items() if not name.endswith("_extra_state")}
+    own = {name: tensor.shape for name, tensor in policy.gpt.state_dict().items() if torch.is_tensor(tensor)}
+    for name in sorted(own.keys() | found.keys()):
+        if own.get(name) != found.get(name):
+            has, wants = (list(shapes[name]) if name in shapes else "none" for shapes in (found, own))
+            raise CheckpointError(
+                f"checkpoint {str(directory)!r} does not fit this model ({name}: it has {has}, the model wants "
+                f"{wants}); use the flags it was trained with"
+            )
+    return content | {"model": {name: content["model"][name] for name in own}}
+
+
+def _check_replicas(directory: Path, state: RunState, groups: ParallelGroups) -> None:
+    ranks = state.world.get("ranks", groups.world_size)
+    if ranks != groups.world_size:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} was saved by {ranks} ranks, this run has {groups.world_size}; "
+            f"--ckpt-format torch holds one topology: start {ranks} ranks, or take its weights alone with "
+            "--pretrained-checkpoint"
+        )
+
+
+def _distributed(optimization: Optimization) -> list[DistributedOptimizer]:
+    return [part for part in optimization.optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+
+
+def _gather_parameter_state(optimization: Optimization) -> Any:
+    """What Megatron-LM writes as `OPTIMIZER_FILE`, on data-parallel rank 0; None on the others. Collective."""
+    if not _distributed(optimization):
+        return None
+    states = [part.get_parameter_state_dp_zero() for part in _distributed(optimization)]
+    return states[0] if len(states) == 1 or states[0] is None else states
+
+
+def _parts(gathered: Any, optimization: Optimization) -> list[Any]:
+    """`_gather_parameter_state`'s value as one for each distributed optimizer."""
+    return gathered if isinstance(gathered, list) else [gathered] * len(_distributed(optimization))
+
+
+def _together(act: Callable[[], T]) -> T:
+    """What ``act`` returns, once it has succeeded on every rank: one that fails would leave the others waiting."""
+    result, problem = None, ""
+    try:
+        result = act()
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [text for text in gather_json(problem, dist.group.WORLD) if text]
+    if problems:
+        raise CheckpointError(problem or problems[0])
+    return result

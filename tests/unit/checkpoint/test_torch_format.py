@@ -1,0 +1,287 @@
+"""`--ckpt-format torch`: the round trip, Megatron-LM's own files, and pickles that are more than data."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron_rl.checkpoint import CheckpointManager, RunState, architecture_problems, continuation_problems
+from megatron_rl.checkpoint.layout import MEGATRON, find_checkpoint, temporary_directory
+from megatron_rl.checkpoint.run_state import architecture_of, read_run_state
+from megatron_rl.checkpoint.torch_files import MODEL_FILE, rank_directory, read
+from megatron_rl.config import RLConfig
+from megatron_rl.errors import CheckpointError
+from megatron_rl.models import PolicyModel
+from megatron_rl.trainer import Optimization
+from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "distributed": {"use_distributed_optimizer": True},
+    "distributed_bf16": {"use_distributed_optimizer": True, "bf16": True},
+    "sgd": {"optimizer": "sgd"},
+    "experts": {
+        "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2, "add_qkv_bias": False,
+    },
+}  # fmt: skip
+
+
+def _built(config: RLConfig, seed: int, updates: int = 0) -> tuple[PolicyModel, Optimization]:
+    policy = tiny_policy(config, seed)
+    optimization = Optimization(policy, config)
+    for number in range(updates):
+        _update(optimization, number)
+    return policy, optimization
+
+
+def _update(optimization: Optimization, number: int) -> None:
+    optimization.zero_grad()
+    generator = torch.Generator().manual_seed(number)
+    for parameter in optimization.wrapped.parameters():
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    assert optimization.step().applied
+
+
+def _state(config: RLConfig, step: int, updates: int) -> RunState:
+    return RunState(
+        step=step, updates=updates, policy_version=updates, padded_vocab_size=VOCABULARY,
+        architecture=architecture_of(config), world={"ranks": 1, "tensor_model_parallel_size": 1},
+    )  # fmt: skip
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not (key == "step" and "lr_mult" in value):  # left in a group by megatron's loading; Adam's is elsewhere
+                yield from _leaves(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}.{index}")
+    else:
+        yield name, value
+
+
+def _everything(policy: PolicyModel, optimization: Optimization) -> dict[str, Any]:
+    parts = [
+        [part.optimizer.state_dict(), getattr(part, "shard_fp32_from_float16_groups", []), part.state_dict()]
+        for part in optimization.optimizer.chained_optimizers
+    ]
+    return dict(_leaves({"model": policy.gpt.state_dict(), "optimizer": parts}))
+
+
+def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if torch.is_tensor(value):
+            assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
+        else:
+            assert value == other[name], name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_moments_and_counters_come_back_bit_for_bit(one_rank, tmp_path: Path, variant: str) -> None:
+    config = tiny_config(**VARIANTS[variant])
+    policy, optimization = _built(config, seed=1, updates=3)
+    CheckpointManager(tmp_path, 0, one_rank, "torch").save(_state(config, 2, 3), policy, optimization, {})
+    other_policy, other = _built(config, seed=2)
+    manager = CheckpointManager(tmp_path, 0, one_rank, "torch")
+    assert manager.resume(manager.newest(), other_policy, other).updates == 3
+    _assert_same(_everything(policy, optimization), _everything(other_policy, other))
+    if variant != "sgd":
+        steps = {value.item() for part in other.optimizer.chained_optimizers for value in _steps(part)}
+        assert steps == {3.0}
+    for both in (optimization, other):
+        _update(both, 9)
+    _assert_same(_everything(policy, optimization), _everything(other_policy, other))
+
+
+def _steps(part: Any) -> list[torch.Tensor]:
+    return [values["step"] for values in part.optimizer.state.values()]
+
+
+@pytest.fixture
+def saved(one_rank: object, tmp_path: Path) -> tuple[Path, PolicyModel]:
+    """Steps 2 and 4."""
+    config = tiny_config()
+    policy, optimization = _built(config, seed=1, updates=1)
+    manager = CheckpointManager(tmp_path / "own", 0, one_rank, "torch")
+    for step in (2, 4):
+        manager.save(_state(config, step, 1), policy, optimization, {})
+    return tmp_path / "own", policy
+
+
+def _file(directory: Path) -> Path:
+    return rank_directory(directory, 0) / MODEL_FILE
+
+
+def test_names_are_megatrons(saved) -> None:
+    root, policy = saved
+    assert sorted(path.name for path in root.iterdir()) == [
+        "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+    assert (root / MEGATRON.pointer).read_text().strip() == "4"
+    content = torch.load(_file(root / "iter_0000004"), weights_only=True)  # no class at all is needed
+    assert content["iteration"] == 4 and content["checkpoint_version"] == 3.0
+    assert content["model"].keys() == policy.gpt.state_dict().keys()
+
+
+def test_a_truncated_file_falls_back_to_the_one_before(saved) -> None:
+    root, _ = saved
+    path = _file(root / "iter_0000004")
+    path.write_bytes(path.read_bytes()[:-100])
+    assert find_checkpoint(root) == root / "iter_0000002"
+
+
+@pytest.mark.parametrize("text", ["40", "nonsense", None])
+def test_a_pointer_to_nowhere_does_not_matter_where_there_are_checksums(saved, text: str | None) -> None:
+    root, _ = saved
+    (root / MEGATRON.pointer).unlink() if text is None else (root / MEGATRON.pointer).write_text(text)
+    assert find_checkpoint(root) == root / "iter_0000004"
+
+
+def test_a_save_that_cannot_be_written_leaves_the_one_before(saved, one_rank, monkeypatch) -> None:
+    root, _ = saved
+    config = tiny_config()
+    policy, optimization = _built(config, seed=1, updates=1)
+
+    def full(*arguments: object) -> None:
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(unexpected pos"):
+        CheckpointManager(root, 0, one_rank, "torch").save(_state(config, 6, 1), policy, optimization, {})
+    assert find_checkpoint(root) == root / "iter_0000004"
+    assert (root / MEGATRON.pointer).read_text().strip() == "4"
+
+
+class _Command:
+    """Unpickled by Python's own unpickler, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_forbidden_class_is_named_and_nothing_is_executed(tmp_path: Path) -> None:
+    path, proof = tmp_path / "model.pt", tmp_path / "executed"
+    torch.save({"model": {}, "args": _Command(proof)}, path)
+    with pytest.raises(CheckpointError, match=r"model\.pt.*posix\.mkdir.*nothing of it was executed") as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+    assert not proof.exists()
+    pickle.loads(pickle.dumps(_Command(proof)))  # noqa: S301 - the file would have done something
+    assert proof.exists()
+
+
+def test_a_name_that_is_passed_over_is_not_called(tmp_path: Path) -> None:
+    torch.save({"a": np.arange(3), "b": AttnBackend.flash}, tmp_path / "file.pt")
+    content = read(tmp_path / "file.pt")
+    assert {type(value).__name__ for value in content.values()} == {"_Nothing"}
+    assert all(vars(value) == {} for value in content.values())
+
+
+def test_what_others_allow_counts_for_nothing_here_and_is_left_as_it_was(tmp_path: Path) -> None:
+    """megatron-core allows classes for the whole process."""
+    torch.save(Fraction(1, 3), tmp_path / "file.pt")
+    with torch.serialization.safe_globals([Fraction]):
+        before = set(torch.serialization.get_safe_globals())
+        with pytest.raises(CheckpointError, match=r"fractions\.Fraction"):
+            read(tmp_path / "file.pt")
+        assert set(torch.serialization.get_safe_globals()) == before
+
+
+def _foreign(root: Path, policy: PolicyModel, config: RLConfig, **changes: Any) -> Path:
+    """A checkpoint as Megatron-LM writes it with Transformer Engine's layers."""
+    names = {
+        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    }
+    model = {}
+    for name, tensor in policy.gpt.state_dict().items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        model[name] = torch.zeros(0, dtype=torch.uint8) if name.endswith("_extra_state") else tensor
+    args = argparse.Namespace(
+        **architecture_of(config), group_query_attention=True, padded_vocab_size=VOCABULARY,
+        attention_backend=AttnBackend.auto, params_dtype=torch.float32,
+    )  # fmt: skip
+    vars(args).update(moe_router_topk=2, **changes)
+    content = {
+        "args": args, "checkpoint_version": 3.0, "iteration": 12, "model": model,
+        "rng_state": [{"np_rng_state": np.random.RandomState(1).get_state(), "torch_rng_state": torch.get_rng_state()}],
+    }  # fmt: skip
+    target = rank_directory(root / "iter_0000012", 0)
+    target.mkdir(parents=True)
+    torch.save(content, target / MODEL_FILE)
+    (root / MEGATRON.pointer).write_text("12")
+    return root / "iter_0000012"
+
+
+def test_weights_come_out_of_megatrons_own_files(one_rank, tmp_path: Path) -> None:
+    config = tiny_config()
+    policy = tiny_policy(config, seed=1)
+    directory = _foreign(tmp_path, policy, config)
+    assert find_checkpoint(tmp_path) == directory
+    assert architecture_problems(config, directory) == []
+    (line,) = continuation_problems(config, directory)
+    assert "written by Megatron-LM" in line and "--pretrained-checkpoint" in line
+    assert read_run_state(directory).padded_vocab_size == VOCABULARY
+    other = tiny_policy(config, seed=2)
+    CheckpointManager(tmp_path / "run", 0, one_rank).start_from_weights(str(tmp_path), other)
+    for name, tensor in policy.gpt.named_parameters():
+        assert torch.equal(tensor, other.gpt.get_parameter(name)), name
+
+
+def test_megatrons_own_files_of_another_model_are_one_line(one_rank, tmp_path: Path) -> None:
+    config = tiny_config()
+    directory = _foreign(tmp_path, tiny_policy(config), config)
+    other = tiny_config(ffn_hidden_size=128)
+    (line,) = architecture_problems(other, directory)
+    assert "ffn_hidden_size 64, this run has 128" in line
+    with pytest.raises(CheckpointError, match=r"linear_fc1\.weight: it has \[128, 32\], the model wants \[256, 32\]"):
+        CheckpointManager(tmp_path / "run", 0, one_rank).start_from_weights(str(tmp_path), tiny_policy(other))
+
+
+def test_a_pointer_to_nowhere_in_megatrons_own_files_is_one_line(one_rank, tmp_path: Path) -> None:
+    config = tiny_config()
+    directory = _foreign(tmp_path, tiny_policy(config), config)
+    (tmp_path / MEGATRON.pointer).write_text("40")
+    with pytest.raises(CheckpointError, match=r"names '40', not iter_0000012"):
+        find_checkpoint(tmp_path)
+    assert find_checkpoint(directory) == directory
+
+
+def test_what_is_split_over_pipeline_ranks_or_lacks_a_rank_is_refused(one_rank, tmp_path: Path) -> None:
+    config = tiny_config()
+    directory = _foreign(tmp_path, tiny_policy(config), config)
+    shutil.copytree(directory / "mp_rank_00", directory / "mp_rank_02")
+    with pytest.raises(CheckpointError, match="lacks files of a rank: it has mp_rank_00, mp_rank_02"):
+        find_checkpoint(directory)
+    os.rename(directory / "mp_rank_02", directory / "mp_rank_00_001")
+    with pytest.raises(CheckpointError, match=r"pipeline or expert ranks too \(mp_rank_00_001\)"):
+        find_checkpoint(directory)
+
+
+def test_what_a_kill_left_is_not_seen_and_removed_by_the_next_save(saved, one_rank) -> None:
+    root, policy = saved
+    temporary_directory(root, 8, "abc", MEGATRON).mkdir()
+    assert find_checkpoint(root) == root / "iter_0000004"
+    config = tiny_config()
+    CheckpointManager(root, 1, one_rank, "torch").save(
+        _state(config, 6, 1), policy, _built(config, seed=1, updates=1)[1], {}
+    )
+    assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000006"]
