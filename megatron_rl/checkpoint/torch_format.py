@@ -110,9 +110,7 @@ def _read_for_resume(
     return content, read(path) if is_first else None
 
 
-def _read_fitting(
-    directory: Path, policy: PolicyModel, groups: ParallelGroups, mapped: bool = True
-) -> dict[str, Any]:
+def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, mapped: bool = True) -> dict[str, Any]:
     """This rank's file, whose tensors are those of this rank's model."""
     saved = tensor_size(directory)
     if saved != groups.tensor_size:

@@ -12,12 +12,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.checkpoint.hf import export_checkpoint, import_hf, save_hf
+from megatron_rl.checkpoint.hf.load import fill
 from megatron_rl.checkpoint.hf.reader import HfReader
 from megatron_rl.checkpoint.hf.save import write_hf
 from megatron_rl.checkpoint.hf.writer import HfWriter, plan_files
-from megatron_rl.checkpoint.layout import commit, find_checkpoint, temporary_directory
+from megatron_rl.checkpoint.layout import MEGATRON, commit, find_checkpoint, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
 from megatron_rl.checkpoint.tensors import load_weights, save_tensors
+from megatron_rl.checkpoint.torch_files import MODEL_FILE, rank_directory
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import HfModel, Piece, read_model
 from megatron_rl.families.family import SMALL
@@ -225,3 +227,27 @@ def _peak() -> int:
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_files_of_two_tensor_parallel_ranks_become_a_hugging_face_directory(tmp_path: Path, family: str) -> None:
+    write_model(tmp_path / "model", family, SETTINGS[family])
+    model, padded = read_model(tmp_path / "model"), 128
+    target = temporary_directory(tmp_path / "run", 4, naming=MEGATRON)
+    for rank in range(2):
+        shards = {}
+        with HfReader(model.directory) as reader:
+            for entry in model.weights.entries:
+                pieces = list(entry.pieces(rank, 2, padded))
+                width = next(iter(entry.tensors.values()))[1:]
+                if pieces[0].columns is not None:
+                    width = (pieces[0].columns[1] - pieces[0].columns[0],)
+                shards[entry.parameter] = torch.empty(sum(piece.height for piece in pieces), *width)
+                fill(shards[entry.parameter], pieces, reader)
+        rank_directory(target, rank).mkdir(parents=True)
+        torch.save({"model": shards}, rank_directory(target, rank) / MODEL_FILE)
+    state = RunState(step=4, updates=0, policy_version=0, padded_vocab_size=padded)
+    write_run_state(target, state)
+    commit(tmp_path / "run", 4, naming=MEGATRON)
+    export_checkpoint(tmp_path / "run", model, tmp_path / "out")
+    assert _same(model.directory, tmp_path / "out")

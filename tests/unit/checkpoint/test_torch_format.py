@@ -265,6 +265,34 @@ def test_a_pointer_to_nowhere_in_megatrons_own_files_is_one_line(one_rank, tmp_p
     assert find_checkpoint(directory) == directory
 
 
+def test_a_truncated_one_of_megatrons_own_files_is_one_line(one_rank, tmp_path: Path) -> None:
+    config = tiny_config()
+    directory = _foreign(tmp_path, tiny_policy(config), config)
+    _file(directory).write_bytes(_file(directory).read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt' cannot be read") as caught:
+        architecture_problems(config, find_checkpoint(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_kill_before_the_pointer_moves_leaves_it_where_it_was(saved, one_rank, monkeypatch) -> None:
+    root, policy = saved
+    replace = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(target).name == MEGATRON.pointer:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    config = tiny_config()
+    with pytest.raises(KeyboardInterrupt):
+        CheckpointManager(root, 0, one_rank, "torch").save(
+            _state(config, 6, 1), policy, _built(config, seed=1, updates=1)[1], {}
+        )
+    assert (root / MEGATRON.pointer).read_text().strip() == "4"
+    assert find_checkpoint(root) == root / "iter_0000006"
+
+
 def test_what_is_split_over_pipeline_ranks_or_lacks_a_rank_is_refused(one_rank, tmp_path: Path) -> None:
     config = tiny_config()
     directory = _foreign(tmp_path, tiny_policy(config), config)
