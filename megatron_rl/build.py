@@ -97,6 +97,7 @@ def build_run(
             stack.callback(rollouter.close)
             prompts = source if isinstance(source, PromptSource) else None
             generate_a_little = calibration(engine, prompts, factory, evaluator.tasks if evaluator else ())
+        journal = _journal(config, directory, groups, progress)
         reporter = Reporter(config, groups, directory, timer, platform, progress, command)
         stack.callback(reporter.close)
         yield Run(
@@ -116,7 +117,7 @@ def build_run(
             trainer=_trainer(config, optimization, scorer, reference, groups, timer),
             parity=build_parity_gate(config, scorer, quantization, policy, groups),
             evaluator=evaluator,
-            journal=RolloutJournal(directory.journal, groups) if config.checkpoint.save_interval else None,
+            journal=journal,
             checkpoints=checkpoints,
             directory=directory,
             reporter=reporter,
@@ -209,6 +210,17 @@ def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
         algorithm.rl_keep_zero_variance_groups,
         groups,
     )
+
+
+def _journal(
+    config: RLConfig, directory: RunDirectory, groups: ParallelGroups, progress: Progress
+) -> RolloutJournal | None:
+    if config.checkpoint.save_interval is None:
+        return None
+    journal = RolloutJournal(directory.journal, groups)
+    if groups.is_main:
+        journal.forget(progress.step)  # a kill may have come between the checkpoint and this
+    return journal
 
 
 def _batch_builder(config: RLConfig, platform: Platform, groups: ParallelGroups) -> BatchBuilder:
