@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.optimizer_state import load_state, make_room
+from megatron_rl.checkpoint.result_queue import prepare_result_queue
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
 from megatron_rl.trainer import Optimization
@@ -50,6 +51,7 @@ def begin_to_save_tensors(
 def _save(
     directory: Path, policy: PolicyModel, optimization: Optimization | None, in_background: bool
 ) -> AsyncRequest | None:
+    prepare_result_queue()
     state = _state(policy, optimization, loading=False)
     with _quiet():
         strategy = get_default_save_sharded_strategy("torch_dist", 1)

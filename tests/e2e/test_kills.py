@@ -6,13 +6,16 @@ times each, at different steps and ranks, and 50 times at random.
 
 from __future__ import annotations
 
+import contextlib
 import random
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.checkpoints import differences
-from tests.support.kills import KILLED, Kill, Story, points, random_kills, tell
+from tests.support.kills import KILLED, MARK, Kill, Story, points, random_kills, tell
 from tests.support.runs import rows_of
 
 STEPS, UPDATES_PER_STEP = 12, 4
@@ -102,6 +105,24 @@ def first(workshop) -> Tale:
 @pytest.mark.parametrize("story", FIRST)
 def test_killed_at_named_moments(first: Tale, story: str) -> None:
     first.check_all({story: FIRST[story]})
+
+
+def test_no_process_is_left_behind(first: Tale) -> None:
+    """Ranks that were killed had helpers of their own: the environment server, writers, their queue."""
+    deadline = time.monotonic() + 20
+    while left := _orphans_of(first.workshop.folder):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _orphans_of(folder: Path) -> list[str]:
+    """Processes that descend from a rank of this module's runs."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == str(folder / "logs"):
+                found.append(" ".join(process.cmdline()))
+    return found
 
 
 def test_the_journal_gave_groups_back(first: Tale) -> None:

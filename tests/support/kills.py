@@ -23,6 +23,8 @@ from typing import Any
 from tests.support.ranks import REPOSITORY, free_port, rank_environment
 
 KILLED = -signal.SIGKILL
+MARK = "TESTS_KILLS_FOLDER"
+"""A variable that every process a rank starts inherits."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def tell(stories: Sequence[Story], folder: Path, ranks: int, timeout: float) -> 
     subprocess.run(
         [sys.executable, "-m", "tests.support.kills", str(job), str(answer)],
         cwd=REPOSITORY,
-        env=rank_environment(0, ranks, 0),
+        env=rank_environment(0, ranks, 0) | {MARK: str(folder)},
         stdin=subprocess.DEVNULL,
         check=True,
         timeout=timeout,
