@@ -29,5 +29,5 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_nobody_waits(tmp_path: P
     assert first["failed_saves"] == len(FILES)
     for step, file in enumerate(FILES, start=1):
         message, before, after = first[file]
-        assert f"step_{step + 1:07d}.tmp" in message and "No space left on device" in message, file
+        assert f"step_{step + 1:07d}." in message and "No space left on device" in message, file
         assert (before, after) == (f"step_{step:07d}", f"step_{step + 1:07d}")
