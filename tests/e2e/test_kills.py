@@ -1,7 +1,7 @@
 """A run that is killed anywhere and started again is the run that was never killed: to the bit.
 
-The sample here kills once at every named moment. ``bash tests/run.sh --long tests/e2e/test_kills.py`` does so three
-times each, at different steps and ranks, and 50 times at random.
+The sample here kills at two in three of the named moments. ``bash tests/run.sh --long tests/e2e/test_kills.py`` does so
+at all of them, three times each, at different steps and ranks, and 50 times at random.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Tale:
             self.check(name)
 
 
-FIRST = stories_of(seed=1)
+FIRST = dict(list(stories_of(seed=1).items())[:3])
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,9 @@ def test_without_any_item_of_the_state_the_comparison_fails(workshop, item: str)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_killed_at_every_named_moment_again(workshop, seed: int) -> None:
-    stories = stories_of(seed)
+    stories = {name: kills for name, kills in stories_of(seed).items() if name not in FIRST}
     Tale(workshop, stories, timeout=1800).check_all(stories)
 
 
