@@ -20,6 +20,7 @@ from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.platform import StopRequest
 from megatron_rl.progress import Progress
 from megatron_rl.quantization.rollout import RolloutQuantization
@@ -117,14 +118,17 @@ class Run:
         return step == self.config.total_steps or (interval is not None and step % interval == 0)
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation is the best so far by `--keep-best`."""
+        """Whether an evaluation is the best so far by `--keep-best`; collective.
+
+        Rank 0 decides: the other ranks of a model copy have no verdicts, and a save wants all of them.
+        """
         wanted = self.config.checkpoint.keep_best
         if wanted is None:
             return False
         if wanted not in metrics:
             known = ", ".join(name for name in metrics if name.startswith("val/"))
             logger.warning("--keep-best %s is no metric of this evaluation; there are: %s", wanted, known)
-        return self.progress.is_best(metrics.get(wanted))
+        return self.progress.is_best(broadcast_json(metrics.get(wanted), source=0))
 
     def must_leave(self, seconds: float) -> bool:
         """`--exit-interval` and `--exit-duration-in-mins`."""

@@ -25,15 +25,22 @@ export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAI
 mkdir -p "$RUN_DIR"
 python examples/quickstart/make_tokenizer.py "$RUN_DIR/tokenizer" '0123456789+-*=,#<>?'
 
+NPROC=${NPROC:-2}
+PRECISION=()
+if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    PRECISION=(--bf16)
+    GPUS=$(python -c 'import torch; print(torch.cuda.device_count())')
+    [ "$NPROC" -le "$GPUS" ] || NPROC=$GPUS
+fi
 COMMON=(
     --num-layers 3 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4
     --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --add-qkv-bias
     --untie-embeddings-and-output-weights --init-method-std 0.125 --embedding-init-method-std 0.5
     --tokenizer-model "$RUN_DIR/tokenizer" --make-vocab-size-divisible-by 16 --seq-length 64
     --langrl-env-config examples/calculator/environments.yaml
-    --use-distributed-optimizer --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --seed "$SEED"
+    --use-distributed-optimizer --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --seed "$SEED" "${PRECISION[@]}"
 )
-NPROC=${NPROC:-2}
 echo "== 1. supervised warm start: most demonstrations guess, some call the calculator =="
 torchrun --nproc-per-node="$NPROC" train_rl.py "${COMMON[@]}" \
     --train-iters 1200 --global-batch-size 32 --micro-batch-size 16 \

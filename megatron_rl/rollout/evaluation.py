@@ -48,7 +48,8 @@ class EvaluationResult:
     """What one evaluation brought."""
 
     metrics: dict[str, float]
-    """Named ``val/<environment>/<measure>``; the same on every rank."""
+    """Named ``val/<environment>/<measure>``. Rank 0's count: the ranks of a model copy that do not lead it have no
+    verdicts and go by the rewards."""
     groups: tuple[RolloutGroup, ...]
     """This rank's answers: for each task the sampled ones, then the greedy one."""
 

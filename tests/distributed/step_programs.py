@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from megatron_rl.checkpoint import CheckpointManager
 from megatron_rl.loop import rl_step, supervised_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down
+from megatron_rl.progress import Progress
 from megatron_rl.run import Run
 from megatron_rl.types import Sample
 from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
@@ -103,6 +105,18 @@ def stop_on_one_rank(tensor_size: int, stopped_rank: int) -> dict[str, Any]:
     run.rollouter.close()
     shut_down()
     return {"result": interrupted is None, "cursor": before == after, "loss": again.metrics["actor/pg_loss"]}
+
+
+def keep_the_best() -> list[bool]:
+    """Whether three evaluations are the best so far, where the second rank sees other figures or none."""
+    groups = join(tensor_size=2)
+    config = toy_config(groups, {"eval_interval": 1, "keep_best": "val/toy/maj@k"})
+    run = SimpleNamespace(config=config, progress=Progress())
+    seen = ({"val/toy/maj@k": 0.5}, {"val/toy/maj@k": 0.4}, {"val/toy/maj@k": 0.6})
+    others = ({}, {"val/toy/maj@k": 0.9}, {"val/toy/maj@k": 0.1})
+    decided = [Run.is_best(run, metrics) for metrics in (seen if groups.is_main else others)]
+    shut_down()
+    return decided
 
 
 def place(tensor_size: int) -> dict[str, Any]:

@@ -31,3 +31,9 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_nobody_waits(tmp_path: P
         message, before, after = first[file]
         assert f"step_{step + 1:07d}." in message and "No space left on device" in message, file
         assert (before, after) == (f"step_{step:07d}", f"step_{step + 1:07d}")
+
+
+def test_all_ranks_agree_which_evaluation_is_the_best() -> None:
+    """Only the leader of a model copy has verdicts; a save that one rank begins alone would wait for ever."""
+    decisions = run_ranks("tests.distributed.step_programs:keep_the_best", 2)
+    assert decisions == [[True, False, True]] * 2
