@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from megatron_rl.build_environments import EnvironmentAccess
@@ -92,17 +92,21 @@ class Run:
         """Finished groups of an earlier start of this step, and the place for new ones; collective."""
         if self.journal is None:
             return None
-        rollout, environments = self.config.rollout, self.config.environment.langrl_env_config
         header = {
             "seed": seed,
             "sampling": dataclasses.asdict(self.factory.sampling),
             "longest": self.factory.max_sequence_length,
-            "engine": rollout.rl_inference_engine,
+            "engine": self.config.rollout.rl_inference_engine,
             "recipe": self.quantization.recipe,
-            "environments": hashlib.sha256(Path(environments).read_bytes()).hexdigest(),
+            "environments": self._environment_list,
             "weights": weights_fingerprint(self.policy.gpt, self.groups.model_group),
         }
         return self.journal.open(step, header)
+
+    @cached_property
+    def _environment_list(self) -> str:
+        """Checksum of the YAML list as the run began with it: the user may edit or remove the file meanwhile."""
+        return hashlib.sha256(Path(self.config.environment.langrl_env_config).read_bytes()).hexdigest()
 
     def evaluation_is_due(self) -> bool:
         """After every `--eval-interval` steps and after the last one."""
