@@ -1,12 +1,13 @@
 """Attention over packed sequences (training, prefill) and over the rollout engine's KV cache.
 
 Both phases take the same way: `PlannedSelfAttention` projects, an `AttentionPlan` rotates and
-attends. One file per backend computes the product itself.
+attends. One file a backend, in `backends/`, computes the product itself; `selection` chooses.
 """
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is imported)
 from megatron_rl.attention.plan import AttentionPlan, PackedPlan
 from megatron_rl.attention.rope import RopeTable
+from megatron_rl.attention.selection import Attention, choose, facts_of
 from megatron_rl.attention.self_attention import PlannedSelfAttention
 
-__all__ = ["AttentionPlan", "PackedPlan", "PlannedSelfAttention", "RopeTable"]
+__all__ = ["Attention", "AttentionPlan", "PackedPlan", "PlannedSelfAttention", "RopeTable", "choose", "facts_of"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_rl.attention.backend import PackedKernel
+from megatron_rl.attention.backends import sdpa
 from megatron_rl.attention.rope import RopeTable, rotate
-from megatron_rl.attention.sdpa import PaddedRows, packed_attention
 
 
 class AttentionPlan(Protocol):
@@ -35,15 +36,13 @@ class PackedPlan(PackedSeqParams):
     """Causal self-attention over sequences laid end to end.
 
     A ``PackedSeqParams``, so megatron passes it through `GPTModel` to every layer untouched.
-    Worked example, lengths (3, 2)::
-
-        rows.gather   0 1 2 | 3 4 0      (two rows of three; the 0 is padding)
-        rows.scatter  0 1 2   3 4
     """
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
-    rows: PaddedRows | None = None
+    kernel: PackedKernel | None = None
+    prepared: Any = None
+    """What the kernel computed once for all layers."""
 
     @classmethod
     def build(
@@ -53,6 +52,7 @@ class PackedPlan(PackedSeqParams):
         position_ids: torch.Tensor,
         rope: RopeTable,
         dtype: torch.dtype,
+        kernel: PackedKernel = sdpa.BACKEND.packed,
     ) -> PackedPlan:
         """``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device."""
         longest = max(lengths)
@@ -65,7 +65,8 @@ class PackedPlan(PackedSeqParams):
             max_seqlen_kv=longest,
             cos=cos,
             sin=sin,
-            rows=PaddedRows.build(lengths, cu_seqlens, position_ids),
+            kernel=kernel,
+            prepared=kernel.prepare(lengths, cu_seqlens, position_ids),
         )
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
@@ -76,4 +77,4 @@ class PackedPlan(PackedSeqParams):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See `AttentionPlan`; differentiable."""
-        return packed_attention(query, key, value, self.rows)
+        return self.kernel.attend(query, key, value, self.prepared)

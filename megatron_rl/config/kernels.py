@@ -19,7 +19,9 @@ class KernelConfig:
         "local", note="layers are always megatron-core's local ones in this version"
     )
     """Where layers come from (Megatron's default: transformer_engine)."""
-    attention_backend: Literal["auto", "sdpa", "flash", "fused", "unfused", "local"] = flag("auto")
+    attention_backend: Literal[
+        "auto", "sdpa", "flash", "varlen", "triton_paged", "te", "paged", "fused", "unfused", "local"
+    ] = flag("auto")
     """Attention kernel; auto takes the fastest present. Megatron's fused, unfused and local are refused."""
     use_flash_attn: bool = flag(
         False, note="the attention kernel is chosen with --attention-backend, which takes flash where present"

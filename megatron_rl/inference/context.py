@@ -7,59 +7,65 @@ from collections.abc import Sequence
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 
-from megatron_rl.attention.plan import PackedPlan
+from megatron_rl.attention import Attention, PackedPlan
+from megatron_rl.attention.backend import NewTokens
+from megatron_rl.attention.product import FEWEST_ROWS
 from megatron_rl.attention.rope import RopeTable, rotate
-from megatron_rl.attention.sdpa import FEWEST_ROWS, cached_attention, packed_attention
-from megatron_rl.inference.kv_cache import SlotCache
+from megatron_rl.inference.kv_cache import Cache
 
 
 class RolloutContext(BaseInferenceContext):
     """The inference context and the attention plan of the rollout engine.
 
-    It is in one of two states: prefill (prompts laid end to end, ``[1, T]`` token ids) or decode
-    (one token for each of the first N slots, ``[1, N]`` token ids).
+    It is in one of three states: prefill (prompts laid end to end), extend (the same, with their beginnings in the
+    cache), both with token ids ``[1, T]``; or decode (one token for each of the first N slots, ``[1, N]``).
     """
 
     use_flashinfer_fused_rope = False
 
-    def __init__(self, cache: SlotCache, rope: RopeTable, first_layer: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, cache: Cache, attention: Attention, rope: RopeTable, first_layer: int, dtype: torch.dtype
+    ) -> None:
         super().__init__(materialize_only_last_token_logits=True)
         self.max_sequence_length = cache.shape.max_length
         self._cache = cache
+        self._kernels = attention
         self._rope = rope
         self._first_layer = first_layer
         self._dtype = dtype
-        device = cache.keys[0].device
-        self._columns = torch.arange(cache.shape.max_length, device=device)
-        self._masked = torch.tensor(float("-inf"), dtype=dtype, device=device)
-        self._visible = torch.zeros_like(self._masked)
         self._prompts: PackedPlan | None = None
+        self._last_tokens: torch.Tensor | None = None
 
-    # -- the two states ------------------------------------------------------------------------
+    # -- the three states ----------------------------------------------------------------------
 
     def begin_prefill(
-        self,
-        lengths: Sequence[int],
-        cu_seqlens: torch.Tensor,
-        position_ids: torch.Tensor,
-        slots: torch.Tensor,
-        source: torch.Tensor,
+        self, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Prompts of ``lengths``; slot ``slots[i]`` receives the cache of prompt ``source[i]``."""
-        self._prompts = PackedPlan.build(lengths, cu_seqlens, position_ids, self._rope, self._dtype)
-        last = cu_seqlens[1:].long() - 1
-        missing = max(0, FEWEST_ROWS - len(lengths))
-        self._last_tokens = torch.cat((last, last[-1:].expand(missing)))
-        self._slots, self._source = slots, source
+        """Whole prompts: ``lengths[i]`` tokens into slot ``slots[i]``."""
+        self._prompts = PackedPlan.build(
+            lengths, cu_seqlens, position_ids, self._rope, self._dtype, self._kernels.packed
+        )
+        self._cells = self._cache.cells(self._slot_of_token(slots, cu_seqlens, position_ids), position_ids)
+        self._pick_last_tokens(cu_seqlens)
+
+    def begin_extend(self, new: NewTokens) -> None:
+        """More tokens of sequences whose beginnings are in the cache."""
+        self._prompts = None
+        self._cells = self._cache.cells(
+            self._slot_of_token(new.slots, new.cu_seqlens, new.position_ids), new.position_ids
+        )
+        self._cos, self._sin = self._rope.at(new.position_ids, self._dtype)
+        self._attend = self._kernels.cache.extend
+        self._plan = self._kernels.cache.prepare_extend(self._cache, new)
+        self._pick_last_tokens(new.cu_seqlens)
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
         """One token at ``positions`` [N] in slots 0..N-1; no position reaches ``key_length``."""
-        self._prompts = None
-        self._rows, self._key_length = positions.shape[0], key_length
-        self._cells = self._cache.cells_at(positions)
+        self._prompts = self._last_tokens = None
+        self._cells = self._cache.next_cells(positions)
         self._cos, self._sin = self._rope.at(positions, self._dtype)
-        hidden = (self._columns[:key_length] > positions[:, None])[:, None, None]
-        self._mask = torch.where(hidden, self._masked, self._visible)
+        self._attend = self._kernels.cache.decode
+        self._plan = self._kernels.cache.prepare_decode(self._cache, positions, key_length)
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------
 
@@ -74,14 +80,10 @@ class RolloutContext(BaseInferenceContext):
     ) -> torch.Tensor:
         """See `AttentionPlan`; also stores the keys and values."""
         index = layer - self._first_layer
-        if self._prompts is not None:
-            rows = self._prompts.rows
-            self._cache.fill(index, self._slots, self._source, rows.pad(key), rows.pad(value))
-            return packed_attention(query, key, value, rows)
         self._cache.write(index, self._cells, key, value)
-        keys = self._cache.keys[index][: self._rows, :, : self._key_length]
-        values = self._cache.values[index][: self._rows, :, : self._key_length]
-        return cached_attention(query, keys, values, self._mask)
+        if self._prompts is not None:
+            return self._prompts.attend(layer, query, key, value)
+        return self._attend(query, self._cache, index, self._plan)
 
     # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------
 
@@ -90,8 +92,8 @@ class RolloutContext(BaseInferenceContext):
         return False
 
     def is_decode_only(self) -> bool:
-        """True outside prefill."""
-        return self._prompts is None
+        """True in decode."""
+        return self._last_tokens is None
 
     def using_cuda_graph_this_step(self) -> bool:
         """megatron's per-layer graphs are never used: ours capture the whole step."""
@@ -102,6 +104,19 @@ class RolloutContext(BaseInferenceContext):
 
         Fewer than `FEWEST_ROWS` prompts are filled up with copies of the last one.
         """
-        if self._prompts is None:
+        if self._last_tokens is None:
             return hidden_states[0]
         return hidden_states[0].index_select(0, self._last_tokens)
+
+    @staticmethod
+    def _slot_of_token(
+        slots: torch.Tensor, cu_seqlens: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        lengths = cu_seqlens[1:].long() - cu_seqlens[:-1].long()
+        # The size is given, so that it is not read from the device.
+        return torch.repeat_interleave(slots, lengths, output_size=position_ids.numel())
+
+    def _pick_last_tokens(self, cu_seqlens: torch.Tensor) -> None:
+        last = cu_seqlens[1:].long() - 1
+        missing = max(0, FEWEST_ROWS - last.numel())
+        self._last_tokens = torch.cat((last, last[-1:].expand(missing)))

@@ -1,13 +1,15 @@
-"""Slot-contiguous key-value cache: slot ``s`` holds positions 0.. of one sequence."""
+"""The size of the key-value cache and its two layouts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_rl.attention.backend import KVCache
 from megatron_rl.errors import EngineError
 
 
@@ -62,44 +64,27 @@ def _rounded_up(value: float) -> str:
     return f"{math.ceil(value / step) * step:.3g}"
 
 
-class SlotCache:
-    """Keys and values of all layers, ``[slots, groups, max_length, width]`` each."""
+class Cache(KVCache, Protocol):
+    """What the engine and its context ask of a cache."""
 
-    def __init__(
-        self, shape: CacheShape, slots: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        size = (slots, shape.groups, shape.max_length, shape.width)
-        # Zeroed: with the garbage of torch.empty a masked cell gives 0 * NaN = NaN.
-        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self.shape = shape
-        slot = torch.arange(slots, device=device)[:, None] * shape.groups
-        group = torch.arange(shape.groups, device=device)
-        self._row_start = (slot + group) * shape.max_length
+    shape: CacheShape
 
-    def cells_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Flat cell index of ``positions`` [N] in slots 0..N-1 -> [N * groups]."""
-        return (self._row_start[: positions.shape[0]] + positions[:, None]).view(-1)
+    def next_cells(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where the tokens at ``positions`` [N] of slots 0..N-1 go; to be given to `write`."""
+        ...
+
+    def cells(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where token i of slot ``slots[i]``, at ``positions[i]``, goes; to be given to `write`."""
+        ...
 
     def write(self, layer: int, cells: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store one token a slot: ``key`` and ``value`` [N, 1, groups, width]."""
-        width = self.shape.width
-        self.keys[layer].view(-1, width).index_copy_(0, cells, key.reshape(-1, width))
-        self.values[layer].view(-1, width).index_copy_(0, cells, value.reshape(-1, width))
+        """Store one token a cell: ``key`` and ``value`` [N, 1, groups, width]."""
+        ...
 
-    def fill(
-        self, layer: int, slots: torch.Tensor, source: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Copy prompts into slots: ``key`` [P, groups, L, width], slot ``slots[i]`` gets prompt ``source[i]``.
-
-        Cells beyond a shorter prompt's end receive padding; the sequence overwrites them before
-        its mask lets anyone read them.
-        """
-        length = key.shape[2]
-        self.keys[layer][slots, :, :length] = key.index_select(0, source)
-        self.values[layer][slots, :, :length] = value.index_select(0, source)
+    def share(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """Slot ``destination[i]`` receives the first ``length`` positions of slot ``source[i]``."""
+        ...
 
     def move(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Copy the first ``length`` positions of slots ``source`` to slots ``destination``."""
-        for buffer in (*self.keys, *self.values):
-            buffer[destination, :, :length] = buffer[source, :, :length]
+        """The sequence of slot ``source[i]``, at most ``length`` tokens, goes to slot ``destination[i]``."""
+        ...

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_rl.attention.sdpa import FEWEST_KEYS, FEWEST_ROWS
+from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.context import RolloutContext
+from megatron_rl.inference.decode import DecodeStep, Drawer, SamplingKinds
 from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.inference.kv_cache import CacheShape, SlotCache
-from megatron_rl.inference.sampler import sample, sample_seed
+from megatron_rl.inference.kv_cache import Cache, CacheShape
+from megatron_rl.inference.paged_cache import PagedCache
+from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.inference.scheduler import Admission, Scheduler
+from megatron_rl.inference.slot_cache import SlotCache
 from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.inference.stop_strings import truncate_at_stop
 from megatron_rl.models import PolicyModel
@@ -38,6 +41,8 @@ class EngineOptions:
     steps_per_host_read: int = 8
     prefill_token_budget: int = 8192
     cache_budget_gb: float | None = None
+    page_length: int = 64
+    """Tokens a page, where the attention backend wants pages."""
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what no engine of these sizes can finish.
@@ -79,17 +84,19 @@ class RolloutEngine:
         self._options = options
         self._decode_text = decode_text
         self._stop_ids = frozenset(stop_token_ids)
-        self._tensor_group = tensor_group if tensor_group is not None and tensor_group.size() > 1 else None
         # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
         shape = CacheShape.of(policy.gpt, max(options.max_sequence_length, FEWEST_KEYS), policy.dtype)
         slots = shape.slots_within(options.cache_budget_gb, options.max_batch_size)
-        self._cache = SlotCache(shape, slots, policy.dtype, policy.device)
+        self._cache = _make_cache(policy, shape, slots, options.page_length)
         first_layer = policy.gpt.decoder.layers[0].layer_number
-        self._context = RolloutContext(self._cache, policy.rope, first_layer, policy.dtype)
+        self._context = RolloutContext(self._cache, policy.attention, policy.rope, first_layer, policy.dtype)
         self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device)
         self._scheduler = Scheduler(slots, options.prefill_token_budget)
-        self._is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
-        self._is_stop[list(self._stop_ids)] = True
+        is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
+        is_stop[list(self._stop_ids)] = True
+        shared = tensor_group is not None and tensor_group.size() > 1
+        self._draw = Drawer(self._state, is_stop, tensor_group if shared else None)
+        self._decode = DecodeStep(self._context, self._state, self._forward, self._draw)
         self._pending: dict[int, _Pending] = {}
         # What the host knows of each slot without reading the device: both move by one a step.
         self._position = [0] * slots
@@ -130,10 +137,7 @@ class RolloutEngine:
     def step(self) -> list[GeneratedGroup]:
         """Seat who fits, decode up to k tokens a row, read once what has finished."""
         admissions = self._scheduler.admit()
-        params = [pending.request.sampling for pending in self._pending.values()]
-        self._any_greedy = any(p.greedy for p in params)
-        self._any_filter = any(p.top_k > 0 or p.top_p < 1.0 for p in params)
-        self._any_tempered = any(p.temperature != 1.0 for p in params)
+        self._kinds = SamplingKinds.of(pending.request.sampling for pending in self._pending.values())
         if admissions:
             self._prefill(admissions)
         if self._scheduler.num_running == 0:
@@ -160,20 +164,25 @@ class RolloutEngine:
         ]
         slots = to_device([slot for slot, _, _ in seats])
         source = to_device([source for _, source, _ in seats])
+        leaders = to_device([admission.slots[0] for admission in admissions])
         borders = [0]
         for length in lengths:
             borders.append(borders[-1] + length)
         positions = to_device([p for length in lengths for p in range(length)])
-        self._context.begin_prefill(lengths, to_device(borders, torch.int32), positions, slots, source)
+        self._context.begin_prefill(lengths, to_device(borders, torch.int32), positions, leaders)
         ids = to_device([token for r in requests for token in r.prompt_ids])
         logits = self._forward(ids, positions).index_select(0, source)
+        followers = [(a.slots[0], slot) for a in admissions for slot in a.slots[1:]]
+        if followers:
+            first, others = zip(*followers, strict=True)
+            self._cache.share(to_device(first), to_device(others), max(lengths))
         state.seat(
             slots,
             to_device(lengths).index_select(0, source),
             to_device([self._sample_seed(requests[s], i) for _, s, i in seats]),
             [requests[s].sampling for _, s, _ in seats],
         )
-        self._draw(logits, slots)
+        self._draw(logits, slots, self._kinds)
         for slot, source_index, _ in seats:
             self._position[slot] = lengths[source_index]
             self._remaining[slot] = requests[source_index].sampling.max_new_tokens - 1
@@ -182,17 +191,14 @@ class RolloutEngine:
     def _decode_burst(self) -> None:
         """Up to k steps on rows ``0 .. n - 1``; the host reads nothing."""
         occupied = self._scheduler.occupied()
-        # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see sdpa.py).
+        # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see attention/product.py).
         rows = max(self._scheduler.num_rows, min(FEWEST_ROWS, self.num_slots))
         longest = max(self._position[slot] for slot in occupied)
         steps = max(self._remaining[slot] for slot in occupied)
         steps = min(steps, self._options.steps_per_host_read)
         for step in range(steps):
-            positions = self._state.position[:rows]
             reach = min(max(longest + step + 1, FEWEST_KEYS), self._cache.shape.max_length)
-            self._context.begin_decode(positions, reach)
-            logits = self._forward(self._state.token[:rows], positions)
-            self._draw(logits, slice(0, rows))
+            self._decode(rows, reach, self._kinds)
         for slot in occupied:
             self._position[slot] += steps
             self._remaining[slot] -= steps
@@ -209,19 +215,6 @@ class RolloutEngine:
             runtime_gather_output=True,
         )
         return logits.view(-1, logits.shape[-1])[:, : self._policy.vocab_size].float()
-
-    def _draw(self, logits: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """Sample the next token of ``rows`` and book it."""
-        state = self._state
-        sampling = state.sampling(rows, self._any_greedy, self._any_filter, self._any_tempered)
-        token, logprob = sample(logits, state.position[rows] + 1, sampling)
-        if self._tensor_group is not None:
-            # The ranks computed the same logits; if rounding ever made them differ, one draws for
-            # all, because ranks that disagree on an end token would wait for each other for ever.
-            source = dist.get_global_rank(self._tensor_group, 0)
-            dist.broadcast(token, source, group=self._tensor_group)
-            dist.broadcast(logprob, source, group=self._tensor_group)
-        state.record(rows, token, logprob, self._is_stop)
 
     # -- host work -----------------------------------------------------------------------------
 
@@ -297,3 +290,9 @@ class RolloutEngine:
         source = request.source
         number = request.first_sample + sample_index
         return sample_seed(self._seed, source.environment, source.task.id, source.epoch, number)
+
+
+def _make_cache(policy: PolicyModel, shape: CacheShape, slots: int, page_length: int) -> Cache:
+    if policy.attention.cache.layout == "slots":
+        return SlotCache(shape, slots, policy.dtype, policy.device)
+    return PagedCache(shape, slots, page_length, policy.dtype, policy.device)

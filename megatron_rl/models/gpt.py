@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.attention import RopeTable
+from megatron_rl.attention import Attention, RopeTable, choose, facts_of
 from megatron_rl.config import RLConfig
 from megatron_rl.models.spec import block_spec
 from megatron_rl.platform import Platform
@@ -36,6 +36,7 @@ class PolicyModel:
     gpt: GPTModel
     config: TransformerConfig
     rope: RopeTable
+    attention: Attention
     vocab_size: int
     """Real vocabulary; columns from here to ``padded_vocab_size`` are never sampled or scored."""
     padded_vocab_size: int
@@ -145,6 +146,7 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         gpt=gpt,
         config=transformer_config,
         rope=RopeTable(gpt.rotary_pos_emb, reach),
+        attention=choose(config.kernels.attention_backend, facts_of(platform.device)),
         vocab_size=vocab_size,
         padded_vocab_size=padded,
         dtype=transformer_config.params_dtype,
@@ -154,4 +156,5 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         gpt.to(torch.bfloat16)
     logger.info("model: %s parameters on this rank, vocabulary %d (padded to %d)",
                 f"{policy.num_parameters:,}", vocab_size, padded)
+    logger.info("%s", policy.attention.reason)
     return policy

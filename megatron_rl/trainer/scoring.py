@@ -29,8 +29,9 @@ class Scorer:
 
     def forward(self, model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
         """Logits ``[T, V / tensor ranks]``; ``model`` is the GPTModel or its DDP wrapper."""
+        policy = self._policy
         plan = PackedPlan.build(
-            batch.lengths, batch.cu_seqlens, batch.position_ids, self._policy.rope, self._policy.dtype
+            batch.lengths, batch.cu_seqlens, batch.position_ids, policy.rope, policy.dtype, policy.attention.packed
         )
         logits = model(batch.token_ids[None], batch.position_ids[None], None, packed_seq_params=plan)
         return logits[0]

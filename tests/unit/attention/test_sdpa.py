@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.attention import sdpa
-from megatron_rl.attention.sdpa import PaddedRows, cached_attention, packed_attention
+from megatron_rl.attention.backends import sdpa
+from megatron_rl.attention.backends.sdpa import packed_attention
+from megatron_rl.attention.padded import PaddedRows
+from megatron_rl.attention.product import attend_one_token
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -36,7 +38,7 @@ def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_rows_of_the_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "FEWEST_KEYS", 1)
+    monkeypatch.setattr("megatron_rl.attention.padded.FEWEST_KEYS", 1)
     rows = rows_of([3, 2])
     assert rows.gather.tolist() == [0, 1, 2, 3, 4, 0]
     assert rows.scatter.tolist() == [0, 1, 2, 3, 4]
@@ -78,7 +80,7 @@ def test_a_sequence_does_not_see_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1, 1], [4, 2, 6]])
-def test_cached_attention(lengths: list[int]) -> None:
+def test_attend_one_token(lengths: list[int]) -> None:
     """Row r sees the first ``lengths[r]`` cells; the others hold something large."""
     longest = max(lengths) + 1
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +90,7 @@ def test_cached_attention(lengths: list[int]) -> None:
     for cache in (keys, values):
         cache.masked_fill_(hidden[:, None, :, None], 1e4)
     mask = torch.zeros(len(lengths), 1, 1, longest).masked_fill_(hidden[:, None, None], float("-inf"))
-    actual = cached_attention(query, keys, values, mask)
+    actual = attend_one_token(query, keys, values, mask)
     for row, length in enumerate(lengths):
         seen = (cache[row, :, :length].transpose(0, 1) for cache in (keys, values))
         expected = naive(query[row, 0], *seen)

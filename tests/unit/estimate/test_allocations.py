@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import logprobs
-from megatron_rl.attention import sdpa
+from megatron_rl.attention import product
 from megatron_rl.config import RLConfig
 from megatron_rl.estimate import Estimate, estimate, memory
 from megatron_rl.estimate.parameters import padded_vocabulary, parameter_sizes
@@ -199,7 +199,7 @@ def test_the_reference_is_two_copies_in_host_memory(one_rank: ParallelGroups) ->
 
 def test_numbers_written_twice_are_the_same() -> None:
     """The estimate runs without torch, so it has its own."""
-    assert (memory.FEWEST_KEYS, memory.CHUNK_ELEMENTS) == (sdpa.FEWEST_KEYS, logprobs.CHUNK_ELEMENTS)
+    assert (memory.FEWEST_KEYS, memory.CHUNK_ELEMENTS) == (product.FEWEST_KEYS, logprobs.CHUNK_ELEMENTS)
 
 
 # -- activations -------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.inference.kv_cache import CacheShape, SlotCache
+from megatron_rl.inference.kv_cache import Cache, CacheShape
+from megatron_rl.inference.paged_cache import PagedCache
+from megatron_rl.inference.slot_cache import SlotCache
 from megatron_rl.models import PolicyModel
 from tests.support.generation import rollout_engine
 
@@ -53,51 +55,76 @@ def test_the_engine_keeps_to_the_budget(policy: PolicyModel) -> None:
     assert engine.num_slots == 3
 
 
-# -- contents ----------------------------------------------------------------------------------
+# -- contents, the same in both layouts ----------------------------------------------------------
 
 
-def cache(slots: int = 4) -> SlotCache:
+SHAPE_OF_CONTENTS = CacheShape(layers=2, groups=2, width=3, max_length=6, element_bytes=4)
+
+
+@pytest.fixture(params=["slots", "pages of 1", "pages of 4"])
+def cache(request: pytest.FixtureRequest) -> Cache:
     """Two layers of 4 slots, 2 groups, 6 positions, width 3."""
-    shape = CacheShape(layers=2, groups=2, width=3, max_length=6, element_bytes=4)
-    return SlotCache(shape, slots, torch.float32, torch.device("cpu"))
+    if request.param == "slots":
+        return SlotCache(SHAPE_OF_CONTENTS, 4, torch.float32, torch.device("cpu"))
+    return PagedCache(SHAPE_OF_CONTENTS, 4, int(request.param[-1]), torch.float32, torch.device("cpu"))
 
 
-def test_a_new_cache_is_zero() -> None:
+def contents(cache: Cache) -> torch.Tensor:
+    """[keys and values, layers, slots, positions, groups, width]."""
+    if isinstance(cache, SlotCache):
+        return torch.stack([torch.stack(buffers) for buffers in (cache.keys, cache.values)]).transpose(3, 4).clone()
+    rows = [[buffer[cache.table.long()].flatten(1, 2)[:, :6] for buffer in kind] for kind in (cache.keys, cache.values)]
+    return torch.stack([torch.stack(kind) for kind in rows])
+
+
+def filled(cache: Cache) -> torch.Tensor:
+    """Random numbers in every slot; returns the contents."""
+    slots, positions = torch.arange(4).repeat_interleave(6), torch.arange(6).repeat(4)
+    for layer in range(2):
+        key, value = torch.randn(24, 1, 2, 3), torch.randn(24, 1, 2, 3)
+        cache.write(layer, cache.cells(slots, positions), key, value)
+    return contents(cache)
+
+
+def test_a_new_cache_is_zero(cache: Cache) -> None:
     """Not NaN: a masked cell would turn the whole row into NaN."""
-    fresh = cache()
-    assert all(not buffer.any() for buffer in (*fresh.keys, *fresh.values))
+    assert all(not buffer.any() for buffer in (*cache.keys, *cache.values))
 
 
-def test_a_token_is_written_at_its_position_of_its_slot_only() -> None:
-    filled = cache()
+def test_a_token_is_written_at_its_position_of_its_slot_only(cache: Cache) -> None:
     key, value = torch.randn(2, 1, 2, 3), torch.randn(2, 1, 2, 3)
-    filled.write(1, filled.cells_at(torch.tensor([5, 0])), key, value)
-    expected = torch.zeros(4, 2, 6, 3)
-    expected[0, :, 5], expected[1, :, 0] = key[0, 0], key[1, 0]
-    assert torch.equal(filled.keys[1], expected)
-    assert torch.equal(filled.values[1][0, :, 5], value[0, 0])
-    assert not filled.keys[0].any()
+    cache.write(1, cache.next_cells(torch.tensor([5, 0])), key, value)
+    expected = torch.zeros(2, 2, 4, 6, 2, 3)
+    expected[0, 1, 0, 5], expected[0, 1, 1, 0] = key[0, 0], key[1, 0]
+    expected[1, 1, 0, 5], expected[1, 1, 1, 0] = value[0, 0], value[1, 0]
+    assert torch.equal(contents(cache), expected)
 
 
-def test_a_prompt_is_copied_to_all_slots_of_its_group() -> None:
-    filled = cache()
-    key, value = torch.randn(2, 2, 4, 3), torch.randn(2, 2, 4, 3)
-    filled.fill(0, torch.tensor([3, 0, 2]), torch.tensor([0, 1, 0]), key, value)
-    for slot, prompt in ((3, 0), (0, 1), (2, 0)):
-        assert torch.equal(filled.keys[0][slot, :, :4], key[prompt])
-        assert torch.equal(filled.values[0][slot, :, :4], value[prompt])
-    assert not filled.keys[0][1].any()
-    assert not filled.keys[0][:, :, 4:].any()
+def test_tokens_of_any_slots(cache: Cache) -> None:
+    key, value = torch.randn(3, 1, 2, 3), torch.randn(3, 1, 2, 3)
+    cache.write(0, cache.cells(torch.tensor([3, 1, 3]), torch.tensor([0, 4, 5])), key, value)
+    expected = torch.zeros(4, 6, 2, 3)
+    expected[3, 0], expected[1, 4], expected[3, 5] = key[:, 0]
+    assert torch.equal(contents(cache)[0, 0], expected)
 
 
-def test_a_move_copies_every_layer_up_to_its_length() -> None:
-    filled = cache()
-    for buffer in (*filled.keys, *filled.values):
-        buffer.copy_(torch.randn_like(buffer))
-    before = [buffer.clone() for buffer in (*filled.keys, *filled.values)]
-    filled.move(torch.tensor([3, 2]), torch.tensor([0, 1]), length=4)
-    for buffer, old in zip((*filled.keys, *filled.values), before, strict=True):
-        assert torch.equal(buffer[0, :, :4], old[3, :, :4])
-        assert torch.equal(buffer[1, :, :4], old[2, :, :4])
-        assert torch.equal(buffer[:2, :, 4:], old[:2, :, 4:])
-        assert torch.equal(buffer[2:], old[2:])
+def test_a_prompt_goes_to_the_other_slots_of_its_group(cache: Cache) -> None:
+    before = filled(cache)
+    cache.share(torch.tensor([3, 3, 1]), torch.tensor([0, 2, 1]), length=5)
+    after = contents(cache)
+    for slot in (0, 2):
+        assert torch.equal(after[:, :, slot, :5], before[:, :, 3, :5])
+    assert torch.equal(after[:, :, [1, 3]], before[:, :, [1, 3]])
+    key = torch.randn(1, 1, 2, 3)
+    cache.write(0, cache.next_cells(torch.tensor([5])), key, key)
+    assert torch.equal(contents(cache)[:, 0, 3], before[:, 0, 3]), "what one sample writes, another does not see"
+
+
+def test_a_move_takes_the_sequence_along(cache: Cache) -> None:
+    before = filled(cache)
+    cache.move(torch.tensor([3, 2]), torch.tensor([0, 1]), length=4)
+    after = contents(cache)
+    assert torch.equal(after[:, :, [0, 1], :4], before[:, :, [3, 2], :4])
+    key = torch.randn(4, 1, 2, 3)
+    cache.write(1, cache.next_cells(torch.tensor([4, 4, 0, 0])), key, key)
+    assert torch.equal(contents(cache)[:, :, [0, 1], :4], before[:, :, [3, 2], :4])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.attention.sdpa import FEWEST_ROWS
+from megatron_rl.attention.product import FEWEST_ROWS
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.types import Completion
 from tests.support.generation import (
@@ -19,6 +19,7 @@ from tests.support.generation import (
     rollout_engine,
     tokens,
 )
+from tests.support.tiny import tiny_config, tiny_policy
 
 PROMPT = (4, 9, 17, 2)
 
@@ -189,3 +190,12 @@ def test_end_tokens_are_part_of_the_completion(policy: PolicyModel) -> None:
         assert END not in completion.token_ids[:-1]
         assert (completion.token_ids[-1] == END) == (completion.finish_reason == "stop")
     assert reasons == {"stop", "length"}
+
+
+def test_a_paged_cache_changes_no_token(one_rank: object) -> None:
+    slots, pages = (tiny_policy(tiny_config(attention_backend=name)) for name in ("sdpa", "paged"))
+    requests = ragged_requests(6, num_samples=3, max_new_tokens=20)
+    by_slots = generate(slots, rollout_engine(slots), requests)
+    by_pages = generate(pages, rollout_engine(pages, page_length=16), requests)
+    assert tokens(by_slots) == tokens(by_pages)
+    assert largest_gap(by_slots, by_pages) < 1e-5

@@ -1,0 +1,105 @@
+"""What an attention backend is: which passes it computes, over which cache, and on which devices.
+
+    packed   sequences laid end to end, nothing cached: training, and prompts that fit one prefill
+    decode   one new token a row against the KV cache
+    extend   several new tokens of several sequences, their beginnings already in the KV cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+Layout = Literal["slots", "pages"]
+"""``slots``: slot ``s`` is a stretch of memory of its own. ``pages``: a table says where its pieces lie."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Where a backend would run."""
+
+    type: str
+    """``cpu`` or ``cuda``."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of a GPU."""
+
+
+class KVCache(Protocol):
+    """The cache as a backend sees it; ``keys`` and ``values`` have one tensor a layer.
+
+    Slots: ``[slots, groups, max_length, D]``. Pages: ``[pages, page_length, groups, D]`` and ``table``
+    [slots, pages of the longest sequence] int32.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    dtype: torch.dtype
+    """Of the model's activations: what a product with the cache is computed in."""
+    table: torch.Tensor
+    """Pages only."""
+    page_length: int
+    """Pages only; tokens."""
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Several tokens of several sequences, laid end to end."""
+
+    slots: torch.Tensor
+    """[S] int64."""
+    lengths: Sequence[int]
+    """New tokens of each sequence, known to the host."""
+    cu_seqlens: torch.Tensor
+    """[S + 1] int32, their borders."""
+    offsets: torch.Tensor
+    """[T] int64, counted from each sequence's first new token."""
+    position_ids: torch.Tensor
+    """[T] int64 within the whole sequence."""
+    key_length: int
+    """No sequence is longer than this after them."""
+
+
+@dataclass(frozen=True)
+class PackedKernel:
+    """Causal self-attention within each sequence of a packed batch; differentiable."""
+
+    prepare: Callable[[Sequence[int], torch.Tensor, torch.Tensor], Any]
+    """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64) -> what all layers share."""
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+    """(query [T, 1, heads, D], key and value [T, 1, groups, D], prepared) -> [T, 1, heads * D]."""
+
+
+@dataclass(frozen=True)
+class CacheKernel:
+    """Attention over the KV cache. New keys and values are in the cache before it is asked."""
+
+    layout: Layout
+    page_multiple: int
+    """The page length must be a multiple of it; 1 for slots."""
+    prepare_decode: Callable[[KVCache, torch.Tensor, int], Any]
+    """(cache, positions [N] of the new tokens in slots 0..N-1, key_length above all of them) -> shared by layers."""
+    decode: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
+    """(query [N, 1, heads, D], cache, index of the layer, prepared) -> [N, 1, heads * D]."""
+    prepare_extend: Callable[[KVCache, NewTokens], Any]
+    """As `prepare_decode`."""
+    extend: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
+    """As `decode`, with query [T, 1, heads, D]."""
+    needs_key_length: bool = True
+    """False where ``key_length`` is not used, so that one captured graph serves all lengths."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One file of ``backends/``."""
+
+    name: str
+    problem: Callable[[DeviceFacts], str | None]
+    """Why it cannot run there, in a few words that follow its name; None if it can."""
+    packed: PackedKernel | None
+    cache: CacheKernel | None
+    packed_rank: int = 0
+    """The automatic choice takes the highest rank of those that can run; 0 is never taken automatically."""
+    cache_rank: int = 0

@@ -1,0 +1,67 @@
+"""The attention product spelled out: what a CPU computes for the trainer and for the rollout engine alike.
+
+Its results do not depend on how many rows are computed together, so the log-probs of both agree to the bit in
+fp32, instead of to 2e-5 for the least likely tokens of a sharp model (docs/decisions/001).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+
+FEWEST_ROWS = 4
+"""Matrix products with fewer rows take another CPU kernel, which adds up in another order."""
+
+FEWEST_KEYS = 16
+"""The same for the keys of a softmax and of its products; masked keys fill the row up."""
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32.
+
+    ``query`` [B, groups, R, D], ``key`` and ``value`` [B, groups, K, D], ``mask`` additive, broadcast to
+    [B, groups, R, K].
+    """
+    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)).add_(mask)
+    weights = scores.float().softmax(-1).to(value.dtype)
+    return torch.matmul(weights, value)
+
+
+def attend_one_token(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """One new token a row -> ``[N, 1, query_heads * D]``.
+
+    ``query`` [N, 1, query_heads, D]; ``key`` and ``value`` [N, groups, K, D]; ``mask`` [N, 1, 1, K] additive.
+    Query heads of a group are folded into the query length, so the cache is read once a group and never expanded.
+    """
+    rows, _, heads, width = query.shape
+    groups = key.shape[1]
+    share = heads // groups
+    folded = query.reshape(rows, groups, share, width)
+    if query.device.type == "cpu" and share < FEWEST_ROWS:
+        folded = functional.pad(folded, (0, 0, 0, FEWEST_ROWS - share))
+    output = attend(folded, key, value, mask)[:, :, :share]
+    return output.reshape(rows, 1, heads * width)
+
+
+def attend_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Several tokens a row: ``[B, heads, L, D]`` against ``[B, groups, K, D]``, differentiable.
+
+    ``mask`` [L, K] or [B, 1, L, K], additive; -> ``[B, heads, L, D]``.
+    """
+    count, heads, length, width = query.shape
+    groups = key.shape[1]
+    share = heads // groups
+    folded = query.reshape(count, groups, share * length, width)
+    repeated = mask.repeat(*(1 for _ in mask.shape[:-2]), share, 1)
+    return attend(folded, key, value, repeated).view(count, heads, length, width)
+
+
+def hide_later_keys(positions: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [N, keys]: -inf where a key lies beyond the token at ``positions`` [N], else 0."""
+    columns = torch.arange(keys, device=positions.device)
+    mask = torch.zeros(positions.shape[0], keys, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(columns > positions[:, None], float("-inf"))

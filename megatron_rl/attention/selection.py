@@ -1,0 +1,99 @@
+"""Finds backends by their file and chooses among them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.attention import backends
+from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, PackedKernel
+from megatron_rl.errors import ConfigError
+
+AUTO = "auto"
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names of all backends, sorted."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(backends.__path__)))
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = available_backends()
+    if name not in known:
+        raise ConfigError([f"--attention-backend {name}: there is none of that name; use auto, {', '.join(known)}"])
+    return importlib.import_module(f"{backends.__name__}.{name}").BACKEND
+
+
+def facts_of(device: torch.device) -> DeviceFacts:
+    """What backends ask about a device."""
+    is_cuda = device.type == "cuda"
+    return DeviceFacts(device.type, torch.cuda.get_device_capability(device) if is_cuda else None)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The backends of a run: one for packed batches, one for the KV cache."""
+
+    packed_name: str
+    packed: PackedKernel
+    cache_name: str
+    cache: CacheKernel
+    reason: str
+    """One line for the log: what was chosen and why not something else."""
+
+
+def choose(asked: str, device: DeviceFacts) -> Attention:
+    """``asked`` is `--attention-backend`. What a backend does not compute itself is chosen automatically.
+
+    Raises:
+        ConfigError: there is no such backend, or the device lacks it.
+    """
+    if asked != AUTO:
+        backend = get_backend(asked)
+        problem = backend.problem(device)
+        if problem is not None:
+            raise ConfigError([f"--attention-backend {asked} {problem}; use auto, or {_usable(device)}"])
+    refused: list[str] = []
+    packed = _pick(asked, device, lambda b: b.packed, lambda b: b.packed_rank, refused)
+    cache = _pick(asked, device, lambda b: b.cache, lambda b: b.cache_rank, refused)
+    return Attention(packed.name, packed.packed, cache.name, cache.cache, _reason(asked, packed, cache, refused))
+
+
+def _pick(
+    asked: str,
+    device: DeviceFacts,
+    part: Callable[[Backend], object | None],
+    rank: Callable[[Backend], int],
+    refused: list[str],
+) -> Backend:
+    if asked != AUTO and part(get_backend(asked)) is not None:
+        return get_backend(asked)
+    candidates = [backend for backend in map(get_backend, available_backends()) if part(backend) and rank(backend)]
+    for backend in sorted(candidates, key=rank, reverse=True):
+        problem = backend.problem(device)
+        if problem is None:
+            return backend
+        refused.append(f"{backend.name} {problem}")
+    raise ConfigError([f"no attention backend runs on {device.type}: {'; '.join(refused)}"])
+
+
+def _reason(asked: str, packed: Backend, cache: Backend, refused: Iterable[str]) -> str:
+    why = "the fastest present" if asked == AUTO else f"--attention-backend {asked}"
+    missing = "; ".join(dict.fromkeys(refused))
+    return (
+        f"attention: {packed.name} for packed batches, {cache.name} over the KV cache ({why}"
+        + (f"; {missing})" if missing else ")")
+    )
+
+
+def _usable(device: DeviceFacts) -> str:
+    return ", ".join(name for name in available_backends() if get_backend(name).problem(device) is None)

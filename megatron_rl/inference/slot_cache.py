@@ -1,0 +1,48 @@
+"""Slot-contiguous key-value cache: slot ``s`` holds positions 0.. of one sequence."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.inference.kv_cache import CacheShape
+
+
+class SlotCache:
+    """Keys and values of all layers, ``[slots, groups, max_length, width]`` each."""
+
+    def __init__(
+        self, shape: CacheShape, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size = (slots, shape.groups, shape.max_length, shape.width)
+        # Zeroed: with the garbage of torch.empty a masked cell gives 0 * NaN = NaN.
+        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.shape = shape
+        self.dtype = dtype
+        slot = torch.arange(slots, device=device)[:, None] * shape.groups
+        group = torch.arange(shape.groups, device=device)
+        self._row_start = (slot + group) * shape.max_length
+
+    def next_cells(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where the tokens at ``positions`` [N] of slots 0..N-1 go; to be given to `write`."""
+        return (self._row_start[: positions.shape[0]] + positions[:, None]).view(-1)
+
+    def cells(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where token i of slot ``slots[i]``, at ``positions[i]``, goes; to be given to `write`."""
+        return (self._row_start.index_select(0, slots) + positions[:, None]).view(-1)
+
+    def write(self, layer: int, cells: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store one token a cell: ``key`` and ``value`` [N, 1, groups, width]."""
+        width = self.shape.width
+        self.keys[layer].view(-1, width).index_copy_(0, cells, key.reshape(-1, width))
+        self.values[layer].view(-1, width).index_copy_(0, cells, value.reshape(-1, width))
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """Copy the first ``length`` positions of slots ``source`` to slots ``destination``."""
+        for buffer in (*self.keys, *self.values):
+            buffer[destination, :, :length] = buffer[source, :, :length]
+
+    share = copy
+    """A prompt's cache for the other samples of its group."""
+    move = copy
+    """A sequence goes to another slot; what it leaves behind is nobody's."""
