@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine, RolloutEngine
-from megatron_rl.inference.rollout_engine import EngineOptions
+from megatron_rl.inference.options import EngineOptions
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.tokenizer import Tokenizer

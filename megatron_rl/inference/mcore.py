@@ -12,7 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams as StockSampl
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.inference.mcore_stock import build_stock_engine
-from megatron_rl.inference.rollout_engine import EngineOptions
+from megatron_rl.inference.options import EngineOptions
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.models import PolicyModel
 from megatron_rl.types import Completion, GeneratedGroup, GenerationRequest, SamplingParams

@@ -11,62 +11,26 @@ rows have finished. Slots are refilled as they empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
-from megatron_rl.errors import EngineError
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.decode import DecodeStep, Drawer, SamplingKinds
 from megatron_rl.inference.engine import EngineStatistics
+from megatron_rl.inference.harvest import Harvest
 from megatron_rl.inference.kv_cache import Cache, CacheShape
+from megatron_rl.inference.ledger import Ledger
+from megatron_rl.inference.options import EngineOptions
 from megatron_rl.inference.paged_cache import PagedCache
+from megatron_rl.inference.prefill import Prefill, Prompt
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.inference.scheduler import Admission, Scheduler
 from megatron_rl.inference.slot_cache import SlotCache
 from megatron_rl.inference.slot_state import SlotState
-from megatron_rl.inference.stop_strings import truncate_at_stop
 from megatron_rl.models import PolicyModel
-from megatron_rl.types import Completion, FinishReason, GeneratedGroup, GenerationRequest
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Sizes of the rollout engine."""
-
-    max_batch_size: int
-    max_sequence_length: int
-    steps_per_host_read: int = 8
-    prefill_token_budget: int = 8192
-    cache_budget_gb: float | None = None
-    page_length: int = 64
-    """Tokens a page, where the attention backend wants pages."""
-
-    def check(self, request: GenerationRequest) -> None:
-        """Refuse what no engine of these sizes can finish.
-
-        Raises:
-            EngineError: nothing is asked for, or prompt and answer exceed the maximum sequence length.
-        """
-        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
-        if min(prompt, new, request.num_samples) < 1:
-            raise EngineError(
-                f"task {request.source.task.id!r}: {prompt} prompt tokens, {new} new ones and "
-                f"{request.num_samples} samples; each must be at least 1"
-            )
-        if prompt + new > self.max_sequence_length:
-            raise EngineError(
-                f"task {request.source.task.id!r}: {prompt} prompt tokens and {new} new ones do not fit "
-                f"--inference-max-seq-length {self.max_sequence_length}; raise it, or lower --rl-max-new-tokens"
-            )
-
-
-@dataclass
-class _Pending:
-    request: GenerationRequest
-    completions: dict[int, Completion] = field(default_factory=dict)
+from megatron_rl.types import Completion, GeneratedGroup, GenerationRequest
 
 
 class RolloutEngine:
@@ -82,8 +46,6 @@ class RolloutEngine:
     ) -> None:
         self._policy = policy
         self._options = options
-        self._decode_text = decode_text
-        self._stop_ids = frozenset(stop_token_ids)
         # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
         shape = CacheShape.of(policy.gpt, max(options.max_sequence_length, FEWEST_KEYS), policy.dtype)
         slots = shape.slots_within(options.cache_budget_gb, options.max_batch_size)
@@ -93,11 +55,13 @@ class RolloutEngine:
         self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device)
         self._scheduler = Scheduler(slots, options.prefill_token_budget)
         is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
-        is_stop[list(self._stop_ids)] = True
+        is_stop[list(stop_token_ids)] = True
         shared = tensor_group is not None and tensor_group.size() > 1
-        self._draw = Drawer(self._state, is_stop, tensor_group if shared else None)
-        self._decode = DecodeStep(self._context, self._state, self._forward, self._draw)
-        self._pending: dict[int, _Pending] = {}
+        draw = Drawer(self._state, is_stop, tensor_group if shared else None)
+        self._prefill = Prefill(self._context, self._cache, self._state, self._forward, draw)
+        self._decode = DecodeStep(self._context, self._state, self._forward, draw)
+        self._harvest = Harvest(self._state, stop_token_ids, decode_text)
+        self._requests = Ledger()
         # What the host knows of each slot without reading the device: both move by one a step.
         self._position = [0] * slots
         self._remaining = [0] * slots
@@ -109,7 +73,7 @@ class RolloutEngine:
     def begin(self, seed: int, policy_version: int) -> None:
         """See `Engine.begin`."""
         self.abort()
-        self._seed, self._policy_version, self._next_request = seed, policy_version, 0
+        self._seed, self._policy_version = seed, policy_version
         self.statistics = EngineStatistics()
 
     def submit(self, request: GenerationRequest) -> None:
@@ -119,27 +83,26 @@ class RolloutEngine:
             EngineError: see `EngineOptions.check`.
         """
         self._options.check(request)
-        self._pending[self._next_request] = _Pending(request)
-        self._scheduler.add(self._next_request, len(request.prompt_ids), request.num_samples)
-        self._next_request += 1
+        number = self._requests.add(request)
+        self._scheduler.add(number, len(request.prompt_ids), request.num_samples)
 
     @property
     def has_unfinished(self) -> bool:
         """See `Engine.has_unfinished`."""
-        return bool(self._pending)
+        return len(self._requests) > 0
 
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._scheduler.clear()
-        self._pending.clear()
+        self._requests.clear()
 
     @torch.inference_mode()
     def step(self) -> list[GeneratedGroup]:
         """Seat who fits, decode up to k tokens a row, read once what has finished."""
         admissions = self._scheduler.admit()
-        self._kinds = SamplingKinds.of(pending.request.sampling for pending in self._pending.values())
+        self._kinds = SamplingKinds.of(request.sampling for request in self._requests)
         if admissions:
-            self._prefill(admissions)
+            self._enter(admissions)
         if self._scheduler.num_running == 0:
             return []
         self._decode_burst()
@@ -149,44 +112,18 @@ class RolloutEngine:
 
     # -- device work ---------------------------------------------------------------------------
 
-    def _prefill(self, admissions: Sequence[Admission]) -> None:
-        requests = [self._pending[a.request].request for a in admissions]
-        lengths = [len(r.prompt_ids) for r in requests]
-        device, state = self._policy.device, self._state
-
-        def to_device(values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        seats = [
-            (slot, source, sample_index)
-            for source, admission in enumerate(admissions)
-            for slot, sample_index in zip(admission.slots, admission.samples, strict=True)
-        ]
-        slots = to_device([slot for slot, _, _ in seats])
-        source = to_device([source for _, source, _ in seats])
-        leaders = to_device([admission.slots[0] for admission in admissions])
-        borders = [0]
-        for length in lengths:
-            borders.append(borders[-1] + length)
-        positions = to_device([p for length in lengths for p in range(length)])
-        self._context.begin_prefill(lengths, to_device(borders, torch.int32), positions, leaders)
-        ids = to_device([token for r in requests for token in r.prompt_ids])
-        logits = self._forward(ids, positions).index_select(0, source)
-        followers = [(a.slots[0], slot) for a in admissions for slot in a.slots[1:]]
-        if followers:
-            first, others = zip(*followers, strict=True)
-            self._cache.share(to_device(first), to_device(others), max(lengths))
-        state.seat(
-            slots,
-            to_device(lengths).index_select(0, source),
-            to_device([self._sample_seed(requests[s], i) for _, s, i in seats]),
-            [requests[s].sampling for _, s, _ in seats],
-        )
-        self._draw(logits, slots, self._kinds)
-        for slot, source_index, _ in seats:
-            self._position[slot] = lengths[source_index]
-            self._remaining[slot] = requests[source_index].sampling.max_new_tokens - 1
-        self.statistics.prefill_tokens += borders[-1]
+    def _enter(self, admissions: Sequence[Admission]) -> None:
+        """Prefill the prompts of those who were admitted, each once."""
+        prompts = []
+        for admission in admissions:
+            request = self._requests[admission.request]
+            seeds = tuple(self._sample_seed(request, sample) for sample in admission.samples)
+            prompts.append(Prompt(request.prompt_ids, admission.slots, seeds, request.sampling))
+            for slot in admission.slots:
+                self._position[slot] = len(request.prompt_ids)
+                self._remaining[slot] = request.sampling.max_new_tokens - 1
+        self._prefill(prompts, self._kinds)
+        self.statistics.prefill_tokens += sum(len(prompt.token_ids) for prompt in prompts)
 
     def _decode_burst(self) -> None:
         """Up to k steps on rows ``0 .. n - 1``; the host reads nothing."""
@@ -219,58 +156,16 @@ class RolloutEngine:
     # -- host work -----------------------------------------------------------------------------
 
     def _collect(self) -> list[GeneratedGroup]:
-        """The one host read: which rows have ended, and what they said."""
-        rows, state = self._scheduler.num_rows, self._state
-        alive, counts = torch.stack((state.alive[:rows].long(), state.count[:rows])).tolist()
+        """The one host read; frees the rows that have ended."""
+        ended = self._harvest({slot: self._request_in(slot).sampling.stop for slot in self._scheduler.occupied()})
         self.statistics.host_reads += 1
-        occupied = self._scheduler.occupied()
-        watched = [slot for slot in occupied if not alive[slot] or self._request_in(slot).sampling.stop]
-        if not watched:
-            return []
-        longest = max(counts[slot] for slot in watched)
-        picked = torch.tensor(watched, device=state.device)
-        tokens = state.tokens[picked, :longest].tolist()
-        logprobs = state.logprobs[picked, :longest].tolist()
-        finished: list[int] = []
-        groups: list[GeneratedGroup] = []
-        for slot, row_tokens, row_logprobs in zip(watched, tokens, logprobs, strict=True):
-            ids, reason = self._ending(slot, row_tokens[: counts[slot]], bool(alive[slot]))
-            if reason is None:
-                continue
-            finished.append(slot)
-            completion = Completion(
-                tuple(ids), tuple(row_logprobs[: len(ids)]), reason, self._policy_version
-            )
-            groups.extend(self._deliver(slot, completion))
-        if finished:
-            self._scheduler.release(finished)
-            state.alive[torch.tensor(finished, device=state.device)] = False
-        return groups
-
-    def _ending(
-        self, slot: int, ids: list[int], alive: bool
-    ) -> tuple[list[int], FinishReason | None]:
-        """Why the row ended, and its tokens up to there; None while it goes on."""
-        stop = self._request_in(slot).sampling.stop
-        if stop:
-            kept = truncate_at_stop(ids, stop, self._decode_text)
-            if kept is not None:
-                return ids[:kept], "stop_string"
-        if alive:
-            return ids, None
-        return ids, "stop" if ids[-1] in self._stop_ids else "length"
-
-    def _deliver(self, slot: int, completion: Completion) -> list[GeneratedGroup]:
-        """File a completion; the group comes out when its last sample is in."""
-        request_id, sample_index = self._scheduler.occupant(slot)
-        pending = self._pending[request_id]
-        pending.completions[sample_index] = completion
-        self.statistics.count_completion(len(completion.token_ids))
-        if len(pending.completions) < pending.request.num_samples:
-            return []
-        del self._pending[request_id]
-        ordered = tuple(pending.completions[i] for i in range(pending.request.num_samples))
-        return [GeneratedGroup(pending.request, ordered)]
+        groups = []
+        for row in ended:
+            completion = Completion(row.token_ids, row.logprobs, row.reason, self._policy_version)
+            self.statistics.count_completion(len(row.token_ids))
+            groups.append(self._requests.file(*self._scheduler.occupant(row.slot), completion))
+        self._scheduler.release([row.slot for row in ended])
+        return [group for group in groups if group is not None]
 
     def _compact(self) -> None:
         moves = self._scheduler.compaction()
@@ -284,7 +179,7 @@ class RolloutEngine:
         self._cache.move(source, destination, max(self._position[slot] for _, slot in moves))
 
     def _request_in(self, slot: int) -> GenerationRequest:
-        return self._pending[self._scheduler.occupant(slot)[0]].request
+        return self._requests[self._scheduler.occupant(slot)[0]]
 
     def _sample_seed(self, request: GenerationRequest, sample_index: int) -> int:
         source = request.source

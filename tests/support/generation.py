@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.inference import Engine, RolloutEngine
 from megatron_rl.inference.mcore import McoreEngine
-from megatron_rl.inference.rollout_engine import EngineOptions
+from megatron_rl.inference.options import EngineOptions
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel.groups import current_groups
 from megatron_rl.types import Completion, GenerationRequest, SamplingParams, SourcedTask, Task

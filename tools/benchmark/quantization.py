@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_rl.inference import RolloutEngine
-from megatron_rl.inference.rollout_engine import EngineOptions
+from megatron_rl.inference.options import EngineOptions
 from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import initialize, seed_everything, shut_down

@@ -19,7 +19,7 @@ import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.inference import Engine, RolloutEngine
-from megatron_rl.inference.rollout_engine import EngineOptions
+from megatron_rl.inference.options import EngineOptions
 from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
 from megatron_rl.parallel import initialize, seed_everything, shut_down

@@ -1,0 +1,39 @@
+"""Sizes of a rollout engine, and what no engine of these sizes can finish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.errors import EngineError
+from megatron_rl.types import GenerationRequest
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of the rollout engine."""
+
+    max_batch_size: int
+    max_sequence_length: int
+    steps_per_host_read: int = 8
+    prefill_token_budget: int = 8192
+    cache_budget_gb: float | None = None
+    page_length: int = 64
+    """Tokens a page, where the attention backend wants pages."""
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what no engine of these sizes can finish.
+
+        Raises:
+            EngineError: nothing is asked for, or prompt and answer exceed the maximum sequence length.
+        """
+        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        if min(prompt, new, request.num_samples) < 1:
+            raise EngineError(
+                f"task {request.source.task.id!r}: {prompt} prompt tokens, {new} new ones and "
+                f"{request.num_samples} samples; each must be at least 1"
+            )
+        if prompt + new > self.max_sequence_length:
+            raise EngineError(
+                f"task {request.source.task.id!r}: {prompt} prompt tokens and {new} new ones do not fit "
+                f"--inference-max-seq-length {self.max_sequence_length}; raise it, or lower --rl-max-new-tokens"
+            )
