@@ -25,7 +25,7 @@ from megatron_rl.inference.sampler import sample, sample_seed
 from megatron_rl.inference.scheduler import Admission, Scheduler
 from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.inference.stop_strings import truncate_at_stop
-from megatron_rl.models import PolicyModel
+from megatron_rl.models import PolicyModel, RolloutForward
 from megatron_rl.types import Completion, FinishReason, GeneratedGroup, GenerationRequest
 
 
@@ -86,6 +86,7 @@ class RolloutEngine:
         self._cache = SlotCache(shape, slots, policy.dtype, policy.device)
         first_layer = policy.gpt.decoder.layers[0].layer_number
         self._context = RolloutContext(self._cache, policy.rope, first_layer, policy.dtype)
+        self._model = RolloutForward(policy, self._context)
         self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device)
         self._scheduler = Scheduler(slots, options.prefill_token_budget)
         self._is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
@@ -201,14 +202,7 @@ class RolloutEngine:
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``[N]`` ids and positions -> ``[rows, V]`` fp32 logits over the real vocabulary."""
-        logits = self._policy.gpt(
-            token_ids[None],
-            positions[None],
-            None,
-            inference_context=self._context,
-            runtime_gather_output=True,
-        )
-        return logits.view(-1, logits.shape[-1])[:, : self._policy.vocab_size].float()
+        return self._model.forward(token_ids, positions)
 
     def _draw(self, logits: torch.Tensor, rows: slice | torch.Tensor) -> None:
         """Sample the next token of ``rows`` and book it."""
