@@ -29,7 +29,7 @@ from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.inference.scheduler import Admission, Scheduler
 from megatron_rl.inference.slot_cache import SlotCache
 from megatron_rl.inference.slot_state import SlotState
-from megatron_rl.models import PolicyModel
+from megatron_rl.models import PolicyModel, RolloutForward
 from megatron_rl.types import Completion, GeneratedGroup, GenerationRequest
 
 
@@ -52,14 +52,15 @@ class RolloutEngine:
         self._cache = _make_cache(policy, shape, slots, options.page_length)
         first_layer = policy.gpt.decoder.layers[0].layer_number
         self._context = RolloutContext(self._cache, policy.attention, policy.rope, first_layer, policy.dtype)
+        forward = RolloutForward(policy, self._context).forward
         self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device)
         self._scheduler = Scheduler(slots, options.prefill_token_budget)
         is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
         is_stop[list(stop_token_ids)] = True
         shared = tensor_group is not None and tensor_group.size() > 1
         draw = Drawer(self._state, is_stop, tensor_group if shared else None)
-        self._prefill = Prefill(self._context, self._cache, self._state, self._forward, draw)
-        self._decode = DecodeStep(self._context, self._state, self._forward, draw)
+        self._prefill = Prefill(self._context, self._cache, self._state, forward, draw)
+        self._decode = DecodeStep(self._context, self._state, forward, draw)
         self._harvest = Harvest(self._state, stop_token_ids, decode_text)
         self._requests = Ledger()
         # What the host knows of each slot without reading the device: both move by one a step.
@@ -141,17 +142,6 @@ class RolloutEngine:
             self._remaining[slot] -= steps
         self.statistics.decode_steps += steps
         self.statistics.decode_rows += steps * rows
-
-    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``[N]`` ids and positions -> ``[rows, V]`` fp32 logits over the real vocabulary."""
-        logits = self._policy.gpt(
-            token_ids[None],
-            positions[None],
-            None,
-            inference_context=self._context,
-            runtime_gather_output=True,
-        )
-        return logits.view(-1, logits.shape[-1])[:, : self._policy.vocab_size].float()
 
     # -- host work -----------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.attention import PlannedSelfAttention
+from megatron_rl.models.layer import RolloutLayer
 from megatron_rl.models.linear import use_whole_linears
 
 
@@ -53,6 +54,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
         # megatron skips a gradient all-reduce when only one of spec and config says so.
         qk_layernorm=config.qk_layernorm,
     )
+    spec.module = RolloutLayer
     layer = spec.submodules
     layer.input_layernorm = TorchNorm
     layer.pre_mlp_layernorm = TorchNorm
