@@ -32,6 +32,7 @@ from megatron_rl.preflight import resumes
 from megatron_rl.progress import Progress
 from megatron_rl.reporting import Reporter
 from megatron_rl.rollout import Evaluator, PromptSource, RequestFactory, Rollouter
+from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal
 from megatron_rl.run import Run
 from megatron_rl.tokenizer import Tokenizer
@@ -82,6 +83,11 @@ def build_run(
                 quantization.load_state(saved.rollout_recipe, checkpoints.calibration())
         scorer = Scorer(policy, groups.tensor_group, _temperature(config))
         evaluator = _evaluator(config, environments, tokenizer, factory, groups)
+        expected_lengths = ExpectedLengths()
+        if saved is not None:
+            expected_lengths.load_state(saved.expected_lengths)
+            if evaluator is not None:
+                evaluator.expected_lengths.load_state(saved.expected_held_out_lengths)
         rollouter, generate_a_little = None, _no_engine
         if config.training.perform_rl_step or config.training.eval_interval is not None:
             engine = build_engine(config, policy, tokenizer, groups)
@@ -124,6 +130,7 @@ def build_run(
             timer=timer,
             stop=stop,
             progress=progress,
+            expected_lengths=expected_lengths,
         )
         dist.barrier()  # nobody stops the environment server while another rank still grades
 

@@ -45,7 +45,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
         return None
 
     with run.timer.phase("advantages"):
-        samples = run.samples.build(rollouts.groups)
+        samples = run.samples.build(rollouts.groups, [request.index for request in requests])
         failures = failures_of(rollouts.groups, run.groups.data_group)
         refuse_failures(samples, failures.counts, run.config.environment.rl_max_failed_share, failures.example)
         updates = run.batches.updates(samples.samples, run.minibatches, seed)
@@ -66,6 +66,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
     metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
     metrics |= reward_metrics(samples) | outcome.metrics | parity
     metrics |= environment_metrics(run.environments.counters.since_last_call(), failures)
+    metrics |= run.learn_lengths(draws, requests, rollouts)
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds
     metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
     total = len(updates) * run.config.algorithm.grpo_iterations

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -19,14 +19,17 @@ from megatron_rl.errors import SaveError
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.packing.bins import balance
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.platform import StopRequest
 from megatron_rl.progress import Progress
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.reporting import Reporter
-from megatron_rl.rollout import Draw, Evaluator, PromptSource, RequestFactory, Rollouter
+from megatron_rl.rollout import Draw, Evaluator, PromptSource, RequestFactory, Rollouter, RolloutResult
+from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal, weights_fingerprint
+from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
@@ -68,6 +71,8 @@ class Run:
     timer: PhaseTimer
     stop: StopRequest
     progress: Progress
+    expected_lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
+    """Of the training tasks; the evaluator has its own."""
 
     @contextlib.contextmanager
     def rollout_phase(self, quantized: bool = True) -> Iterator[None]:
@@ -83,10 +88,26 @@ class Run:
         return max(1, self.config.updates_per_rollout // self.config.algorithm.grpo_iterations)
 
     def requests_of_this_rank(self, draws: Sequence[Draw]) -> list[GenerationRequest]:
-        """This data-parallel rank's groups; every rank has drawn the same list."""
-        mine = draws[self.groups.data_rank :: self.groups.data_size]
+        """This data-parallel rank's groups, in the order drawn; every rank has drawn the same list.
+
+        Ranks get about the same expected tokens, so not the same number of groups. The index of a request is its
+        group's number: the place in ``draws``.
+        """
         size = self.config.algorithm.grpo_group_size
-        return [self.factory.request(draw, size, index) for index, draw in enumerate(mine)]
+        requests = [self.factory.request(draw, size, number) for number, draw in enumerate(draws)]
+        ranks = balance([self.expected_lengths.tokens(request) for request in requests], self.groups.data_size)
+        return [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.data_rank]
+
+    def learn_lengths(
+        self, draws: Sequence[Draw], requests: Sequence[GenerationRequest], rollouts: RolloutResult
+    ) -> dict[str, float]:
+        """Remember how long the groups of a step became, wherever they were generated; how idle the ranks were.
+
+        Collective over the data-parallel group.
+        """
+        lengths, seconds = lengths_and_seconds(requests, rollouts, len(draws), self.groups.data_group)
+        self.expected_lengths.learn(zip((draw.source for draw in draws), lengths, strict=True))
+        return idle_metrics(seconds)
 
     def open_journal(self, step: int, seed: int) -> StepJournal | None:
         """Finished groups of an earlier start of this step, and the place for new ones; collective."""
@@ -167,6 +188,8 @@ class Run:
             optimizer_form=optimizer_form_of(config),
             rollout_recipe_asked=config.quantization.rl_rollout_quantization,
             rollout_recipe=self.quantization.recipe,
+            expected_lengths=self.expected_lengths.state(),
+            expected_held_out_lengths=self.evaluator.expected_lengths.state() if self.evaluator is not None else {},
             world={
                 "ranks": self.groups.world_size,
                 "tensor_model_parallel_size": parallel.tensor_model_parallel_size,

@@ -65,6 +65,10 @@ class RunState:
     """The one in use: the parity gate may have fallen back to a safer one."""
     optimizer_form: dict[str, Any] = field(default_factory=dict)
     """What decides which tensors the optimizer state consists of."""
+    expected_lengths: dict[str, Any] = field(default_factory=dict)
+    """How long completions became, by environment and task: resumed, groups go to the same ranks again."""
+    expected_held_out_lengths: dict[str, Any] = field(default_factory=dict)
+    """The same of the evaluations."""
 
 
 def architecture_of(config: RLConfig) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def charts_for(rows: Sequence[Row]) -> list[Chart]:
     evaluations = [Chart(f"Held-out: {name}", tuple(lines)) for name, lines in held_out.items()]
     length = Chart("Response length", tuple(lengths))
     phases = Chart("Seconds by phase", _phase_lines(recorded), kind="stack")
-    return [REWARD_CHART, *evaluations, *SUPERVISED_CHARTS, length, *LEARNING_CHARTS, SPEED_CHART, phases]
+    idle = Chart("Idle share of the generation", _idle_lines(recorded))
+    return [REWARD_CHART, *evaluations, *SUPERVISED_CHARTS, length, *LEARNING_CHARTS, SPEED_CHART, idle, phases]
 
 
 def build_curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -177,6 +178,14 @@ def _stack_payload(series: Sequence[Series]) -> list[dict[str, Any]]:
     layers = zip(*(one.values for one in series), strict=True)
     kept = select_indices([sum(value or 0.0 for value in values) for values in layers], MAX_POINTS)
     return [one.pick(kept) for one in series]
+
+
+def _idle_lines(recorded: Sequence[str]) -> tuple[Line, ...]:
+    """The mean, then every data-parallel rank."""
+    prefix = f"{names.ROLLOUT_IDLE_SHARE}/"
+    by_rank = [name for name in recorded if name.startswith(prefix)]
+    ranks = [Line(name, name.removeprefix(prefix).replace("_", " ")) for name in by_rank]
+    return (Line(names.ROLLOUT_IDLE_SHARE, "mean of the ranks"), *ranks)
 
 
 def _phase_lines(recorded: Sequence[str]) -> tuple[Line, ...]:

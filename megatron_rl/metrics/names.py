@@ -27,6 +27,8 @@ LOGPROB_GAP_MAX = "training/rollout_logprob_gap_max"
 
 THROUGHPUT = "perf/throughput"
 ROLLOUT_THROUGHPUT = "perf/rollout_tokens_per_s"
+ROLLOUT_IDLE_SHARE = "perf/rollout_idle_share"
+"""The mean over the data-parallel ranks; see `idle_share`."""
 
 SUPERVISED_LOSS = "train/loss"
 PERPLEXITY = "train/perplexity"
@@ -44,6 +46,11 @@ WHOLE_STEP = "step"
 def timing(phase: str) -> str:
     """The metric that holds a phase's seconds: ``timing_s/gen`` for ``gen``."""
     return TIMING_PREFIX + phase
+
+
+def idle_share(data_rank: int) -> str:
+    """The metric of one data-parallel rank: ``perf/rollout_idle_share/rank_0``."""
+    return f"{ROLLOUT_IDLE_SHARE}/rank_{data_rank}"
 
 
 def validation(environment: str, measure: str) -> str:

@@ -10,14 +10,16 @@ import numpy
 import torch
 
 from megatron_rl.algorithms.passk import pass_at_k
+from megatron_rl.packing.bins import balance
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.prompt_source import Draw
 from megatron_rl.rollout.requests import RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.types import GenerationRequest, GradeResult, Rollout, RolloutGroup
 
-_COLUMNS = 10
+_COLUMNS = 12
 VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
 """Of the graders in this library; an environment may have words of its own."""
 
@@ -26,6 +28,10 @@ VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
 class _TaskScore:
     """One task's outcome; travels between ranks as ``_COLUMNS`` float64 numbers."""
 
+    number: int
+    """Its place in the evaluator's list; outcomes are put in this order, whichever rank they are from."""
+    mean_length: float
+    """Tokens of a completion, greedy or not, graded or not."""
     environment: int
     samples: int
     """Graded samples; failed grades are left out, not counted as wrong."""
@@ -69,6 +75,8 @@ class Evaluator:
         seed: int,
         groups: ParallelGroups,
     ) -> None:
+        self.expected_lengths = ExpectedLengths()
+        """Of these tasks; they are the same at every evaluation."""
         self._environments = sorted({draw.source.environment for draw in tasks})
         self.tasks = tasks
         self._samples = samples_per_prompt
@@ -82,28 +90,40 @@ class Evaluator:
         result = rollouter.run(requests, self._seed, policy_version)
         if result.cancelled:
             return None
-        pairs = zip(result.groups[::2], result.groups[1::2], strict=True)
-        rows = [value for sampled, greedy in pairs for value in self._score(sampled, greedy).row()]
+        numbers = [request.index // 2 for request in requests[::2]]
+        trios = zip(numbers, result.groups[::2], result.groups[1::2], strict=True)
+        rows = [value for number, sampled, greedy in trios for value in self._score(number, sampled, greedy).row()]
         gathered = gather_vectors(torch.tensor(rows, dtype=torch.float64), self._groups.data_group)
         table = torch.cat(gathered).view(-1, _COLUMNS).numpy()
+        table = table[table[:, 0].argsort()]
+        sources = [draw.source for draw in self.tasks]
+        self.expected_lengths.learn(zip(sources, table[:, 1].tolist(), strict=True))
         metrics: dict[str, float] = {}
         for index, name in enumerate(self._environments):
-            metrics.update(self._summary(name, table[table[:, 0] == index]))
+            metrics.update(self._summary(name, table[table[:, 2] == index]))
         return EvaluationResult(metrics, result.groups)
 
     def _requests(self) -> list[GenerationRequest]:
-        """This data-parallel rank's share; each task is sampled, then answered greedily."""
-        share = self.tasks[self._groups.data_rank :: self._groups.data_size]
-        requests: list[GenerationRequest] = []
-        for draw in share:
-            requests.append(self._factory.request(draw, self._samples, len(requests)))
-            requests.append(self._factory.request(draw, 1, len(requests), greedy=True))
-        return requests
+        """This data-parallel rank's share by expected tokens; each task is sampled, then answered greedily."""
+        pairs = [
+            (
+                self._factory.request(draw, self._samples, 2 * number),
+                self._factory.request(draw, 1, 2 * number + 1, greedy=True),
+            )
+            for number, draw in enumerate(self.tasks)
+        ]
+        tokens = [sum(map(self.expected_lengths.tokens, pair)) for pair in pairs]
+        ranks = balance(tokens, self._groups.data_size)
+        mine = [pair for pair, rank in zip(pairs, ranks, strict=True) if rank == self._groups.data_rank]
+        return [request for pair in mine for request in pair]
 
-    def _score(self, sampled: RolloutGroup, greedy: RolloutGroup) -> _TaskScore:
+    def _score(self, number: int, sampled: RolloutGroup, greedy: RolloutGroup) -> _TaskScore:
+        lengths = [len(r.completion.token_ids) for r in (*sampled.rollouts, *greedy.rollouts)]
         graded = [r for r in sampled.rollouts if r.grade.status == "ok"]
         greedy_graded = [r for r in greedy.rollouts if r.grade.status == "ok"]
         return _TaskScore(
+            number=number,
+            mean_length=sum(lengths) / len(lengths),
             environment=self._environments.index(sampled.source.environment),
             samples=len(graded),
             correct=sum(is_correct(r.grade) for r in graded),
@@ -117,7 +137,7 @@ class Evaluator:
         )
 
     def _summary(self, name: str, table: numpy.ndarray) -> dict[str, float]:
-        _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct, voted, right = table.T
+        _, _, _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct, voted, right = table.T
         total = max(samples.sum(), 1)
         metrics = {}
         for k in powers_of_two_up_to(self._samples):

@@ -61,7 +61,7 @@ class RolloutJournal:
             stream = _appending(own, wanted)
         if self._groups.model_group.size() > 1:
             found = _shared(found, self._groups)
-        return StepJournal(found, stream, self._groups)
+        return StepJournal(found, stream)
 
     def forget(self, step: int) -> None:
         """A checkpoint covers ``step``: the files up to it are not needed any more. One rank calls it."""
@@ -74,21 +74,20 @@ class RolloutJournal:
 class StepJournal:
     """What is known of one step, and where to write what becomes known.
 
-    Groups are numbered over the job, as one rank would number them: group ``index`` of data-parallel rank r of R
-    is ``index * R + r``. Another number of ranks finds them again.
+    Groups go by the index of their request: their number in the step, as one rank would number them. Another number
+    of ranks finds them again, and so do ranks that the groups are dealt to otherwise.
     """
 
-    def __init__(self, found: Mapping[int, bytes], stream: BinaryIO | None, groups: ParallelGroups) -> None:
+    def __init__(self, found: Mapping[int, bytes], stream: BinaryIO | None) -> None:
         self._found = found
         self._stream = stream
-        self._groups = groups
 
     def group_for(self, request: GenerationRequest) -> RolloutGroup | None:
         """The finished group of an earlier start, if it is the answer to exactly this request.
 
         Its texts are left empty: they follow from the tokens.
         """
-        record = self._found.get(self._number(request.index))
+        record = self._found.get(request.index)
         return None if record is None else _decode(record, request)
 
     def add(self, index: int, group: RolloutGroup) -> None:
@@ -96,7 +95,7 @@ class StepJournal:
         if self._stream is None:
             return
         try:
-            self._stream.write(_encode(self._number(index), group))
+            self._stream.write(_encode(index, group))
             self._stream.flush()  # to the operating system, which outlives this process
         except OSError as error:  # a full disk costs a killed run some time, and this one nothing
             logger.warning("%s cannot be written (%s): this step goes on without", self._stream.name, error.strerror)
@@ -107,9 +106,6 @@ class StepJournal:
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.close()
-
-    def _number(self, index: int) -> int:
-        return index * self._groups.data_size + self._groups.data_rank
 
 
 def weights_fingerprint(model: torch.nn.Module, model_group: dist.ProcessGroup) -> int:

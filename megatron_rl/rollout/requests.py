@@ -28,7 +28,7 @@ class RequestFactory:
     def request(
         self, draw: Draw, num_samples: int, index: int, greedy: bool = False, at_most: int | None = None
     ) -> GenerationRequest:
-        """One group; ``index`` is its place in the caller's list, ``at_most`` bounds its new tokens further."""
+        """One group; ``index`` is its number in the step, ``at_most`` bounds its new tokens further."""
         room = self.max_sequence_length - len(draw.prompt_ids)
         tokens = min(self.sampling.max_new_tokens, room, at_most or room)
         sampling = replace(self.sampling, greedy=greedy, max_new_tokens=tokens)

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_rl.metrics.names import ROLLOUT_IDLE_SHARE, idle_share
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
-from megatron_rl.types import RolloutGroup
+from megatron_rl.rollout.rollouter import RolloutResult
+from megatron_rl.types import GenerationRequest, RolloutGroup
+
+_MOST_RANKS_SHOWN = 32
+"""With more data-parallel ranks a step's row would consist of their idle shares: the mean alone is kept."""
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, float]:
@@ -44,6 +49,39 @@ def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGrou
         "perf/generated_tokens": response.sum().item(),
         **_grader_means(groups, data_group),
     }
+
+
+def lengths_and_seconds(
+    requests: Sequence[GenerationRequest],
+    rollouts: RolloutResult,
+    num_groups: int,
+    data_group: dist.ProcessGroup,
+) -> tuple[list[float], list[float]]:
+    """Mean completion length of each of the step's groups, and each rank's seconds of generation.
+
+    One sum over the data-parallel group: every number is of one rank, which the others add 0 to.
+    """
+    numbers = torch.zeros(num_groups + data_group.size(), dtype=torch.float64)
+    for request, group in zip(requests, rollouts.groups, strict=True):
+        lengths = [len(rollout.completion.token_ids) for rollout in group.rollouts]
+        numbers[request.index] = sum(lengths) / len(lengths)
+    numbers[num_groups + data_group.rank()] = rollouts.generate_seconds
+    if data_group.size() > 1:
+        dist.all_reduce(numbers, group=data_group)
+    return numbers[:num_groups].tolist(), numbers[num_groups:].tolist()
+
+
+def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
+    """Share of the slowest rank's generation that each data-parallel rank did not generate in, and their mean.
+
+    Empty on one rank, which waits for nobody.
+    """
+    slowest = max(seconds)
+    if len(seconds) == 1 or slowest <= 0:
+        return {}
+    shares = [1 - own / slowest for own in seconds]
+    by_rank = {idle_share(rank): share for rank, share in enumerate(shares)}
+    return {ROLLOUT_IDLE_SHARE: sum(shares) / len(shares), **(by_rank if len(shares) <= _MOST_RANKS_SHOWN else {})}
 
 
 @dataclass(frozen=True)

@@ -52,15 +52,19 @@ class SampleBuilder:
         self._keep_all = keep_groups_without_signal
         self._groups = groups
 
-    def build(self, rollouts: Sequence[RolloutGroup]) -> StepSamples:
-        """Collective over the data-parallel group."""
-        group_index, rewards, valid = self._gather(rollouts)
+    def build(self, rollouts: Sequence[RolloutGroup], numbers: Sequence[int]) -> StepSamples:
+        """Collective over the data-parallel group.
+
+        ``numbers`` are those of this rank's groups among the G groups of the step, ascending: 0 .. G - 1, each on one
+        rank, and not the same number of them on every rank.
+        """
+        group_index, rewards, valid = self._gather(rollouts, numbers)
         if not group_index.numel():
             return StepSamples((), 0, 0, 0, 0, rewards, rewards)
         advantages = self._advantage(rewards, valid, group_index, self._settings)
         signal = groups_with_signal(rewards, valid, group_index)
         used = valid & (signal[group_index] | self._keep_all)
-        own_ids = (group_index % self._groups.data_size == self._groups.data_rank).nonzero()[:, 0]
+        own_ids = torch.isin(group_index, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0]
         return StepSamples(
             samples=_samples(rollouts, own_ids.tolist(), advantages.tolist(), used.tolist()),
             num_samples=rewards.numel(),
@@ -71,15 +75,13 @@ class SampleBuilder:
             advantages=advantages[used],
         )
 
-    def _gather(self, rollouts: Sequence[RolloutGroup]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Group, reward and validity of every sample of the job, each [B], ordered by group.
-
-        Prompts are dealt to the ranks in turn: group j of rank r is number ``j * ranks + r``.
-        """
-        size, rank = self._groups.data_size, self._groups.data_rank
+    def _gather(
+        self, rollouts: Sequence[RolloutGroup], numbers: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Group, reward and validity of every sample of the job, each [B], ordered by group."""
         rows = [
-            (index * size + rank, r.grade.reward if r.grade.status == "ok" else 0.0, r.grade.status == "ok")
-            for index, group in enumerate(rollouts)
+            (number, r.grade.reward if r.grade.status == "ok" else 0.0, r.grade.status == "ok")
+            for number, group in zip(numbers, rollouts, strict=True)
             for r in group.rollouts
         ]
         local = torch.tensor(rows, dtype=torch.float64).view(-1)

@@ -59,7 +59,7 @@ def roll_out(run: Run) -> Sequence[Sample]:
     requests = run.requests_of_this_rank(run.source.draw(run.config.algorithm.grpo_prompts_per_step))
     with rollout_mode(run.policy, run.optimization.wrapped):
         rollouts = run.rollouter.run(requests, seed=1, policy_version=0)
-    return run.samples.build(rollouts.groups).samples
+    return run.samples.build(rollouts.groups, [request.index for request in requests]).samples
 
 
 def save_while_gathering(folder: str, changes: Mapping[str, Any]) -> list[float]:

@@ -138,7 +138,7 @@ def test_saved_in_the_background_and_killed_meanwhile(workshop) -> None:
     tale.check_all(stories)
 
 
-NEEDED = ("cursor", "updates", "policy_version", "tokens", "optimizer")
+NEEDED = ("cursor", "updates", "policy_version", "tokens", "optimizer", "expected_lengths")
 """Not among them: the generators' states, which no step of this run draws from (dropout does, see test_resume.py),
 and the largest log-prob gap, which a later step may reach again."""
 

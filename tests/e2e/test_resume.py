@@ -139,6 +139,6 @@ def test_a_run_goes_on_in_another_topology(moved, workshop):
 
 
 def _prompts(run_dir: Path, step: int) -> set[str]:
-    """Prompts in rank 0's records: all draws on one rank, every second one with two replicas."""
+    """Prompts in rank 0's records: all draws on one rank, its share of them with two replicas."""
     lines = (run_dir / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
     return {json.loads(line)["prompt"] for line in lines}

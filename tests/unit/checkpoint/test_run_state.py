@@ -26,6 +26,7 @@ def _state(**changes: object) -> RunState:
     state = RunState(
         step=4, updates=7, policy_version=6, cursor={"digits": 19}, logprob_gap_max=0.25, vocab_size=16,
         architecture=architecture_of(config), optimizer_form=optimizer_form_of(config), consecutive_skips=1,
+        expected_lengths={"digits": {"mean": 1 / 3, "groups": 2, "tasks": {"7": 0.3}}},
     )  # fmt: skip
     return replace(state, **changes)
 
@@ -37,7 +38,9 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_field_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text('{"step": 4, "updates": 7, "policy_version": 6, "moon": "full"}')
-    assert read_run_state(tmp_path).updates == 7
+    state = read_run_state(tmp_path)
+    assert state.updates == 7
+    assert state.expected_lengths == state.expected_held_out_lengths == {}, "of an earlier version, without them"
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"step": 4}'])

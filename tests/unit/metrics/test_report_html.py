@@ -148,6 +148,18 @@ def test_phases_are_stacked_with_the_rest_of_the_step() -> None:
     }
 
 
+def test_the_idle_share_has_a_line_for_every_rank() -> None:
+    rows = [
+        {"step": 1, names.ROLLOUT_IDLE_SHARE: 0.25, names.idle_share(0): 0.5, names.idle_share(1): 0.0},
+        {"step": 2, names.ROLLOUT_IDLE_SHARE: 0.1, names.idle_share(0): 0.0, names.idle_share(1): 0.2},
+    ]
+    (chart,) = build_curves(rows)
+    assert chart["title"] == "Idle share of the generation"
+    assert {one["label"]: one["values"] for one in chart["series"]} == {
+        "mean of the ranks": [0.25, 0.1], "rank 0": [0.5, 0.0], "rank 1": [0.0, 0.2],
+    }  # fmt: skip
+
+
 def test_long_curves_are_downsampled_keeping_ends_and_spikes() -> None:
     rows = [{"step": step, names.GRAD_NORM: 100.0 if step == 777 else 1.0} for step in range(1, 5001)]
     series = build_curves(rows)[0]["series"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,6 +96,21 @@ def test_every_evaluation_asks_the_same(one_rank: ParallelGroups) -> None:
     (first, first_seed, _), (second, second_seed, version) = rollouter.asked
     assert first == second and first_seed == second_seed == 7 and version == 2
     assert [(r.num_samples, r.sampling.greedy, r.index) for r in first] == [(2, False, 0), (1, True, 1)]
+
+
+def test_tasks_are_dealt_by_the_lengths_of_the_evaluation_before(one_rank: ParallelGroups) -> None:
+    """Means 40 / 5 = 8, 5 / 5 = 1 and 10 / 5 = 2; five samples and two prompts of two tokens: 44, 9 and 14."""
+    lengths = [([8, 8, 8, 6], [10]), ([1, 1, 1, 1], [1]), ([2, 2, 2, 3], [1])]
+    groups = [graded_group([1.0] * len(one), lengths=one) for pair in lengths for one in pair]
+    evaluation = evaluator(one_rank, [("toy", "0"), ("toy", "1"), ("toy", "2")], samples=4)
+    evaluation._groups = SimpleNamespace(data_rank=0, data_size=2)
+    assert [r.index for r in evaluation._requests()] == [0, 1, 4, 5], "nothing is known yet: in turn"
+    evaluation._groups = one_rank
+    evaluation.evaluate(FixedRollouter(groups), 0)
+    assert evaluation.expected_lengths.state()["toy"]["tasks"] == {"0": 8.0, "1": 1.0, "2": 2.0}
+    for rank, indices in enumerate(([0, 1], [2, 3, 4, 5])):
+        evaluation._groups = SimpleNamespace(data_rank=rank, data_size=2)
+        assert [r.index for r in evaluation._requests()] == indices
 
 
 def test_its_answers_come_with_it(one_rank: ParallelGroups) -> None:

@@ -122,13 +122,16 @@ def test_a_step_that_is_covered_is_forgotten(journal: RolloutJournal, tmp_path: 
 
 
 def test_another_number_of_ranks_finds_the_groups(journal: RolloutJournal, tmp_path: Path, one_rank) -> None:
-    """Group 5 of one rank is group 2 of the second of two ranks."""
+    """Group 5 of the step, of one rank, is dealt to the second of two; there it goes by the same number."""
     record(journal, 5)
     second = SimpleNamespace(data_rank=1, data_size=2, leads_model=True, model_group=one_rank.model_group)
     moved = RolloutJournal(tmp_path, second).open(STEP, HEADER)
-    asked = GenerationRequest(request(5).source, (1, 2), 2, SamplingParams(), index=2)
-    assert moved.group_for(asked) == group(5)
-    assert moved.group_for(request(5)) is None
+    assert moved.group_for(request(5)) == group(5)
+    moved.add(4, group(4))
+    moved.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    again = journal.open(STEP, HEADER)
+    assert [again.group_for(request(index)) for index in (4, 5)] == [group(4), group(5)]
 
 
 def test_a_full_disk_costs_the_journal_and_not_the_step(journal: RolloutJournal, caplog) -> None:

@@ -6,9 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.inference import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.statistics import Failures, environment_metrics, failures_of, rollout_metrics
-from megatron_rl.types import GradeResult, RolloutGroup
+from megatron_rl.rollout import RolloutResult
+from megatron_rl.rollout.statistics import (
+    Failures,
+    environment_metrics,
+    failures_of,
+    idle_metrics,
+    lengths_and_seconds,
+    rollout_metrics,
+)
+from megatron_rl.types import GenerationRequest, GradeResult, RolloutGroup, SamplingParams
 from tests.support.rollouts import graded_group
 
 
@@ -72,3 +81,31 @@ def test_failures_are_counted_by_code(one_rank: ParallelGroups) -> None:
 def test_nothing_was_rolled_out(one_rank: ParallelGroups) -> None:
     assert rollout_metrics([], one_rank.data_group) == {}
     assert failures_of([], one_rank.data_group) == Failures({}, "")
+
+
+def test_lengths_go_by_the_number_of_their_group(one_rank: ParallelGroups) -> None:
+    """What the model read in a conversation counts: it takes its time, too."""
+    talk = graded_group([0.0, 1.0], lengths=[4, 9])
+    read = replace(talk.rollouts[1].completion, environment_spans=((2, 5),))
+    talk = replace(talk, rollouts=(talk.rollouts[0], replace(talk.rollouts[1], completion=read)))
+    groups = (graded_group([0.0, 1.0], lengths=[1, 2]), talk)
+    requests = [
+        GenerationRequest(group.source, group.prompt_ids, 2, SamplingParams(), index)
+        for group, index in zip(groups, (0, 2), strict=True)
+    ]
+    result = RolloutResult(groups, EngineStatistics(), 1.25, 0.5, cancelled=False)
+    assert lengths_and_seconds(requests, result, 3, one_rank.data_group) == ([1.5, 0.0, 6.5], [1.25])
+
+
+def test_a_rank_is_idle_while_the_slowest_generates() -> None:
+    """4 s, 3 s and 1 s: idle for 0, 1 and 3 of 4 s."""
+    assert idle_metrics([4.0, 3.0, 1.0]) == pytest.approx(
+        {
+            "perf/rollout_idle_share": 1 / 3,
+            "perf/rollout_idle_share/rank_0": 0.0,
+            "perf/rollout_idle_share/rank_1": 0.25,
+            "perf/rollout_idle_share/rank_2": 0.75,
+        }
+    )
+    assert idle_metrics([4.0]) == {}, "one rank waits for nobody"
+    assert idle_metrics([2.0] * 33) == {"perf/rollout_idle_share": 0.0}, "too many for a row"

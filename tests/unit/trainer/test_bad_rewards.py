@@ -161,7 +161,7 @@ def updated(groups: ParallelGroups, rollouts: Sequence[RolloutGroup]) -> tuple[l
     """Advantages, and the weights of a fresh policy after the step on these rollouts."""
     run = toy_run(tiny_config(rl_advantage="dr_grpo", rl_keep_zero_variance_groups=True), groups)
     try:
-        samples = run.samples.build(rollouts)
+        samples = run.samples.build(rollouts, range(len(rollouts)))
         assert run.trainer.step(run.batches.updates(samples.samples, 1, seed=5)).skipped_updates == 0
         return [sample.advantage for sample in samples.samples], weights_of(run.policy)
     finally:

@@ -19,7 +19,7 @@ def build(
 ) -> StepSamples:
     """``dr_grpo`` is reward minus mean: easy to work out."""
     builder = SampleBuilder(discovery.get("advantages", advantage), AdvantageConfig(group_size=2), keep, groups)
-    return builder.build(rollouts)
+    return builder.build(rollouts, range(len(rollouts)))
 
 
 def test_a_sample_carries_its_group_and_its_own_tokens(one_rank: ParallelGroups) -> None:

@@ -1,0 +1,109 @@
+"""How long groups are expected to become, and which rank gets them; numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.rollout import Draw, RequestFactory, expected_length
+from megatron_rl.rollout.expected_length import ExpectedLengths
+from megatron_rl.run import Run
+from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
+
+LIMIT = 100
+
+
+def source(task: str, environment: str = "toy") -> SourcedTask:
+    return SourcedTask(environment, Task(task, task))
+
+
+def request(task: str, environment: str = "toy", prompt: int = 10, samples: int = 4) -> GenerationRequest:
+    return GenerationRequest(
+        source(task, environment), (1,) * prompt, samples, SamplingParams(max_new_tokens=LIMIT), index=0
+    )
+
+
+def test_the_limit_is_expected_of_what_was_never_seen() -> None:
+    assert ExpectedLengths().tokens(request("a")) == 10 + 4 * LIMIT
+
+
+def test_a_task_is_expected_as_it_was_and_others_as_their_environment() -> None:
+    expected = ExpectedLengths()
+    expected.learn([(source("a"), 20.0), (source("b"), 50.0), (source("a", "other"), 7.5)])
+    assert expected.tokens(request("a")) == 10 + 4 * 20
+    assert expected.tokens(request("c", prompt=3)) == 3 + 4 * 35  # (20 + 50) / 2
+    assert expected.tokens(request("a", "other", samples=1)) == 10 + 8  # 7.5 rounds to even
+    assert expected.tokens(request("a", "third")) == 10 + 4 * LIMIT
+    expected.learn([(source("a"), 80.0)])
+    assert expected.tokens(request("a")) == 10 + 4 * 80  # as it was last
+    assert expected.tokens(request("c")) == 10 + 4 * 50  # (20 + 50 + 80) / 3
+
+
+def test_the_mean_of_an_environment_follows_its_last_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_length, "_GROUPS_IN_MEAN", 2)
+    expected = ExpectedLengths()
+    expected.learn([(source(task), length) for task, length in (("a", 10.0), ("b", 20.0), ("c", 55.0), ("d", 5.0))])
+    # 10, then 15, then halfway to 55: 35, then halfway to 5: 20
+    assert expected.tokens(request("e", samples=1)) == 10 + 20
+
+
+def test_a_full_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_length, "_TASKS_KEPT", 2)
+    expected = ExpectedLengths()
+    expected.learn([(source("a"), 10.0), (source("b"), 20.0), (source("c"), 60.0), (source("b"), 40.0)])
+    assert [expected.tokens(request(task, samples=1)) - 10 for task in "abc"] == [10, 40, 32]  # c: 130 / 4 = 32.5
+    assert len(expected.state()["toy"]["tasks"]) == 2
+
+
+def test_the_state_goes_through_json() -> None:
+    expected, again = ExpectedLengths(), ExpectedLengths()
+    expected.learn([(source("a"), 1 / 3), (source("7"), 20.25), (source("a", "other"), 0.1)])
+    state = expected.state()
+    again.load_state(json.loads(json.dumps(state)))
+    assert again.state() == state
+    again.learn([(source("b"), 3.0)])
+    assert expected.state() == state, "the states share a table"
+    assert state["toy"]["tasks"] == {"a": 0.3, "7": 20.2}
+
+
+def test_a_checkpoint_without_it_begins_anew() -> None:
+    expected = ExpectedLengths()
+    expected.learn([(source("a"), 20.0)])
+    expected.load_state({})
+    assert expected.tokens(request("a")) == 10 + 4 * LIMIT
+
+
+def dealt(lengths: dict[str, float], tasks: str, ranks: int) -> list[list[int]]:
+    """The groups of every rank when ``lengths`` were seen: two samples each, prompts of one token."""
+    expected = ExpectedLengths()
+    expected.learn([(source(task), length) for task, length in lengths.items()])
+    draws = [Draw(source(task), (1,)) for task in tasks]
+    found = []
+    for rank in range(ranks):
+        run = SimpleNamespace(
+            config=SimpleNamespace(algorithm=SimpleNamespace(grpo_group_size=2)),
+            factory=RequestFactory(SamplingParams(max_new_tokens=LIMIT), 200),
+            expected_lengths=expected,
+            groups=SimpleNamespace(data_rank=rank, data_size=ranks),
+        )
+        requests = Run.requests_of_this_rank(run, draws)
+        assert [r.source.task.id for r in requests] == [tasks[r.index] for r in requests]
+        found.append([r.index for r in requests])
+    return found
+
+
+def test_the_longest_groups_are_dealt_first() -> None:
+    """Costs 1 + 2 x length: d 201 alone; a 61, b 41, c 21 and e 41 make 164. In turn it would be 123 and 242."""
+    assert dealt({"a": 30, "b": 20, "c": 10, "d": 100, "e": 20}, "abcde", 2) == [[3], [0, 1, 2, 4]]
+
+
+def test_groups_of_which_nothing_is_known_are_dealt_in_turn() -> None:
+    assert dealt({}, "abcdefg", 3) == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_every_rank_has_a_group_when_there_are_enough() -> None:
+    """However long one of them is: 4 groups, 4 ranks."""
+    assert sorted(dealt({"a": 100, "b": 0, "c": 0, "d": 0}, "abcd", 4)) == [[0], [1], [2], [3]]
+    assert dealt({"a": 100, "b": 5}, "ab", 3) == [[0], [1], []]
