@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,8 @@ import torch.distributed as dist
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.sampler import sample
 from megatron_rl.inference.slot_state import SlotState
+from megatron_rl.models import RolloutForward
 from megatron_rl.types import SamplingParams
-
-Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Token ids and positions, [N] int64 each -> logits [rows, V] fp32 over the real vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,15 @@ class Drawer:
 class DecodeStep:
     """Feeds the last token of the first N rows and draws the next one; the host reads nothing."""
 
-    def __init__(self, context: RolloutContext, state: SlotState, forward: Forward, draw: Drawer) -> None:
+    def __init__(self, context: RolloutContext, state: SlotState, model: RolloutForward, draw: Drawer) -> None:
         self._context = context
         self._state = state
-        self._forward = forward
+        self._model = model
         self._draw = draw
 
     def __call__(self, rows: int, key_length: int, kinds: SamplingKinds) -> None:
         """No row's position reaches ``key_length``."""
         positions = self._state.position[:rows]
         self._context.begin_decode(positions, key_length)
-        logits = self._forward(self._state.token[:rows], positions)
+        logits = self._model.forward(self._state.token[:rows], positions)
         self._draw(logits, slice(0, rows), kinds)

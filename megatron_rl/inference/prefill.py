@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.inference.context import RolloutContext
-from megatron_rl.inference.decode import Drawer, Forward, SamplingKinds
+from megatron_rl.inference.decode import Drawer, SamplingKinds
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.inference.slot_state import SlotState
+from megatron_rl.models import RolloutForward
 from megatron_rl.types import SamplingParams
 
 
@@ -30,12 +31,12 @@ class Prefill:
     """Computes prompts laid end to end and draws the first token of every sample."""
 
     def __init__(
-        self, context: RolloutContext, cache: Cache, state: SlotState, forward: Forward, draw: Drawer
+        self, context: RolloutContext, cache: Cache, state: SlotState, model: RolloutForward, draw: Drawer
     ) -> None:
         self._context = context
         self._cache = cache
         self._state = state
-        self._forward = forward
+        self._model = model
         self._draw = draw
 
     def __call__(self, prompts: Sequence[Prompt], kinds: SamplingKinds) -> None:
@@ -67,7 +68,7 @@ class Prefill:
         leaders = self._to_device([prompt.slots[0] for prompt in prompts])
         self._context.begin_prefill(lengths, self._to_device(borders, torch.int32), positions, leaders)
         ids = self._to_device([token for prompt in prompts for token in prompt.token_ids])
-        return self._forward(ids, positions)
+        return self._model.forward(ids, positions)
 
     def _share(self, prompts: Sequence[Prompt], length: int) -> None:
         followers = [(prompt.slots[0], slot) for prompt in prompts for slot in prompt.slots[1:]]

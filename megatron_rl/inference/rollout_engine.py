@@ -52,15 +52,15 @@ class RolloutEngine:
         self._cache = _make_cache(policy, shape, slots, options.page_length)
         first_layer = policy.gpt.decoder.layers[0].layer_number
         self._context = RolloutContext(self._cache, policy.attention, policy.rope, first_layer, policy.dtype)
-        forward = RolloutForward(policy, self._context).forward
+        self._model = RolloutForward(policy, self._context)
         self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device)
         self._scheduler = Scheduler(slots, options.prefill_token_budget)
         is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
         is_stop[list(stop_token_ids)] = True
         shared = tensor_group is not None and tensor_group.size() > 1
         draw = Drawer(self._state, is_stop, tensor_group if shared else None)
-        self._prefill = Prefill(self._context, self._cache, self._state, forward, draw)
-        self._decode = DecodeStep(self._context, self._state, forward, draw)
+        self._prefill = Prefill(self._context, self._cache, self._state, self._model, draw)
+        self._decode = DecodeStep(self._context, self._state, self._model, draw)
         self._harvest = Harvest(self._state, stop_token_ids, decode_text)
         self._requests = Ledger()
         # What the host knows of each slot without reading the device: both move by one a step.
