@@ -90,7 +90,8 @@ def test_all_of_the_state_and_none_of_the_weights_leaves(
     train(one_rank, optimization, seed=1)
     weights, state = weights_of(optimization.policy), state_of(optimization)
     parts = optimization.optimizer.chained_optimizers
-    moments = [v for part in parts for values in part.optimizer.state.values() for n, v in values.items() if n != "step"]
+    states = [values for part in parts for values in part.optimizer.state.values()]
+    moments = [value for values in states for name, value in values.items() if name != "step"]
     assert all(tensor.untyped_storage().nbytes() for tensor in moments)
     with OptimizerOffload(optimization).away():
         assert [tensor.untyped_storage().nbytes() for tensor in moments] == [0] * len(moments)
