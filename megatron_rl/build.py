@@ -18,6 +18,7 @@ from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.settings import advantage_config, correction_config, loss_config
 from megatron_rl.build_engine import build_engine
 from megatron_rl.build_environments import EnvironmentAccess, open_environments
+from megatron_rl.build_memory import PhaseMemory
 from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
 from megatron_rl.checkpoint import CheckpointManager, RunState, holds_checkpoint
 from megatron_rl.checkpoint.hf import load_hf
@@ -88,9 +89,11 @@ def build_run(
             expected_lengths.load_state(saved.expected_lengths)
             if evaluator is not None:
                 evaluator.expected_lengths.load_state(saved.expected_held_out_lengths)
+        memory = PhaseMemory(config, optimization, groups)
         rollouter, generate_a_little = None, _no_engine
         if config.training.perform_rl_step or config.training.eval_interval is not None:
-            engine = build_engine(config, policy, tokenizer, groups)
+            engine = build_engine(config, policy, tokenizer, groups, memory.cache_budget_gb())
+            memory.hold(engine.cache_tensors)
             rollouter = Rollouter(
                 engine,
                 tokenizer,
@@ -121,6 +124,7 @@ def build_run(
             samples=_sample_builder(config, groups) if config.training.perform_rl_step else None,
             batches=_batch_builder(config, platform, groups),
             trainer=_trainer(config, optimization, scorer, reference, groups, timer),
+            memory_for_rollouts=memory.for_rollouts,
             parity=build_parity_gate(config, scorer, quantization, policy, groups),
             evaluator=evaluator,
             journal=journal,

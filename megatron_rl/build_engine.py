@@ -11,7 +11,11 @@ from megatron_rl.tokenizer import Tokenizer
 
 
 def build_engine(
-    config: RLConfig, policy: PolicyModel, tokenizer: Tokenizer, groups: ParallelGroups
+    config: RLConfig,
+    policy: PolicyModel,
+    tokenizer: Tokenizer,
+    groups: ParallelGroups,
+    cache_budget_gb: float | None,
 ) -> Engine:
     """`--rl-inference-engine`: ours, or megatron-core's own as oracle."""
     rollout = config.rollout
@@ -19,7 +23,7 @@ def build_engine(
         max_batch_size=rollout.inference_max_batch_size,
         max_sequence_length=rollout.inference_max_seq_length,
         steps_per_host_read=rollout.rl_decode_steps_per_sync,
-        cache_budget_gb=rollout.inference_dynamic_batching_buffer_size_gb,
+        cache_budget_gb=cache_budget_gb,
     )
     if rollout.rl_inference_engine == "mcore":
         from megatron_rl.inference.mcore import McoreEngine

@@ -40,5 +40,9 @@ class QuantizationError(MegatronRLError):
     """Weights that have no quantised form, or a layer that did not run in the format it was given."""
 
 
+class MemoryExhausted(MegatronRLError):
+    """An allocation failed, on the device or on the host; names the phase and what to lower."""
+
+
 class TrainingError(MegatronRLError):
     """The training step cannot go on, for example after repeated non-finite gradients."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.parallel.collectives import any_rank
+from megatron_rl.rescue import finished_steps_kept, naming_memory
 from megatron_rl.rollout.statistics import environment_metrics, failures_of, rollout_metrics
 from megatron_rl.run import Run
 from megatron_rl.trainer.samples import refuse_failures, reward_metrics
@@ -35,7 +36,7 @@ class StepResult:
 def rl_step(run: Run, step: int) -> StepResult | None:
     """One RL step; None when the run was asked to stop and the step left no trace."""
     cursor, skipped = run.source.state(), run.source.skipped_too_long
-    with run.timer.phase("gen"), run.rollout_phase():
+    with run.timer.phase("gen"), naming_memory(run, "rollout"), run.rollout_phase():
         draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
         requests = run.requests_of_this_rank(draws)
         seed = sample_seed(run.config.training.seed, "rollout", step)
@@ -50,14 +51,15 @@ def rl_step(run: Run, step: int) -> StepResult | None:
         refuse_failures(samples, failures.counts, run.config.environment.rl_max_failed_share, failures.example)
         updates = run.batches.updates(samples.samples, run.minibatches, seed)
     parity: dict[str, float] = {}
-    if run.parity.is_due(step):
-        with run.timer.phase("parity"):
-            report = run.parity.check(updates)
-            if run.parity.act_on(report):  # the rollouts' format has changed: do the step again
-                run.source.load_state(cursor)
-                return rl_step(run, step)
-        parity = run.parity.logged(step, report)
-    outcome = run.trainer.step(updates)
+    with naming_memory(run, "update"):
+        if run.parity.is_due(step):
+            with run.timer.phase("parity"):
+                report = run.parity.check(updates)
+                if run.parity.act_on(report):  # the rollouts' format has changed: do the step again
+                    run.source.load_state(cursor)
+                    return rl_step(run, step)
+            parity = run.parity.logged(step, report)
+        outcome = run.trainer.step(updates)
     run.parity.judge_correction(outcome.metrics)
 
     if outcome.skipped_updates:
@@ -85,7 +87,8 @@ def supervised_step(run: Run, step: int) -> StepResult | None:
         batch = run.source.draw(run.config.training.global_batch_size)
         mine = batch[run.groups.data_rank :: run.groups.data_size]
         micro_batches = run.batches.pack(mine, seed=step)
-    outcome = run.trainer.step(micro_batches)
+    with naming_memory(run, "update"):
+        outcome = run.trainer.step(micro_batches)
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, [micro_batches])
     outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped_too_long - skipped)
@@ -112,7 +115,7 @@ def train(run: Run) -> str:
     while progress.step < run.config.total_steps:
         if any_rank(run.stop.requested):
             return _stop(run)
-        with run.timer.phase("step"):
+        with run.timer.phase("step"), finished_steps_kept(run):
             result = take_step(run, progress.step + 1)
         if result is None:
             return _stop(run)
@@ -123,7 +126,7 @@ def train(run: Run) -> str:
         progress.count_updates(result.applied_updates, result.skipped_updates)
         best = False
         if run.evaluation_is_due():
-            with run.timer.phase("eval"):
+            with run.timer.phase("eval"), finished_steps_kept(run):
                 held_out = evaluate(run)
             result.metrics.update(held_out or {})
             best = held_out is not None and run.is_best(held_out)
@@ -143,7 +146,8 @@ def train(run: Run) -> str:
 
 def evaluate(run: Run) -> dict[str, float] | None:
     """Held-out evaluation with the current weights; None when asked to stop meanwhile."""
-    with run.rollout_phase(quantized=not run.config.quantization.rl_evaluate_unquantized):
+    plain = run.config.quantization.rl_evaluate_unquantized
+    with naming_memory(run, "rollout"), run.rollout_phase(quantized=not plain):
         outcome = run.evaluator.evaluate(run.rollouter, run.progress.policy_version)
     if outcome is None:
         return None

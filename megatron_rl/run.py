@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -61,6 +62,8 @@ class Run:
     samples: SampleBuilder | None
     batches: BatchBuilder
     trainer: PolicyTrainer | SupervisedTrainer
+    memory_for_rollouts: Callable[[], AbstractContextManager[None]]
+    """Inside, the KV cache is there, and with `--rl-offload-optimizer-during-inference` no optimizer state."""
     parity: ParityGate
     evaluator: Evaluator | None
     journal: RolloutJournal | None
@@ -77,7 +80,7 @@ class Run:
     @contextlib.contextmanager
     def rollout_phase(self, quantized: bool = True) -> Iterator[None]:
         """The model generates in here, on quantised weights if there are any and they are wanted."""
-        with rollout_mode(self.policy, self.optimization.wrapped):
+        with rollout_mode(self.policy, self.optimization.wrapped), self.memory_for_rollouts():
             phase = self.quantization.rollout(self.generate_a_little) if quantized else self.quantization.plain()
             with phase:
                 yield

@@ -156,6 +156,11 @@ class CheckpointManager:
         committed()
         logger.info("saved %s", directory)
 
+    @property
+    def saved_step(self) -> int | None:
+        """Of the newest checkpoint; None where this process knows of none, or one is under way in the background."""
+        return self._saved_step if self._under_way is None else None
+
     def newest(self) -> Path | None:
         """The checkpoint to resume from, if this directory has one; damaged newer ones are set aside."""
         return self._agreed(self._newest_of_own)

@@ -13,6 +13,7 @@ STEERING_SECTIONS = ("logging", "checkpoint", "compatibility")
 STEERING_FIELDS = (
     "check", "check_world_size", "estimate", "estimate_vocab_size",
     "config", "hf_config", "exit_duration_in_mins", "exit_grace_seconds", "exit_interval",
+    "rl_offload_optimizer_during_inference",
     "distributed_timeout_minutes", "rl_environment_port",
 )
 

@@ -35,7 +35,7 @@ class RolloutConfig:
     inference_dynamic_batching_buffer_size_gb: float | None = flag(
         None, gt=0, aliases=("--inference-buffer-size-gb",)
     )
-    """KV cache in GiB a rank. Without it what the largest batch needs (Megatron's default: 40)."""
+    """Most GiB of KV cache a rank. Without it what the largest batch needs, if it is free (Megatron's default: 40)."""
     inference_dynamic_batching_num_cuda_graphs: int = flag(
         16, aliases=("--inference-num-cuda-graphs",), note="rollouts run without CUDA graphs in this version"
     )
@@ -56,7 +56,5 @@ class RolloutConfig:
     """Megatron's KV cache in unified memory."""
     rl_partial_rollouts: bool = flag(False, note="every completion is finished by the policy that began it")
     """Megatron's completions that go on over an update."""
-    rl_offload_optimizer_during_inference: bool = flag(
-        False, note="the optimizer state stays where it is; --use-distributed-optimizer makes it smaller"
-    )
-    """Megatron's move of the optimizer state to the host during rollouts."""
+    rl_offload_optimizer_during_inference: bool = flag(False)
+    """Optimizer state waits in host memory during rollouts, and gradient buffers are given up: room for KV cache."""

@@ -26,7 +26,8 @@ CHUNK_ELEMENTS = 2**26
 class Estimate:
     """Bytes on each rank unless a name says otherwise; all ranks hold as much.
 
-    Weights, gradients, optimizer state, quantised copies and KV cache stay in place in both phases.
+    Weights and quantised copies stay in place in both phases. So do gradients and optimizer state, unless they
+    are off during rollouts, and the KV cache, unless an update has no room beside it.
     """
 
     world_size: int
@@ -48,23 +49,26 @@ class Estimate:
     activations: int
     """An approximation: see ``megatron_rl.estimate.activations``."""
     training_logits: int
+    optimizer_is_offloaded: bool
+    """Rollouts have no optimizer state and no gradients on the device."""
+    optimizer_on_host: int
+    """In the host's memory, pinned: what waits there during rollouts."""
     reference_on_host: int
     """In the host's memory, not the device's: the frozen reference and, during its pass, the policy."""
 
     @property
-    def in_both_phases(self) -> int:
-        """What stays in place."""
-        return self.weights + self.gradients + self.optimizer + self.quantized + self.kv_cache
-
-    @property
     def rollout(self) -> int:
         """The peak of a rollout; 0 in a run that never generates."""
-        return self.in_both_phases + self.rollout_logits if self.cache_slots else 0
+        if not self.cache_slots:
+            return 0
+        of_training = 0 if self.optimizer_is_offloaded else self.gradients + self.optimizer
+        return self.weights + of_training + self.quantized + self.kv_cache + self.rollout_logits
 
     @property
     def training(self) -> int:
-        """The peak of an update: at the start of a micro-batch's backward pass."""
-        return self.in_both_phases + self.activations + self.training_logits
+        """The peak of an update, the KV cache in place: at the start of a micro-batch's backward pass."""
+        state = self.weights + self.gradients + self.optimizer + self.quantized
+        return state + self.kv_cache + self.activations + self.training_logits
 
 
 def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
@@ -87,10 +91,12 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
         gradients=buffer * _gradient_bytes(config),
         optimizer=_optimizer_bytes(config, held, buffer, replicas),
         quantized=_quantized_bytes(config),
-        kv_cache=slots * _slot_bytes(config),
+        kv_cache=slots * slot_bytes(config),
         rollout_logits=_rollout_logits(config, slots, padded),
         activations=activation_elements(config) * number_bytes(config),
         training_logits=_training_logits(config, padded),
+        optimizer_is_offloaded=config.rollout.rl_offload_optimizer_during_inference,
+        optimizer_on_host=_offloaded_bytes(config, held, buffer, replicas) if slots else 0,
         reference_on_host=2 * held * number_bytes(config) if _has_reference(config) else 0,
     )
 
@@ -106,11 +112,25 @@ def _gradient_bytes(config: RLConfig) -> int:
 
 def _optimizer_bytes(config: RLConfig, held: int, buffer: int, replicas: int) -> int:
     """Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters."""
-    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
-    main = int(config.precision.bf16)  # fp32 parameters are their own main parameters
     copied_gradients = int(_gradient_bytes(config) != _FP32)
-    updated = min(held, buffer // replicas) if config.parallel.use_distributed_optimizer else held
-    return _FP32 * (moments + main + copied_gradients) * updated
+    return _FP32 * (_state_numbers(config) + copied_gradients) * _updated(config, held, buffer, replicas)
+
+
+def _offloaded_bytes(config: RLConfig, held: int, buffer: int, replicas: int) -> int:
+    """The same without gradients: they are not worth a copy, the next update begins with zeros."""
+    if not config.rollout.rl_offload_optimizer_during_inference:
+        return 0
+    return _FP32 * _state_numbers(config) * _updated(config, held, buffer, replicas)
+
+
+def _state_numbers(config: RLConfig) -> int:
+    """fp32 numbers that the optimizer keeps for every one it updates."""
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    return moments + int(config.precision.bf16)  # fp32 parameters are their own main parameters
+
+
+def _updated(config: RLConfig, held: int, buffer: int, replicas: int) -> int:
+    return min(held, buffer // replicas) if config.parallel.use_distributed_optimizer else held
 
 
 def _quantized_bytes(config: RLConfig) -> int:
@@ -123,7 +143,7 @@ def _quantized_bytes(config: RLConfig) -> int:
     )
 
 
-def _slot_bytes(config: RLConfig) -> int:
+def slot_bytes(config: RLConfig) -> int:
     """Keys and values of one sequence of full length."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     groups = max(1, model.num_query_groups // parts)
@@ -136,7 +156,7 @@ def _cache_slots(config: RLConfig) -> int:
         return 0
     wanted = config.rollout.inference_max_batch_size
     budget = config.rollout.inference_dynamic_batching_buffer_size_gb
-    return wanted if budget is None else min(wanted, int(budget * 2**30 // _slot_bytes(config)))
+    return wanted if budget is None else min(wanted, int(budget * 2**30 // slot_bytes(config)))
 
 
 def _rollout_logits(config: RLConfig, slots: int, padded: int) -> int:

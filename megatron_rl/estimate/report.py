@@ -74,6 +74,14 @@ def report_text(config: RLConfig, result: Estimate) -> str:
     for phase, total in (("rollout", result.rollout), ("training", result.training)):
         if total:
             lines.append(f"{phase}: {_bytes(total)} a rank, {_bytes(total * result.world_size)} in all")
+    if result.training and result.kv_cache:
+        lines.append(
+            f"training: {_bytes(result.training - result.kv_cache)} a rank where the KV cache is released meanwhile, "
+            "because both do not fit"
+        )
+    if result.optimizer_on_host:
+        total = result.optimizer_on_host
+        lines.append(f"optimizer state, in host memory during rollouts: {_bytes(total)} a rank, pinned")
     if result.reference_on_host:
         total = result.reference_on_host
         lines.append(f"reference policy, in host memory: {_bytes(total)} a rank (a frozen copy, and one to swap)")
@@ -97,16 +105,24 @@ def _uses(config: RLConfig, result: Estimate) -> list[tuple[str, int, int, str]]
     shared = f", spread over {result.replicas} ranks" if config.parallel.use_distributed_optimizer else ""
     length = config.rollout.inference_max_seq_length
     quantized = config.quantization.rl_rollout_quantization
+    generates = result.cache_slots > 0
+    whole_batch = result.cache_slots == config.rollout.inference_max_batch_size
+    sized = "the largest batch; fewer where they do not fit" if whole_batch else "as many as its budget holds"
 
     def resident(name: str, size: int, what: str) -> tuple[str, int, int, str]:
         return name, size, size, what
 
+    def in_training(name: str, size: int, what: str) -> tuple[str, int, int, str]:
+        if result.optimizer_is_offloaded and generates:
+            return name, 0, size, f"{what}; off in rollouts"
+        return resident(name, size, what)
+
     return [
         resident("weights", result.weights, dtype),
-        resident("gradients", result.gradients, f"{gradients} buffer"),
-        resident("optimizer", result.optimizer, f"fp32 {_states(config)}{shared}"),
+        in_training("gradients", result.gradients, f"{gradients} buffer"),
+        in_training("optimizer", result.optimizer, f"fp32 {_states(config)}{shared}"),
         resident("quantised weights", result.quantized, f"{quantized}, linear layers"),
-        resident("KV cache", result.kv_cache, f"{result.cache_slots} sequences of {length} tokens"),
+        resident("KV cache", result.kv_cache, f"{result.cache_slots} sequences of {length} tokens, {sized}"),
         ("activations", 0, result.activations, f"{tokens} tokens, {_recomputation(config)}; approximate"),
         ("logits, rollout", result.rollout_logits, 0, f"{result.cache_slots} rows of the whole vocabulary, fp32"),
         ("logits, training", 0, result.training_logits, f"{tokens} rows of this rank's part, and their gradient"),

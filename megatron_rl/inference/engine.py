@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from megatron_rl.types import GeneratedGroup, GenerationRequest
 
 
@@ -55,6 +57,11 @@ class Engine(Protocol):
     @property
     def has_unfinished(self) -> bool:
         """True while submitted groups have not come back."""
+        ...
+
+    @property
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """The KV cache: between rollouts its memory may go, and come back zeroed at other addresses."""
         ...
 
     def abort(self) -> None:

@@ -92,6 +92,11 @@ class McoreEngine:
         self._pending.clear()
         self._owner.clear()
 
+    @property
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """None: megatron-core's context owns its cache, and keeps it."""
+        return []
+
     @torch.inference_mode()
     def step(self) -> list[GeneratedGroup]:
         """Admit who fits and draw one token for every running sample."""

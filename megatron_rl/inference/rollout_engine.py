@@ -97,6 +97,11 @@ class RolloutEngine:
         self._scheduler.clear()
         self._requests.clear()
 
+    @property
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """See `Engine.cache_tensors`."""
+        return [*self._cache.keys, *self._cache.values]
+
     @torch.inference_mode()
     def step(self) -> list[GeneratedGroup]:
         """Seat who fits, decode up to k tokens a row, read once what has finished."""

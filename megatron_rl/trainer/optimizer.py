@@ -43,6 +43,8 @@ class Optimization:
         self.wrapped = _wrap(policy, config)
         self.optimizer = _build_optimizer(self.wrapped, config, policy.dtype)
         self.scheduler = build_schedule(self.optimizer, config)
+        self.updates_begun = 0
+        """Times that this process has begun to write an update into the weights."""
         self.on_update: list[Callable[[], None]] = []
         """Called after every applied update: whoever holds something made of the weights."""
         settings = policy.config
@@ -73,6 +75,7 @@ class Optimization:
         norm = float(self.optimizer.get_grad_norm())
         if found_inf or not math.isfinite(norm):
             return UpdateOutcome(False, norm, None, learning_rate)
+        self.updates_begun += 1
         if 0 < self._clip < norm:
             clip_grads_with_norm_(self._parameters(), self._clip, torch.tensor(norm), foreach=True)
         zeros = self.optimizer.count_zeros() if self._count_zeros else None

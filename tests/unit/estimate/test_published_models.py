@@ -68,9 +68,13 @@ def test_the_example_on_64_ranks() -> None:
     a_layer = 4 * 1500 * 5120 + 12000 * (3 * 640 + 3 * 128) + 12000 * 5 * 3456
     assert result.activations == 2 * (64 * a_layer + 2 * 1500 * 5120)
     assert (result.quantized, result.reference_on_host) == (0, 0)
-    resident = 2 * held + 4 * held + 12 * held // 8 + result.kv_cache
-    assert result.rollout == resident + result.rollout_logits
-    assert result.training == resident + result.activations + result.training_logits
+    in_both = 2 * held + result.kv_cache
+    assert result.rollout == in_both + result.rollout_logits, "gradients and optimizer are off the device"
+    assert result.training == in_both + 4 * held + 12 * held // 8 + result.activations + result.training_logits
+    assert result.optimizer_on_host == 12 * held // 8
+    stays = on_64("--no-rl-offload-optimizer-during-inference")
+    assert stays.rollout == result.rollout + 4 * held + 12 * held // 8
+    assert (stays.training, stays.optimizer_on_host) == (result.training, 0)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +82,10 @@ def test_the_example_on_64_ranks() -> None:
     [
         (("--inference-dynamic-batching-buffer-size-gb", "5"), {"cache_slots": 13}),
         (("--grad-reduce-in-bf16",), {"gradients": 2 * 4_096_717_824, "optimizer": 16 * 4_096_717_824 // 8}),
+        (
+            ("--grad-reduce-in-bf16", "--rl-offload-optimizer-during-inference"),
+            {"optimizer": 16 * 4_096_717_824 // 8, "optimizer_on_host": 12 * 4_096_717_824 // 8},
+        ),
         (("--no-use-distributed-optimizer",), {"optimizer": 12 * 4_096_717_824}),
         (("--grpo-kl-beta", "0.1"), {"reference_on_host": 2 * 2 * 4_096_717_824}),
         (("--grpo-default-temperature", "0.9"), {"rollout_logits": 4 * 4 * 32 * 152576}),

@@ -1,0 +1,179 @@
+"""The KV cache's memory: its size from what is free, and its way out during training and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron_rl.errors import EngineError
+from megatron_rl.inference.memory import CacheResidency, Room, plan_cache
+from megatron_rl.models import PolicyModel
+from tests.support.generation import generate, ragged_requests, rollout_engine, tokens
+
+GB = 2**30
+
+
+# -- size ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "room", "size", "is_short", "words"),
+    [
+        (None, Room(100, 0, 0), 20, False, ["20.00 GiB for 10 of 10", "the largest batch", "stays"]),
+        (12, Room(100, 0, 0), 12, False, ["12.00 GiB for 6 of 10", "--inference-dynamic-batching-buffer-size-gb"]),
+        (50, Room(100, 0, 0), 20, False, ["the largest batch"]),
+        (None, Room(20, 10, 0), 9, True, ["9.00 GiB for 4 of 10", "20.00 GiB do not fit"]),
+        (12, Room(20, 10, 0), 9, True, ["12.00 GiB do not fit"]),
+        (None, Room(20, -20, 0), 20, False, ["the largest batch"]),  # optimizer state leaves during rollouts
+        (None, Room(100, 0, 50), 20, False, ["an update takes 50.00 GiB", "stays"]),
+        (None, Room(100, 0, 80), 20, False, ["an update takes 80.00 GiB", "is released"]),
+        (None, Room(42, 0, 20), 20, False, ["stays"]),
+        (None, Room(41, 0, 20), 20, False, ["is released"]),
+    ],
+)  # fmt: skip
+def test_the_cache_takes_what_fits(asked, room: Room, size: int, is_short: bool, words: list[str]) -> None:
+    """Ten sequences of 2 GiB each; a tenth of what is there and of what an update takes stays unused."""
+    in_bytes = Room(room.free * GB, room.in_rollouts * GB, room.in_training * GB)
+    plan = plan_cache(2 * GB, 10, None if asked is None else asked * GB, in_bytes)
+    assert (plan.size, plan.is_short) == (size * GB, is_short)
+    for text in words:
+        assert text in plan.text
+    assert "\n" not in plan.text
+
+
+@pytest.mark.parametrize("room", [Room(11, 9, 0), Room(5, 9, 0), Room(0, 0, 0)])
+def test_less_than_one_sequence_is_refused_in_one_line(room: Room) -> None:
+    in_bytes = Room(room.free * GB, room.in_rollouts * GB, 0)
+    with pytest.raises(EngineError, match="one sequence takes 2.00 GiB") as refused:
+        plan_cache(2 * GB, 10, None, in_bytes)
+    assert f"{room.free:.2f}" in str(refused.value)
+    assert "lower --inference-max-seq-length" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_budget_below_one_sequence_is_the_engines_to_refuse() -> None:
+    """It knows the layout of its cache, and its message names a budget that works."""
+    assert plan_cache(2 * GB, 10, GB, Room(100 * GB, 0, 0)).size == GB
+
+
+# -- residency -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Numbers:
+    """A device whose numbers the test sets."""
+
+    free_bytes: int = 0
+    allocated_bytes: int | None = None
+    peak_bytes: int | None = None
+
+    def free(self) -> int:
+        return self.free_bytes
+
+    def allocated(self) -> int | None:
+        return self.allocated_bytes
+
+    def peak(self) -> int | None:
+        return self.peak_bytes
+
+
+def two_buffers() -> list[torch.Tensor]:
+    return [torch.full((4, 3), 1.0), torch.full((5,), 2.0)]
+
+
+def sizes(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def test_a_cache_with_room_beside_training_stays() -> None:
+    cache = two_buffers()
+    residency = CacheResidency(cache, Numbers(free_bytes=1100), training_need=1000)
+    for _ in range(2):
+        with residency.resident():
+            cache[1].fill_(7.0)
+        assert not residency.is_released
+    assert residency.generation == 0
+    assert cache[1].eq(7.0).all()
+
+
+def test_a_cache_without_room_goes_and_comes_back_zeroed() -> None:
+    cache, told = two_buffers(), []
+    row = cache[0][1]
+    residency = CacheResidency(cache, Numbers(free_bytes=1099), training_need=1000)
+    residency.on_release.append(lambda: told.append(residency.generation))
+    assert residency.size == 4 * (12 + 5)
+    for count in (1, 2, 3):
+        with residency.resident():
+            assert sizes(cache) == [48, 20]
+            assert residency.generation == count - 1
+            assert count == 1 or not any(buffer.any() for buffer in cache)
+            for buffer in cache:
+                buffer.fill_(float("nan"))
+        assert residency.is_released
+        assert sizes(cache) == [0, 0]
+    residency.before_rollout()
+    cache[0][1, 2] = 3.0
+    assert row.tolist() == [0.0, 0.0, 3.0], "views are views of what came back"
+    assert told == [0, 1, 2]
+
+
+def test_a_rollout_that_fails_gives_the_cache_up_without_asking_the_others() -> None:
+    cache = two_buffers()
+    residency = CacheResidency(cache, Numbers(free_bytes=10**9), 0, agree=lambda flag: pytest.fail("waits for others"))
+    with pytest.raises(ValueError, match="in a rollout"), residency.resident():
+        raise ValueError("in a rollout")
+    assert sizes(cache) == [0, 0]
+
+
+def test_all_ranks_release_when_one_must() -> None:
+    asked = []
+
+    def agree(flag: bool) -> bool:
+        asked.append(flag)
+        return True
+
+    residency = CacheResidency(two_buffers(), Numbers(free_bytes=10**9), 0, agree)
+    residency.after_rollout()
+    assert asked == [False]
+    assert residency.is_released
+
+
+def test_an_engine_that_owns_its_cache_is_left_alone() -> None:
+    residency = CacheResidency([], Numbers(), 10**9, agree=lambda flag: pytest.fail("nothing to agree on"))
+    with residency.resident():
+        pass
+    assert not residency.is_released
+
+
+def test_what_training_took_replaces_the_estimate() -> None:
+    device = Numbers(free_bytes=500, allocated_bytes=100, peak_bytes=150)
+    residency = CacheResidency(two_buffers(), device, training_need=400)
+    residency.after_rollout()
+    assert not residency.is_released
+    device.peak_bytes = 700  # training set a new peak: 600 beyond what was there
+    residency.before_rollout()
+    assert residency.training_need == 600
+    residency.after_rollout()
+    assert residency.is_released
+    device.allocated_bytes = 300  # the moments are there by now, so an update takes less
+    residency.after_rollout()
+    residency.before_rollout()
+    assert residency.training_need == 400, "the peak was not reached again: at most 700 - 300"
+    device.free_bytes = 440
+    residency.after_rollout()
+    assert not residency.is_released
+
+
+def test_a_rollout_on_a_cache_that_came_back_draws_the_same_tokens(policy: PolicyModel) -> None:
+    engine = rollout_engine(policy)
+    requests = ragged_requests(5, num_samples=3, max_new_tokens=12)
+    first = generate(policy, engine, requests)
+    tensors = engine.cache_tensors
+    assert sum(sizes(tensors)) > 0
+    residency = CacheResidency(tensors, Numbers(), training_need=1)
+    residency.after_rollout()
+    assert sum(sizes(tensors)) == 0
+    with residency.resident():
+        assert tokens(generate(policy, engine, requests)) == tokens(first)

@@ -1,0 +1,190 @@
+"""`--rl-offload-optimizer-during-inference`: memory goes, values and views come back, training notices nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_rl.packing.collate import collate
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform import storage as storage_module
+from megatron_rl.trainer import Optimization, offload
+from megatron_rl.trainer.accumulate import MicroLoss, update
+from megatron_rl.trainer.offload import OptimizerOffload, gradient_storages, state_storages
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import PackedBatch
+from tests.support.samples import random_samples, tiny_optimization, weights_of
+
+KINDS = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "bf16 gradients": {"bf16": True, "grad_reduce_in_bf16": True},
+    "distributed": {"use_distributed_optimizer": True},
+    "distributed bf16": {"bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    "momentum": {"optimizer": "sgd", "lr": 1e-3},
+    "overlapped": {
+        "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory comes back with NaN in it: a CPU's allocator may well return the very bytes that were given up."""
+    take_back = storage_module.take_back
+
+    def with_garbage(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
+        return take_back(storage, size).fill_(255)
+
+    monkeypatch.setattr(offload, "take_back", with_garbage)
+
+
+def train(groups: ParallelGroups, optimization: Optimization, seed: int) -> None:
+    scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
+
+    def loss(logits: torch.Tensor, batch: PackedBatch) -> MicroLoss:
+        logprobs = scorer.select(logits, batch).logprobs
+        return MicroLoss(-(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), None)
+
+    batch = collate(random_samples(3, seed), "cpu")
+    outcome, _ = update(optimization, [batch, batch], scorer.forward, loss)
+    assert outcome.applied
+
+
+def state_of(optimization: Optimization) -> list[torch.Tensor]:
+    """Copies of main parameters and of all that the inner optimizers keep, in one order."""
+    found = []
+    for part in optimization.optimizer.chained_optimizers:
+        for parameter in part.get_parameters():
+            values = part.optimizer.state.get(parameter, {})
+            found += [parameter, *(values[name] for name in sorted(values) if torch.is_tensor(values[name]))]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_training_with_and_without_is_the_same_to_the_bit(
+    one_rank: ParallelGroups, changes: dict[str, object]
+) -> None:
+    plain, moved = tiny_optimization(**changes), tiny_optimization(**changes)
+    mover = OptimizerOffload(moved)
+    for seed in range(4):
+        with mover.away():
+            assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in moved.wrapped.buffers)
+        for optimization in (plain, moved):
+            train(one_rank, optimization, seed)
+        assert equal(weights_of(plain.policy), weights_of(moved.policy))
+        assert equal(state_of(plain), state_of(moved))
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_all_of_the_state_and_none_of_the_weights_leaves(
+    one_rank: ParallelGroups, changes: dict[str, object]
+) -> None:
+    optimization = tiny_optimization(**changes)
+    train(one_rank, optimization, seed=1)
+    weights, state = weights_of(optimization.policy), state_of(optimization)
+    parts = optimization.optimizer.chained_optimizers
+    states = [values for part in parts for values in part.optimizer.state.values()]
+    moments = [value for values in states for name, value in values.items() if name != "step"]
+    assert all(tensor.untyped_storage().nbytes() for tensor in moments)
+    with OptimizerOffload(optimization).away():
+        assert [tensor.untyped_storage().nbytes() for tensor in moments] == [0] * len(moments)
+        assert equal(weights_of(optimization.policy), weights)
+        if changes.get("bf16"):
+            mains = [parameter for part in parts for parameter in part.get_parameters()]
+            assert [parameter.untyped_storage().nbytes() for parameter in mains] == [0] * len(mains)
+            assert all(parameter.grad is None for parameter in mains)
+    assert equal(state_of(optimization), state)
+
+
+def test_views_see_what_comes_back(one_rank: ParallelGroups) -> None:
+    optimization = tiny_optimization(bf16=True, use_distributed_optimizer=True)
+    train(one_rank, optimization, seed=1)
+    (part,) = optimization.optimizer.chained_optimizers
+    mains = [main for group in part.shard_fp32_from_float16_groups for main in group]
+    tails, before = [main[3:] for main in mains], [main[3:].clone() for main in mains]
+    gradient = optimization.policy.gpt.output_layer.weight.main_grad
+    assert gradient.any()
+    mover = OptimizerOffload(optimization)
+    with mover.away():
+        pass
+    assert equal(tails, before)
+    mains[0].add_(1.0)
+    assert torch.equal(tails[0], before[0] + 1.0), "the view is one of another memory"
+    assert not gradient.any(), "gradient buffers come back as zero_grad would leave them"
+    optimization.wrapped.buffers[0].grad_data.fill_(2.0)
+    assert gradient.eq(2.0).all()
+
+
+def test_before_the_first_update_there_are_main_parameters_only(one_rank: ParallelGroups) -> None:
+    def kept(**changes: object) -> int:
+        return sum(storage.nbytes() for storage in state_storages(tiny_optimization(**changes)))
+
+    assert kept() == kept(use_distributed_optimizer=True) == 0
+    optimization = tiny_optimization(bf16=True)
+    numbers = sum(parameter.numel() for parameter in optimization.policy.gpt.parameters())
+    assert kept(bf16=True) == 4 * numbers
+    train(one_rank, optimization, seed=1)
+    assert sum(storage.nbytes() for storage in state_storages(optimization)) == 12 * numbers
+    assert sum(storage.nbytes() for storage in gradient_storages(optimization)) == 4 * numbers
+
+
+def test_leaving_twice_and_coming_home_twice_change_nothing(one_rank: ParallelGroups) -> None:
+    optimization = tiny_optimization(bf16=True)
+    train(one_rank, optimization, seed=1)
+    state, mover = state_of(optimization), OptimizerOffload(optimization)
+    for move in (mover.leave, mover.leave, mover.come_home, mover.come_home):
+        move()
+    assert equal(state_of(optimization), state)
+
+
+def test_the_state_comes_home_when_the_rollout_fails(one_rank: ParallelGroups) -> None:
+    optimization = tiny_optimization(bf16=True)
+    train(one_rank, optimization, seed=1)
+    state = state_of(optimization)
+    with pytest.raises(ValueError, match="in a rollout"), OptimizerOffload(optimization).away():
+        raise ValueError("in a rollout")
+    assert equal(state_of(optimization), state)
+
+
+def test_a_return_that_runs_out_of_memory_goes_on_later(
+    one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimization = tiny_optimization(bf16=True)
+    train(one_rank, optimization, seed=1)
+    state, mover = state_of(optimization), OptimizerOffload(optimization)
+    mover.leave()
+    calls = []
+
+    def scarce(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
+        calls.append(size)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("no more")
+        return storage_module.take_back(storage, size)
+
+    monkeypatch.setattr(offload, "take_back", scarce)
+    with pytest.raises(torch.OutOfMemoryError):
+        mover.come_home()
+    mover.come_home()
+    assert equal(state_of(optimization), state)
+
+
+def test_host_memory_is_taken_once(one_rank: ParallelGroups) -> None:
+    optimization = tiny_optimization(bf16=True)
+    mover = OptimizerOffload(optimization)
+    train(one_rank, optimization, seed=1)
+
+    def addresses(then: Callable[[], None]) -> list[int]:
+        with mover.away():
+            then()
+        return [values.data_ptr() for values in mover._host]
+
+    first = addresses(lambda: None)
+    assert len(first) == len(set(first)) > 10
+    assert addresses(lambda: None) == first
