@@ -69,8 +69,24 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
 
 def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) -> Update:
     """What `loop.py` does with a rollout's samples, built from the same flags."""
+    optimization = Optimization(policy, config)
+    scorer = Scorer(policy, groups.tensor_group, temperature=1.0)
+    batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
+    trainer = PolicyTrainer(
+        optimization, scorer, loss_settings(config), 1, reference=None, data_group=groups.data_group, timer=PhaseTimer()
+    )
+
+    def update(samples: Sequence[Sample]) -> tuple[float, float]:
+        metrics = trainer.step(batches.updates(samples, 1, seed=0)).metrics
+        return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
+
+    return update
+
+
+def loss_settings(config: RLConfig) -> LossSettings:
+    """The loss that the flags name, without KL and entropy terms."""
     algorithm = config.algorithm
-    settings = LossSettings(
+    return LossSettings(
         loss=discovery.get("losses", algorithm.rl_policy_loss),
         loss_config=loss_config(config),
         correction=discovery.get("corrections", algorithm.rl_correction),
@@ -81,18 +97,6 @@ def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) ->
         kl_estimator=algorithm.rl_kl_estimator,
         entropy_weight=0.0,
     )
-    optimization = Optimization(policy, config)
-    scorer = Scorer(policy, groups.tensor_group, temperature=1.0)
-    batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
-    trainer = PolicyTrainer(
-        optimization, scorer, settings, 1, reference=None, data_group=groups.data_group, timer=PhaseTimer()
-    )
-
-    def update(samples: Sequence[Sample]) -> tuple[float, float]:
-        metrics = trainer.step(batches.updates(samples, 1, seed=0)).metrics
-        return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
-
-    return update
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
