@@ -15,15 +15,18 @@ def build_engine(
     policy: PolicyModel,
     tokenizer: Tokenizer,
     groups: ParallelGroups,
-    cache_budget_gb: float | None,
+    cache_budget_gb: float | None = None,
 ) -> Engine:
-    """`--rl-inference-engine`: ours, or megatron-core's own as oracle."""
+    """`--rl-inference-engine`: ours, or megatron-core's own as oracle.
+
+    ``cache_budget_gb`` is what there is room for, in GiB; without it the user's flag counts.
+    """
     rollout = config.rollout
     options = EngineOptions(
         max_batch_size=rollout.inference_max_batch_size,
         max_sequence_length=rollout.inference_max_seq_length,
         steps_per_host_read=rollout.rl_decode_steps_per_sync,
-        cache_budget_gb=cache_budget_gb,
+        cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
     )
     if rollout.rl_inference_engine == "mcore":
         from megatron_rl.inference.mcore import McoreEngine
