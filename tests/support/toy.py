@@ -120,6 +120,7 @@ def toy_run(
             groups,
         ),
         trainer=build._trainer(config, optimization, scorer, reference, groups, timer),
+        memory_for_rollouts=contextlib.nullcontext,
         parity=build_parity_gate(config, scorer, quantization, policy, groups),
         evaluator=None,
         journal=None,
