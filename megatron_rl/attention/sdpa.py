@@ -87,16 +87,20 @@ def cached_attention(
 
     ``query`` [N, 1, query_heads, D]; caches [N, groups, K, D]; ``mask`` [N, 1, 1, K] additive
     (0 or -inf). Query heads of a group are folded into the query length, so the cache is read
-    once per group and never expanded.
+    once per group and never expanded. Not differentiable.
     """
     rows, _, heads, width = query.shape
-    groups = key_cache.shape[1]
+    groups, keys = key_cache.shape[1:3]
     share = heads // groups
-    folded = query.reshape(rows, groups, share, width)
-    if query.device.type == "cpu" and share < FEWEST_ROWS:
-        folded = functional.pad(folded, (0, 0, 0, FEWEST_ROWS - share))
-    output = _attend(folded, key_cache, value_cache, mask)[:, :, :share]
-    return output.reshape(rows, 1, heads * width)
+    # The idle rows that keep the arithmetic are zeros; the scale is multiplied in as the others are written.
+    folded = query.new_zeros(rows, groups, max(share, FEWEST_ROWS if query.device.type == "cpu" else 1), width)
+    torch.mul(query.reshape(rows, groups, share, width), width**-0.5, out=folded[:, :, :share])
+    # `_attend`, spelt with bmm: of its views and expansions nothing is needed here.
+    scores = torch.bmm(folded.flatten(0, 1), key_cache.flatten(0, 1).transpose(1, 2))
+    scores.view(rows, groups, -1, keys).add_(mask)
+    weights = scores.float().softmax(-1).to(value_cache.dtype)
+    output = torch.bmm(weights, value_cache.flatten(0, 1)).view(rows, groups, -1, width)
+    return output[:, :, :share].reshape(rows, 1, heads * width)
 
 
 def _explicit_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
