@@ -53,13 +53,30 @@ class RolloutContext(BaseInferenceContext):
         self._slots, self._source = slots, source
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
-        """One token at ``positions`` [N] in slots 0..N-1; no position reaches ``key_length``."""
+        """The steps of a burst, ``positions`` [k, N] in slots 0..N-1, each one further than the last.
+
+        No position of the first step reaches ``key_length``. What the steps need is computed here in one go;
+        the first of them is begun.
+        """
         self._prompts = None
-        self._rows, self._key_length = positions.shape[0], key_length
-        self._cells = self._cache.cells_at(positions)
-        self._cos, self._sin = self._rope.at(positions, self._dtype)
-        hidden = (self._columns[:key_length] > positions[:, None])[:, None, None]
-        self._mask = torch.where(hidden, self._masked, self._visible)
+        steps, self._rows = positions.shape
+        self._positions, self._first_length = positions, key_length
+        self._all_cells = self._cache.cells_at(positions)
+        cos, sin = self._rope.at(positions.view(-1), self._dtype)
+        self._all_cos, self._all_sin = (table.view(steps, self._rows, 1, 1, -1) for table in (cos, sin))
+        reach = min(key_length + steps - 1, self._cache.shape.max_length)
+        hidden = (self._columns[:reach] > positions[0, :, None])[:, None, None]
+        self._reach_mask = torch.where(hidden, self._masked, self._visible)
+        self.begin_step(0)
+
+    def begin_step(self, step: int) -> None:
+        """Go on to this step of the burst; its tokens see themselves and all that the last step's saw."""
+        if step:
+            self._reach_mask.scatter_(-1, self._positions[step][:, None, None, None], 0.0)
+        self._key_length = min(self._first_length + step, self._cache.shape.max_length)
+        self._mask = self._reach_mask[..., : self._key_length]
+        self._cells = self._all_cells[step]
+        self._cos, self._sin = self._all_cos[step], self._all_sin[step]
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------
 
@@ -79,8 +96,8 @@ class RolloutContext(BaseInferenceContext):
             self._cache.fill(index, self._slots, self._source, rows.pad(key), rows.pad(value))
             return packed_attention(query, key, value, rows)
         self._cache.write(index, self._cells, key, value)
-        keys = self._cache.keys[index][: self._rows, :, : self._key_length]
-        values = self._cache.values[index][: self._rows, :, : self._key_length]
+        keys = self._cache.keys[index].narrow(0, 0, self._rows).narrow(2, 0, self._key_length)
+        values = self._cache.values[index].narrow(0, 0, self._rows).narrow(2, 0, self._key_length)
         return cached_attention(query, keys, values, self._mask)
 
     # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------

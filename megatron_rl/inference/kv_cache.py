@@ -78,8 +78,8 @@ class SlotCache:
         self._row_start = (slot + group) * shape.max_length
 
     def cells_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Flat cell index of ``positions`` [N] in slots 0..N-1 -> [N * groups]."""
-        return (self._row_start[: positions.shape[0]] + positions[:, None]).view(-1)
+        """Flat cell index of ``positions`` [..., N] in slots 0..N-1 -> [..., N * groups]."""
+        return (self._row_start[: positions.shape[-1]] + positions[..., None]).flatten(-2)
 
     def write(self, layer: int, cells: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one token a slot: ``key`` and ``value`` [N, 1, groups, width]."""

@@ -21,7 +21,7 @@ from megatron_rl.errors import EngineError
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.inference.kv_cache import CacheShape, SlotCache
-from megatron_rl.inference.sampler import sample, sample_seed
+from megatron_rl.inference.sampler import SamplingTensors, draw, sample_seed, uniform
 from megatron_rl.inference.scheduler import Admission, Scheduler
 from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.inference.stop_strings import truncate_at_stop
@@ -174,7 +174,9 @@ class RolloutEngine:
             to_device([self._sample_seed(requests[s], i) for _, s, i in seats]),
             [requests[s].sampling for _, s, _ in seats],
         )
-        self._draw(logits, slots)
+        sampling = self._sampling(slots)
+        token, logprob = self._draw(logits, uniform(sampling.seeds, state.position[slots] + 1), sampling)
+        state.record(slots, token[None], logprob[None], self._is_stop)
         for slot, source_index, _ in seats:
             self._position[slot] = lengths[source_index]
             self._remaining[slot] = requests[source_index].sampling.max_new_tokens - 1
@@ -187,13 +189,23 @@ class RolloutEngine:
         rows = max(self._scheduler.num_rows, min(FEWEST_ROWS, self.num_slots))
         longest = max(self._position[slot] for slot in occupied)
         steps = max(self._remaining[slot] for slot in occupied)
-        steps = min(steps, self._options.steps_per_host_read)
+        if steps == 0:  # all ended with their first token
+            return
+        steps = min(steps, self._steps_per_read())
+        positions = self._state.positions_ahead(rows, steps, min(longest + steps, self._cache.shape.max_length))
+        sampling = self._sampling(slice(0, rows))
+        numbers = uniform(sampling.seeds, positions + 1)
+        drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+        token = self._state.token[:rows]
+        self._context.begin_decode(positions, min(max(longest + 1, FEWEST_KEYS), self._cache.shape.max_length))
         for step in range(steps):
-            positions = self._state.position[:rows]
-            reach = min(max(longest + step + 1, FEWEST_KEYS), self._cache.shape.max_length)
-            self._context.begin_decode(positions, reach)
-            logits = self._forward(self._state.token[:rows], positions)
-            self._draw(logits, slice(0, rows))
+            if step:
+                self._context.begin_step(step)
+            logits = self._forward(token, positions[step])
+            drawn.append(self._draw(logits, numbers[step], sampling))
+            token = drawn[-1][0]
+        tokens, logprobs = (torch.stack(column) for column in zip(*drawn, strict=True))
+        self._state.record(slice(0, rows), tokens, logprobs, self._is_stop)
         for slot in occupied:
             self._position[slot] += steps
             self._remaining[slot] -= steps
@@ -204,18 +216,35 @@ class RolloutEngine:
         """``[N]`` ids and positions -> ``[rows, V]`` fp32 logits over the real vocabulary."""
         return self._model.forward(token_ids, positions)
 
-    def _draw(self, logits: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """Sample the next token of ``rows`` and book it."""
-        state = self._state
-        sampling = state.sampling(rows, self._any_greedy, self._any_filter, self._any_tempered)
-        token, logprob = sample(logits, state.position[rows] + 1, sampling)
+    def _steps_per_read(self) -> int:
+        """How many steps until the host looks for rows that have ended.
+
+        Looking costs little on a CPU, and rows that have ended are computed until then: there it looks as soon
+        as a row in 16 may have ended, going by those that have. Stop strings are looked for in the text, which
+        costs more than the rows.
+        """
+        most, seen = self._options.steps_per_host_read, self.statistics
+        if self._policy.device.type != "cpu" or any(p.request.sampling.stop for p in self._pending.values()):
+            return most
+        if seen.completions == 0:
+            return most
+        return max(1, min(most, seen.decode_rows // (16 * seen.completions)))
+
+    def _sampling(self, rows: slice | torch.Tensor) -> SamplingTensors:
+        return self._state.sampling(rows, self._any_greedy, self._any_filter, self._any_tempered)
+
+    def _draw(
+        self, logits: torch.Tensor, numbers: torch.Tensor, sampling: SamplingTensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next tokens [N] and their log-probs, the same on all ranks."""
+        token, logprob = draw(logits, numbers, sampling)
         if self._tensor_group is not None:
             # The ranks computed the same logits; if rounding ever made them differ, one draws for
             # all, because ranks that disagree on an end token would wait for each other for ever.
             source = dist.get_global_rank(self._tensor_group, 0)
             dist.broadcast(token, source, group=self._tensor_group)
             dist.broadcast(logprob, source, group=self._tensor_group)
-        state.record(rows, token, logprob, self._is_stop)
+        return token, logprob
 
     # -- host work -----------------------------------------------------------------------------
 
