@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -38,6 +38,8 @@ class KVCache(Protocol):
     values: list[torch.Tensor]
     dtype: torch.dtype
     """Of the model's activations: what a product with the cache is computed in."""
+    max_length: int
+    """Of a sequence."""
     table: torch.Tensor
     """Pages only."""
     page_length: int
@@ -89,6 +91,18 @@ class CacheKernel:
     """As `decode`, with query [T, 1, heads, D]."""
     needs_key_length: bool = True
     """False where ``key_length`` is not used, so that one captured graph serves all lengths."""
+    prepare_burst: Callable[[KVCache, torch.Tensor, int], Iterator[Any]] | None = None
+    """`prepare_decode` for positions [k, N] of k steps, each one further than the last, where that is cheaper. A
+    step's result is used up before the next one is asked for."""
+
+    def plans(self, cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[Any]:
+        """What `decode` is given in each of k steps at ``positions`` [k, N]; the first are below ``key_length``."""
+        if self.prepare_burst is not None:
+            return self.prepare_burst(cache, positions, key_length)
+        longest = cache.max_length
+        return (
+            self.prepare_decode(cache, at, min(key_length + step, longest)) for step, at in enumerate(positions)
+        )
 
 
 @dataclass(frozen=True)

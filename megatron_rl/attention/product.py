@@ -7,7 +7,6 @@ fp32, instead of to 2e-5 for the least likely tokens of a sharp model (docs/deci
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as functional
 
 FEWEST_ROWS = 4
 """Matrix products with fewer rows take another CPU kernel, which adds up in another order."""
@@ -34,15 +33,20 @@ def attend_one_token(
 
     ``query`` [N, 1, query_heads, D]; ``key`` and ``value`` [N, groups, K, D]; ``mask`` [N, 1, 1, K] additive.
     Query heads of a group are folded into the query length, so the cache is read once a group and never expanded.
+    Not differentiable.
     """
     rows, _, heads, width = query.shape
-    groups = key.shape[1]
+    groups, keys = key.shape[1:3]
     share = heads // groups
-    folded = query.reshape(rows, groups, share, width)
-    if query.device.type == "cpu" and share < FEWEST_ROWS:
-        folded = functional.pad(folded, (0, 0, 0, FEWEST_ROWS - share))
-    output = attend(folded, key, value, mask)[:, :, :share]
-    return output.reshape(rows, 1, heads * width)
+    # The idle rows that keep the arithmetic are zeros; the scale is multiplied in as the others are written.
+    folded = query.new_zeros(rows, groups, max(share, FEWEST_ROWS if query.device.type == "cpu" else 1), width)
+    torch.mul(query.reshape(rows, groups, share, width), width**-0.5, out=folded[:, :, :share])
+    # `attend`, spelt with bmm: of its views and expansions nothing is needed here.
+    scores = torch.bmm(folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
+    scores.view(rows, groups, -1, keys).add_(mask)
+    weights = scores.float().softmax(-1).to(value.dtype)
+    output = torch.bmm(weights, value.flatten(0, 1)).view(rows, groups, -1, width)
+    return output[:, :, :share].reshape(rows, 1, heads * width)
 
 
 def attend_heads(

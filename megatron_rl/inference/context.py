@@ -60,12 +60,22 @@ class RolloutContext(BaseInferenceContext):
         self._pick_last_tokens(new.cu_seqlens)
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
-        """One token at ``positions`` [N] in slots 0..N-1; no position reaches ``key_length``."""
+        """The steps of a burst, ``positions`` [k, N] in slots 0..N-1, each one further than the last.
+
+        No position of the first step reaches ``key_length``. What the steps need is computed here in one go;
+        `next_step` begins each of them, the first too.
+        """
         self._prompts = self._last_tokens = None
-        self._cells = self._cache.next_cells(positions)
-        self._cos, self._sin = self._rope.at(positions, self._dtype)
+        steps, rows = positions.shape
+        cos, sin = self._rope.at(positions.view(-1), self._dtype)
+        tables = (table.view(steps, rows, 1, 1, -1) for table in (cos, sin))
+        plans = self._kernels.cache.plans(self._cache, positions, key_length)
         self._attend = self._kernels.cache.decode
-        self._plan = self._kernels.cache.prepare_decode(self._cache, positions, key_length)
+        self._steps = zip(plans, self._cache.next_cells(positions), *tables, strict=True)
+
+    def next_step(self) -> None:
+        """Go on to the next step of the burst."""
+        self._plan, self._cells, self._cos, self._sin = next(self._steps)
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------
 

@@ -70,7 +70,7 @@ class Cache(KVCache, Protocol):
     shape: CacheShape
 
     def next_cells(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where the tokens at ``positions`` [N] of slots 0..N-1 go; to be given to `write`."""
+        """Where the tokens at ``positions`` [k, N] of slots 0..N-1 go; the i-th is to be given to `write` in step i."""
         ...
 
     def cells(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ class PagedCache:
         self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
         self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
         self.shape = shape
+        self.max_length = shape.max_length
         self.dtype = dtype
         self.page_length = page_length
         self.table = torch.arange(1, slots * per_slot + 1, dtype=torch.int32, device=device).view(slots, per_slot)
@@ -29,8 +30,8 @@ class PagedCache:
         self._rows = torch.arange(slots, device=device)
 
     def next_cells(self, positions: torch.Tensor) -> torch.Tensor:
-        """See `SlotCache.next_cells`."""
-        return self.cells(self._rows[: positions.shape[0]], positions)
+        """See `Cache.next_cells`."""
+        return self.cells(self._rows[: positions.shape[1]], positions)
 
     def cells(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `SlotCache.cells`."""

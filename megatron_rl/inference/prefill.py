@@ -31,13 +31,13 @@ class Prefill:
     """Computes prompts laid end to end and draws the first token of every sample."""
 
     def __init__(
-        self, context: RolloutContext, cache: Cache, state: SlotState, model: RolloutForward, draw: Drawer
+        self, context: RolloutContext, cache: Cache, state: SlotState, model: RolloutForward, drawer: Drawer
     ) -> None:
         self._context = context
         self._cache = cache
         self._state = state
         self._model = model
-        self._draw = draw
+        self._drawer = drawer
 
     def __call__(self, prompts: Sequence[Prompt], kinds: SamplingKinds) -> None:
         """All of ``prompts`` in one pass."""
@@ -57,7 +57,7 @@ class Prefill:
             self._to_device([seed for _, _, seed in seats]),
             [prompts[source].sampling for _, source, _ in seats],
         )
-        self._draw(logits, slots, kinds)
+        self._drawer.first(logits, slots, kinds)
 
     def _compute(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> torch.Tensor:
         """Logits of the last token of each prompt; those of a few more rows may follow."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.inference.context import RolloutContext
-from megatron_rl.inference.decode import DecodeStep, Drawer, SamplingKinds
+from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.inference.harvest import Harvest
 from megatron_rl.inference.kv_cache import Cache, CacheShape
@@ -58,9 +58,9 @@ class RolloutEngine:
         is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
         is_stop[list(stop_token_ids)] = True
         shared = tensor_group is not None and tensor_group.size() > 1
-        draw = Drawer(self._state, is_stop, tensor_group if shared else None)
-        self._prefill = Prefill(self._context, self._cache, self._state, self._model, draw)
-        self._decode = DecodeStep(self._context, self._state, self._model, draw)
+        drawer = Drawer(self._state, is_stop, tensor_group if shared else None)
+        self._prefill = Prefill(self._context, self._cache, self._state, self._model, drawer)
+        self._decode = DecodeBurst(self._context, self._state, self._model, drawer)
         self._harvest = Harvest(self._state, stop_token_ids, decode_text)
         self._requests = Ledger()
         # What the host knows of each slot without reading the device: both move by one a step.
@@ -137,16 +137,28 @@ class RolloutEngine:
         # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see attention/product.py).
         rows = max(self._scheduler.num_rows, min(FEWEST_ROWS, self.num_slots))
         longest = max(self._position[slot] for slot in occupied)
-        steps = max(self._remaining[slot] for slot in occupied)
-        steps = min(steps, self._options.steps_per_host_read)
-        for step in range(steps):
-            reach = min(max(longest + step + 1, FEWEST_KEYS), self._cache.shape.max_length)
-            self._decode(rows, reach, self._kinds)
+        steps = min(max(self._remaining[slot] for slot in occupied), self._steps_per_read())
+        if steps == 0:  # all ended with their first token
+            return
+        self._decode(rows, min(max(longest + 1, FEWEST_KEYS), self._cache.shape.max_length), steps, self._kinds)
         for slot in occupied:
             self._position[slot] += steps
             self._remaining[slot] -= steps
         self.statistics.decode_steps += steps
         self.statistics.decode_rows += steps * rows
+
+    def _steps_per_read(self) -> int:
+        """How many steps until the host looks for rows that have ended.
+
+        Looking costs little on a CPU, and rows that have ended are computed until then: there it looks as soon
+        as a row in 16 may have ended, going by those that have. Stop strings are looked for in the text, which
+        costs more than the rows.
+        """
+        most, seen = self._options.steps_per_host_read, self.statistics
+        stops = any(request.sampling.stop for request in self._requests)
+        if self._policy.device.type != "cpu" or stops or seen.completions == 0:
+            return most
+        return max(1, min(most, seen.decode_rows // (16 * seen.completions)))
 
     # -- host work -----------------------------------------------------------------------------
 

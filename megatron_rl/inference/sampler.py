@@ -59,36 +59,43 @@ class SamplingTensors:
 def sample(
     logits: torch.Tensor, positions: torch.Tensor, params: SamplingTensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw` for the tokens at ``positions`` [N] int64."""
+    return draw(logits, uniform(params.seeds, positions), params)
+
+
+def draw(
+    logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row.
 
-    ``logits`` [N, V] fp32 over the real vocabulary; ``positions`` [N] int64 are those of the tokens
-    to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
+    ``logits`` [N, V] fp32 over the real vocabulary; ``numbers`` [N] are of `uniform`, at the positions
+    of the tokens to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
     were drawn from: tempered, and renormalised over the top-k / top-p support where that is on.
     """
     if params.any_tempered:
         logits = logits / params.temperature[:, None]
-    logprobs = torch.log_softmax(logits, -1)
     if params.any_filter:
-        logprobs = _keep_support(logprobs, params.top_k, params.top_p)
+        logits = _keep_support(logits, params.top_k, params.top_p)
     # In place: on a CPU a third fresh buffer of [N, V] costs more in page faults than in additions.
-    cumulative = logprobs.exp().cumsum_(-1)
-    draw = uniform(params.seeds, positions) * cumulative[:, -1]
-    token = torch.searchsorted(cumulative, draw[:, None])[:, 0].clamp_max_(logits.shape[-1] - 1)
+    largest = logits.amax(-1, keepdim=True)
+    cumulative = logits.sub(largest).exp_().cumsum_(-1)
+    total = cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, numbers[:, None] * total).clamp_max_(logits.shape[-1] - 1)
     if params.any_greedy:
-        token = torch.where(params.greedy, logprobs.argmax(-1), token)
-    return token, logprobs.gather(-1, token[:, None])[:, 0]
+        token = torch.where(params.greedy[:, None], logits.argmax(-1, keepdim=True), token)
+    # Never by way of log Z = largest + log total: that rounds at the size of the logits, see decisions/001.
+    logprob = logits.gather(-1, token).sub_(largest).sub_(total.log())
+    return token[:, 0], logprob[:, 0]
 
 
-def _keep_support(
-    logprobs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """Top-k first, then the smallest set of what is left whose mass reaches ``top_p``."""
-    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logprobs.shape[-1], device=logprobs.device)[None]
+def _keep_support(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """``logits`` with -inf outside: top-k first, then the smallest set of what is left whose mass reaches ``top_p``."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)[None]
     keep = rank < top_k[:, None]
-    mass = ordered.exp().masked_fill(~keep, 0.0)
+    mass = (ordered - ordered[:, :1]).exp_().masked_fill_(~keep, 0.0)
     mass = mass / mass.sum(-1, keepdim=True)
     # A token stays while the mass before it is short of top_p; the first always stays.
     keep &= (rank == 0) | (mass.cumsum(-1) - mass < top_p[:, None]) | (top_p[:, None] >= 1.0)
     kept = torch.zeros_like(keep).scatter_(-1, order, keep)
-    return torch.log_softmax(logprobs.masked_fill(~kept, float("-inf")), -1)
+    return logits.masked_fill(~kept, float("-inf"))

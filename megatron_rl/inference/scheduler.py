@@ -98,9 +98,12 @@ class Scheduler:
             del self._occupant[slot]
 
     def compaction(self) -> list[tuple[int, int]]:
-        """Moves (from, to) that close the holes, when nobody waits and an eighth of the rows idle."""
+        """Moves (from, to) that close the holes, when nobody waits and a row in 32 idles.
+
+        A row's move costs less than computing it once more: on a CPU a third of that at 256 x 6.
+        """
         rows, running = self.num_rows, self.num_running
-        if self._waiting or running == 0 or rows - running < max(1, rows // 8):
+        if self._waiting or running == 0 or rows - running < max(1, rows // 32):
             return []
         holes = [slot for slot in range(running) if slot not in self._occupant]
         movers = [slot for slot in range(running, rows) if slot in self._occupant]

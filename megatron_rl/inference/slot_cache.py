@@ -18,14 +18,15 @@ class SlotCache:
         self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
         self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
         self.shape = shape
+        self.max_length = shape.max_length
         self.dtype = dtype
         slot = torch.arange(slots, device=device)[:, None] * shape.groups
         group = torch.arange(shape.groups, device=device)
         self._row_start = (slot + group) * shape.max_length
 
     def next_cells(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where the tokens at ``positions`` [N] of slots 0..N-1 go; to be given to `write`."""
-        return (self._row_start[: positions.shape[0]] + positions[:, None]).view(-1)
+        """See `Cache.next_cells`."""
+        return (self._row_start[: positions.shape[1]] + positions[..., None]).flatten(1)
 
     def cells(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where token i of slot ``slots[i]``, at ``positions[i]``, goes; to be given to `write`."""

@@ -76,28 +76,43 @@ class SlotState:
             any_tempered=any_tempered,
         )
 
-    def record(
-        self, rows: slice | torch.Tensor, token: torch.Tensor, logprob: torch.Tensor, is_stop: torch.Tensor
-    ) -> None:
-        """Append the drawn ``token`` [N] to ``rows`` and end those that stopped or are full.
+    def positions_ahead(self, rows: int, steps: int, length: int) -> torch.Tensor:
+        """``[steps, rows]``: where the first rows' next tokens go, if none of them ends.
 
-        ``is_stop`` [V] marks end tokens. Nothing is read by the host. What a finished row is fed
-        next does not matter, but its position stays: it must not run out of the cache.
+        A row that has ended goes on in its own slot, below ``length``; nobody reads what it writes there.
+        """
+        ahead = torch.arange(steps, device=self.device)[:, None]
+        return (self.position[:rows] + ahead).clamp_max_(length - 1)
+
+    def record(
+        self, rows: slice | torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, is_stop: torch.Tensor
+    ) -> None:
+        """Append what k steps drew, ``tokens`` [k, N], to ``rows`` and end those that stopped or are full.
+
+        ``is_stop`` [V] marks end tokens. Tokens drawn after a row's end go to the trash column. Nothing is read
+        by the host. What a finished row is fed next does not matter, but its position stays: it must not run
+        out of the cache.
         """
         alive, count, position = self.alive[rows], self.count[rows], self.position[rows]
-        column = torch.where(alive, count, self.trash)[:, None]
+        room = self.limit[rows] - count
+        step = torch.arange(tokens.shape[0], device=self.device)[:, None]
+        ends = is_stop[tokens]
+        ended_before = ends.cumsum(0) - ends.long() if tokens.shape[0] > 1 else torch.zeros_like(tokens)
+        kept = alive & (step < room) & (ended_before == 0)
+        column = torch.where(kept, count + step, self.trash).t()
         if isinstance(rows, slice):
-            self.tokens[rows].scatter_(1, column, token[:, None])
-            self.logprobs[rows].scatter_(1, column, logprob[:, None])
+            self.tokens[rows].scatter_(1, column, tokens.t())
+            self.logprobs[rows].scatter_(1, column, logprobs.t())
         else:
-            self.tokens[rows, column[:, 0]] = token
-            self.logprobs[rows, column[:, 0]] = logprob
-        count += alive
-        position += alive
+            self.tokens[rows[:, None], column] = tokens.t()
+            self.logprobs[rows[:, None], column] = logprobs.t()
+        added = kept.sum(0)
+        count += added
+        position += added
         if not isinstance(rows, slice):  # a slice is a view and has been updated in place
             self.count[rows], self.position[rows] = count, position
-        self.token[rows] = token
-        self.alive[rows] = alive & (count < self.limit[rows]) & ~is_stop[token]
+        self.token[rows] = tokens[-1]
+        self.alive[rows] = alive & (added < room) & ~ends.any(0)
 
     def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy whole rows (compaction)."""

@@ -54,32 +54,27 @@ class RolloutLayer(TransformerLayer):
 
     def decode(self, hidden: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """``[T, hidden]`` -> ``[T, hidden]``; for evaluation without gradients only."""
-        attention = self.self_attention
-        query, key, value = self._heads(self.input_layernorm.forward(hidden))
-        attended = plan.attend(self.layer_number, plan.rotate(query), plan.rotate(key), value)
-        output, bias = call_linear(attention.linear_proj, attended.view(hidden.shape[0], -1))
+        attended = plan.attend(self.layer_number, *self._heads(self.input_layernorm.forward(hidden), plan))
+        output, bias = call_linear(self.self_attention.linear_proj, attended.view(hidden.shape[0], -1))
         hidden = _add(output, bias, hidden)
         normed = self.pre_mlp_layernorm.forward(hidden)
         output, bias = self._plain_mlp(normed) if self._has_plain_mlp else self.mlp(normed[:, None])
         return _add(output.view(hidden.shape), bias, hidden)
 
-    def _heads(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[T, hidden]`` -> query, key and value ``[T, 1, heads, D]``, normalised where the family does."""
+    def _heads(
+        self, normed: torch.Tensor, plan: AttentionPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[T, hidden]`` -> rotated query and key, and value, ``[T, 1, heads, D]`` each."""
         attention = self.self_attention
-        if not self._splits_heads:
-            return attention.get_query_key_value_tensors(normed[:, None])
+        if attention.q_layernorm is not None or not self._splits_heads:
+            query, key, value = attention.get_query_key_value_tensors(normed[:, None])
+            return plan.rotate(query), plan.rotate(key), value
         mixed, _ = call_linear(attention.linear_qkv, normed)
-        # A group's queries, its key and its value lie side by side.
+        # A group's queries, its key and its value lie side by side: the first two are rotated in one go.
         parts = mixed.view(mixed.shape[0], self._groups, -1, self._head_width)
-        share = parts.shape[2] - 2
-        query, key, value = parts.split((share, 1, 1), dim=2)
-        query = query.reshape(mixed.shape[0], 1, self._groups * share, self._head_width)
-        key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if attention.q_layernorm is not None:
-            query = attention.q_layernorm(query)
-        if attention.k_layernorm is not None:
-            key = attention.k_layernorm(key)
-        return query, key, value
+        turned = plan.rotate(parts[:, :, :-1])
+        query = turned[:, :, :-1].reshape(mixed.shape[0], 1, -1, self._head_width)
+        return query, turned[:, :, -1].unsqueeze(1), parts[:, :, -1].unsqueeze(1)
 
     def _plain_mlp(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[T, hidden]`` -> ``[T, hidden]`` and the bias that is left to the caller."""

@@ -2,17 +2,19 @@
 
     python -m tools.benchmark.rollout --shape 64x3 --batch 64 --new-tokens 64 --against hf,stock
 
-One process, one thread, the same weights, the contenders in turns. The end token is disabled, so
-every sequence runs to its limit. Ours and the stock engine also return the log-prob of every
-token; ``generate`` does not.
+One process, one thread, the same weights, the contenders in turns. Without ``--ragged`` there is no end token, so
+every sequence runs to its limit; with it so many random tokens end a sequence that the mean length is about half the
+limit, for all contenders alike. They draw different numbers, so each one's useful tokens are counted by itself. Ours
+and the stock engine also return the log-prob of every token; ``generate`` does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,10 +49,11 @@ class Workload:
     prompts: list[tuple[int, ...]]
     """One a group."""
     group: int
-    limits: list[int]
-    """One a sequence; all equal unless ragged."""
+    longest: int
+    """New tokens a sequence at most."""
     greedy: bool
-    ragged: bool
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence; none unless ragged."""
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
@@ -58,30 +61,58 @@ class Workload:
         return [prompt for prompt in self.prompts for _ in range(self.group)]
 
     def requests(self, greedy: bool) -> list[GenerationRequest]:
-        """A request a group; ragged, one a sequence, because a limit belongs to a request."""
-        prompts = self.rows if self.ragged else self.prompts
-        size = 1 if self.ragged else self.group
+        """A request a group."""
         return [
             GenerationRequest(
                 SourcedTask("benchmark", Task(str(index), "")),
                 prompt,
-                size,
-                SamplingParams(greedy=greedy, max_new_tokens=self.limits[index * size]),
+                self.group,
+                SamplingParams(greedy=greedy, max_new_tokens=self.longest),
                 index,
             )
-            for index, prompt in enumerate(prompts)
+            for index, prompt in enumerate(self.prompts)
         ]
+
+    def cut(self, answer: Sequence[int]) -> tuple[int, ...]:
+        """``answer`` up to its first end token."""
+        return tuple(answer[: _length(answer, self.end_ids)])
+
+    def count(self, name: str, answers: Tokens) -> int:
+        """Useful tokens.
+
+        Raises:
+            MegatronRLError: an answer goes on behind its end or stops before it.
+        """
+        for answer in answers:
+            ended = answer[-1] in self.end_ids or len(answer) == self.longest
+            if not ended or self.cut(answer) != tuple(answer) or len(answers) != len(self.rows):
+                raise MegatronRLError(f"{name} did not generate what was asked for: its speed means nothing")
+        return sum(map(len, answers))
+
+
+def _length(answer: Sequence[int], end_ids: frozenset[int]) -> int:
+    return next((place + 1 for place, token in enumerate(answer) if token in end_ids), len(answer))
 
 
 def make_workload(arguments: argparse.Namespace) -> Workload:
-    """Ragged limits are uniform on 1 .. new-tokens: their mean is half of it."""
-    draw = random.Random(arguments.seed)
-    longest = arguments.new_tokens
-    limits = [draw.randint(1, longest) if arguments.ragged else longest for _ in range(arguments.batch)]
+    """Without end tokens: `with_end_ids` adds them."""
     prompts = random_prompts(
         arguments.batch // arguments.group, arguments.prompt_tokens, arguments.vocab, arguments.seed
     )
-    return Workload(prompts, arguments.group, limits, arguments.greedy, arguments.ragged)
+    return Workload(prompts, arguments.group, arguments.new_tokens, arguments.greedy)
+
+
+def with_end_ids(workload: Workload, policy: PolicyModel, options: EngineOptions, vocab: int, seed: int) -> Workload:
+    """So many random end tokens that our answers are about half as long as they may be, on average."""
+    free = engine_contender(RolloutEngine(policy, options, [], str), policy, workload)
+    answers = [answer for draw in range(2) for answer in free(1000 + draw, workload.greedy)]
+    order = random.Random(seed).sample(range(vocab), vocab)
+    candidates = [frozenset(order[:count]) for count in range(1, vocab // 2)]
+
+    def distance(end_ids: frozenset[int]) -> float:
+        return abs(statistics.mean(_length(answer, end_ids) for answer in answers) - workload.longest / 2)
+
+    return replace(workload, end_ids=min(candidates, key=distance))
 
 
 Generate = Callable[[int, bool], Tokens]
@@ -111,7 +142,7 @@ def hugging_face_contender(policy: PolicyModel, workload: Workload, max_length: 
 
     twin = hugging_face_twin(policy, max_length).eval()
     rows = torch.tensor(workload.rows)
-    longest = max(workload.limits)
+    ends = sorted(workload.end_ids) or None
 
     @torch.inference_mode()
     def generate(seed: int, greedy: bool) -> Tokens:
@@ -121,14 +152,14 @@ def hugging_face_contender(policy: PolicyModel, workload: Workload, max_length: 
             rows,
             attention_mask=torch.ones_like(rows),
             do_sample=not greedy,
-            max_new_tokens=longest,
+            max_new_tokens=workload.longest,
             use_cache=True,
-            eos_token_id=None,
+            eos_token_id=ends,
             pad_token_id=0,
             **sampling,
         )
         answers = ids[:, rows.shape[1] :].tolist()
-        return [tuple(row[:limit]) for row, limit in zip(answers, workload.limits, strict=True)]
+        return [workload.cut(row) for row in answers]  # behind an end token it pads
 
     return generate
 
@@ -137,7 +168,7 @@ def make_contenders(
     names: Sequence[str], policy: PolicyModel, workload: Workload, options: EngineOptions
 ) -> dict[str, Generate]:
     """``ours`` and whoever else is asked for and present."""
-    ours = RolloutEngine(policy, options, stop_token_ids=[], decode_text=str)
+    ours = RolloutEngine(policy, options, sorted(workload.end_ids), str)
     contenders = {"ours": engine_contender(ours, policy, workload)}
     if "hf" in names:
         contenders["hf"] = hugging_face_contender(policy, workload, options.max_sequence_length)
@@ -147,7 +178,7 @@ def make_contenders(
         except ImportError as missing:
             print(f"stock: not available ({missing})")
         else:
-            stock = McoreEngine(policy, options, [])
+            stock = McoreEngine(policy, options, sorted(workload.end_ids))
             contenders["stock"] = engine_contender(stock, policy, workload)
     return contenders
 
@@ -173,28 +204,34 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         policy = build_model(config, platform, arguments.vocab)
         workload = make_workload(arguments)
         options = EngineOptions(arguments.batch, length)
+        if arguments.ragged:
+            workload = with_end_ids(workload, policy, options, arguments.vocab, arguments.seed)
         contenders = make_contenders(arguments.against.split(","), policy, workload, options)
         same = agreement(contenders)
 
+        made: dict[str, list[int]] = {name: [] for name in contenders}
+
         def timed(name: str) -> Callable[[int], int]:
-            return lambda seed: _count(name, contenders[name](seed, workload.greedy), workload)
+            def turn(seed: int) -> int:
+                made[name].append(workload.count(name, contenders[name](seed, workload.greedy)))
+                return made[name][-1]
+
+            return turn
 
         rounds = compete({name: timed(name) for name in contenders}, arguments.rounds)
     finally:
         shut_down()
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "shape")}
+    summary = summarise(rounds, "ours")
+    summary["ratio"] |= {pair.removeprefix("ours/"): ratio for pair, ratio in summary["ratio"].items()}
     return {
-        **summarise(rounds, "ours"),
+        **summary,
+        "mean_length": {name: statistics.mean(counts) / arguments.batch for name, counts in made.items()},
+        "end_tokens": len(workload.end_ids),
         "greedy_agreement": same,
         "settings": {"shape": asdict(arguments.shape), **settings},
         **provenance("rollout"),
     }
-
-
-def _count(name: str, answers: Tokens, workload: Workload) -> int:
-    if [len(answer) for answer in answers] != workload.limits:
-        raise MegatronRLError(f"{name} did not generate what was asked for: its speed means nothing")
-    return sum(workload.limits)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -206,7 +243,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--group", type=int, default=8, help="sequences that share a prompt")
     parser.add_argument("--vocab", type=int, default=512)
-    parser.add_argument("--ragged", action="store_true", help="a random limit a sequence, mean half the longest")
+    parser.add_argument("--ragged", action="store_true", help="end tokens: sequences half as long, on average")
     parser.add_argument("--greedy", action="store_true", help="likeliest token instead of temperature 1")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--against", default="hf,stock", help="comma-separated: hf, stock")
@@ -224,10 +261,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = run(arguments)
     speeds, spread = record["tokens_per_cpu_second"], record["spread"]
     rows = [
-        [name, round(speed), f"{low:.0f} .. {high:.0f}", record["ratio"].get(f"ours/{name}")]
+        [name, round(speed), f"{low:.0f} .. {high:.0f}", record["ratio"].get(name), record["mean_length"][name]]
         for (name, speed), (low, high) in zip(speeds.items(), spread.values(), strict=True)
     ]
-    print(format_table(["engine", "tokens / CPU s", "spread", "ours / it"], rows))
+    print(format_table(["engine", "tokens / CPU s", "spread", "ours / it", "mean length"], rows))
     write_record(arguments.json, record)
 
 

@@ -6,6 +6,7 @@ sequence and never T x T over the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +47,22 @@ def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) ->
     return _Decode(key_length, hide_later_keys(positions, key_length, cache.dtype)[:, None, None])
 
 
+def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[_Decode]:
+    """One mask for all steps: each uncovers one key more."""
+    steps, longest = positions.shape[0], cache.max_length
+    reach = min(key_length + steps - 1, longest)
+    mask = hide_later_keys(positions[0], reach, cache.dtype)[:, None, None]
+    for step, at in enumerate(positions):
+        if step:
+            mask.scatter_(-1, at[:, None, None, None], 0.0)
+        length = min(key_length + step, longest)
+        yield _Decode(length, mask[..., :length])
+
+
 def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: _Decode) -> torch.Tensor:
     rows = query.shape[0]
-    keys = cache.keys[layer][:rows, :, : plan.key_length]
-    values = cache.values[layer][:rows, :, : plan.key_length]
+    keys = cache.keys[layer].narrow(0, 0, rows).narrow(2, 0, plan.key_length)
+    values = cache.values[layer].narrow(0, 0, rows).narrow(2, 0, plan.key_length)
     return attend_one_token(query, keys, values, plan.mask)
 
 
@@ -91,6 +104,7 @@ BACKEND = Backend(
         decode=_decode,
         prepare_extend=_prepare_extend,
         extend=_extend,
+        prepare_burst=_prepare_burst,
     ),
     packed_rank=1,
     cache_rank=1,

@@ -28,8 +28,11 @@ def benchmark(module: str, record: Path, *arguments: str) -> dict[str, Any]:
 def test_rollout(tmp_path: Path, extra: tuple[str, ...]) -> None:
     record = benchmark("rollout", tmp_path / "r.json", "--batch", "8", "--group", "4", *extra)
     assert set(record["tokens_per_cpu_second"]) == {"ours", "hf", "stock"}
-    assert set(record["ratio"]) == {"ours/hf", "ours/stock"}
+    assert set(record["ratio"]) == {"ours/hf", "ours/stock", "hf", "stock"}
+    assert record["ratio"]["hf"] == record["ratio"]["ours/hf"]
     assert len(record["rounds"]) == 1
+    lengths = set(record["mean_length"].values())
+    assert all(1 < length < 5 for length in lengths) if extra else lengths == {5}
     assert record["greedy_agreement"] == {"hf": 1.0, "stock": 1.0}
     assert record["command"].startswith("python -m tools.benchmark.rollout --shape 32x1")
     assert record["hardware"] and record["date"]

@@ -93,7 +93,7 @@ def test_a_new_cache_is_zero(cache: Cache) -> None:
 
 def test_a_token_is_written_at_its_position_of_its_slot_only(cache: Cache) -> None:
     key, value = torch.randn(2, 1, 2, 3), torch.randn(2, 1, 2, 3)
-    cache.write(1, cache.next_cells(torch.tensor([5, 0])), key, value)
+    cache.write(1, cache.next_cells(torch.tensor([[5, 0]]))[0], key, value)
     expected = torch.zeros(2, 2, 4, 6, 2, 3)
     expected[0, 1, 0, 5], expected[0, 1, 1, 0] = key[0, 0], key[1, 0]
     expected[1, 1, 0, 5], expected[1, 1, 1, 0] = value[0, 0], value[1, 0]
@@ -116,7 +116,7 @@ def test_a_prompt_goes_to_the_other_slots_of_its_group(cache: Cache) -> None:
         assert torch.equal(after[:, :, slot, :5], before[:, :, 3, :5])
     assert torch.equal(after[:, :, [1, 3]], before[:, :, [1, 3]])
     key = torch.randn(1, 1, 2, 3)
-    cache.write(0, cache.next_cells(torch.tensor([5])), key, key)
+    cache.write(0, cache.next_cells(torch.tensor([[5]]))[0], key, key)
     assert torch.equal(contents(cache)[:, 0, 3], before[:, 0, 3]), "what one sample writes, another does not see"
 
 
@@ -126,5 +126,5 @@ def test_a_move_takes_the_sequence_along(cache: Cache) -> None:
     after = contents(cache)
     assert torch.equal(after[:, :, [0, 1], :4], before[:, :, [3, 2], :4])
     key = torch.randn(4, 1, 2, 3)
-    cache.write(1, cache.next_cells(torch.tensor([4, 4, 0, 0])), key, key)
+    cache.write(1, cache.next_cells(torch.tensor([[4, 4, 0, 0]]))[0], key, key)
     assert torch.equal(contents(cache)[:, :, [0, 1], :4], before[:, :, [3, 2], :4])

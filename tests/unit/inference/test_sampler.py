@@ -240,3 +240,11 @@ def test_a_row_does_not_know_its_neighbours() -> None:
         # Alone, a row without filters takes the shorter way; the numbers must be the same.
         assert token == tokens[row]
         assert_close(logprob[0], logprobs[row], rtol=0, atol=1e-6)
+
+
+def test_logprobs_of_a_large_vocabulary_are_those_of_log_softmax() -> None:
+    """Log-probs are not built from a sum that lost digits over many small terms."""
+    logits = torch.randn(8, 32_000, generator=torch.Generator().manual_seed(4)) * 3 + 20
+    tokens, logprobs = sample(logits, torch.arange(8), params(8, vocabulary=32_000))
+    expected = torch.log_softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
+    assert (logprobs - expected).abs().max() < 2e-6

@@ -94,17 +94,24 @@ def test_compaction_moves_the_highest_rows_into_the_holes() -> None:
     assert plan.compaction() == []
 
 
-def test_no_compaction_while_somebody_waits_or_little_is_won() -> None:
+def test_no_compaction_while_somebody_waits() -> None:
     plan = scheduler(32)
     plan.add(0, prompt_length=1, num_samples=33)
     plan.admit()
     plan.release([0, 1, 2, 3])
     assert plan.compaction() == []  # sample 32 waits for a slot
     plan.admit()
-    assert plan.num_running == 29
-    assert plan.compaction() == []  # three idle rows of 32 are less than an eighth
+    assert plan.compaction() == [(29, 1), (30, 2), (31, 3)]
+
+
+def test_no_compaction_where_little_is_won() -> None:
+    plan = scheduler(128)
+    plan.add(0, prompt_length=1, num_samples=128)
+    plan.admit()
+    plan.release([0, 1, 2])
+    assert plan.compaction() == []  # three idle rows of 128 are less than one in 32
     plan.release([20])
-    assert plan.compaction() == [(28, 1), (29, 2), (30, 3), (31, 20)]
+    assert plan.compaction() == [(124, 0), (125, 1), (126, 2), (127, 20)]
 
 
 def test_free_slots_at_the_end_are_no_holes() -> None:
