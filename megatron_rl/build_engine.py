@@ -14,12 +14,14 @@ def build_engine(
     config: RLConfig, policy: PolicyModel, tokenizer: Tokenizer, groups: ParallelGroups
 ) -> Engine:
     """`--rl-inference-engine`: ours, or megatron-core's own as oracle."""
-    rollout = config.rollout
+    rollout, kernels = config.rollout, config.kernels
+    graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
     options = EngineOptions(
         max_batch_size=rollout.inference_max_batch_size,
         max_sequence_length=rollout.inference_max_seq_length,
         steps_per_host_read=rollout.rl_decode_steps_per_sync,
         cache_budget_gb=rollout.inference_dynamic_batching_buffer_size_gb,
+        num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
     )
     if rollout.rl_inference_engine == "mcore":
         from megatron_rl.inference.mcore import McoreEngine

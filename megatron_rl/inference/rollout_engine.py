@@ -21,6 +21,7 @@ from megatron_rl.errors import EngineError
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.decode import DecodeStep, Drawer, SamplingKinds
 from megatron_rl.inference.engine import EngineStatistics
+from megatron_rl.inference.graphs import with_graphs
 from megatron_rl.inference.kv_cache import Cache, CacheShape
 from megatron_rl.inference.paged_cache import PagedCache
 from megatron_rl.inference.sampler import sample_seed
@@ -43,6 +44,8 @@ class EngineOptions:
     cache_budget_gb: float | None = None
     page_length: int = 64
     """Tokens a page, where the attention backend wants pages."""
+    num_cuda_graphs: int | None = None
+    """Most batch sizes to capture the decode step for; None: it runs eager."""
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what no engine of these sizes can finish.
@@ -96,7 +99,8 @@ class RolloutEngine:
         is_stop[list(self._stop_ids)] = True
         shared = tensor_group is not None and tensor_group.size() > 1
         self._draw = Drawer(self._state, is_stop, tensor_group if shared else None)
-        self._decode = DecodeStep(self._context, self._state, self._forward, self._draw)
+        step = DecodeStep(self._context, self._state, self._forward, self._draw)
+        self._decode = with_graphs(step, self._state, policy, self._cache, options.num_cuda_graphs)
         self._pending: dict[int, _Pending] = {}
         # What the host knows of each slot without reading the device: both move by one a step.
         self._position = [0] * slots
