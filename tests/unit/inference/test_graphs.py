@@ -164,6 +164,27 @@ def test_a_capture_in_the_middle_changes_nothing(policy: PolicyModel) -> None:
     assert recorder.recorded == 10
 
 
+def test_recording_writes_at_most_the_next_cell_of_each_row(either: PolicyModel) -> None:
+    engine = rollout_engine(either, stop_ids=(), steps_per_host_read=1)
+    taped(engine, either)
+    with rollout_mode(either), torch.inference_mode():
+        engine.begin(1, 0)
+        engine.submit(request((4, 9, 2), 5, max_new_tokens=20))
+        engine.step()
+        engine._decode._recorded.clear()
+        state, cache = copy.deepcopy(vars(engine._state)), engine._cache
+        before = [keys.clone() for keys in cache.keys]
+        next_cells = cache.next_cells(engine._state.position).tolist()
+        engine._decode._record_all(48, SamplingKinds())
+        for was, now in zip(before, cache.keys, strict=True):
+            rows = -1, (now.shape[-1] if not hasattr(cache, "table") else now.shape[-2] * now.shape[-1])
+            changed = (was.view(rows) != now.view(rows)).any(-1).nonzero()[:, 0].tolist()
+            assert set(changed) <= set(next_cells)
+    for name, was in state.items():
+        now = getattr(engine._state, name)
+        assert torch.equal(was, now) if isinstance(was, torch.Tensor) else was == now
+
+
 # -- what the graphs do not cover ----------------------------------------------------------------
 
 
