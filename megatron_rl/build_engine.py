@@ -21,12 +21,14 @@ def build_engine(
 
     ``cache_budget_gb`` is what there is room for, in GiB; without it the user's flag counts.
     """
-    rollout = config.rollout
+    rollout, kernels = config.rollout, config.kernels
+    graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
     options = EngineOptions(
         max_batch_size=rollout.inference_max_batch_size,
         max_sequence_length=rollout.inference_max_seq_length,
         steps_per_host_read=rollout.rl_decode_steps_per_sync,
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
+        num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
     )
     if rollout.rl_inference_engine == "mcore":
         from megatron_rl.inference.mcore import McoreEngine

@@ -8,7 +8,6 @@ from typing import Literal
 from megatron_rl.config.fields import flag
 
 _NOT_FUSED = "layers run without fused kernels in this version"
-_NO_GRAPHS = "rollouts run without CUDA graphs in this version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,10 @@ class KernelConfig:
         True, off="--no-gradient-accumulation-fusion", note=_NOT_FUSED
     )
     """Fusion of gradient accumulation into the weight-gradient product."""
-    enable_cuda_graph: bool = flag(False, note=_NO_GRAPHS)
-    """Capture the rollout engine's decode step in CUDA graphs."""
-    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none", note=_NO_GRAPHS)
-    """Megatron's choice among kinds of CUDA graph."""
+    enable_cuda_graph: bool = flag(False)
+    """Capture the rollout engine's decode step in CUDA graphs; on a CPU, and with experts, it runs eager."""
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none")
+    """Megatron's newer spelling: local is --enable-cuda-graph. Graphs of Transformer Engine's layers are not built."""
     te_rng_tracker: bool = flag(
         False, note="only CUDA graphs of Transformer Engine's layers need it, and there are none in this version"
     )

@@ -55,6 +55,13 @@ def notes(config: RLConfig) -> list[str]:
             "--attention-backend flash is not built yet in this version: sdpa is used, which takes torch's own "
             "flash kernel where it can"
         )
+    if config.kernels.cuda_graph_impl == "transformer_engine":
+        lines.append(
+            "--cuda-graph-impl transformer_engine has no effect: layers are always megatron-core's local ones in this "
+            "version; local captures the rollouts' decode step"
+        )
+    if config.kernels.enable_cuda_graph and config.rollout.rl_inference_engine == "mcore":
+        lines.append("--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs")
     if config.precision.fp8_format is not None and config.quantization.rl_train_forward == "quantized":
         lines.append(
             f"--fp8-format {config.precision.fp8_format} runs the trainer's forward pass on the "

@@ -37,9 +37,9 @@ class RolloutConfig:
     )
     """Most GiB of KV cache a rank. Without it what the largest batch needs, if it is free (Megatron's default: 40)."""
     inference_dynamic_batching_num_cuda_graphs: int = flag(
-        16, aliases=("--inference-num-cuda-graphs",), note="rollouts run without CUDA graphs in this version"
+        16, ge=1, aliases=("--inference-num-cuda-graphs",)
     )
-    """Most batch sizes to capture a CUDA graph for."""
+    """With --enable-cuda-graph: most batch sizes to capture; a batch is rounded up to the next of them."""
     inference_dynamic_batching: bool = flag(False, note="the rollout engine always batches dynamically")
     """Megatron's switch for dynamic batching."""
     inference_dynamic_batching_block_size: int = flag(

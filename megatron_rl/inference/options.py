@@ -19,6 +19,8 @@ class EngineOptions:
     cache_budget_gb: float | None = None
     page_length: int = 64
     """Tokens a page, where the attention backend wants pages."""
+    num_cuda_graphs: int | None = None
+    """Most batch sizes to capture a decode step for; None: it runs eager."""
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what no engine of these sizes can finish.

@@ -19,6 +19,7 @@ from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
 from megatron_rl.inference.engine import EngineStatistics
+from megatron_rl.inference.graphs import with_graphs
 from megatron_rl.inference.harvest import Harvest
 from megatron_rl.inference.kv_cache import Cache, CacheShape
 from megatron_rl.inference.ledger import Ledger
@@ -60,7 +61,8 @@ class RolloutEngine:
         shared = tensor_group is not None and tensor_group.size() > 1
         drawer = Drawer(self._state, is_stop, tensor_group if shared else None)
         self._prefill = Prefill(self._context, self._cache, self._state, self._model, drawer)
-        self._decode = DecodeBurst(self._context, self._state, self._model, drawer)
+        burst = DecodeBurst(self._context, self._state, self._model, drawer)
+        self._decode = with_graphs(burst, self._state, policy, self._cache, options.num_cuda_graphs)
         self._harvest = Harvest(self._state, stop_token_ids, decode_text)
         self._requests = Ledger()
         # What the host knows of each slot without reading the device: both move by one a step.

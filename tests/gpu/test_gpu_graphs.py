@@ -1,0 +1,171 @@
+"""CUDA graphs of the decode step on one GPU. Run with: bash tests/run.sh tests/gpu/test_gpu_graphs.py
+
+The twin of every engine rounds its batches to the same sizes and runs them eager: the same kernels on the same
+shapes, so tokens and log-probs have to agree to the bit. A CPU shows the rest (tests/unit/inference/test_graphs.py).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from megatron_rl.inference import RolloutEngine
+from megatron_rl.inference.graph_sources import StepSources
+from megatron_rl.inference.graphs import GraphedDecode, Work, graph_reaches, graph_sizes
+from megatron_rl.inference.rollout_engine import EngineOptions
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel.groups import current_groups
+from megatron_rl.quantization import available_recipes, get_recipe
+from megatron_rl.quantization.linears import QuantizedLinears
+from tests.support.generation import END, generate, letters, ragged_requests, tokens
+from tests.support.tiny import tiny_config, tiny_policy
+
+pytestmark = pytest.mark.gpu
+
+SLOTS, LONGEST = 24, 48
+RECIPES = [name for name in available_recipes() if name not in ("none", "int4")]
+SAMPLINGS = {"plain": {}, "greedy": {"greedy": True}, "filtered": {"top_k": 5, "top_p": 0.9, "temperature": 0.7}}
+
+
+class _Eager:
+    """A `Recorder` that records nothing."""
+
+    def warm_up(self, work: Work) -> None:
+        work()
+
+    def record(self, work: Work) -> Work:
+        return work
+
+    def used_bytes(self) -> int:
+        return 0
+
+
+def _engine(policy: PolicyModel, graphs: int | None) -> RolloutEngine:
+    options = EngineOptions(SLOTS, LONGEST, num_cuda_graphs=graphs)
+    return RolloutEngine(policy, options, [END], letters, current_groups().tensor_group)
+
+
+def _pair(policy: PolicyModel) -> tuple[RolloutEngine, RolloutEngine]:
+    """With graphs, and its eager twin."""
+    graphed, eager = _engine(policy, 16), _engine(policy, None)
+    assert isinstance(graphed._decode, GraphedDecode)
+    reaches = graph_reaches(LONGEST)
+    sources = StepSources(policy.gpt, eager._cache)
+    eager._decode = GraphedDecode(eager._decode, eager._state, sources, _Eager(), graph_sizes(SLOTS, 16), reaches)
+    return graphed, eager
+
+
+def _captures(caplog: pytest.LogCaptureFixture) -> int:
+    assert "no CUDA graph could be captured" not in caplog.text
+    return len([r for r in caplog.records if r.message.startswith("decode graphs:")])
+
+
+def _requests(**sampling: object):
+    """Twice as many samples as slots, of ragged lengths."""
+    return ragged_requests(16, num_samples=3, **{"max_new_tokens": 30} | sampling)
+
+
+@torch.no_grad()
+def _update(policy: PolicyModel) -> None:
+    """An AdamW step on random gradients, in place as the run's own."""
+    optimizer = torch.optim.AdamW(policy.gpt.parameters(), lr=0.02)
+    generator = torch.Generator(policy.device).manual_seed(1)
+    for parameter in policy.gpt.parameters():
+        parameter.grad = torch.randn(
+            parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_replay_is_the_eager_step(one_rank, bf16, sampling, caplog):
+    policy = tiny_policy(tiny_config(bf16=bf16))
+    graphed, eager = _pair(policy)
+    with caplog.at_level(logging.INFO):
+        for seed in (1, 2):
+            wanted = _requests(**SAMPLINGS[sampling])
+            assert generate(policy, graphed, wanted, seed) == generate(policy, eager, wanted, seed)
+    assert _captures(caplog) == 2, "one for each engine: graphs are kept between rollouts"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantised_replays_see_a_requantisation(one_rank, recipe, caplog):
+    chosen = get_recipe(recipe)
+    problem = chosen.device_problem(torch.cuda.get_device_capability())
+    if problem is not None:
+        pytest.skip(problem)
+    policy = tiny_policy(tiny_config(bf16=True))
+    linears = QuantizedLinears(policy.gpt, chosen)
+    graphed, eager = _pair(policy)
+    with caplog.at_level(logging.INFO), linears.installed():
+        before = generate(policy, graphed, _requests())
+        assert before == generate(policy, eager, _requests())
+        _update(policy)
+        linears.refresh()
+        after = generate(policy, graphed, _requests())
+        assert after == generate(policy, eager, _requests())
+    assert tokens(after) != tokens(before)
+    assert _captures(caplog) == 2
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_replay_after_an_optimizer_step_is_the_eager_step(one_rank, bf16, caplog):
+    policy = tiny_policy(tiny_config(bf16=bf16))
+    graphed, eager = _pair(policy)
+    with caplog.at_level(logging.INFO):
+        before = generate(policy, graphed, _requests())
+        for _ in range(3):
+            _update(policy)
+            after = generate(policy, graphed, _requests())
+            assert after == generate(policy, eager, _requests())
+            assert tokens(after) != tokens(before)
+            before = after
+    assert _captures(caplog) == 2
+
+
+def test_plain_and_quantised_rollouts_take_turns(one_rank, caplog):
+    policy = tiny_policy(tiny_config(bf16=True))
+    linears = QuantizedLinears(policy.gpt, get_recipe("int8"))
+    graphed, eager = _pair(policy)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            with linears.installed():
+                assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
+            assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
+    assert _captures(caplog) == 4
+
+
+def test_memory_does_not_grow_over_rollouts(one_rank):
+    policy = tiny_policy(tiny_config(bf16=True))
+    engine = _engine(policy, 16)
+    for seed in range(2):
+        generate(policy, engine, _requests(), seed)
+    torch.cuda.synchronize()
+    allocated, reserved, (free, _) = (
+        torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()
+    )  # fmt: skip
+    for seed in range(20):
+        _update(policy)
+        generate(policy, engine, _requests(), seed)
+    torch.cuda.synchronize()
+    policy.gpt.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= allocated + (1 << 20)
+    assert torch.cuda.memory_reserved() <= reserved + (8 << 20)
+    assert torch.cuda.mem_get_info()[0] >= free - (16 << 20)
+
+
+def test_graphs_dropped_give_their_memory_back_and_new_ones_can_be_captured(one_rank, caplog):
+    policy = tiny_policy(tiny_config(bf16=True))
+    graphed, eager = _pair(policy)
+    with caplog.at_level(logging.INFO):
+        generate(policy, graphed, _requests())
+        parameter = policy.gpt.decoder.layers[0].mlp.linear_fc2.weight
+        parameter.data = parameter.data * 1.5
+        assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
+    assert "moved in memory" in caplog.text
+    assert _captures(caplog) == 3

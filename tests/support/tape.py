@@ -1,0 +1,132 @@
+"""A stand-in for CUDA graphs on a CPU: a tape of the operators of one run, repeated without the Python around them.
+
+Like a graph it knows addresses only. Whatever Python computed during the recording is frozen: a length, a branch,
+a tensor that was new. And it refuses what a capture refuses: results that the host reads, sizes that depend on
+data, tensors made of host data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_rl.inference.graphs import Work
+
+REFUSED = {
+    "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_consecutive",
+    "lift_fresh", "lift_fresh_copy",
+}  # fmt: skip
+"""What CUDA cannot capture: reads by the host, and copies of host data."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[torch.Tensor, ...]
+    """Those with memory of their own; the others are views of what is here already."""
+
+    def repeat(self) -> None:
+        if not self.outputs and not self.function._schema.is_mutable:
+            return  # a view: it goes on pointing where it pointed
+        results = _tensors(self.function(*self.args, **self.kwargs))
+        own = [result for result in results if result.numel()][-len(self.outputs) :] if self.outputs else []
+        for output, result in zip(self.outputs, own, strict=True):
+            output.copy_(result)
+
+
+class Tape(TorchDispatchMode):
+    """Records inside ``with``; what the block writes into memory that was there before is undone at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[_Call] = []
+        self._made: dict[int, torch.Tensor] = {}
+        self._outside: dict[int, tuple[torch.Tensor, int]] = {}
+        self._fresh: set[int] = set()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__
+        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if name in REFUSED or by_mask:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        inputs = _tensors((args, kwargs))
+        for tensor in inputs:
+            if id(tensor) not in self._made:
+                self._outside[id(tensor)] = tensor, tensor.data_ptr()
+        if function._schema.is_mutable:
+            self._keep(function, args, kwargs)
+        result = function(*args, **kwargs)
+        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        results = _tensors(result)
+        own = tuple(r for r in results if r.numel() and r.untyped_storage().data_ptr() not in known)
+        assert not own or own == tuple(r for r in results if r.numel())[-len(own) :], f"{name}: views after results"
+        self._made.update({id(tensor): tensor for tensor in results if not any(tensor is one for one in inputs)})
+        self._fresh.update(tensor.untyped_storage().data_ptr() for tensor in own)
+        self._calls.append(_Call(function, args, kwargs, own))
+        return result
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        for storage, before in self._before.values():
+            storage.copy_(before)
+
+    def replay(self) -> None:
+        """Once more, on the same memory."""
+        for tensor, address in self._outside.values():
+            assert tensor.data_ptr() == address, f"a buffer of shape {list(tensor.shape)} has moved since the capture"
+        for call in self._calls:
+            call.repeat()
+
+    def _keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for position, argument in enumerate(function._schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write or value is None:
+                continue
+            for tensor in _tensors(value):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._fresh:
+                    self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+
+
+class TapeRecorder:
+    """A `Recorder`; ``recorded`` and ``replayed`` count."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replayed = 0
+
+    def warm_up(self, work: Work) -> None:
+        """See `Recorder`."""
+        work()
+
+    def record(self, work: Work) -> Work:
+        """See `Recorder`."""
+        tape = Tape()
+        with tape:
+            work()
+        self.recorded += 1
+        return self._counted(tape.replay)
+
+    def used_bytes(self) -> int:
+        """See `Recorder`."""
+        return self.recorded << 20
+
+    def _counted(self, replay: Callable[[], None]) -> Work:
+        def counted() -> None:
+            self.replayed += 1
+            replay()
+
+        return counted
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

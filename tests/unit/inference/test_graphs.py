@@ -1,0 +1,434 @@
+"""Graphs of the decode step, with a tape in CUDA's place: the same tokens, recorded once, dropped when they must be."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import weakref
+
+import pytest
+import torch
+
+from megatron_rl.attention import choose
+from megatron_rl.attention.backend import DeviceFacts
+from megatron_rl.inference import RolloutEngine
+from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
+from megatron_rl.inference.graph_sources import StepSources
+from megatron_rl.inference.graphs import GraphedDecode, graph_reaches, graph_sizes, with_graphs
+from megatron_rl.inference.slot_state import SlotState
+from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.quantization.observe import observed
+from megatron_rl.trainer import Optimization
+from megatron_rl.types import GenerationRequest
+from tests.support.generation import generate, largest_gap, ragged_requests, request, rollout_engine, tokens
+from tests.support.quantized import complete, disturb, linears_of, quantizable_policy, rollout_quantization
+from tests.support.tape import TapeRecorder
+from tests.support.tiny import tiny_config, tiny_policy
+
+# -- sizes, worked out by hand -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slots", "most", "sizes"),
+    [
+        (1, 16, (1,)),
+        (4, 16, (4,)),
+        (5, 16, (4, 5)),
+        (16, 16, (4, 8, 16)),
+        (20, 16, (4, 8, 16, 20)),
+        (64, 16, (4, 8, 16, 24, 32, 40, 48, 56, 64)),
+        # 13 sizes are left for 16 .. 256: steps of 240 / 13, rounded up to 24
+        (256, 16, (4, 8, 16, 40, 64, 88, 112, 136, 160, 184, 208, 232, 256)),
+        (256, 4, (8, 16, 136, 256)),
+        (256, 3, (16, 136, 256)),
+        (256, 2, (16, 256)),
+        (256, 1, (256,)),
+        (100, 3, (16, 64, 100)),
+    ],
+)
+def test_sizes(slots: int, most: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(slots, most) == sizes
+
+
+def test_sizes_ascend_end_at_the_slots_and_are_no_more_than_allowed() -> None:
+    for slots in range(1, 300, 7):
+        for most in range(1, 20):
+            sizes = graph_sizes(slots, most)
+            assert list(sizes) == sorted(set(sizes))
+            assert sizes[-1] == slots
+            assert len(sizes) <= most
+
+
+@pytest.mark.parametrize(
+    ("longest", "reaches"),
+    [(48, (48,)), (256, (256,)), (257, (256, 257)), (4096, (256, 512, 1024, 2048, 4096)), (600, (256, 512, 600))],
+)
+def test_reaches(longest: int, reaches: tuple[int, ...]) -> None:
+    assert graph_reaches(longest) == reaches
+
+
+# -- an engine whose decode step is on tape ------------------------------------------------------
+
+
+def taped(
+    engine: RolloutEngine, policy: PolicyModel, sizes: tuple[int, ...] = (4, 8), reaches: tuple[int, ...] = (24, 48)
+) -> TapeRecorder:
+    """Put a tape in front of the engine's decode step."""
+    recorder = TapeRecorder()
+    sources = StepSources(policy.gpt, engine._cache)
+    engine._decode = GraphedDecode(engine._decode, engine._state, sources, recorder, sizes, reaches)
+    return recorder
+
+
+@pytest.fixture(params=["sdpa", "paged"])
+def either(request: pytest.FixtureRequest, policy: PolicyModel) -> PolicyModel:
+    """The model over slots and over pages."""
+    attention = choose(request.param, DeviceFacts("cpu"))
+    changed = copy.copy(policy)
+    object.__setattr__(changed, "attention", attention)
+    return changed
+
+
+MIXED = [{}, {"greedy": True}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 4}]
+
+
+@pytest.mark.parametrize("slots", [3, 8, 20])
+def test_replays_draw_the_tokens_of_eager_steps(either: PolicyModel, slots: int) -> None:
+    """More requests than slots, so slots are refilled; ragged limits, so rows end, wait and are moved together."""
+    wanted = [
+        request((4, 9, 17 - i)[: 1 + i % 3], 3, i, max_new_tokens=2 + 5 * i % 31, **MIXED[i % 2 * (i % 5)])
+        for i in range(9)
+    ]
+    options = {"max_batch_size": slots, "steps_per_host_read": 3}
+    eager = generate(either, rollout_engine(either, **options), wanted)
+    engine = rollout_engine(either, **options)
+    sizes = tuple(size for size in (4, 8, 20) if size < slots) + (slots,)
+    recorder = taped(engine, either, sizes)
+    steps = 0
+    for seed in (1, 2, 1):
+        groups = generate(either, engine, wanted, seed)
+        steps += engine.statistics.decode_steps
+    assert tokens(groups) == tokens(eager)
+    assert largest_gap(groups, eager) < 1e-5
+    assert recorder.replayed == steps > 0
+
+
+def test_the_tape_would_show_a_step_that_reads_python() -> None:
+    """What the comparison with eager steps rests on: a number that Python has is the same in every replay."""
+    buffer = torch.zeros(3)
+    count = 0
+
+    def leaky() -> None:
+        nonlocal count
+        count += 1
+        buffer.add_(count)
+
+    with torch.inference_mode():
+        replay = TapeRecorder().record(leaky)
+        replay()
+        leaky()
+        replay()
+    assert buffer.tolist() == [1 + 2 + 1] * 3
+
+
+def test_each_kind_and_reach_is_recorded_once_the_largest_size_first(
+    policy: PolicyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = rollout_engine(policy, stop_ids=())
+    recorder = taped(engine, policy)
+    sizes = []
+    original = engine._decode._burst
+    engine._decode._burst = lambda rows, *rest: (sizes.append(rows), original(rows, *rest))
+    with caplog.at_level(logging.INFO):
+        generate(policy, engine, [request((4, 9), 8, max_new_tokens=12)])  # up to 13 keys
+    assert sizes == [8, 8, 4, 4], "a warm-up and a capture each, and nothing else"
+    (line,) = [r.message for r in caplog.records]
+    assert re.fullmatch(r"decode graphs: 2 batch sizes up to 8, captured in \S+ s, 2.0 MiB \(up to 24 keys\)", line)
+    generate(policy, engine, [request((4, 9), 3, max_new_tokens=12)])
+    assert recorder.recorded == 2
+    generate(policy, engine, [request((4, 9), 3, max_new_tokens=30)])  # 24 keys are too few
+    assert recorder.recorded == 4
+    generate(policy, engine, [request((4, 9), 3, max_new_tokens=12, greedy=True)])
+    assert recorder.recorded == 6
+    generate(policy, engine, [request((4, 9), 3, max_new_tokens=30)])
+    assert recorder.recorded == 6
+
+
+def test_a_capture_in_the_middle_changes_nothing(policy: PolicyModel) -> None:
+    """Recording for a longer reach comes while rows are alive: state and cache must not notice."""
+    wanted = [request((4, 9), 8, max_new_tokens=40)]
+    eager = generate(policy, rollout_engine(policy, stop_ids=()), wanted)
+    engine = rollout_engine(policy, stop_ids=())
+    recorder = taped(engine, policy, reaches=(16, 20, 24, 32, 48))
+    assert tokens(generate(policy, engine, wanted)) == tokens(eager)
+    assert recorder.recorded == 10
+
+
+def test_recording_writes_at_most_the_next_cell_of_each_row(either: PolicyModel) -> None:
+    engine = rollout_engine(either, stop_ids=(), steps_per_host_read=1)
+    taped(engine, either)
+    with rollout_mode(either), torch.inference_mode():
+        engine.begin(1, 0)
+        engine.submit(request((4, 9, 2), 5, max_new_tokens=20))
+        engine.step()
+        engine._decode._recorded.clear()
+        state, cache = copy.deepcopy(vars(engine._state)), engine._cache
+        before = [keys.clone() for keys in cache.keys]
+        next_cells = cache.next_cells(engine._state.position[None])[0].tolist()
+        engine._decode._record_all(48, SamplingKinds())
+        for was, now in zip(before, cache.keys, strict=True):
+            rows = -1, (now.shape[-1] if not hasattr(cache, "table") else now.shape[-2] * now.shape[-1])
+            changed = (was.view(rows) != now.view(rows)).any(-1).nonzero()[:, 0].tolist()
+            assert set(changed) <= set(next_cells)
+    for name, was in state.items():
+        now = getattr(engine._state, name)
+        assert torch.equal(was, now) if isinstance(was, torch.Tensor) else was == now
+
+
+# -- what the graphs do not cover ----------------------------------------------------------------
+
+
+def test_a_batch_that_is_not_covered_runs_eager_and_says_so_once(
+    policy: PolicyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = ragged_requests(9, num_samples=2, max_new_tokens=20)
+    eager = generate(policy, rollout_engine(policy), wanted)
+    engine = rollout_engine(policy)
+    recorder = taped(engine, policy, sizes=(4, 6), reaches=(48,))
+    with caplog.at_level(logging.INFO):
+        groups = generate(policy, engine, wanted)
+        generate(policy, engine, wanted)
+    assert tokens(groups) == tokens(eager)
+    assert 0 < recorder.replayed < 2 * engine.statistics.decode_steps
+    said = [r.message for r in caplog.records if "eager" in r.message]
+    assert said == ["decode runs eager for batches above 6 rows, the largest size recorded"]
+
+
+def test_keys_that_are_not_covered_run_eager(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
+    engine = rollout_engine(policy, stop_ids=())
+    recorder = taped(engine, policy, reaches=(24,))
+    with caplog.at_level(logging.INFO):
+        generate(policy, engine, [request((4, 9), 3, max_new_tokens=40)])
+    assert recorder.replayed == 24 - 2
+    assert [r.message for r in caplog.records if "beyond 24 keys" in r.message]
+
+
+def test_observed_layers_run_eager(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
+    """The audit counts calls and keeps inputs in Python hooks: a replay would show it nothing."""
+    wanted = ragged_requests(4, max_new_tokens=10)
+    engine = rollout_engine(policy)
+    recorder = taped(engine, policy)
+    with caplog.at_level(logging.INFO), observed(policy.gpt, channels=True) as seen:
+        generate(policy, engine, wanted)
+    assert recorder.recorded == 0
+    assert all(one.calls > engine.statistics.decode_steps for one in seen.values())
+    assert len([r for r in caplog.records if "observed" in r.message]) == 1
+    generate(policy, engine, wanted)
+    assert recorder.replayed > 0
+
+
+def test_a_capture_that_fails_leaves_an_eager_run(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = ragged_requests(6, max_new_tokens=20)
+    eager = generate(policy, rollout_engine(policy), wanted)
+    engine = rollout_engine(policy)
+    recorder = taped(engine, policy)
+    original = engine._decode._burst
+
+    def reads(rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
+        original(rows, key_length, steps, kinds)
+        torch.nonzero(engine._state.alive)
+
+    engine._decode._burst = reads
+    groups = generate(policy, engine, wanted)
+    assert tokens(groups) == tokens(eager)
+    assert recorder.replayed == 0
+    (line,) = [r.message for r in caplog.records]
+    assert line.startswith("decode runs eager from here on: no CUDA graph could be captured (operation not permitted")
+
+
+def test_a_cpu_has_no_graphs_and_says_so(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        engine = rollout_engine(policy, num_cuda_graphs=16)
+    assert isinstance(engine._decode, DecodeBurst)
+    assert [r.message for r in caplog.records] == [
+        "--enable-cuda-graph has no effect: it needs a CUDA device, and this run is on cpu"
+    ]
+    caplog.clear()
+    rollout_engine(policy)
+    assert not caplog.records
+
+
+def test_experts_have_no_graphs(caplog: pytest.LogCaptureFixture, one_rank: object) -> None:
+    """Nor could they: the capture of their layers is refused."""
+    policy = tiny_policy(tiny_config(num_experts=4, moe_router_topk=2, add_qkv_bias=False))
+    engine = rollout_engine(policy)
+    taped(engine, policy)
+    generate(policy, engine, ragged_requests(2, max_new_tokens=8))
+    assert "operation not permitted when stream is capturing" in caplog.text
+    caplog.clear()
+
+    on_cuda = copy.copy(policy)
+    object.__setattr__(on_cuda, "device", torch.device("cuda"))
+    with caplog.at_level(logging.INFO):
+        assert with_graphs(engine._decode, engine._state, on_cuda, engine._cache, 16) is engine._decode
+    assert "experts read on the host" in caplog.text
+
+
+# -- over RL steps -------------------------------------------------------------------------------
+
+
+def requests_of_a_step() -> list[GenerationRequest]:
+    return ragged_requests(5, num_samples=2, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"use_distributed_optimizer": True, "bf16": True}])
+def test_an_optimizer_step_needs_no_recording(settings: dict[str, bool], one_rank: object) -> None:
+    """The run's own optimizer changes the weights in place; the next replay reads the new ones."""
+    config = tiny_config(lr=0.1, **settings)
+    policy = tiny_policy(config)
+    optimization = Optimization(policy, config)
+    engine, twin = rollout_engine(policy), rollout_engine(policy)
+    recorder = taped(engine, policy)
+    before = generate(policy, engine, requests_of_a_step())
+    recorded = recorder.recorded
+    for step in range(3):
+        optimization.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        for parameter in policy.gpt.parameters():
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+        assert optimization.step().applied
+    after = generate(policy, engine, requests_of_a_step())
+    assert recorder.recorded == recorded > 0
+    eager = generate(policy, twin, requests_of_a_step())
+    assert tokens(after) == tokens(eager) != tokens(before)
+    assert largest_gap(after, eager) < 1e-5
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "fp8_block", "int8_smooth"])
+def test_a_requantisation_needs_no_recording(recipe: str, one_rank: object) -> None:
+    policy = quantizable_policy()
+    quantization = rollout_quantization(policy, recipe)
+    engine, twin = rollout_engine(policy), rollout_engine(policy)
+    recorder = taped(engine, policy)
+    complete(policy, engine, quantization, requests_of_a_step())  # calibrated and audited: eager
+    assert quantization.linears is not None
+    before = complete(policy, engine, quantization, requests_of_a_step())
+    recorded, replayed = recorder.recorded, recorder.replayed
+    assert replayed > 0
+    disturb(policy, 0.3)
+    quantization.weights_changed()
+    after = complete(policy, engine, quantization, requests_of_a_step())
+    assert recorder.recorded == recorded
+    assert recorder.replayed > replayed
+    eager = complete(policy, twin, quantization, requests_of_a_step())
+    assert tokens(after) == tokens(eager) != tokens(before)
+    assert largest_gap(after, eager) < 1e-5
+
+
+def test_quantised_rollouts_and_plain_evaluations_keep_their_own_graphs(one_rank: object) -> None:
+    policy = quantizable_policy()
+    linears = linears_of(policy, "int8")
+    engine, twin = rollout_engine(policy), rollout_engine(policy)
+    recorder = taped(engine, policy)
+    wanted = requests_of_a_step()
+    for turn in range(3):
+        with linears.installed():
+            quantised = generate(policy, engine, wanted)
+            assert largest_gap(quantised, generate(policy, twin, wanted)) < 1e-5
+            with linears.suspended():
+                plain = generate(policy, engine, wanted)
+                assert largest_gap(plain, generate(policy, twin, wanted)) < 1e-5
+        if turn == 0:
+            recorded = recorder.recorded
+    assert recorder.recorded == recorded
+    assert quantised != plain
+
+
+def test_graphs_of_a_recipe_go_with_its_buffers(one_rank: object) -> None:
+    policy = quantizable_policy()
+    quantization = rollout_quantization(policy, "int8")
+    engine, twin = rollout_engine(policy), rollout_engine(policy)
+    recorder = taped(engine, policy)
+    for _ in range(2):
+        complete(policy, engine, quantization, requests_of_a_step())
+    recorded = recorder.recorded
+    codes = weakref.ref(quantization.linears.layers[0].weight.codes)
+    (old,) = engine._decode._recorded.values()
+    graphs = weakref.ref(old)
+    del old
+    assert quantization.fall_back() is not None
+    for _ in range(2):
+        groups = complete(policy, engine, quantization, requests_of_a_step())
+    assert recorder.recorded > recorded
+    assert groups == complete(policy, twin, quantization, requests_of_a_step())
+    assert graphs() is None
+    assert codes() is None, "a tape holds what it reads, so this also says that the tapes are gone"
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_cache_made_anew_is_recorded_anew(
+    policy: PolicyModel, announced: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = rollout_engine(policy)
+    recorder = taped(engine, policy)
+    wanted = requests_of_a_step()
+    first = generate(policy, engine, wanted)
+    recorded = recorder.recorded
+    cache = engine._cache
+    cache.keys = [torch.zeros_like(keys) for keys in cache.keys]
+    if announced:
+        cache.generation = 1
+    assert tokens(generate(policy, engine, wanted)) == tokens(first)
+    assert recorder.recorded == 2 * recorded
+    assert ["moved in memory" in r.message for r in caplog.records] == ([] if announced else [True])
+
+
+def test_weights_that_moved_are_recorded_anew_with_a_warning(
+    one_rank: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = tiny_policy()
+    engine = rollout_engine(policy)
+    recorder = taped(engine, policy)
+    wanted = requests_of_a_step()
+    generate(policy, engine, wanted)
+    recorded = recorder.recorded
+    parameter = policy.gpt.decoder.layers[1].mlp.linear_fc2.weight
+    parameter.data = parameter.data * -2.0
+    after = generate(policy, engine, wanted)
+    assert recorder.recorded == 2 * recorded
+    assert tokens(after) == tokens(generate(policy, rollout_engine(policy), wanted))
+    (line,) = [r.message for r in caplog.records]
+    assert "moved in memory" in line
+
+
+# -- rows that nobody runs in --------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_a_row_that_is_not_alive_only_writes_to_the_trash_column() -> None:
+    """A batch is rounded up, so rows are computed that belong to nobody."""
+    state = SlotState(4, max_new_tokens=5, vocab_size=7, device=torch.device("cpu"))
+    state.alive[1:3] = True
+    for field in ("token", "position", "count"):
+        getattr(state, field).copy_(torch.tensor([3, 1, 2, 2]))
+    state.limit.fill_(4)
+    state.tokens.copy_(torch.arange(24).view(4, 6))
+    before = copy.deepcopy(vars(state))
+    is_stop = torch.zeros(7, dtype=torch.bool)
+    Drawer(state, is_stop, None).book(slice(0, 4), torch.tensor([[1, 2, 3, 4]]), -torch.rand(1, 4))
+    for name in ("position", "count", "alive", "limit", "seed"):
+        assert getattr(state, name)[[0, 3]].tolist() == before[name][[0, 3]].tolist(), name
+    for name in ("tokens", "logprobs"):
+        assert torch.equal(getattr(state, name)[[0, 3], :5], before[name][[0, 3], :5]), name
+    assert state.count.tolist() == [3, 2, 3, 2]
+
+
+def test_recording_happens_in_rollout_mode_only_by_the_engine(policy: PolicyModel) -> None:
+    """An engine without requests records nothing."""
+    engine = rollout_engine(policy)
+    recorder = taped(engine, policy)
+    with rollout_mode(policy):
+        engine.begin(1, 0)
+        assert engine.step() == []
+    assert recorder.recorded == 0

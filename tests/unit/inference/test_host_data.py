@@ -1,0 +1,136 @@
+"""A decode step makes no tensor of host data and computes nothing on the host: a CUDA graph could not repeat it.
+
+On a CPU a tensor of the host looks like any other, so the step runs on the meta device, where nothing has values:
+whatever is not on it is the host's, and whatever is read from it is an error. Tensors made of Python numbers right
+on the device are invisible there; the tape, which records on a CPU, refuses them (test_graphs.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_rl.attention import choose
+from megatron_rl.attention.backend import DeviceFacts
+from megatron_rl.inference.context import RolloutContext
+from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
+from megatron_rl.inference.kv_cache import CacheShape
+from megatron_rl.inference.paged_cache import PagedCache
+from megatron_rl.inference.slot_cache import SlotCache
+from megatron_rl.inference.slot_state import SlotState
+from megatron_rl.models import PolicyModel, RolloutForward
+from tests.support.tape import TapeRecorder
+from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+
+META = torch.device("meta")
+
+
+class _HostTensors(TorchDispatchMode):
+    """Writes down the operators that take or give a tensor on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        leaves = tree_leaves((args, kwargs, result))
+        if any(isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in leaves):
+            self.seen.append(function.overloadpacket.__name__)
+        return result
+
+
+def meta_step(policy: PolicyModel, backend: str) -> tuple[DecodeBurst, SlotState]:
+    """A decode step for 6 slots of 48 tokens, with nothing behind any of its tensors; takes the model's values."""
+    gpt = policy.gpt.to(META).eval()
+    rope = copy.copy(policy.rope)
+    rope.cos, rope.sin = rope.cos.to(META), rope.sin.to(META)
+    shape = CacheShape.of(gpt, 48, policy.dtype)
+    attention = choose(backend, DeviceFacts("cpu"))
+    paged = attention.cache.layout == "pages"
+    cache = PagedCache(shape, 6, 16, policy.dtype, META) if paged else SlotCache(shape, 6, policy.dtype, META)
+    context = RolloutContext(cache, attention, rope, 1, policy.dtype)
+    state = SlotState(6, 48, VOCABULARY, META)
+
+    is_stop = torch.zeros(VOCABULARY, dtype=torch.bool, device=META)
+    return DecodeBurst(context, state, RolloutForward(policy, context), Drawer(state, is_stop, None)), state
+
+
+MODELS = {
+    "grouped": {},
+    "bf16": {"bf16": True},
+    "norms": {"normalization": "LayerNorm", "qk_layernorm": True, "add_qkv_bias": False, "swiglu": False},
+    "tied": {"untie_embeddings_and_output_weights": False, "disable_bias_linear": False},
+}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "paged"])
+@pytest.mark.parametrize("model", MODELS)
+@torch.inference_mode()
+def test_no_host_tensor_in_a_decode_step(one_rank: object, model: str, backend: str) -> None:
+    step, _ = meta_step(tiny_policy(tiny_config(**MODELS[model])), backend)
+    for bits in range(8):
+        kinds = SamplingKinds(*(bool(bits >> i & 1) for i in range(len(dataclasses.fields(SamplingKinds)))))
+        step(6, 48, 1, kinds)  # what is made once and kept is made here
+        with _HostTensors() as host:
+            step(6, 48, 1, kinds)
+        assert host.seen == [], kinds
+
+
+@torch.inference_mode()
+def test_experts_do_read_and_so_have_no_graphs(one_rank: object) -> None:
+    policy = tiny_policy(tiny_config(num_experts=4, moe_router_topk=2, add_qkv_bias=False))
+    with pytest.raises((NotImplementedError, RuntimeError), match="(?i)meta"):
+        meta_step(policy, "sdpa")[0](6, 48, 1, SamplingKinds())
+
+
+DEVICE = torch.zeros(3, device=META)
+HOST_TENSORS: dict[str, Callable[[], object]] = {
+    "number": lambda: DEVICE * torch.tensor(2.0),
+    "copy": lambda: torch.ones(3).to(META),
+    "factory": lambda: torch.arange(3),
+}
+
+
+@pytest.mark.parametrize("kind", HOST_TENSORS)
+def test_the_recorder_sees_host_tensors(kind: str) -> None:
+    with _HostTensors() as host:
+        HOST_TENSORS[kind]()
+    assert host.seen
+
+
+VALUES = torch.zeros(3)
+HOST_DATA: dict[str, Callable[[], object]] = {
+    "list": lambda: torch.tensor([1.0, 2.0, 3.0]),
+    "as_tensor": lambda: torch.as_tensor([1, 2]),
+    "number": lambda: VALUES * torch.tensor(2.0),
+    "indices": lambda: VALUES[[0, 2]],
+}
+
+
+@pytest.mark.parametrize("kind", HOST_DATA)
+@torch.inference_mode()
+def test_the_tape_refuses_host_data(kind: str) -> None:
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        TapeRecorder().record(HOST_DATA[kind])
+
+
+@pytest.mark.parametrize(
+    "read", [lambda: DEVICE[0].item(), lambda: bool(DEVICE[0]), lambda: DEVICE.tolist(), lambda: DEVICE[DEVICE > 0]]
+)
+def test_a_read_of_the_device_is_an_error(read: Callable[[], object]) -> None:
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        read()
+
+
+def test_the_recorder_is_silent_about_device_work() -> None:
+    with _HostTensors() as host:
+        torch.where(torch.arange(3, device=META) < 2, DEVICE * 2.0, 1.0)[:2].fill_(3)
+    assert host.seen == []
