@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from megatron_rl.attention.kv_numbers import KVNumbers
+
 Layout = Literal["slots", "pages"]
 """``slots``: slot ``s`` is a stretch of memory of its own. ``pages``: a table says where its pieces lie."""
 
@@ -27,6 +29,24 @@ class DeviceFacts:
     """Compute capability of a GPU."""
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """What a run computes with, as far as kernels differ in it."""
+
+    dtype: torch.dtype
+    """Of the model's activations."""
+    stored: torch.dtype
+    """Of the KV cache."""
+    width: int
+    """Of a head."""
+
+
+def fits(device: DeviceFacts, numbers: Numbers) -> str | None:
+    """For kernels that take whatever numbers there are."""
+    del device, numbers
+    return None
+
+
 class KVCache(Protocol):
     """The cache as a backend sees it; ``keys`` and ``values`` have one tensor a layer.
 
@@ -38,6 +58,8 @@ class KVCache(Protocol):
     values: list[torch.Tensor]
     dtype: torch.dtype
     """Of the model's activations: what a product with the cache is computed in."""
+    numbers: KVNumbers
+    """What ``keys`` and ``values`` hold; where it is not exact, a kernel reads through it or knows its scales."""
     table: torch.Tensor
     """Pages only."""
     page_length: int
@@ -70,6 +92,8 @@ class PackedKernel:
     """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64) -> what all layers share."""
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """(query [T, 1, heads, D], key and value [T, 1, groups, D], prepared) -> [T, 1, heads * D]."""
+    unfit: Callable[[DeviceFacts, Numbers], str | None] = fits
+    """Why it cannot compute with those numbers, in words that follow its name; None if it can."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +113,10 @@ class CacheKernel:
     """As `decode`, with query [T, 1, heads, D]."""
     needs_key_length: bool = True
     """False where ``key_length`` is not used, so that one captured graph serves all lengths."""
+    page_length: int = 64
+    """Tokens a page unless asked otherwise."""
+    unfit: Callable[[DeviceFacts, Numbers], str | None] = fits
+    """As `PackedKernel.unfit`."""
 
 
 @dataclass(frozen=True)
