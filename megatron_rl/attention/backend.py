@@ -47,6 +47,13 @@ def fits(device: DeviceFacts, numbers: Numbers) -> str | None:
     return None
 
 
+def half_precision_only(numbers: Numbers) -> str | None:
+    """For flash kernels."""
+    if numbers.dtype in (torch.bfloat16, torch.float16):
+        return None
+    return "computes in 16 bits only (--bf16)"
+
+
 class KVCache(Protocol):
     """The cache as a backend sees it; ``keys`` and ``values`` have one tensor a layer.
 
