@@ -82,7 +82,7 @@ def build_run(
                 quantization.load_state(saved.rollout_recipe, checkpoints.calibration())
         scorer = Scorer(policy, groups.tensor_group, _temperature(config))
         evaluator = _evaluator(config, environments, tokenizer, factory, groups)
-        rollouter, generate_a_little = None, _no_engine
+        engine, rollouter, generate_a_little = None, None, _no_engine
         if config.training.perform_rl_step or config.training.eval_interval is not None:
             engine = build_engine(config, policy, tokenizer, groups)
             rollouter = Rollouter(
@@ -115,7 +115,7 @@ def build_run(
             samples=_sample_builder(config, groups) if config.training.perform_rl_step else None,
             batches=_batch_builder(config, platform, groups),
             trainer=_trainer(config, optimization, scorer, reference, groups, timer),
-            parity=build_parity_gate(config, scorer, quantization, policy, groups),
+            parity=build_parity_gate(config, scorer, quantization, policy, groups, engine),
             evaluator=evaluator,
             journal=journal,
             checkpoints=checkpoints,

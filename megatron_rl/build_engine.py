@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine, RolloutEngine
 from megatron_rl.inference.rollout_engine import EngineOptions
-from megatron_rl.models import PolicyModel
+from megatron_rl.models import PolicyModel, kv_cache_dtype
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -20,6 +24,8 @@ def build_engine(
         max_sequence_length=rollout.inference_max_seq_length,
         steps_per_host_read=rollout.rl_decode_steps_per_sync,
         cache_budget_gb=rollout.inference_dynamic_batching_buffer_size_gb,
+        page_length=_page_length(config, policy),
+        kv_cache_dtype=kv_cache_dtype(config),
     )
     if rollout.rl_inference_engine == "mcore":
         from megatron_rl.inference.mcore import McoreEngine
@@ -28,3 +34,13 @@ def build_engine(
     return RolloutEngine(
         policy, options, [tokenizer.end_token_id], tokenizer.decode, groups.tensor_group
     )
+
+
+def _page_length(config: RLConfig, policy: PolicyModel) -> int:
+    asked, kernel = config.rollout.inference_dynamic_batching_block_size, policy.attention.cache
+    if asked is not None and kernel.layout == "slots":
+        logger.warning(
+            "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",
+            asked, policy.attention.cache_name,
+        )  # fmt: skip
+    return asked or kernel.page_length

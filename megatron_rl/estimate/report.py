@@ -97,6 +97,7 @@ def _uses(config: RLConfig, result: Estimate) -> list[tuple[str, int, int, str]]
     shared = f", spread over {result.replicas} ranks" if config.parallel.use_distributed_optimizer else ""
     length = config.rollout.inference_max_seq_length
     quantized = config.quantization.rl_rollout_quantization
+    stored = f" in {config.kv_cache_dtype}" if config.kv_cache_is_rounded else ""
 
     def resident(name: str, size: int, what: str) -> tuple[str, int, int, str]:
         return name, size, size, what
@@ -106,7 +107,7 @@ def _uses(config: RLConfig, result: Estimate) -> list[tuple[str, int, int, str]]
         resident("gradients", result.gradients, f"{gradients} buffer"),
         resident("optimizer", result.optimizer, f"fp32 {_states(config)}{shared}"),
         resident("quantised weights", result.quantized, f"{quantized}, linear layers"),
-        resident("KV cache", result.kv_cache, f"{result.cache_slots} sequences of {length} tokens"),
+        resident("KV cache", result.kv_cache, f"{result.cache_slots} sequences of {length} tokens{stored}"),
         ("activations", 0, result.activations, f"{tokens} tokens, {_recomputation(config)}; approximate"),
         ("logits, rollout", result.rollout_logits, 0, f"{result.cache_slots} rows of the whole vocabulary, fp32"),
         ("logits, training", 0, result.training_logits, f"{tokens} rows of this rank's part, and their gradient"),

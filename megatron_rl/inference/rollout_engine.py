@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.context import RolloutContext
@@ -43,6 +44,8 @@ class EngineOptions:
     cache_budget_gb: float | None = None
     page_length: int = 64
     """Tokens a page, where the attention backend wants pages."""
+    kv_cache_dtype: torch.dtype | None = None
+    """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what no engine of these sizes can finish.
@@ -85,9 +88,10 @@ class RolloutEngine:
         self._decode_text = decode_text
         self._stop_ids = frozenset(stop_token_ids)
         # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
-        shape = CacheShape.of(policy.gpt, max(options.max_sequence_length, FEWEST_KEYS), policy.dtype)
+        stored = options.kv_cache_dtype or policy.dtype
+        shape = CacheShape.of(policy.gpt, max(options.max_sequence_length, FEWEST_KEYS), stored)
         slots = shape.slots_within(options.cache_budget_gb, options.max_batch_size)
-        self._cache = _make_cache(policy, shape, slots, options.page_length)
+        self._cache = _make_cache(policy, shape, slots, options)
         first_layer = policy.gpt.decoder.layers[0].layer_number
         self._context = RolloutContext(self._cache, policy.attention, policy.rope, first_layer, policy.dtype)
         self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device)
@@ -109,6 +113,7 @@ class RolloutEngine:
     def begin(self, seed: int, policy_version: int) -> None:
         """See `Engine.begin`."""
         self.abort()
+        self._cache.numbers.begin()
         self._seed, self._policy_version, self._next_request = seed, policy_version, 0
         self.statistics = EngineStatistics()
 
@@ -122,6 +127,11 @@ class RolloutEngine:
         self._pending[self._next_request] = _Pending(request)
         self._scheduler.add(self._next_request, len(request.prompt_ids), request.num_samples)
         self._next_request += 1
+
+    @property
+    def kv_numbers(self) -> KVNumbers:
+        """What the KV cache does to keys and values."""
+        return self._cache.numbers
 
     @property
     def has_unfinished(self) -> bool:
@@ -292,7 +302,8 @@ class RolloutEngine:
         return sample_seed(self._seed, source.environment, source.task.id, source.epoch, number)
 
 
-def _make_cache(policy: PolicyModel, shape: CacheShape, slots: int, page_length: int) -> Cache:
+def _make_cache(policy: PolicyModel, shape: CacheShape, slots: int, options: EngineOptions) -> Cache:
+    numbers = policy.dtype, policy.device, options.kv_cache_dtype
     if policy.attention.cache.layout == "slots":
-        return SlotCache(shape, slots, policy.dtype, policy.device)
-    return PagedCache(shape, slots, page_length, policy.dtype, policy.device)
+        return SlotCache(shape, slots, *numbers)
+    return PagedCache(shape, slots, options.page_length, *numbers)
