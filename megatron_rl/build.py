@@ -90,7 +90,7 @@ def build_run(
             if evaluator is not None:
                 evaluator.expected_lengths.load_state(saved.expected_held_out_lengths)
         memory = PhaseMemory(config, optimization, groups)
-        rollouter, generate_a_little = None, _no_engine
+        engine, rollouter, generate_a_little = None, None, _no_engine
         if config.training.perform_rl_step or config.training.eval_interval is not None:
             engine = build_engine(config, policy, tokenizer, groups, memory.cache_budget_gb())
             memory.hold(engine.cache_tensors)
@@ -125,7 +125,7 @@ def build_run(
             batches=_batch_builder(config, platform, groups),
             trainer=_trainer(config, optimization, scorer, reference, groups, timer),
             memory_for_rollouts=memory.for_rollouts,
-            parity=build_parity_gate(config, scorer, quantization, policy, groups),
+            parity=build_parity_gate(config, scorer, quantization, policy, groups, engine),
             evaluator=evaluator,
             journal=journal,
             checkpoints=checkpoints,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine, RolloutEngine
 from megatron_rl.inference.options import EngineOptions
-from megatron_rl.models import PolicyModel
+from megatron_rl.models import PolicyModel, kv_cache_dtype
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -29,6 +33,8 @@ def build_engine(
         steps_per_host_read=rollout.rl_decode_steps_per_sync,
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
         num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
+        page_length=_page_length(config, policy),
+        kv_cache_dtype=kv_cache_dtype(config),
     )
     if rollout.rl_inference_engine == "mcore":
         from megatron_rl.inference.mcore import McoreEngine
@@ -37,3 +43,13 @@ def build_engine(
     return RolloutEngine(
         policy, options, [tokenizer.end_token_id], tokenizer.decode, groups.tensor_group
     )
+
+
+def _page_length(config: RLConfig, policy: PolicyModel) -> int:
+    asked, kernel = config.rollout.inference_dynamic_batching_block_size, policy.attention.cache
+    if asked is not None and kernel.layout == "slots":
+        logger.warning(
+            "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",
+            asked, policy.attention.cache_name,
+        )  # fmt: skip
+    return asked or kernel.page_length

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_rl.attention.kv_numbers import rounded_attention
 from megatron_rl.config import RLConfig
-from megatron_rl.inference import Engine
+from megatron_rl.inference import Engine, RolloutEngine
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
@@ -19,7 +20,7 @@ from megatron_rl.quantization.audit import LayerAudit, table_rows
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.rollout import Draw, PromptSource, RequestFactory
 from megatron_rl.trainer import Optimization
-from megatron_rl.trainer.parity import EMULATION_LIMIT, ParityGate, ParityLimits
+from megatron_rl.trainer.parity import EMULATION_LIMIT, KVCacheRounding, ParityGate, ParityLimits
 from megatron_rl.trainer.reference import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 
@@ -73,7 +74,12 @@ def build_quantization(
 
 
 def build_parity_gate(
-    config: RLConfig, scorer: Scorer, quantization: RolloutQuantization, policy: PolicyModel, groups: ParallelGroups
+    config: RLConfig,
+    scorer: Scorer,
+    quantization: RolloutQuantization,
+    policy: PolicyModel,
+    groups: ParallelGroups,
+    engine: Engine | None,
 ) -> ParityGate:
     """`--rl-mismatch-...`."""
     settings = config.quantization
@@ -87,7 +93,15 @@ def build_parity_gate(
         settings.rl_mismatch_interval,
         groups.data_group,
         config.algorithm.rl_correction or "none",
+        _kv_cache_rounding(config, policy, engine),
     )
+
+
+def _kv_cache_rounding(config: RLConfig, policy: PolicyModel, engine: Engine | None) -> KVCacheRounding | None:
+    if not config.kv_cache_is_rounded or not isinstance(engine, RolloutEngine):
+        return None
+    numbers = engine.kv_numbers
+    return KVCacheRounding(config.kv_cache_dtype, lambda: rounded_attention(policy.gpt.decoder.layers, numbers))
 
 
 def calibration(

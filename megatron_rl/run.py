@@ -122,6 +122,7 @@ class Run:
             "longest": self.factory.max_sequence_length,
             "engine": self.config.rollout.rl_inference_engine,
             "recipe": self.quantization.recipe,
+            "kv_cache": self.config.kv_cache_dtype,
             "environments": self._environment_list,
             "weights": weights_fingerprint(self.policy.gpt, self.groups.model_group),
         }

@@ -30,6 +30,12 @@ def summarise(run: Run, status: str) -> dict[str, Any]:
         "world_size": run.groups.world_size,
         "rollout_quantization": {"recipe": run.quantization.recipe, "bytes": run.quantization.stored_bytes},
     }
+    attention = run.policy.attention
+    summary["attention"] = {
+        "packed": attention.packed_name,
+        "cache": attention.cache_name,
+        "kv_cache_dtype": run.config.kv_cache_dtype,
+    }
     if evaluated:
         before, after = _by_environment(evaluated[0]), _by_environment(evaluated[-1])
         summary["eval"] = {"before": _mean(before), "after": _mean(after)}

@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from megatron_rl.attention.kv_numbers import KVNumbers
+
 Layout = Literal["slots", "pages"]
 """``slots``: slot ``s`` is a stretch of memory of its own. ``pages``: a table says where its pieces lie."""
 
@@ -25,6 +27,31 @@ class DeviceFacts:
     """``cpu`` or ``cuda``."""
     capability: tuple[int, int] | None = None
     """Compute capability of a GPU."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a run computes with, as far as kernels differ in it."""
+
+    dtype: torch.dtype
+    """Of the model's activations."""
+    stored: torch.dtype
+    """Of the KV cache."""
+    width: int
+    """Of a head."""
+
+
+def fits(device: DeviceFacts, numbers: Numbers) -> str | None:
+    """For kernels that take whatever numbers there are."""
+    del device, numbers
+    return None
+
+
+def half_precision_only(numbers: Numbers) -> str | None:
+    """For flash kernels."""
+    if numbers.dtype in (torch.bfloat16, torch.float16):
+        return None
+    return "computes in 16 bits only (--bf16)"
 
 
 class KVCache(Protocol):
@@ -40,6 +67,8 @@ class KVCache(Protocol):
     """Of the model's activations: what a product with the cache is computed in."""
     max_length: int
     """Of a sequence."""
+    numbers: KVNumbers
+    """What ``keys`` and ``values`` hold; where it is not exact, a kernel reads through it or knows its scales."""
     table: torch.Tensor
     """Pages only."""
     page_length: int
@@ -72,6 +101,8 @@ class PackedKernel:
     """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64) -> what all layers share."""
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """(query [T, 1, heads, D], key and value [T, 1, groups, D], prepared) -> [T, 1, heads * D]."""
+    unfit: Callable[[DeviceFacts, Numbers], str | None] = fits
+    """Why it cannot compute with those numbers, in words that follow its name; None if it can."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +125,10 @@ class CacheKernel:
     prepare_burst: Callable[[KVCache, torch.Tensor, int], Iterator[Any]] | None = None
     """`prepare_decode` for positions [k, N] of k steps, each one further than the last, where that is cheaper. A
     step's result is used up before the next one is asked for."""
+    page_length: int = 64
+    """Tokens a page unless asked otherwise."""
+    unfit: Callable[[DeviceFacts, Numbers], str | None] = fits
+    """As `PackedKernel.unfit`."""
 
     def plans(self, cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[Any]:
         """What `decode` is given in each of k steps at ``positions`` [k, N]; the first are below ``key_length``."""

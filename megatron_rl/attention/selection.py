@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.attention import backends
-from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, PackedKernel
+from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, Numbers, PackedKernel
 from megatron_rl.errors import ConfigError
 
 AUTO = "auto"
+Kernel = PackedKernel | CacheKernel
 
 
 def available_backends() -> tuple[str, ...]:
@@ -51,39 +52,40 @@ class Attention:
     """One line for the log: what was chosen and why not something else."""
 
 
-def choose(asked: str, device: DeviceFacts) -> Attention:
+def choose(asked: str, device: DeviceFacts, numbers: Numbers | None = None) -> Attention:
     """``asked`` is `--attention-backend`. What a backend does not compute itself is chosen automatically.
 
+    Without ``numbers`` whatever the model computes with is taken to fit.
+
     Raises:
-        ConfigError: there is no such backend, or the device lacks it.
+        ConfigError: there is no such backend, the device lacks it, or it does not take the model's numbers.
     """
     if asked != AUTO:
         backend = get_backend(asked)
-        problem = backend.problem(device)
+        parts = [part for part in (backend.packed, backend.cache) if part is not None]
+        problem = backend.problem(device) or next(filter(None, (_unfit(part, device, numbers) for part in parts)), None)
         if problem is not None:
-            raise ConfigError([f"--attention-backend {asked} {problem}; use auto, or {_usable(device)}"])
+            raise ConfigError([f"--attention-backend {asked} {problem}; use auto, or {_usable(device, numbers)}"])
     refused: list[str] = []
-    packed = _pick(asked, device, lambda b: b.packed, lambda b: b.packed_rank, refused)
-    cache = _pick(asked, device, lambda b: b.cache, lambda b: b.cache_rank, refused)
+
+    def pick(part: Callable[[Backend], Kernel | None], rank: Callable[[Backend], int]) -> Backend:
+        if asked != AUTO and part(get_backend(asked)) is not None:
+            return get_backend(asked)
+        candidates = [backend for backend in map(get_backend, available_backends()) if part(backend) and rank(backend)]
+        for backend in sorted(candidates, key=rank, reverse=True):
+            problem = backend.problem(device) or _unfit(part(backend), device, numbers)
+            if problem is None:
+                return backend
+            refused.append(f"{backend.name} {problem}")
+        raise ConfigError([f"no attention backend runs on {device.type}: {'; '.join(refused)}"])
+
+    packed = pick(lambda b: b.packed, lambda b: b.packed_rank)
+    cache = pick(lambda b: b.cache, lambda b: b.cache_rank)
     return Attention(packed.name, packed.packed, cache.name, cache.cache, _reason(asked, packed, cache, refused))
 
 
-def _pick(
-    asked: str,
-    device: DeviceFacts,
-    part: Callable[[Backend], object | None],
-    rank: Callable[[Backend], int],
-    refused: list[str],
-) -> Backend:
-    if asked != AUTO and part(get_backend(asked)) is not None:
-        return get_backend(asked)
-    candidates = [backend for backend in map(get_backend, available_backends()) if part(backend) and rank(backend)]
-    for backend in sorted(candidates, key=rank, reverse=True):
-        problem = backend.problem(device)
-        if problem is None:
-            return backend
-        refused.append(f"{backend.name} {problem}")
-    raise ConfigError([f"no attention backend runs on {device.type}: {'; '.join(refused)}"])
+def _unfit(part: Kernel, device: DeviceFacts, numbers: Numbers | None) -> str | None:
+    return None if numbers is None else part.unfit(device, numbers)
 
 
 def _reason(asked: str, packed: Backend, cache: Backend, refused: Iterable[str]) -> str:
@@ -95,5 +97,9 @@ def _reason(asked: str, packed: Backend, cache: Backend, refused: Iterable[str])
     )
 
 
-def _usable(device: DeviceFacts) -> str:
-    return ", ".join(name for name in available_backends() if get_backend(name).problem(device) is None)
+def _usable(device: DeviceFacts, numbers: Numbers | None) -> str:
+    def runs(backend: Backend) -> bool:
+        parts = (part for part in (backend.packed, backend.cache) if part is not None)
+        return backend.problem(device) is None and not any(_unfit(part, device, numbers) for part in parts)
+
+    return ", ".join(name for name in available_backends() if runs(get_backend(name)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ class PlannedSelfAttention(SelfAttention):
     The plan is the ``packed_seq_params`` in training and the ``inference_context`` in rollouts.
     Without one (megatron's own engine, unpacked batches) the stock forward runs.
     """
+
+    kv_rounding: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """What a KV cache of fewer bits does to keys and values; see `kv_numbers.rounded_attention`."""
 
     def forward(
         self,
@@ -40,7 +44,10 @@ class PlannedSelfAttention(SelfAttention):
                 **stock,
             )
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        return self.linear_proj(self._attend(plan, plan.rotate(query), plan.rotate(key), value))
+        query, key = plan.rotate(query), plan.rotate(key)
+        if self.kv_rounding is not None:
+            key, value = self.kv_rounding(key, value)
+        return self.linear_proj(self._attend(plan, query, key, value))
 
     def _attend(
         self, plan: AttentionPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

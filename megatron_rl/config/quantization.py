@@ -16,10 +16,12 @@ class QuantizationConfig:
     """Format of the linear layers in rollouts: none, fp8, fp8_block, fp8_block_pow2, fp8_tensor, int8, int8_smooth."""
     rl_quantization_skip: tuple[str, ...] = flag(())
     """Linear layers that stay unquantised: patterns such as layers.0.* or *.linear_fc2, first:N, last:N."""
+    rl_kv_cache_dtype: Literal["auto", "bf16", "fp8"] = flag("auto")
+    """Numbers of the KV cache in rollouts: the model's (auto), bf16, or E4M3 with a scale a layer and KV head."""
     rl_train_forward: Literal["plain", "quantized"] = flag("plain")
     """quantized: the trainer's forward pass uses the rollouts' quantised weights and activations too."""
     rl_evaluate_unquantized: bool = flag(False)
-    """Held-out evaluations run in full precision; without it in the rollouts' format."""
+    """Held-out evaluations run the linear layers in full precision; without it in the rollouts' format."""
     rl_mismatch_action: Literal["warn", "stop", "fallback"] = flag("warn")
     """When rollout and trainer disagree too much: warn, stop, or roll out again in the next safer format."""
     rl_mismatch_max_kl: float = flag(0.02, gt=0)

@@ -50,10 +50,10 @@ def notes(config: RLConfig) -> list[str]:
     lines = [f"{flag.spelling} has no effect: {flag.note}" for flag in used]
     if config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1:
         lines.append("--sequence-parallel is off: it needs --tensor-model-parallel-size above 1")
-    if config.kernels.attention_backend == "flash":
+    if config.kv_cache_is_rounded and config.quantization.rl_evaluate_unquantized:
         lines.append(
-            "--attention-backend flash is not built yet in this version: sdpa is used, which takes torch's own "
-            "flash kernel where it can"
+            f"--rl-evaluate-unquantized leaves the KV cache in {config.kv_cache_dtype}, in evaluations too "
+            "(--rl-kv-cache-dtype)"
         )
     if config.kernels.cuda_graph_impl == "transformer_engine":
         lines.append(

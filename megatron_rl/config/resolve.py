@@ -112,7 +112,7 @@ def _quantization(config: RLConfig) -> RLConfig:
 
 def _correction(config: RLConfig) -> RLConfig:
     """Quantised rollouts are of another policy than the trainer's by construction: that is corrected."""
-    quantized = config.quantization.rl_rollout_quantization != "none"
+    quantized = config.quantization.rl_rollout_quantization != "none" or config.kv_cache_is_rounded
     name = "token_tis" if quantized else "none"
     return replace(config, algorithm=_fill(config.algorithm, rl_correction=name))
 

@@ -114,12 +114,31 @@ class RLConfig:
         """Updates of the last phase of WSD; 0 for other styles."""
         return self._updates(self.schedule.lr_wsd_decay_iters, self.schedule.lr_wsd_decay_samples)
 
+    @property
+    def kv_cache_dtype(self) -> str:
+        """``fp32``, ``bf16`` or ``fp8``: what the KV cache stores."""
+        asked = self.quantization.rl_kv_cache_dtype
+        return self._model_dtype if asked == "auto" else asked
+
+    @property
+    def kv_cache_is_rounded(self) -> bool:
+        """The KV cache has fewer bits than the model's numbers."""
+        return self.kv_cache_dtype != self._model_dtype
+
+    @property
+    def kv_number_bytes(self) -> int:
+        """Bytes of a number in the KV cache."""
+        return {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype]
+
+    @property
+    def _model_dtype(self) -> str:
+        return "bf16" if self.precision.bf16 else "fp32"
+
     def kv_cache_gib(self, tokens: int) -> float:
         """GiB that the keys and values of ``tokens`` take on one tensor-parallel rank."""
         model, parts = self.model, self.parallel.tensor_model_parallel_size
         heads = max(1, (model.num_query_groups or 1) // parts)
-        number_bytes = 2 if self.precision.bf16 else 4
-        per_token = 2 * (model.num_layers or 0) * heads * (model.kv_channels or 0) * number_bytes
+        per_token = 2 * (model.num_layers or 0) * heads * (model.kv_channels or 0) * self.kv_number_bytes
         return tokens * per_token / 2**30
 
     def _updates(self, iters: int | None, samples: int | None) -> int:

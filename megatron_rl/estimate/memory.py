@@ -148,7 +148,7 @@ def slot_bytes(config: RLConfig) -> int:
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     groups = max(1, model.num_query_groups // parts)
     length = max(config.rollout.inference_max_seq_length, FEWEST_KEYS)
-    return 2 * model.num_layers * groups * model.kv_channels * length * number_bytes(config)
+    return 2 * model.num_layers * groups * model.kv_channels * length * config.kv_number_bytes
 
 
 def _cache_slots(config: RLConfig) -> int:

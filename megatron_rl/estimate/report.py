@@ -108,6 +108,7 @@ def _uses(config: RLConfig, result: Estimate) -> list[tuple[str, int, int, str]]
     generates = result.cache_slots > 0
     whole_batch = result.cache_slots == config.rollout.inference_max_batch_size
     sized = "the largest batch; fewer where they do not fit" if whole_batch else "as many as its budget holds"
+    stored = f" in {config.kv_cache_dtype}" if config.kv_cache_is_rounded else ""
 
     def resident(name: str, size: int, what: str) -> tuple[str, int, int, str]:
         return name, size, size, what
@@ -122,7 +123,7 @@ def _uses(config: RLConfig, result: Estimate) -> list[tuple[str, int, int, str]]
         in_training("gradients", result.gradients, f"{gradients} buffer"),
         in_training("optimizer", result.optimizer, f"fp32 {_states(config)}{shared}"),
         resident("quantised weights", result.quantized, f"{quantized}, linear layers"),
-        resident("KV cache", result.kv_cache, f"{result.cache_slots} sequences of {length} tokens, {sized}"),
+        resident("KV cache", result.kv_cache, f"{result.cache_slots} sequences of {length} tokens{stored}, {sized}"),
         ("activations", 0, result.activations, f"{tokens} tokens, {_recomputation(config)}; approximate"),
         ("logits, rollout", result.rollout_logits, 0, f"{result.cache_slots} rows of the whole vocabulary, fp32"),
         ("logits, training", 0, result.training_logits, f"{tokens} rows of this rank's part, and their gradient"),

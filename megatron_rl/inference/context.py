@@ -89,10 +89,12 @@ class RolloutContext(BaseInferenceContext):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See `AttentionPlan`; also stores the keys and values."""
-        index = layer - self._first_layer
+        index, numbers = layer - self._first_layer, self._cache.numbers
+        if self._last_tokens is not None:
+            numbers.calibrate(index, key, value)
         self._cache.write(index, self._cells, key, value)
         if self._prompts is not None:
-            return self._prompts.attend(layer, query, key, value)
+            return self._prompts.attend(layer, query, *numbers.round_trip(index, key, value))
         return self._attend(query, self._cache, index, self._plan)
 
     # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megatron_rl.errors import EngineError
 from megatron_rl.types import GenerationRequest
 
@@ -19,6 +21,8 @@ class EngineOptions:
     cache_budget_gb: float | None = None
     page_length: int = 64
     """Tokens a page, where the attention backend wants pages."""
+    kv_cache_dtype: torch.dtype | None = None
+    """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
     num_cuda_graphs: int | None = None
     """Most batch sizes to capture a decode step for; None: it runs eager."""
 

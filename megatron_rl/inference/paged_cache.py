@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.inference.kv_cache import CacheShape
 
 
@@ -14,13 +15,21 @@ class PagedCache:
     """
 
     def __init__(
-        self, shape: CacheShape, slots: int, page_length: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: CacheShape,
+        slots: int,
+        page_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
     ) -> None:
+        """``dtype`` of the model; ``stored`` as in `KVNumbers`."""
+        self.numbers = KVNumbers(shape.layers, shape.groups, dtype, stored, device)
         per_slot = -(-shape.max_length // page_length)
         size = (slots * per_slot + 1, page_length, shape.groups, shape.width)
         # Zeroed: with the garbage of torch.empty a masked cell gives 0 * NaN = NaN.
-        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.keys = [torch.zeros(size, dtype=self.numbers.storage, device=device) for _ in range(shape.layers)]
+        self.values = [torch.zeros(size, dtype=self.numbers.storage, device=device) for _ in range(shape.layers)]
         self.shape = shape
         self.max_length = shape.max_length
         self.dtype = dtype
@@ -41,6 +50,7 @@ class PagedCache:
     def write(self, layer: int, cells: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """See `SlotCache.write`."""
         row = (-1, self.shape.groups, self.shape.width)
+        key, value = self.numbers.pack(layer, key, value)
         self.keys[layer].view(row).index_copy_(0, cells, key[:, 0])
         self.values[layer].view(row).index_copy_(0, cells, value[:, 0])
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
@@ -48,9 +49,10 @@ class RolloutEngine:
         self._policy = policy
         self._options = options
         # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
-        shape = CacheShape.of(policy.gpt, max(options.max_sequence_length, FEWEST_KEYS), policy.dtype)
+        stored = options.kv_cache_dtype or policy.dtype
+        shape = CacheShape.of(policy.gpt, max(options.max_sequence_length, FEWEST_KEYS), stored)
         slots = shape.slots_within(options.cache_budget_gb, options.max_batch_size)
-        self._cache = _make_cache(policy, shape, slots, options.page_length)
+        self._cache = _make_cache(policy, shape, slots, options)
         first_layer = policy.gpt.decoder.layers[0].layer_number
         self._context = RolloutContext(self._cache, policy.attention, policy.rope, first_layer, policy.dtype)
         self._model = RolloutForward(policy, self._context)
@@ -76,6 +78,7 @@ class RolloutEngine:
     def begin(self, seed: int, policy_version: int) -> None:
         """See `Engine.begin`."""
         self.abort()
+        self._cache.numbers.begin()
         self._seed, self._policy_version = seed, policy_version
         self.statistics = EngineStatistics()
 
@@ -88,6 +91,11 @@ class RolloutEngine:
         self._options.check(request)
         number = self._requests.add(request)
         self._scheduler.add(number, len(request.prompt_ids), request.num_samples)
+
+    @property
+    def kv_numbers(self) -> KVNumbers:
+        """What the KV cache does to keys and values."""
+        return self._cache.numbers
 
     @property
     def has_unfinished(self) -> bool:
@@ -196,7 +204,8 @@ class RolloutEngine:
         return sample_seed(self._seed, source.environment, source.task.id, source.epoch, number)
 
 
-def _make_cache(policy: PolicyModel, shape: CacheShape, slots: int, page_length: int) -> Cache:
+def _make_cache(policy: PolicyModel, shape: CacheShape, slots: int, options: EngineOptions) -> Cache:
+    numbers = policy.dtype, policy.device, options.kv_cache_dtype
     if policy.attention.cache.layout == "slots":
-        return SlotCache(shape, slots, policy.dtype, policy.device)
-    return PagedCache(shape, slots, page_length, policy.dtype, policy.device)
+        return SlotCache(shape, slots, *numbers)
+    return PagedCache(shape, slots, options.page_length, *numbers)

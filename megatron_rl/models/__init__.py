@@ -1,8 +1,11 @@
 """megatron-core's GPTModel, built from the user's flags."""
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is imported)
-from megatron_rl.models.gpt import PolicyModel, build_model, build_transformer_config
+from megatron_rl.models.gpt import PolicyModel, attention_of, build_model, build_transformer_config, kv_cache_dtype
 from megatron_rl.models.mode import rollout_mode
 from megatron_rl.models.rollout_forward import RolloutForward
 
-__all__ = ["PolicyModel", "RolloutForward", "build_model", "build_transformer_config", "rollout_mode"]
+__all__ = [
+    "PolicyModel", "RolloutForward", "attention_of", "build_model", "build_transformer_config", "kv_cache_dtype",
+    "rollout_mode",
+]  # fmt: skip

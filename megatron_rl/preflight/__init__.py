@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron_rl.config import RLConfig
 from megatron_rl.preflight.algorithms import algorithm_problems
+from megatron_rl.preflight.attention import attention_problems
 from megatron_rl.preflight.checkpoints import checkpoint_problems, resumes
 from megatron_rl.preflight.environments import environment_problems
 from megatron_rl.preflight.hugging_face import hugging_face_problems
@@ -30,5 +31,6 @@ def preflight(config: RLConfig) -> list[str]:
         *hugging_face_problems(config, tokenizer),
         *algorithm_problems(config),
         *quantization_problems(config),
+        *attention_problems(config),
         *service_problems(config),
     ]

@@ -5,6 +5,7 @@ Before the first update, the samples of a rollout are scored three times by what
     engine's log-probs ◄── mismatch ──► trainer's forward pass
             ▲                                  ▲
             └── emulation ──► trainer's forward pass on freshly quantised weights ──┘ top-1 agreement
+                              and keys and values rounded as the KV cache has them
 
 The mismatch is what a correction has to undo, and what quantisation costs. The emulation gap must be next to
 nothing whatever the recipe: if it is not, the engine ran other weights (a stale copy) or another format.
@@ -12,8 +13,10 @@ nothing whatever the recipe: if it is not, the engine ran other weights (a stale
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,10 +57,20 @@ class ParityLimits:
 
 
 @dataclass(frozen=True)
+class KVCacheRounding:
+    """A KV cache of fewer bits than the model's numbers."""
+
+    name: str
+    emulated: Callable[[], AbstractContextManager[None]]
+    """Inside, the trainer's forward pass rounds keys and values as the last rollout did."""
+
+
+@dataclass(frozen=True)
 class ParityReport:
     """The outcome of one check; equal on all ranks."""
 
     recipe: str
+    """And what is stored in the KV cache, if that has fewer bits."""
     tokens: int
     metrics: dict[str, float]
     problems: tuple[str, ...]
@@ -92,8 +105,12 @@ class ParityGate:
         interval: int,
         data_group: dist.ProcessGroup,
         correction: str,
+        kv_cache: KVCacheRounding | None = None,
     ) -> None:
-        """``interval``: steps between two checks; 0 checks only the first rollout of each recipe."""
+        """``interval``: steps between two checks; 0 checks only the first rollout of each recipe.
+
+        ``kv_cache``: what the engine's cache does to keys and values; None if it stores them as they are.
+        """
         self._scorer = scorer
         self._quantization = quantization
         self._limits = limits
@@ -101,6 +118,7 @@ class ParityGate:
         self._interval = interval
         self._data_group = data_group
         self._correction = correction
+        self._kv_cache = kv_cache
         modules = discovery.correction_modules(correction)
         self._is_sequence_level = any(module.LEVEL == "sequence" for module in modules)
         self._checked: str | None = None
@@ -126,8 +144,8 @@ class ParityGate:
             "parity/max": metrics["max_abs_delta_logprob"],
             "parity/k3_kl": metrics["k3_kl"],
         }
-        if self._quantization.linears is not None:
-            with self._quantization.emulated():
+        if self._quantization.linears is not None or self._kv_cache is not None:
+            with self._quantization.emulated(), self._rounded_keys_and_values():
                 emulated, top = self._score(batches)
             own = self._reduced([
                 _statistics(scored, batch) for scored, batch in zip(emulated, batches, strict=True)
@@ -136,10 +154,10 @@ class ParityGate:
             named["parity/emulation_gap_max"] = own["max_abs_delta_logprob"]
             named["parity/top1_agreement"] = self._agreement(own_top, top, batches)
         if not tokens:  # every group was without signal: nothing has been checked
-            return ParityReport(self._quantization.recipe, 0, {}, ())
+            return ParityReport(self._format, 0, {}, ())
         self._checked = self._quantization.recipe
         problems = self._problems(named)
-        return ParityReport(self._quantization.recipe, tokens, named, problems)
+        return ParityReport(self._format, tokens, named, problems)
 
     def logged(self, step: int, report: ParityReport) -> dict[str, float]:
         """What goes into the step's row. The check after a restart is extra and does not: a resumed run logs the
@@ -165,8 +183,8 @@ class ParityGate:
         safer = self._quantization.fall_back() if self._action == "fallback" else None
         if safer is None:
             raise TrainingError(
-                f"parity gate: {text}; use a safer --rl-rollout-quantization (none is exact), or go on with "
-                "--rl-mismatch-action warn"
+                f"parity gate: {text}; use a safer --rl-rollout-quantization (none is exact){self._safer_cache}, or "
+                "go on with --rl-mismatch-action warn"
             )
         logger.warning("parity gate: %s; rollouts go on with %s instead of %s", text, safer, report.recipe)
         return True
@@ -192,13 +210,26 @@ class ParityGate:
             raise TrainingError(f"parity gate: {text}; use --rl-correction token_tis")
         logger.warning("parity gate: %s", text)
 
+    @property
+    def _format(self) -> str:
+        """Of the rollouts, for people."""
+        recipe = self._quantization.recipe
+        return recipe if self._kv_cache is None else f"{recipe}, {self._kv_cache.name} KV cache"
+
+    @property
+    def _safer_cache(self) -> str:
+        return "" if self._kv_cache is None else " or --rl-kv-cache-dtype auto"
+
+    def _rounded_keys_and_values(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._kv_cache is None else self._kv_cache.emulated()
+
     def _score(self, batches: Sequence[PackedBatch]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Log-probs [T] fp32 and likeliest tokens [T] of every batch."""
         scored = [self._scorer.logprobs_and_top(batch) for batch in batches]
         return [one for one, _ in scored], [top for _, top in scored]
 
     def _problems(self, metrics: dict[str, float]) -> tuple[str, ...]:
-        limits, recipe = self._limits, self._quantization.recipe
+        limits, recipe = self._limits, self._format
         found = []
         for name, what, limit, flag in (
             ("parity/k3_kl", "KL of rollout and trainer", limits.max_kl, "--rl-mismatch-max-kl"),

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from megatron_rl.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.inference import Engine, RolloutEngine
+from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.platform import current_platform
 from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import PackedBatch
 from tests.support.generation import generate, mcore_engine, ragged_requests, rollout_engine
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
@@ -36,8 +42,12 @@ def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, A
     """
     policy = tiny_policy(tiny_config(groups.world_size, **changes))
     report: dict[str, Any] = {}
-    for name, make_engine in (("rollout", rollout_engine), ("mcore", mcore_engine)):
-        engine = make_engine(policy)
+    engines = {
+        "rollout": rollout_engine(policy),
+        "fp8 cache": rollout_engine(policy, kv_cache_dtype=FP8),
+        "mcore": mcore_engine(policy),
+    }
+    for name, engine in engines.items():
         for kind in ("greedy", "sampled"):
             requests = ragged_requests(4, num_samples=2, max_new_tokens=16, greedy=kind == "greedy")
             completions = generate(policy, engine, requests)
@@ -45,8 +55,16 @@ def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, A
             report[f"{name} {kind}"] = {
                 "tokens": [list(c.token_ids) for group in completions for c in group],
                 "logprobs": [x for group in completions for c in group for x in c.inference_logprobs],
-                "gap": gaps(policy, groups, batch, 1.0).max().item(),
+                "gap": gap_of(policy, groups, batch, engine).max().item(),
             }
     scorer = Scorer(policy, groups.tensor_group, 1.0)
     scorer.select(scorer.forward(policy.gpt, batch), batch).logprobs.sum().backward()
     return report
+
+
+def gap_of(policy: PolicyModel, groups: ParallelGroups, batch: PackedBatch, engine: Engine) -> torch.Tensor:
+    """To a trainer that rounds keys and values as the engine's cache does."""
+    if not isinstance(engine, RolloutEngine):
+        return gaps(policy, groups, batch, 1.0)
+    with rounded_attention(policy.gpt.decoder.layers, engine.kv_numbers):
+        return gaps(policy, groups, batch, 1.0)

@@ -24,7 +24,9 @@ def test_two_ranks_generate_what_one_does(
     first, second = (report[model] for report in two_ranks)
     assert first == second, "the ranks disagree"
     for case, alone in report_of(one_rank, MODELS[model]).items():
+        # The last digit of a sum over ranks can move a key to the next fp8 number.
+        tolerance = 1e-2 if case.startswith("fp8") else 1e-5
         assert first[case]["tokens"] == alone["tokens"], case
-        assert first[case]["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-5), case
-        assert first[case]["gap"] < 1e-5, case
+        assert first[case]["logprobs"] == pytest.approx(alone["logprobs"], abs=tolerance), case
+        assert first[case]["gap"] < tolerance, case
     assert first["rollout greedy"]["tokens"] == first["mcore greedy"]["tokens"]

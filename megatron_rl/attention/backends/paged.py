@@ -52,9 +52,8 @@ def _pages(cache: KVCache, table: torch.Tensor, key_length: int) -> torch.Tensor
 
 def _gathered(cache: KVCache, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values ``[N, groups, pages * page_length, D]``."""
-    return tuple(
-        buffer[layer][pages].flatten(1, 2).transpose(1, 2) for buffer in (cache.keys, cache.values)
-    )
+    stored = (buffer[layer][pages].flatten(1, 2).transpose(1, 2) for buffer in (cache.keys, cache.values))
+    return cache.numbers.unpack(layer, *stored)
 
 
 def _problem(device: DeviceFacts) -> str | None:

@@ -63,7 +63,7 @@ def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: _Decode) -> t
     rows = query.shape[0]
     keys = cache.keys[layer].narrow(0, 0, rows).narrow(2, 0, plan.key_length)
     values = cache.values[layer].narrow(0, 0, rows).narrow(2, 0, plan.key_length)
-    return attend_one_token(query, keys, values, plan.mask)
+    return attend_one_token(query, *cache.numbers.unpack(layer, keys, values), plan.mask)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def _prepare_extend(cache: KVCache, new: NewTokens) -> _Extend:
 def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: _Extend) -> torch.Tensor:
     keys = cache.keys[layer][:, :, : plan.key_length].index_select(0, plan.slots)
     values = cache.values[layer][:, :, : plan.key_length].index_select(0, plan.slots)
-    return plan.rows.unpad(attend_heads(plan.rows.pad(query), keys, values, plan.mask))
+    read = cache.numbers.unpack(layer, keys, values)
+    return plan.rows.unpad(attend_heads(plan.rows.pad(query), *read, plan.mask))
 
 
 def _problem(device: DeviceFacts) -> str | None:

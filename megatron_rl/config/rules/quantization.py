@@ -33,6 +33,25 @@ def _aligned_training(config: RLConfig) -> Iterator[str]:
         )
 
 
+def _kv_cache(config: RLConfig) -> Iterator[str]:
+    settings = config.quantization
+    if not config.kv_cache_is_rounded:
+        return
+    what = f"--rl-kv-cache-dtype {settings.rl_kv_cache_dtype}"
+    if config.rollout.rl_inference_engine == "mcore":
+        yield f"{what} with --rl-inference-engine mcore, which stores the model's numbers; use --rl-kv-cache-dtype auto"
+    if settings.rl_train_forward == "quantized":
+        yield (
+            f"{what} with --rl-train-forward quantized: the trainer keeps keys and values in full precision, which "
+            "would open the gap that alignment closes; use --rl-kv-cache-dtype auto"
+        )
+    if settings.rl_mismatch_action == "fallback" and settings.rl_rollout_quantization == "none":
+        yield (
+            f"{what} with --rl-mismatch-action fallback and unquantised linear layers: there is no safer format to "
+            "fall back to, the KV cache keeps its own; use --rl-mismatch-action stop or warn"
+        )
+
+
 def _fp8_training(config: RLConfig) -> Iterator[str]:
     precision = config.precision
     form, recipe = precision.fp8_format, precision.fp8_recipe
@@ -63,4 +82,4 @@ def _fp8_training(config: RLConfig) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_aligned_training, _fp8_training)
+RULES: tuple[Rule, ...] = (_aligned_training, _kv_cache, _fp8_training)

@@ -16,10 +16,9 @@ def _kv_cache(config: RLConfig) -> Iterator[str]:
         return
     needed = config.kv_cache_gib(longest)
     if given < needed:
-        dtype = "bf16" if config.precision.bf16 else "fp32"
         yield (
             f"--inference-dynamic-batching-buffer-size-gb {given:g} cannot hold one sequence: {longest} "
-            f"tokens of this model in {dtype} take {needed:.3g} GiB on each of "
+            f"tokens of this model in {config.kv_cache_dtype} take {needed:.3g} GiB on each of "
             f"{config.parallel.tensor_model_parallel_size} tensor-parallel ranks; "
             f"use at least {math.ceil(needed * 100) / 100:g}"
         )

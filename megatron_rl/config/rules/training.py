@@ -50,7 +50,7 @@ def _attention_backend(config: RLConfig) -> Iterator[str]:
     if backend in ("fused", "unfused", "local"):
         yield (
             f"--attention-backend {backend} is refused: it has no kernel for packed sequences and a KV cache "
-            "here; use auto, sdpa or flash"
+            "here; use auto, sdpa or flash (with flash-attn installed)"
         )
 
 

@@ -131,3 +131,5 @@ def test_kv_cache_of_a_shape_worked_out_by_hand(config):
     assert resolve(config(), 1).kv_cache_gib(2**20) == 2.0
     two_ranks = resolve(config(bf16=True, tensor_model_parallel_size="2"), 2)
     assert two_ranks.kv_cache_gib(2**20) == 0.5
+    assert resolve(config(bf16=True, rl_kv_cache_dtype="fp8"), 1).kv_cache_gib(2**20) == 0.5
+    assert resolve(config(rl_kv_cache_dtype="bf16"), 1).kv_cache_gib(2**20) == 1.0

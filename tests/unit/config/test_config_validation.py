@@ -121,6 +121,23 @@ ONE_PROBLEM = [
         }, 1,
         ["--overlap-param-gather", "still on their way"],
     ),
+    (
+        {"rl_kv_cache_dtype": "fp8", "rl_inference_engine": "mcore"}, 1,
+        ["--rl-kv-cache-dtype fp8", "mcore", "use --rl-kv-cache-dtype auto"],
+    ),
+    (
+        {"rl_kv_cache_dtype": "bf16", "rl_train_forward": "quantized", "rl_rollout_quantization": "int8"}, 1,
+        ["--rl-kv-cache-dtype bf16", "--rl-train-forward quantized", "use --rl-kv-cache-dtype auto"],
+    ),
+    (
+        {"rl_kv_cache_dtype": "fp8", "rl_mismatch_action": "fallback"}, 1,
+        ["--rl-mismatch-action fallback", "no safer format", "stop or warn"],
+    ),
+    (
+        # 1 byte a number: half a GiB.
+        {"inference_dynamic_batching_buffer_size_gb": "0.4", "seq_length": "1048576", "rl_kv_cache_dtype": "fp8"}, 1,
+        ["gb 0.4", "fp8", "0.5 GiB", "at least 0.5"],
+    ),
     ({"hidden_dropout": "0.1"}, 1, ["--hidden-dropout 0.1", "log-probs", "--hidden-dropout 0"]),
     (
         {"optimizer": "sgd", "use_distributed_optimizer": True}, 1,
@@ -211,6 +228,10 @@ def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, rank
         ({"calculate_per_token_loss": True}, 1),
         ({"min_lr": "1e-3", "lr_warmup_init": "1e-3"}, 1),
         ({"train_iters": None, "train_samples": "32"}, 1),
+        ({"rl_kv_cache_dtype": "bf16", "bf16": True, "rl_inference_engine": "mcore"}, 1),
+        (
+            {"rl_kv_cache_dtype": "fp8", "rl_mismatch_action": "fallback", "rl_rollout_quantization": "int8"}, 1,
+        ),
         ({"inference_dynamic_batching_buffer_size_gb": "2", "seq_length": "1048576"}, 1),
         ({"rl_sequence_packing_bin_size": "128"}, 1),
         ({"rl_max_new_tokens": "127"}, 1),

@@ -17,6 +17,9 @@ from megatron_rl.preflight.algorithms import algorithm_problems
         ({"rl_rollout_quantization": "int8"}, "token_tis"),
         ({"rl_rollout_quantization": "int8", "rl_correction": "none"}, "none"),
         ({"rl_correction": "token_tis+veto"}, "token_tis+veto"),
+        ({"rl_kv_cache_dtype": "fp8"}, "token_tis"),
+        ({"rl_kv_cache_dtype": "bf16"}, "token_tis"),
+        ({"rl_kv_cache_dtype": "bf16", "bf16": True}, "none"),
     ],
 )
 def test_quantised_rollouts_are_corrected_by_default(config, changes, name):

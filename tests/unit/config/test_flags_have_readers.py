@@ -13,7 +13,7 @@ from megatron_rl.config.fields import Flag
 from megatron_rl.config.rl_config import all_flags
 
 LIBRARY = Path(megatron_rl.__file__).parent
-ONLY_ONE_VALUE = {"tokenizer_type", "langrl_inference_server_type", "attention_backend"}
+ONLY_ONE_VALUE = {"tokenizer_type", "langrl_inference_server_type"}
 """Choices of which one is built; the parser, a rule or a note says so."""
 
 
@@ -36,7 +36,9 @@ def test_a_flag_without_a_note_has_a_reader(flag: Flag, read: set[str]) -> None:
     assert flag.name in read or flag.name in ONLY_ONE_VALUE
 
 
-def test_flash_attention_is_noted() -> None:
-    (line,) = notes(parse_config(["--attention-backend", "flash"]))
-    assert line.startswith("--attention-backend flash is not built yet")
-    assert notes(parse_config(["--attention-backend", "sdpa"])) == []
+def test_backends_and_pages_have_no_notes_but_a_rounded_cache_has_in_unquantised_evaluations() -> None:
+    assert notes(parse_config(["--attention-backend", "flash", "--inference-dynamic-batching-block-size", "256"])) == []
+    flags = ["--rl-evaluate-unquantized", "--rl-kv-cache-dtype"]
+    (line,) = notes(parse_config([*flags, "fp8"]))
+    assert line.startswith("--rl-evaluate-unquantized leaves the KV cache in fp8")
+    assert notes(parse_config([*flags, "auto"])) == []

@@ -13,7 +13,7 @@ from megatron_rl.attention import product
 from megatron_rl.config import RLConfig
 from megatron_rl.estimate import Estimate, estimate, memory
 from megatron_rl.estimate.parameters import padded_vocabulary, parameter_sizes
-from megatron_rl.models import PolicyModel
+from megatron_rl.models import PolicyModel, kv_cache_dtype
 from megatron_rl.models.gpt import padded_vocabulary as vocabulary_of_a_model
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
@@ -160,6 +160,9 @@ def test_weights_gradients_and_optimizer(one_rank: ParallelGroups, shape: str, c
         {"seq_length": 8},
         {"inference_max_batch_size": 5, "inference_max_seq_length": 40},
         {"inference_dynamic_batching_buffer_size_gb": 1e-4},
+        {"rl_kv_cache_dtype": "fp8"},
+        {"rl_kv_cache_dtype": "fp8", "inference_dynamic_batching_buffer_size_gb": 1e-4},
+        {"rl_kv_cache_dtype": "bf16"},
     ],
 )
 def test_kv_cache(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
@@ -169,6 +172,7 @@ def test_kv_cache(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
         max_batch_size=config.rollout.inference_max_batch_size,
         max_sequence_length=config.rollout.inference_max_seq_length,
         cache_budget_gb=config.rollout.inference_dynamic_batching_buffer_size_gb,
+        kv_cache_dtype=kv_cache_dtype(config),
     )
     result = estimated(config)
     assert result.cache_slots == engine.num_slots

@@ -8,24 +8,13 @@ import os
 import pytest
 import torch
 
+from tests.support.compiling import SHARED_MEMORY, compiled
+
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled"),
 ]
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a program may take on sm_90."""
-
-
-def compiled(kernel, types: dict[str, str], constants: dict[str, object], **options) -> tuple[str, int]:
-    """The PTX and the shared memory; arguments without a type are int32."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return made.asm["ptx"], made.metadata.shared
 
 
 @pytest.fixture(autouse=True)

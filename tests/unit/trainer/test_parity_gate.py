@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.attention.kv_numbers import FP8, rounded_attention
 from megatron_rl.errors import TrainingError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.trainer.parity import ParityGate, ParityLimits, ParityReport
+from megatron_rl.trainer.parity import KVCacheRounding, ParityGate, ParityLimits, ParityReport
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import PackedBatch
 from tests.support.generation import rollout_engine
@@ -41,12 +42,19 @@ class Case:
         limits: ParityLimits = LIMITS,
         interval: int = 0,
         correction: str = "token_tis",
+        fp8_cache: bool = False,
     ) -> None:
         self.policy: PolicyModel = quantizable_policy()
         self.quantization: RolloutQuantization = rollout_quantization(self.policy, recipe)
-        self.engine = rollout_engine(self.policy)
+        self.engine = rollout_engine(self.policy, kv_cache_dtype=FP8 if fp8_cache else None)
+        kv_cache = None
+        if fp8_cache:
+            layers, numbers = self.policy.gpt.decoder.layers, self.engine.kv_numbers
+            kv_cache = KVCacheRounding("fp8", lambda: rounded_attention(layers, numbers))
         scorer = Scorer(self.policy, groups.tensor_group, temperature=1.0)
-        self.gate = ParityGate(scorer, self.quantization, limits, action, interval, groups.data_group, correction)
+        self.gate = ParityGate(
+            scorer, self.quantization, limits, action, interval, groups.data_group, correction, kv_cache
+        )
 
     def roll_out(self) -> PackedBatch:
         return roll_out(self.policy, self.engine, self.quantization, short_requests())
@@ -195,6 +203,34 @@ class TestOtherWeights:
         first[predicts.nonzero()[0]] = True
         expected = 1 - 1 / int(in_loss.sum())
         assert case.gate._agreement([top], [top + first.long()], [batch]) == pytest.approx(expected)
+
+
+class TestKVCache:
+    """An fp8 cache is part of what the trainer repeats: the tight limit stays tight."""
+
+    @pytest.mark.parametrize("recipe", ["none", "int8", "fp8"])
+    def test_the_trainer_reproduces_it(self, one_rank: ParallelGroups, recipe: str) -> None:
+        report = Case(one_rank, recipe, limits=replace(NO_LIMITS, max_emulation_gap=1e-4), fp8_cache=True).check()
+        assert report.problems == ()
+        assert report.recipe == f"{recipe}, fp8 KV cache"
+        assert report.metrics["parity/gap_mean"] > 1e-3, "nothing was rounded"
+        assert report.metrics["parity/emulation_gap_max"] < 1e-4
+        assert report.lines()[0].startswith(f"parity of rollout ({recipe}, fp8 KV cache) and trainer over")
+
+    def test_without_the_emulation_the_limit_would_be_broken(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank, "int8", limits=replace(NO_LIMITS, max_emulation_gap=1e-4), fp8_cache=True)
+        case.gate._kv_cache = None
+        assert "stale or other weights" in case.check().problems[0]
+
+    def test_falling_back_leaves_it_and_the_end_names_it(self, one_rank: ParallelGroups) -> None:
+        case = Case(one_rank, "int8", action="fallback", limits=replace(NO_LIMITS, max_gap=1e-9), fp8_cache=True)
+        report = case.check()
+        for safer in ("int8_smooth", "none"):
+            assert case.gate.act_on(report) is True
+            assert case.quantization.recipe == safer
+        assert case.check().recipe == "none, fp8 KV cache"
+        with pytest.raises(TrainingError, match="or --rl-kv-cache-dtype auto, or go on"):
+            case.gate.act_on(report)
 
 
 class TestWhen:

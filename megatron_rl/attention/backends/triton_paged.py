@@ -1,0 +1,92 @@
+"""Our Triton kernels over a paged cache; codes of an fp8 cache are read as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.attention import kernels
+from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens, Numbers
+from megatron_rl.attention.kv_numbers import FP8
+
+WIDEST_HEAD = 256
+_FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class _Decode:
+    table: torch.Tensor
+    positions: torch.Tensor
+
+
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> _Decode:
+    del key_length
+    return _Decode(cache.table, positions)
+
+
+def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: _Decode) -> torch.Tensor:
+    from megatron_rl.attention.kernels.paged_decode import decode
+
+    return decode(query, *_stored(cache, layer), plan.table, plan.positions, *_scales(cache, layer))
+
+
+@dataclass(frozen=True)
+class _Extend:
+    table: torch.Tensor
+    """[S, pages] int32."""
+    cu_seqlens: torch.Tensor
+    first_positions: torch.Tensor
+    longest: int
+
+
+def _prepare_extend(cache: KVCache, new: NewTokens) -> _Extend:
+    return _Extend(
+        cache.table.index_select(0, new.slots),
+        new.cu_seqlens,
+        new.position_ids.index_select(0, new.cu_seqlens[:-1].long()),
+        max(new.lengths),
+    )
+
+
+def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: _Extend) -> torch.Tensor:
+    from megatron_rl.attention.kernels.paged_extend import extend
+
+    borders = plan.table, plan.cu_seqlens, plan.first_positions, plan.longest
+    return extend(query, *_stored(cache, layer), *borders, *_scales(cache, layer))
+
+
+def _stored(cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return cache.keys[layer], cache.values[layer]
+
+
+def _scales(cache: KVCache, layer: int) -> tuple[torch.Tensor, ...]:
+    numbers = cache.numbers
+    return () if numbers.key_scales is None else (numbers.key_scales[layer], numbers.value_scales[layer])
+
+
+def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:
+    if numbers.width > WIDEST_HEAD:
+        return f"takes heads of up to {WIDEST_HEAD} numbers, not of {numbers.width}"
+    if numbers.stored == FP8 and device.capability is not None and device.capability < _FP8_CAPABILITY:
+        return "reads an fp8 cache on GPUs of capability 8.9 and later only"
+    return None
+
+
+BACKEND = Backend(
+    name="triton_paged",
+    problem=lambda device: kernels.problem(device.type),
+    packed=None,
+    cache=CacheKernel(
+        layout="pages",
+        page_multiple=16,
+        page_length=64,
+        prepare_decode=_prepare_decode,
+        decode=_decode,
+        prepare_extend=_prepare_extend,
+        extend=_extend,
+        needs_key_length=False,
+        unfit=_unfit,
+    ),
+    cache_rank=3,
+)

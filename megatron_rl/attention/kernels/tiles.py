@@ -1,0 +1,59 @@
+"""What both kernels do with a block of keys: find it, read it, add it to a running softmax."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+SMALLEST_TILE = 16
+"""`tl.dot` takes no smaller one."""
+_LARGEST_BLOCK = 64
+
+
+def block_of(page_length: int) -> int:
+    """Keys a block: the largest power of two that divides a page, at most 64. ValueError below 16."""
+    block = min(page_length & -page_length, _LARGEST_BLOCK)
+    if block < SMALLEST_TILE:
+        raise ValueError(f"pages of {page_length} tokens are not a multiple of {SMALLEST_TILE}")
+    return block
+
+
+def padded_width(width: int) -> int:
+    """A head's width as a power of two."""
+    return max(SMALLEST_TILE, triton.next_power_of_2(width))
+
+
+def as_floats(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Codes lie in uint8 tensors; with scales they are E4M3."""
+    return codes if scales is None else codes.view(torch.float8_e4m3fn)
+
+
+@triton.jit
+def read_block(
+    cache, page, first, group, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Keys or values ``first .. first + BLOCK_K - 1`` of a page as ``[BLOCK_K, BLOCK_D]`` of ``dtype``."""
+    token = page.to(tl.int64) * PAGE + first + tl.arange(0, BLOCK_K)
+    column = tl.arange(0, BLOCK_D)
+    inside = (column < WIDTH)[None, :]
+    numbers = tl.load(cache + (token[:, None] * GROUPS + group) * WIDTH + column[None, :], mask=inside)
+    return tl.where(inside, numbers.to(dtype), 0.0).to(dtype)
+
+
+@triton.jit
+def add_block(query, key, value, visible, scale, largest, total, mixed, PRECISION: tl.constexpr):
+    """One step of the running softmax, in fp32 and to the base 2.
+
+    ``query`` [Q, D], ``key`` and ``value`` [K, D], ``visible`` [Q, K]; every query sees a key of its first block.
+    """
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(largest, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(largest - higher)
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    return higher, total, mixed

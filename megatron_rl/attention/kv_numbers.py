@@ -1,0 +1,116 @@
+"""What the KV cache stores: the model's numbers, bf16, or E4M3 codes with a scale a layer and KV head.
+
+Whatever attends in a rollout attends to what the cache would give back, prompts included, so a completion does not
+depend on how its prompt was cut into chunks, and the trainer can repeat the rounding (`rounded_attention`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+MARGIN = 4.0
+"""Later tokens may be this much larger than the largest number of the first prompts before they are clamped."""
+_SMALLEST, _LARGEST = 2.0**-60, 2.0**60
+
+
+class KVNumbers:
+    """The numbers of one cache. E4M3 codes lie in uint8 tensors, which torch moves on every device.
+
+    Scales are powers of two: they move the exponent and leave the digits, so which prompts set them matters for
+    numbers that are too large (clamped) or below about 1/3500 of the largest (fewer digits), and for no others.
+    They are set once a rollout and updated in place, so captured graphs see them.
+    """
+
+    def __init__(
+        self, layers: int, groups: int, dtype: torch.dtype, stored: torch.dtype | None, device: torch.device
+    ) -> None:
+        """``dtype`` of the model's activations; ``stored``: None is the same, else bf16 or E4M3."""
+        self.dtype = dtype
+        self.stored = stored or dtype
+        self.storage = torch.uint8 if self.stored == FP8 else self.stored
+        """The dtype of the cache's tensors."""
+        self.key_scales, self.value_scales = (
+            torch.ones(layers, groups, device=device) if self.stored == FP8 else None for _ in range(2)
+        )
+        """[layers, groups] fp32; None unless codes are stored."""
+        self._due = [True] * layers
+
+    @property
+    def is_exact(self) -> bool:
+        """What is read is what was written."""
+        return self.stored == self.dtype
+
+    def begin(self) -> None:
+        """A rollout begins: the next prompts set the scales."""
+        self._due = [True] * len(self._due)
+
+    def calibrate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Set a layer's scales by the first prompts of a rollout, ``[T, 1, groups, D]``; later ones change nothing."""
+        if self.key_scales is None or not self._due[layer]:
+            return
+        self._due[layer] = False
+        self.key_scales[layer].copy_(_scales_of(key))
+        self.value_scales[layer].copy_(_scales_of(value))
+
+    def pack(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, 1, groups, D]`` as the cache stores them."""
+        if self.key_scales is None:
+            return key.to(self.stored), value.to(self.stored)
+        return _codes(key, self.key_scales[layer]), _codes(value, self.value_scales[layer])
+
+    def unpack(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was stored, ``[N, groups, K, D]``, as numbers of the model's dtype."""
+        if self.key_scales is None:
+            return keys.to(self.dtype), values.to(self.dtype)
+        return (
+            _decoded(keys, self.key_scales[layer][:, None, None], self.dtype),
+            _decoded(values, self.value_scales[layer][:, None, None], self.dtype),
+        )
+
+    def round_trip(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, 1, groups, D]`` written and read again."""
+        if self.is_exact:
+            return key, value
+        rows = self.pack(layer, key, value)
+        keys, values = self.unpack(layer, *(row.transpose(1, 2) for row in rows))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+@contextlib.contextmanager
+def rounded_attention(layers: torch.nn.ModuleList, numbers: KVNumbers) -> Iterator[None]:
+    """Inside, the attention of a model's ``layers`` rounds keys and values in packed batches as a rollout does."""
+    attentions = [layer.self_attention for layer in layers]
+    try:
+        for index, attention in enumerate(attentions):
+            attention.kv_rounding = _rounding(numbers, index)
+        yield
+    finally:
+        for attention in attentions:
+            attention.kv_rounding = None
+
+
+def _rounding(numbers: KVNumbers, layer: int):
+    return lambda key, value: numbers.round_trip(layer, key, value)
+
+
+def _scales_of(numbers: torch.Tensor) -> torch.Tensor:
+    """[T, 1, groups, D] -> [groups] fp32: the power of two that leaves room for `MARGIN` times the largest."""
+    largest = numbers.float().abs().amax((0, 1, 3)).nan_to_num(nan=1.0)
+    bits = (largest * (MARGIN / FP8_MAX)).clamp(_SMALLEST, _LARGEST).view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def _codes(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Clamped before the cast: older versions of torch turn what is too large into NaN."""
+    scaled = (numbers.float() / scales[:, None]).clamp_(-FP8_MAX, FP8_MAX)
+    return scaled.to(FP8).view(torch.uint8)
+
+
+def _decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Exact in bf16: a code has four digits and the scale none."""
+    return codes.view(FP8).to(dtype).mul_(scales.to(dtype))

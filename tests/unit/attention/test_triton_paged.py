@@ -1,0 +1,160 @@
+"""The kernels over pages against sums written out in fp64: in Triton's interpreter here, compiled in tests/gpu.
+
+The interpreter must be switched on before Triton's import, so a process of its own runs `KernelChecks`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.attention import kernels
+from megatron_rl.attention.backend import Numbers
+from megatron_rl.attention.kv_numbers import FP8
+from megatron_rl.attention.selection import DeviceFacts, get_backend
+from tests.support.interpreter import INTERPRETED, mend
+from tests.support.paged import FilledPages
+
+RAGGED = [1, 90, 16, 17]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+class KernelChecks:
+    """Everything both ways of running must get right."""
+
+    device = "cpu"
+    fp32 = {"rtol": 1e-5, "atol": 1e-5}
+    low = {"rtol": 0.03, "atol": 0.02}
+    """bf16 weights of a softmax and a bf16 result."""
+    kernel = property(lambda self: get_backend("triton_paged").cache)
+
+    def pages(self, lengths, **changes) -> FilledPages:
+        return FilledPages(lengths, **{"device": self.device} | changes)
+
+    def check(self, pages: FilledPages, starts=None) -> None:
+        tolerance = self.fp32 if pages.dtype == torch.float32 else self.low
+        torch.testing.assert_close(*pages.decoded(self.kernel), **tolerance)
+        starts = [length * 2 // 3 for length in pages.lengths] if starts is None else starts
+        torch.testing.assert_close(*pages.extended(self.kernel, starts), **tolerance)
+
+    @pytest.mark.parametrize("page_length", [16, 48, 64, 256])
+    def test_ragged_lengths_and_page_lengths(self, page_length):
+        self.check(self.pages(RAGGED, page_length=page_length))
+
+    @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (8, 2), (7, 1), (8, 1), (17, 1)])
+    def test_query_heads_a_group(self, heads, groups):
+        self.check(self.pages([5, 40], heads=heads, groups=groups))
+
+    @pytest.mark.parametrize("width", [8, 64, 80, 96, 128])
+    def test_widths(self, width):
+        self.check(self.pages([5, 40], width=width, heads=2, groups=1))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_low_precision(self, dtype):
+        self.check(self.pages([1, 33, 70], dtype=dtype, width=64))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_codes(self, dtype):
+        pages = self.pages([3, 33, 70], dtype=dtype, stored=FP8, width=32)
+        pages.cache.numbers.key_scales *= torch.tensor([4.0, 0.5], device=self.device)
+        pages.cache.numbers.value_scales *= torch.tensor([0.25, 8.0], device=self.device)
+        self.check(pages)
+
+    @pytest.mark.parametrize("length", [1, 255, 256, 257, 512, 1300])
+    def test_splits(self, length):
+        """Keys are cut every 256, whatever the row's own length; the last split may be empty."""
+        pages = self.pages([length, 1], page_length=64, max_length=1300, heads=2, groups=1)
+        self.check(pages, starts=[max(0, length - 3), 0])
+
+    def test_one_new_token_is_a_short_extension(self):
+        pages = self.pages([40, 1, 17])
+        self.check(pages, starts=[39, 0, 16])
+
+    def test_tiles_of_new_tokens(self):
+        self.check(self.pages([200, 3, 65], page_length=64), starts=[1, 0, 0])
+
+    def test_a_row_does_not_depend_on_its_neighbours(self):
+        alone, together = (self.pages(lengths, max_length=600, page_length=64) for lengths in ([300], [300, 600, 2]))
+        for mine, theirs in zip(
+            (*alone.cache.keys, *alone.cache.values), (*together.cache.keys, *together.cache.values), strict=True
+        ):
+            theirs[together.cache.table[0].long()] = mine[alone.cache.table[0].long()]
+        query = alone.random(1, 1, 4, 16)
+        many = torch.cat((query, together.random(2, 1, 4, 16)))
+        outputs = [
+            self.kernel.decode(
+                q, p.cache, 0, self.kernel.prepare_decode(p.cache, torch.tensor(p.lengths, device=self.device) - 1, 0)
+            )
+            for q, p in ((query, alone), (many, together))
+        ]
+        assert torch.equal(outputs[0][0], outputs[1][0])
+
+    def test_large_scores_do_not_overflow(self):
+        pages = self.pages([70, 5])
+        pages.cache.keys[0].nan_to_num_(nan=float("nan")).mul_(1e4)
+        actual, expected = pages.decoded(self.kernel)
+        assert actual.isfinite().all()
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+if INTERPRETED:
+    mend()
+
+    class TestInterpreted(KernelChecks):
+        """On the CPU."""
+
+else:
+
+    @needs_triton
+    def test_the_kernels_in_tritons_interpreter():
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", __file__],
+            env=os.environ | {"TRITON_INTERPRET": "1"},
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+
+
+def test_importing_the_package_does_not_import_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # an import would raise
+    importlib.reload(kernels)
+
+
+@pytest.mark.parametrize(
+    ("triton", "device", "interpreter", "wanted"),
+    [
+        (True, "cuda", "0", None),
+        (True, "cpu", "1", None),
+        (True, "cpu", "0", "needs a CUDA device"),
+        (False, "cuda", "0", "needs Triton"),
+    ],
+)
+def test_where_they_run(monkeypatch, triton, device, interpreter, wanted):
+    monkeypatch.setattr(kernels, "_has_triton", lambda: triton)
+    monkeypatch.setenv("TRITON_INTERPRET", interpreter)
+    problem = get_backend("triton_paged").problem(DeviceFacts(device))
+    assert problem is wanted is None or problem.startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("capability", "stored", "width", "wanted"),
+    [
+        ((9, 0), FP8, 128, None),
+        ((8, 0), FP8, 128, "capability 8.9"),
+        ((8, 0), torch.bfloat16, 128, None),
+        ((9, 0), torch.bfloat16, 512, "up to 256"),
+    ],
+)
+def test_what_they_take(capability, stored, width, wanted):
+    kernel = get_backend("triton_paged").cache
+    problem = kernel.unfit(DeviceFacts("cuda", capability), Numbers(torch.bfloat16, stored, width))
+    assert (problem is None) if wanted is None else (wanted in problem)
