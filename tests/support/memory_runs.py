@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,3 +79,54 @@ def _run(argv: Sequence[str]) -> list[Any]:
     with contextlib.redirect_stderr(output):
         code = main(["train_rl.py", *argv])
     return [code, output.getvalue()]
+
+
+def watched_runs(runs: Sequence[Sequence[str]], tight: bool) -> list[dict[str, Any]]:
+    """Of every ``argv``: what is alive at the end of each step.
+
+    ``tight``: the KV cache finds no room beside training, and goes after every rollout.
+    """
+    os.environ.pop("MASTER_PORT")
+    return [_watched(argv, tight) for argv in runs]
+
+
+def _watched(argv: Sequence[str], tight: bool) -> dict[str, Any]:
+    from megatron_rl.build_memory import PhaseMemory
+    from megatron_rl.reporting import Reporter
+
+    report, hold = Reporter.step, PhaseMemory.hold
+    steps: list[dict[str, int]] = []
+    caches: list[Any] = []
+
+    def counted(self: Reporter, *args: Any) -> None:
+        report(self, *args)
+        steps.append(alive())
+
+    def held(self: PhaseMemory, cache: Sequence[torch.Tensor]) -> Any:
+        residency = hold(self, cache)
+        residency.training_need = _HUGE if tight else 0
+        caches.append(residency)
+        return residency
+
+    Reporter.step, PhaseMemory.hold = counted, held
+    try:
+        code, output = _run(argv)
+    finally:
+        Reporter.step, PhaseMemory.hold = report, hold
+    (residency,) = caches
+    found = {"code": code, "output": output, "generation": residency.generation, "steps": steps}
+    found["released"] = residency.is_released
+    return found
+
+
+def alive() -> dict[str, int]:
+    """Tensors that Python knows, the bytes behind them, and the process's resident bytes."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return {
+        "tensors": len(tensors),
+        "bytes": sum(storages.values()),
+        "resident": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
