@@ -46,6 +46,18 @@ def lines(workshop) -> dict[str, str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def two_ranks(workshop) -> list[str]:
+    """The last lines of both ranks; memory runs out on rank 0 in the rollout of step 3. Then the run is resumed."""
+    jobs = [(workshop.rl("two ranks"), "rollout", 2 * LOOKS + 1)]
+    ranks = run_ranks("tests.support.memory_runs:failing_runs", 2, runs=jobs)
+    whole, resumed = run_many([workshop.rl("two whole"), workshop.rl("two ranks", resume=True)], ranks=2)
+    whole.check()
+    resumed.check()
+    assert [code for ((code, _),) in ranks] == [1, 1]
+    return [output.splitlines()[-1] for ((_, output),) in ranks]
+
+
 def latest(run_dir: Path) -> str:
     pointer = run_dir / "checkpoints" / "latest"
     return pointer.read_text().strip() if pointer.exists() else "none"
@@ -92,3 +104,13 @@ def test_in_the_first_step_there_is_nothing_to_save(lines) -> None:
     assert lines["first"].endswith("; no step was finished")
     assert "give --rl-offload-optimizer-during-inference" in lines["first"]
     assert lines["saved"]["first"] == "none"
+
+
+def test_ranks_with_whole_models_save_together(workshop, two_ranks) -> None:
+    """Both leave by the same error, and the one that had memory says that it was not its own."""
+    assert "(CUDA out of memory. Tried to allocate 2.00 GiB." in two_ranks[0]
+    assert "out of memory in a rollout (on another rank)" in two_ranks[1]
+    assert all(line.endswith("step 2 is saved, and --resume goes on from there") for line in two_ranks)
+    ended, whole = workshop.run_dir("two ranks"), workshop.run_dir("two whole")
+    assert rows_of(ended) == rows_of(whole)
+    assert differences(ended / LAST, whole / LAST) == []
