@@ -73,6 +73,10 @@ def _save(run: Run, weights_are_the_steps: bool, all_here: bool) -> str:
         run.save(final=True)
     except SaveError as failed:
         return f"step {step} could not be saved ({failed}): --resume goes on from {newest}"
+    except (RuntimeError, MemoryError) as failed:
+        if not is_out_of_memory(failed):
+            raise
+        return f"step {step} could not be saved for want of memory: --resume goes on from {newest}"
     return f"step {step} is saved, and --resume goes on from there"
 
 

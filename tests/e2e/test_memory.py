@@ -14,8 +14,11 @@ OFFLOAD = "rl_offload_optimizer_during_inference"
 LAST = Path("checkpoints") / "step_0000004"
 KINDS = {
     "fp32": {},
-    "bf16": {"bf16": True, "use_distributed_optimizer": True, "eval_interval": 2, "rl_prompts_per_eval": 4},
-}
+    "bf16": {
+        "bf16": True, "use_distributed_optimizer": True, "eval_interval": 2, "rl_prompts_per_eval": 4,
+        "save_interval": 2,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def outcomes(workshop) -> dict[str, Outcome]:
     commands = {}
     for kind, flags in KINDS.items():
         commands[kind] = workshop.rl(kind, **flags)
-        commands[f"{kind} away"] = workshop.rl(f"{kind} away", **flags, **{OFFLOAD: True})
+        commands[f"{kind} away"] = workshop.rl(f"{kind} away", **flags, **{OFFLOAD: True}, async_save=True)
         commands[f"{kind} first"] = workshop.rl(f"{kind} halves", **flags, **{OFFLOAD: True}, exit_interval=2)
         commands[f"{kind} second"] = workshop.rl(f"{kind} halves", **flags, **{OFFLOAD: True}, resume=True)
     torch = {**KINDS["bf16"], "ckpt_format": "torch", OFFLOAD: True}
@@ -46,6 +49,12 @@ def test_a_run_ends_with_the_same_bits(outcomes, workshop, kind: str, how: str) 
     whole, other = workshop.run_dir(kind), workshop.run_dir(f"{kind} {how}")
     assert rows_of(other) == rows_of(whole)
     assert differences(other / LAST, whole / LAST) == []
+
+
+def test_a_save_in_the_background_is_not_of_what_has_left(outcomes, workshop) -> None:
+    """Its files are written while the next rollout has the state on the host."""
+    halfway = LAST.with_name("step_0000002")
+    assert differences(workshop.run_dir("bf16 away") / halfway, workshop.run_dir("bf16") / halfway) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
