@@ -31,6 +31,7 @@ class PhaseMemory:
     def __init__(self, config: RLConfig, optimization: Optimization, groups: ParallelGroups) -> None:
         """Everything that stays on the device must be there by now; the cache must not."""
         self._config = config
+        self._optimization = optimization
         self._groups = groups
         self._device = DeviceMemory(optimization.policy.device)
         self._estimate = estimate(config, groups.world_size, optimization.policy.vocab_size)
@@ -80,7 +81,10 @@ class PhaseMemory:
         """
         # Between the phases the state is not home yet: an update takes its room too.
         need = self._training_need + self._given_back
-        self._cache = CacheResidency(cache, self._device, need, self._some_rank_must)
+        optimization = self._optimization
+        self._cache = CacheResidency(
+            cache, self._device, need, self._some_rank_must, updates=lambda: optimization.updates_begun
+        )
         self._cache.after_rollout()
         return self._cache
 

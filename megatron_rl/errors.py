@@ -43,6 +43,11 @@ class QuantizationError(MegatronRLError):
 class MemoryExhausted(MegatronRLError):
     """An allocation failed, on the device or on the host; names the phase and what to lower."""
 
+    def __init__(self, message: str, on_all_ranks: bool = False) -> None:
+        super().__init__(message)
+        self.on_all_ranks = on_all_ranks
+        """Every rank raises it at the same point, so that they can still save together."""
+
 
 class TrainingError(MegatronRLError):
     """The training step cannot go on, for example after repeated non-finite gradients."""

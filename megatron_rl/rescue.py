@@ -1,7 +1,8 @@
 """When memory runs out: which phase it was, what to lower, and what is kept.
 
-An allocation fails on one rank, and the others wait for it in a collective that it will never reach. So only a run
-of one rank can still save; of several, the launcher ends the others, and the last checkpoint is what there is.
+An allocation fails on one rank, and the others wait for it in a collective that it will never reach. So of several
+ranks the launcher ends the others, and the last checkpoint is what there is. Only a run of one rank can still save,
+and ranks that meet before anything else is asked of them: after a rollout without tensor parallelism.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import MemoryExhausted, SaveError
-from megatron_rl.platform.memory import is_out_of_memory, reason_of
+from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.run import Run
 
 Phase = Literal["rollout", "update"]
@@ -37,7 +38,8 @@ def naming_memory(run: Run, phase: Phase) -> Iterator[None]:
         gc.collect()
         article = "a rollout" if phase == "rollout" else "an update"
         advice = _to_lower_in_rollouts(run.config) if phase == "rollout" else _to_lower_in_updates(run.config)
-        raise MemoryExhausted(f"out of memory in {article} ({reason_of(error)}): {advice}") from None
+        text = f"out of memory in {article} ({reason_of(error)}): {advice}"
+        raise MemoryExhausted(text, on_all_ranks=isinstance(error, OutOfMemoryTogether)) from None
 
 
 @contextlib.contextmanager
@@ -48,13 +50,14 @@ def finished_steps_kept(run: Run) -> Iterator[None]:
         yield
     except MemoryExhausted as error:
         run.source.load_state(cursor)
-        raise MemoryExhausted(f"{error}; {_save(run, run.optimization.updates_begun == begun)}") from None
+        all_here = error.on_all_ranks or run.groups.world_size == 1
+        raise MemoryExhausted(f"{error}; {_save(run, run.optimization.updates_begun == begun, all_here)}") from None
 
 
-def _save(run: Run, weights_are_the_steps: bool) -> str:
-    """Save the last finished step where that is possible; what a resume finds, in words."""
-    step, alone = run.progress.step, run.groups.world_size == 1
-    if alone:
+def _save(run: Run, weights_are_the_steps: bool, all_here: bool) -> str:
+    """Save the last finished step where that is possible; what a resume finds, in words. Collective if ``all_here``."""
+    step = run.progress.step
+    if all_here:
         run.checkpoints.finish()
     saved = run.checkpoints.saved_step
     newest = "the newest checkpoint, if there is one" if saved is None else f"step {saved}"
@@ -62,7 +65,7 @@ def _save(run: Run, weights_are_the_steps: bool) -> str:
         return "no step was finished"
     if saved == step:
         return f"--resume goes on from step {step}"
-    if not alone:
+    if not all_here:
         return f"step {step} is not saved, the other ranks cannot join in: --resume goes on from {newest}"
     if not weights_are_the_steps:
         return f"step {step} is not saved, the weights have changed since: --resume goes on from {newest}"
@@ -70,6 +73,10 @@ def _save(run: Run, weights_are_the_steps: bool) -> str:
         run.save(final=True)
     except SaveError as failed:
         return f"step {step} could not be saved ({failed}): --resume goes on from {newest}"
+    except (RuntimeError, MemoryError) as failed:
+        if not is_out_of_memory(failed):
+            raise
+        return f"step {step} could not be saved for want of memory: --resume goes on from {newest}"
     return f"step {step} is saved, and --resume goes on from there"
 
 

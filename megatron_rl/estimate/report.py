@@ -74,11 +74,8 @@ def report_text(config: RLConfig, result: Estimate) -> str:
     for phase, total in (("rollout", result.rollout), ("training", result.training)):
         if total:
             lines.append(f"{phase}: {_bytes(total)} a rank, {_bytes(total * result.world_size)} in all")
-    if result.training and result.kv_cache:
-        lines.append(
-            f"training: {_bytes(result.training - result.kv_cache)} a rank where the KV cache is released meanwhile, "
-            "because both do not fit"
-        )
+    if result.kv_cache:
+        lines[-1] += f"; {_bytes(result.training - result.kv_cache)} a rank where the KV cache has to go meanwhile"
     if result.optimizer_on_host:
         total = result.optimizer_on_host
         lines.append(f"optimizer state, in host memory during rollouts: {_bytes(total)} a rank, pinned")

@@ -128,17 +128,20 @@ class CacheResidency:
         memory: Memory,
         training_need: int,
         agree: Callable[[bool], bool] = lambda flag: flag,
+        updates: Callable[[], int] = lambda: 0,
     ) -> None:
         """Args:
         tensors: all of the cache; nothing else may lie in their storages.
         training_need: bytes an update takes beyond what is allocated between the phases; an estimate
             that what is measured replaces.
         agree: true on all ranks that make a step together when it is true on one; collective.
+        updates: how many there have been; without a new one nothing is measured.
         """
         self._storages = [(storage, storage.nbytes()) for storage in storages_of(tensors)]
         self._memory = memory
         self._agree = agree
-        self._before_training: tuple[int, int] | None = None
+        self._updates = updates
+        self._before_training: tuple[int, int, int] | None = None
         self.training_need = training_need
         self.generation = 0
         """How often the cache has come back."""
@@ -184,7 +187,7 @@ class CacheResidency:
                     )  # fmt: skip
                 self._release()
         allocated, peak = self._memory.allocated(), self._memory.peak()
-        self._before_training = None if allocated is None or peak is None else (allocated, peak)
+        self._before_training = None if allocated is None or peak is None else (allocated, peak, self._updates())
 
     def _release(self) -> None:
         if not self.is_released:
@@ -199,6 +202,8 @@ class CacheResidency:
         peak = self._memory.peak()
         if self._before_training is None or peak is None:
             return
-        allocated, peak_before = self._before_training
+        allocated, peak_before, updates = self._before_training
+        if self._updates() == updates:  # an evaluation, or the first rollout: the peak says nothing of an update
+            return
         taken = peak - allocated
         self.training_need = taken if peak > peak_before else min(self.training_need, taken)

@@ -31,6 +31,10 @@ def reason_of(error: BaseException) -> str:
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 4].rstrip() + " ..."
 
 
+class OutOfMemoryTogether(MemoryError):
+    """One rank ran out of memory, and every rank of the job raises this at the same point: collectives still work."""
+
+
 class DeviceMemory:
     """The memory of one device in bytes, as this process sees it; ranks of a host share the host's."""
 

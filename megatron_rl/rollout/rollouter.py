@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -15,8 +16,9 @@ import uvloop
 
 from megatron_rl.inference import Engine, EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import any_rank
+from megatron_rl.parallel.collectives import any_rank, max_over
 from megatron_rl.platform import StopRequest
+from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.rollout.conversations import PENDING, Conversations, ConversationSettings
 from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.tokenizer import Tokenizer
@@ -97,14 +99,28 @@ class Rollouter:
         """Complete and grade all ``requests``; collective over the whole job.
 
         Groups that the ``journal`` knows are taken from it, the others are written to it as they are finished.
+
+        Raises:
+            OutOfMemoryTogether: a rank without tensor-parallel companions ran out of memory.
         """
         self._engine.begin(seed, policy_version)
+        result, shortage = None, ""
         try:
             result = self._complete(self._run(requests, journal))
+        except (RuntimeError, MemoryError) as error:
+            # The companions of a model copy wait inside the engine; ranks without any have met nobody yet.
+            if not is_out_of_memory(error) or self._groups.model_group.size() > 1:
+                raise
+            traceback.clear_frames(error.__traceback__)
+            shortage = reason_of(error)
         finally:
             if journal is not None:
                 journal.close()
-        if any_rank(result.cancelled):
+        ends = {"cancelled": float(result is not None and result.cancelled), "out of memory": float(result is None)}
+        ends = max_over(ends, dist.group.WORLD)
+        if ends["out of memory"]:
+            raise OutOfMemoryTogether(shortage or "on another rank")
+        if ends["cancelled"]:
             return RolloutResult((), result.statistics, 0.0, 0.0, cancelled=True)
         return result
 

@@ -69,6 +69,7 @@ class OptimizerOffload:
         self._host: list[torch.Tensor] = []
         self._away: list[_Away] = []
         self._told: tuple[int, int] | None = None
+        optimization.bring_state_home = self.come_home
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:

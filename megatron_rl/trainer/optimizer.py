@@ -45,6 +45,8 @@ class Optimization:
         self.scheduler = build_schedule(self.optimizer, config)
         self.updates_begun = 0
         """Times that this process has begun to write an update into the weights."""
+        self.bring_state_home: Callable[[], None] = _stays_home
+        """For a save: whoever keeps the optimizer's state elsewhere for a while sets it."""
         self.on_update: list[Callable[[], None]] = []
         """Called after every applied update: whoever holds something made of the weights."""
         settings = policy.config
@@ -97,6 +99,10 @@ class Optimization:
     def _parameters(self) -> list[torch.Tensor]:
         """This rank's master weights; their ``grad`` is what the update applies."""
         return [p for part in self.optimizer.chained_optimizers for p in part.get_parameters()]
+
+
+def _stays_home() -> None:
+    """Nobody moves the state."""
 
 
 def _wrap(policy: PolicyModel, config: RLConfig) -> DistributedDataParallel:

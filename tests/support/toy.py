@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from megatron_rl import build
 from megatron_rl.build_engine import build_engine
+from megatron_rl.build_memory import PhaseMemory
 from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
@@ -96,7 +97,9 @@ def toy_run(
     quantization = build_quantization(
         config, policy, optimization, reference, groups, directory, timer, contextlib.ExitStack()
     )
-    engine = build_engine(config, policy, tokenizer, groups)
+    memory = PhaseMemory(config, optimization, groups)
+    engine = build_engine(config, policy, tokenizer, groups, memory.cache_budget_gb())
+    memory.hold(engine.cache_tensors)
     environments = ToyEnvironments()
     source = build._source(config, environments, tokenizer, factory)
     prompts = source if config.training.perform_rl_step else None
@@ -120,7 +123,7 @@ def toy_run(
             groups,
         ),
         trainer=build._trainer(config, optimization, scorer, reference, groups, timer),
-        memory_for_rollouts=contextlib.nullcontext,
+        memory_for_rollouts=memory.for_rollouts,
         parity=build_parity_gate(config, scorer, quantization, policy, groups),
         evaluator=None,
         journal=None,

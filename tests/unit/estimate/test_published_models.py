@@ -123,8 +123,14 @@ def test_the_table() -> None:
         "logits, training",
     ]  # fmt: skip
     assert cells[6][1] == cells[7][2] == cells[8][1] == "-"
-    rollout, training, host = lines[-3:]
-    # 7.63 + 15.26 + 5.72 + 3.64 + 11.72 GiB stay; 0.05 of logits, or 31 of activations and 1.35 of logits
-    assert rollout == "rollout: 44.03 GiB a rank, 2,817.64 GiB in all"
-    assert training.startswith("training: ") and training.endswith(" GiB in all")
+    assert [row[1] for row in cells[2:4]] == ["-", "-"]
+    assert cells[2][4] == "fp32 buffer; off in rollouts"
+    rollout, training, state, host = lines[-4:]
+    # 7.63 + 3.64 + 11.72 GiB stay; 0.05 of logits, or 15.26 + 5.72 + 31.71 of activations and 1.35 of logits
+    assert rollout == "rollout: 23.04 GiB a rank, 1,474.63 GiB in all"
+    assert training.startswith("training: ")
+    whole, without = training.split(" GiB in all; ")
+    assert float(whole.split()[1]) - float(without.split()[0]) == pytest.approx(11.72, abs=0.011)
+    assert without.endswith(" GiB a rank where the KV cache has to go meanwhile")
+    assert state == "optimizer state, in host memory during rollouts: 5.72 GiB a rank, pinned"
     assert host.startswith("reference policy, in host memory: 15.26 GiB a rank")

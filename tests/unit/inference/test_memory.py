@@ -148,17 +148,22 @@ def test_an_engine_that_owns_its_cache_is_left_alone() -> None:
 
 
 def test_what_training_took_replaces_the_estimate() -> None:
-    device = Numbers(free_bytes=500, allocated_bytes=100, peak_bytes=150)
-    residency = CacheResidency(two_buffers(), device, training_need=400)
+    device, updates = Numbers(free_bytes=500, allocated_bytes=100, peak_bytes=150), [0]
+    residency = CacheResidency(two_buffers(), device, training_need=400, updates=lambda: updates[0])
     residency.after_rollout()
     assert not residency.is_released
-    device.peak_bytes = 700  # training set a new peak: 600 beyond what was there
+    device.peak_bytes = 160  # something else set a peak: there was no update
+    residency.before_rollout()
+    assert residency.training_need == 400
+    residency.after_rollout()
+    device.peak_bytes, updates[0] = 700, 1  # training set a new peak: 600 beyond what was there
     residency.before_rollout()
     assert residency.training_need == 600
     residency.after_rollout()
     assert residency.is_released
     device.allocated_bytes = 300  # the moments are there by now, so an update takes less
     residency.after_rollout()
+    updates[0] = 2
     residency.before_rollout()
     assert residency.training_need == 400, "the peak was not reached again: at most 700 - 300"
     device.free_bytes = 440

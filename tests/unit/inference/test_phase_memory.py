@@ -1,0 +1,132 @@
+"""Flags, estimate and free memory together: the budget an engine gets, and who is where in a rollout."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from megatron_rl.build_memory import PhaseMemory
+from megatron_rl.errors import EngineError
+from megatron_rl.estimate import estimate, slot_bytes
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.memory import DeviceMemory
+from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.offload import gradient_storages, state_storages
+from tests.support.generation import rollout_engine
+from tests.support.ranks import run_ranks
+from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+
+OFFLOAD = {"rl_offload_optimizer_during_inference": True}
+
+
+def phase_memory(groups: ParallelGroups, **changes: object) -> tuple[PhaseMemory, Optimization]:
+    config = tiny_config(bf16=True, **changes)
+    optimization = Optimization(tiny_policy(config), config)
+    return PhaseMemory(config, optimization, groups), optimization
+
+
+def slots(memory: PhaseMemory, optimization: Optimization) -> int:
+    """Of an engine with the budget it is given; sixteen are wanted."""
+    engine = rollout_engine(optimization.policy, max_batch_size=16, cache_budget_gb=memory.cache_budget_gb())
+    return engine.num_slots
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch):
+    """Sets how much is free."""
+
+    def is_free(size: float) -> None:
+        monkeypatch.setattr(DeviceMemory, "free", lambda self: int(size))
+
+    return is_free
+
+
+def test_with_plenty_of_room_flags_decide(one_rank: ParallelGroups, free) -> None:
+    free(2**40)
+    assert phase_memory(one_rank)[0].cache_budget_gb() is None
+    assert phase_memory(one_rank, inference_dynamic_batching_buffer_size_gb=0.25)[0].cache_budget_gb() == 0.25
+
+
+def test_what_does_not_fit_is_cut_with_a_warning(
+    one_rank: ParallelGroups, free, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_rl"), "propagate", True)
+    memory, optimization = phase_memory(one_rank)
+    config = tiny_config(bf16=True)
+    result = estimate(config, 1, VOCABULARY)
+    moments = 8 * result.parameters_per_rank
+    free(result.rollout_logits + moments + 5.5 * slot_bytes(config) / 0.9)
+    with caplog.at_level(logging.INFO):
+        assert slots(memory, optimization) == 5
+    (line,) = [record for record in caplog.records if "KV cache" in record.message]
+    assert line.levelno == logging.WARNING
+    assert "do not fit" in line.message
+    moving, moved = phase_memory(one_rank, **OFFLOAD)
+    assert slots(moving, moved) == 16, "state and gradients make room for the whole batch"
+
+
+def test_no_room_for_one_sequence(one_rank: ParallelGroups, free) -> None:
+    free(1000)
+    memory, _ = phase_memory(one_rank)
+    with pytest.raises(EngineError, match="no room for the KV cache"):
+        memory.cache_budget_gb()
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_in_a_rollout_the_cache_is_there_and_the_state_is_not(one_rank: ParallelGroups, free, tight: bool) -> None:
+    free(2**40)
+    memory, optimization = phase_memory(one_rank, **OFFLOAD)
+    engine = rollout_engine(optimization.policy)
+    state, gradients = state_storages(optimization), gradient_storages(optimization)
+
+    def taken(storages: list[torch.UntypedStorage]) -> bool:
+        sizes = {storage.nbytes() > 0 for storage in storages}
+        (taken,) = sizes
+        return taken
+
+    cache = [tensor.untyped_storage() for tensor in engine.cache_tensors]
+    if tight:
+        free(1000)
+    residency = memory.hold(engine.cache_tensors)
+    assert residency.is_released == tight
+    for _ in range(2):
+        with memory.for_rollouts():
+            assert (taken(cache), taken(state), taken(gradients)) == (True, False, False)
+        assert (taken(cache), taken(state), taken(gradients)) == (not tight, True, True)
+
+
+def test_an_update_takes_state_activations_and_logits(one_rank: ParallelGroups, free) -> None:
+    """With the flag also what left the device: the decision falls before it comes home."""
+    free(2**40)
+    result = estimate(tiny_config(bf16=True), 1, VOCABULARY)
+    moments, pass_ = 8 * result.parameters_per_rank, result.activations + result.training_logits
+    assert phase_memory(one_rank)[0].hold([]).training_need == moments + pass_
+    away = result.gradients + 4 * result.parameters_per_rank
+    assert phase_memory(one_rank, **OFFLOAD)[0].hold([]).training_need == moments + pass_ + away
+
+
+def budget_of_unequal_ranks() -> list[float | None]:
+    """Runs on each rank: budgets when rank 1 has the least memory, and whether the cache stays."""
+    from megatron_rl.parallel import initialize
+    from megatron_rl.platform import current_platform
+
+    changes = {"tensor_model_parallel_size": 2}
+    config = tiny_config(2, **changes)
+    groups = initialize(config.parallel, current_platform())
+    optimization = Optimization(tiny_policy(config), config)
+    memory = PhaseMemory(config, optimization, groups)
+    needed = estimate(config, 2, VOCABULARY)
+    least = needed.rollout_logits + needed.optimizer + 4.5 * slot_bytes(config) / 0.9
+    DeviceMemory.free = lambda self: int(least if groups.rank else 2**40)
+    budget = memory.cache_budget_gb()
+    DeviceMemory.free = lambda self: 0 if groups.rank else 2**40
+    return [budget, memory.hold([torch.zeros(4)]).is_released]
+
+
+def test_ranks_plan_with_the_memory_of_the_worst() -> None:
+    ranks = run_ranks("tests.unit.inference.test_phase_memory:budget_of_unequal_ranks", 2)
+    a_slot = slot_bytes(tiny_config(2, tensor_model_parallel_size=2)) / 2**30
+    assert ranks[0] == ranks[1]
+    assert ranks[0] == [pytest.approx(4.5 * a_slot, rel=1e-3), True]
