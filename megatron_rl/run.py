@@ -20,7 +20,6 @@ from megatron_rl.errors import SaveError
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.packing.bins import balance
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.platform import StopRequest
@@ -28,7 +27,7 @@ from megatron_rl.progress import Progress
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.reporting import Reporter
 from megatron_rl.rollout import Draw, Evaluator, PromptSource, RequestFactory, Rollouter, RolloutResult
-from megatron_rl.rollout.expected_length import ExpectedLengths
+from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal, weights_fingerprint
 from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
 from megatron_rl.tokenizer import Tokenizer
@@ -98,7 +97,7 @@ class Run:
         """
         size = self.config.algorithm.grpo_group_size
         requests = [self.factory.request(draw, size, number) for number, draw in enumerate(draws)]
-        ranks = balance([self.expected_lengths.tokens(request) for request in requests], self.groups.data_size)
+        ranks = deal(requests, self.expected_lengths, self.groups.data_size)
         return [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.data_rank]
 
     def learn_lengths(

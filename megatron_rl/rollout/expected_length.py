@@ -7,10 +7,11 @@ does not change its tokens: a wrong estimate costs time and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_rl.packing.bins import balance
 from megatron_rl.types import GenerationRequest, SourcedTask
 
 _GROUPS_IN_MEAN = 256
@@ -67,3 +68,14 @@ class ExpectedLengths:
         if known is None:
             return request.sampling.max_new_tokens
         return known.tasks.get(request.source.task.id, known.mean)
+
+
+def deal(requests: Sequence[GenerationRequest], expected: ExpectedLengths, num_ranks: int) -> list[int]:
+    """The data-parallel rank of each group, with about the same expected tokens on all ranks: longest first.
+
+    Of groups that are expected to be alike every rank gets some of each environment: environments are drawn by
+    turns, and two ranks that took the groups by turns would have one each. Every rank gets a group if there are enough.
+    """
+    order = sorted(range(len(requests)), key=lambda index: requests[index].source.environment)
+    ranks = balance([expected.tokens(requests[index]) for index in order], num_ranks)
+    return [rank for _, rank in sorted(zip(order, ranks, strict=True))]

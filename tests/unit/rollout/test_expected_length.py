@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -75,11 +76,14 @@ def test_a_checkpoint_without_it_begins_anew() -> None:
     assert expected.tokens(request("a")) == 10 + 4 * LIMIT
 
 
-def dealt(lengths: dict[str, float], tasks: str, ranks: int) -> list[list[int]]:
-    """The groups of every rank when ``lengths`` were seen: two samples each, prompts of one token."""
+def dealt(lengths: dict[str, float], tasks: str, ranks: int, environments: str = "t") -> list[list[int]]:
+    """The groups of every rank when ``lengths`` were seen: two samples each, prompts of one token.
+
+    The tasks are of the ``environments`` by turns; what was seen is of the first.
+    """
     expected = ExpectedLengths()
-    expected.learn([(source(task), length) for task, length in lengths.items()])
-    draws = [Draw(source(task), (1,)) for task in tasks]
+    expected.learn([(source(task, environments[0]), length) for task, length in lengths.items()])
+    draws = [Draw(source(task, name), (1,)) for task, name in zip(tasks, cycle(environments), strict=False)]
     found = []
     for rank in range(ranks):
         run = SimpleNamespace(
@@ -101,6 +105,11 @@ def test_the_longest_groups_are_dealt_first() -> None:
 
 def test_groups_of_which_nothing_is_known_are_dealt_in_turn() -> None:
     assert dealt({}, "abcdefg", 3) == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_every_rank_gets_some_of_every_environment() -> None:
+    """Drawn by turns, x y x y x y x y, and nothing known of either: not all of x on one rank, all of y on the other."""
+    assert dealt({}, "abcdefgh", 2, environments="xy") == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_every_rank_has_a_group_when_there_are_enough() -> None:
