@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms.logprobs import Entropy, SelectedLogprobs, selected_logprobs
-from megatron_rl.attention import PackedPlan
+from megatron_rl.attention.buckets import BucketedPlan
 from megatron_rl.models import PolicyModel
 from megatron_rl.types import PackedBatch
 
@@ -29,7 +29,7 @@ class Scorer:
 
     def forward(self, model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
         """Logits ``[T, V / tensor ranks]``; ``model`` is the GPTModel or its DDP wrapper."""
-        plan = PackedPlan.build(
+        plan = BucketedPlan.build(
             batch.lengths, batch.cu_seqlens, batch.position_ids, self._policy.rope, self._policy.dtype
         )
         logits = model(batch.token_ids[None], batch.position_ids[None], None, packed_seq_params=plan)
