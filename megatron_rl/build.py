@@ -80,7 +80,8 @@ def build_run(
             )  # fmt: skip
             if saved.rollout_recipe_asked == config.quantization.rl_rollout_quantization:
                 quantization.load_state(saved.rollout_recipe, checkpoints.calibration())
-        scorer = Scorer(policy, groups.tensor_group, _temperature(config))
+        fused = config.kernels.rl_fused_output_layer
+        scorer = Scorer(policy, groups.tensor_group, _temperature(config), fused)
         evaluator = _evaluator(config, environments, tokenizer, factory, groups)
         rollouter, generate_a_little = None, _no_engine
         if config.training.perform_rl_step or config.training.eval_interval is not None:

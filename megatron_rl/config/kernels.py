@@ -41,6 +41,8 @@ class KernelConfig:
         True, off="--no-gradient-accumulation-fusion", note=_NOT_FUSED
     )
     """Fusion of gradient accumulation into the weight-gradient product."""
+    rl_fused_output_layer: bool = flag(False)
+    """Train without the logits of a micro-batch in memory, at the cost of one more product of the output layer."""
     enable_cuda_graph: bool = flag(False, note=_NO_GRAPHS)
     """Capture the rollout engine's decode step in CUDA graphs."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none", note=_NO_GRAPHS)
