@@ -82,7 +82,8 @@ def build_run(
             )  # fmt: skip
             if saved.rollout_recipe_asked == config.quantization.rl_rollout_quantization:
                 quantization.load_state(saved.rollout_recipe, checkpoints.calibration())
-        scorer = Scorer(policy, groups.tensor_group, _temperature(config))
+        fused = config.kernels.rl_fused_output_layer
+        scorer = Scorer(policy, groups.tensor_group, _temperature(config), fused)
         evaluator = _evaluator(config, environments, tokenizer, factory, groups)
         expected_lengths = ExpectedLengths()
         if saved is not None:

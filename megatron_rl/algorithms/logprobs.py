@@ -1,7 +1,7 @@
 """Log-probs of the tokens of a packed batch; the vocabulary may be split across a tensor-parallel group.
 
 The logits at index t predict token t + 1; everywhere else token t's log-prob sits at index t. The shift
-between the two happens in ``selected_logprobs`` and nowhere else. On ``P0 P1 A0 E``::
+between the two happens in ``at_tokens`` and nowhere else. On ``P0 P1 A0 E``::
 
     logits at                  P0          P1          A0          E
     predict                    P1          A0          E           (nothing)
@@ -14,7 +14,7 @@ and the backward pass computes the softmax again from the saved logits instead o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,12 +75,17 @@ def selected_logprobs(
     Raises:
         ConfigError: a temperature of 0 or less, or fewer columns than ``vocab_size`` without a tensor group.
     """
-    _check(logits, vocab_size, temperature, tensor_group)
-    shard = _Shard(vocab_start, vocab_size, temperature, tensor_group)
+    check_arguments(logits.shape[1], vocab_size, temperature, tensor_group)
+    shard = Shard(vocab_start, vocab_size, temperature, tensor_group)
     # roll pairs logits[t] with token_ids[t + 1] without the full-size copy that logits[:-1] costs in the
     # backward pass. The one wrong pair, the last logits with the first token, lands on index 0 and goes with
     # the first tokens.
-    at_logits, entropy_at_logits = _TargetLogprobs.apply(logits, token_ids.roll(-1), shard, entropy)
+    results = _TargetLogprobs.apply(logits, token_ids.roll(-1), shard, entropy)
+    return at_tokens(*results, position_ids)
+
+
+def at_tokens(at_logits: Tensor, entropy_at_logits: Tensor | None, position_ids: Tensor) -> SelectedLogprobs:
+    """From what is known at the logits of t to what belongs to token t + 1: the shift, all [T]."""
     predicted = position_ids > 0
     return SelectedLogprobs(
         logprobs=torch.where(predicted, at_logits.roll(1), 0.0),
@@ -88,17 +93,22 @@ def selected_logprobs(
     )
 
 
-def _check(
-    logits: Tensor, vocab_size: int, temperature: float, tensor_group: dist.ProcessGroup | None
+def check_arguments(
+    columns: int, vocab_size: int, temperature: float, tensor_group: dist.ProcessGroup | None
 ) -> None:
+    """``columns`` are this rank's, padding included.
+
+    Raises:
+        ConfigError: see `selected_logprobs`.
+    """
     if not temperature > 0:
         raise ConfigError(
             [f"temperature is {temperature}: logits are divided by it; use a positive value, for example 1.0"]
         )
-    if tensor_group is None and logits.shape[1] < vocab_size:
+    if tensor_group is None and columns < vocab_size:
         raise ConfigError(
             [
-                f"the logits have {logits.shape[1]} columns for a vocabulary of {vocab_size}: the others "
+                f"the logits have {columns} columns for a vocabulary of {vocab_size}: the others "
                 "are on other ranks, or the vocabulary is another model's; pass the tensor group, or the "
                 "model's own vocabulary size"
             ]
@@ -106,7 +116,7 @@ def _check(
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
     """This rank's part of the vocabulary and the distribution over the whole of it."""
 
     vocab_start: int
@@ -114,9 +124,9 @@ class _Shard:
     temperature: float
     tensor_group: dist.ProcessGroup | None
 
-    def columns(self, logits: Tensor) -> int:
-        """How many of this rank's columns are real tokens; the rest is padding."""
-        return max(0, min(self.vocab_size - self.vocab_start, logits.shape[1]))
+    def columns(self, held: int) -> int:
+        """How many of the ``held`` columns of this rank are real tokens; the rest is padding."""
+        return max(0, min(self.vocab_size - self.vocab_start, held))
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """``values`` combined over the tensor group, in place."""
@@ -126,7 +136,7 @@ class _Shard:
 
     def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Row ranges and their real logits, a view [rows, columns] of ``logits`` each."""
-        columns = self.columns(logits)
+        columns = self.columns(logits.shape[1])
         elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS
         rows = max(1, elements // max(columns, 1))
         for start in range(0, logits.shape[0] if columns else 0, rows):
@@ -144,21 +154,17 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, shard: _Shard, entropy: Entropy
+        ctx: Any, logits: Tensor, targets: Tensor, shard: Shard, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
-        local_targets, owned = _local_targets(logits, targets, shard)
-        local = _local_statistics(logits, local_targets, owned, shard, entropy != "none")
-        largest, log_sum, target_logits, mean_logits = _combine(local, shard)
-
-        known = (targets >= 0) & (targets < shard.vocab_size)
-        # (x - max) - log sum exp(x - max), never x - log Z: at logits of 20 one ulp is 2e-6, and the two
-        # rounded terms would leave that error in every log-prob.
-        logprobs = torch.where(known, (target_logits - largest) - log_sum, -torch.inf)
+        columns, owned = local_targets(logits.shape[1], targets, shard)
+        local = local_statistics(logits, columns, owned, shard, entropy != "none")
+        largest, log_sum, target_logits, mean_logits = combine(local, shard)
+        logprobs = known_logprobs(targets, largest, log_sum, target_logits, shard)
         # Entropy is -sum p log p with log p = (x - max) - log sum, so log sum - sum p (x - max).
         entropies = None if mean_logits is None else log_sum - mean_logits
 
         ctx.shard, ctx.differentiable_entropy = shard, entropy == "differentiable"
-        ctx.save_for_backward(logits, local_targets, owned, largest, log_sum, entropies)
+        ctx.save_for_backward(logits, columns, owned, largest, log_sum, entropies)
         if entropies is not None and not ctx.differentiable_entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -168,31 +174,70 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
-        logits, local_targets, owned, largest, log_sum, entropies = ctx.saved_tensors
-        shard: _Shard = ctx.shard
-        columns = shard.columns(logits)
+        logits, columns, owned, largest, log_sum, entropies = ctx.saved_tensors
+        known = RowStatistics(columns, owned, largest, log_sum, entropies if ctx.differentiable_entropy else None)
         grad_logits = torch.empty_like(logits)
-        grad_logits[:, columns:] = 0
-        # With x = logits / temperature: d log p(target) / dx = [v is target] - p.
-        grad_all = -grad_logprobs[:, None] / shard.temperature
-        grad_target = torch.where(owned[:, None], -grad_all, 0.0)
+        return logits_gradient(logits, known, grad_logprobs, grad_entropies, ctx.shard, grad_logits), None, None, None
 
-        for rows, chunk in shard.chunks(logits):
-            all_logprobs = shard.tempered(chunk).sub_(largest[rows, None]).sub_(log_sum[rows, None])
-            if ctx.differentiable_entropy:
-                probabilities = all_logprobs.exp()
-                grad = probabilities * grad_all[rows]
-                # d entropy / dx = -p (log p + entropy).
-                surplus = _finite(all_logprobs).add_(entropies[rows, None]).mul_(probabilities)
-                grad -= surplus.mul_(grad_entropies[rows, None] / shard.temperature)
-            else:
-                grad = all_logprobs.exp_().mul_(grad_all[rows])
-            grad_logits[rows, :columns] = grad.scatter_add_(1, local_targets[rows, None], grad_target[rows])
-        return grad_logits, None, None, None
+
+def known_logprobs(
+    targets: Tensor, largest: Tensor, log_sum: Tensor, target_logits: Tensor, shard: Shard
+) -> Tensor:
+    """[T]: the targets' log-probs, -inf for an id outside the vocabulary."""
+    known = (targets >= 0) & (targets < shard.vocab_size)
+    # (x - max) - log sum exp(x - max), never x - log Z: at logits of 20 one ulp is 2e-6, and the two
+    # rounded terms would leave that error in every log-prob.
+    return torch.where(known, (target_logits - largest) - log_sum, -torch.inf)
 
 
 @dataclass(frozen=True)
-class _LocalStatistics:
+class RowStatistics:
+    """What the backward pass knows of each row besides its logits; all [T]."""
+
+    columns: Tensor
+    """int64, the target's column; see `local_targets`."""
+    owned: Tensor
+    largest: Tensor
+    log_sum: Tensor
+    entropies: Tensor | None
+    """None where no gradient flows through the entropy."""
+
+    def of(self, rows: slice) -> RowStatistics:
+        """The same of some rows."""
+        entropies = None if self.entropies is None else self.entropies[rows]
+        return RowStatistics(self.columns[rows], self.owned[rows], self.largest[rows], self.log_sum[rows], entropies)
+
+
+def logits_gradient(
+    logits: Tensor,
+    known: RowStatistics,
+    grad_logprobs: Tensor,
+    grad_entropies: Tensor | None,
+    shard: Shard,
+    out: Tensor,
+) -> Tensor:
+    """Gradient of ``logits`` [T, V / tp], written into ``out``, which may be ``logits`` itself."""
+    out[:, shard.columns(logits.shape[1]) :] = 0
+    # With x = logits / temperature: d log p(target) / dx = [v is target] - p.
+    grad_all = -grad_logprobs[:, None] / shard.temperature
+    grad_target = torch.where(known.owned[:, None], -grad_all, 0.0)
+    for rows, chunk in shard.chunks(logits):
+        row = known.of(rows)
+        all_logprobs = shard.tempered(chunk).sub_(row.largest[:, None]).sub_(row.log_sum[:, None])
+        if row.entropies is not None:
+            probabilities = all_logprobs.exp()
+            grad = probabilities * grad_all[rows]
+            # d entropy / dx = -p (log p + entropy).
+            surplus = _finite(all_logprobs).add_(row.entropies[:, None]).mul_(probabilities)
+            grad -= surplus.mul_(grad_entropies[rows, None] / shard.temperature)
+        else:
+            grad = all_logprobs.exp_().mul_(grad_all[rows])
+        out[rows, : chunk.shape[1]] = grad.scatter_add_(1, row.columns[:, None], grad_target[rows])
+    return out
+
+
+@dataclass(frozen=True)
+class LocalStatistics:
     """What this rank's columns contribute to each row; all [T] fp32."""
 
     largest: Tensor
@@ -204,28 +249,39 @@ class _LocalStatistics:
     mean_logits: Tensor | None
     """Mean of ``logit - largest`` under the softmax over the local columns, for the entropy."""
 
+    @classmethod
+    def cat(cls, parts: Sequence[LocalStatistics]) -> LocalStatistics:
+        """Of all rows, from those of ranges of rows."""
+        return cls(
+            torch.cat([part.largest for part in parts]),
+            torch.cat([part.log_sum for part in parts]),
+            torch.cat([part.target_logits for part in parts]),
+            None if parts[0].mean_logits is None else torch.cat([part.mean_logits for part in parts]),
+        )
 
-def _local_targets(logits: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Column of each target ([T] int64, 0 where not here) and whether it is here ([T] bool)."""
+
+def local_targets(held: int, targets: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Column of each target ([T] int64, 0 where not here) and whether it is here ([T] bool); of ``held`` columns."""
     local = targets - shard.vocab_start
-    owned = (local >= 0) & (local < shard.columns(logits))
+    owned = (local >= 0) & (local < shard.columns(held))
     return torch.where(owned, local, 0), owned
 
 
-def _local_statistics(
-    logits: Tensor, local_targets: Tensor, owned: Tensor, shard: _Shard, want_entropy: bool
-) -> _LocalStatistics:
+def local_statistics(
+    logits: Tensor, columns: Tensor, owned: Tensor, shard: Shard, want_entropy: bool
+) -> LocalStatistics:
+    """``columns`` and ``owned`` are those of `local_targets`."""
     count, dtype = logits.shape[0], _accumulation(logits)
     largest = logits.new_full((count,), -torch.inf, dtype=dtype)
     log_sum = logits.new_full((count,), -torch.inf, dtype=dtype)
     target_logits = logits.new_zeros(count, dtype=dtype)
     mean_logits = logits.new_zeros(count, dtype=dtype) if want_entropy else None
-    if not shard.columns(logits):
-        return _LocalStatistics(largest, log_sum, target_logits, mean_logits)
+    if not shard.columns(logits.shape[1]):
+        return LocalStatistics(largest, log_sum, target_logits, mean_logits)
 
     for rows, raw in shard.chunks(logits):
         chunk = shard.tempered(raw)
-        chosen = chunk.gather(1, local_targets[rows, None])[:, 0]
+        chosen = chunk.gather(1, columns[rows, None])[:, 0]
         target_logits[rows] = torch.where(owned[rows], chosen, 0.0)
         largest[rows] = chunk.amax(dim=1)
         shifted = chunk.sub_(largest[rows, None])
@@ -234,10 +290,10 @@ def _local_statistics(
         log_sum[rows] = total.log()
         if mean_logits is not None:
             mean_logits[rows] = powers.mul_(_finite(shifted)).sum(dim=1) / total
-    return _LocalStatistics(largest, log_sum, target_logits, mean_logits)
+    return LocalStatistics(largest, log_sum, target_logits, mean_logits)
 
 
-def _combine(local: _LocalStatistics, shard: _Shard) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def combine(local: LocalStatistics, shard: Shard) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The four statistics over the whole vocabulary: two all-reduces of a few [T]."""
     if shard.tensor_group is None:
         return local.largest, local.log_sum, local.target_logits, local.mean_logits

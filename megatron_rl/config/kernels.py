@@ -42,6 +42,8 @@ class KernelConfig:
         True, off="--no-gradient-accumulation-fusion", note=_NOT_FUSED
     )
     """Fusion of gradient accumulation into the weight-gradient product."""
+    rl_fused_output_layer: bool = flag(False)
+    """Train without the logits of a micro-batch in memory, at the cost of one more product of the output layer."""
     enable_cuda_graph: bool = flag(False)
     """Capture the rollout engine's decode step in CUDA graphs; on a CPU, and with experts, it runs eager."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none")

@@ -4,7 +4,9 @@ that trains on it. Nothing is pickled and nobody receives what it does not need.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,8 @@ def exchange_samples(
     """
     num_ranks = dist.get_world_size(data_group)
     _check(local, destination, num_ranks)
+    if num_ranks == 1:  # nothing travels; advantages are rounded as if they did
+        return sorted((_rounded(sample) for sample in local), key=lambda sample: sample.sample_id)
     outgoing: list[list[Sample]] = [[] for _ in range(num_ranks)]
     for sample, rank in zip(local, destination, strict=True):
         outgoing[rank].append(sample)
@@ -61,6 +65,11 @@ def exchange_samples(
         for sample in _samples(count, ints, reals)
     ]
     return sorted(received, key=lambda sample: sample.sample_id)
+
+
+def _rounded(sample: Sample) -> Sample:
+    rounded = ctypes.c_float(sample.advantage).value
+    return sample if rounded == sample.advantage else replace(sample, advantage=rounded)
 
 
 def _check(local: Sequence[Sample], destination: Sequence[int], num_ranks: int) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
+from megatron_rl.algorithms.fused_logprobs import projected_logprobs
 from megatron_rl.algorithms.logprobs import Entropy, SelectedLogprobs, selected_logprobs
 from megatron_rl.attention import PackedPlan
 from megatron_rl.models import PolicyModel
@@ -12,15 +19,20 @@ from megatron_rl.types import PackedBatch
 
 
 class Scorer:
-    """The trainer's view of token probabilities: of the tempered distribution that was sampled."""
+    """The trainer's view of token probabilities: of the tempered distribution that was sampled.
+
+    ``fused`` makes the output layer part of `select`, so that the logits of a batch never exist: less memory
+    for one product more. Whoever calls `forward` and `select` need not know.
+    """
 
     def __init__(
-        self, policy: PolicyModel, tensor_group: dist.ProcessGroup, temperature: float
+        self, policy: PolicyModel, tensor_group: dist.ProcessGroup, temperature: float, fused: bool = False
     ) -> None:
         self._policy = policy
         self._tensor_group = tensor_group if tensor_group.size() > 1 else None
         self._vocab_start = tensor_group.rank() * (policy.padded_vocab_size // tensor_group.size())
         self._temperature = temperature
+        self._fused = fused
 
     @property
     def device(self) -> torch.device:
@@ -28,28 +40,35 @@ class Scorer:
         return self._policy.device
 
     def forward(self, model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
-        """Logits ``[T, V / tensor ranks]``; ``model`` is the GPTModel or its DDP wrapper."""
-        policy = self._policy
-        plan = PackedPlan.build(
-            batch.lengths, batch.cu_seqlens, batch.position_ids, policy.rope, policy.dtype, policy.attention.packed
-        )
-        logits = model(batch.token_ids[None], batch.position_ids[None], None, packed_seq_params=plan)
-        return logits[0]
+        """What `select` takes: logits ``[T, V / tensor ranks]``, or fused the hidden states ``[T, H]``.
+
+        ``model`` is the GPTModel or its DDP wrapper.
+        """
+        if not self._fused:
+            return self._run(model, batch)
+        with _without_product(self._policy.gpt.output_layer):
+            return self._run(model, batch)
 
     def select(
-        self, logits: torch.Tensor, batch: PackedBatch, entropy: Entropy = "none"
+        self, output: torch.Tensor, batch: PackedBatch, entropy: Entropy = "none"
     ) -> SelectedLogprobs:
-        """Log-prob of token t at index t, ``[T]`` fp32."""
-        return selected_logprobs(
-            logits,
-            batch.token_ids,
-            batch.position_ids,
-            vocab_size=self._policy.vocab_size,
-            temperature=self._temperature,
-            vocab_start=self._vocab_start,
-            tensor_group=self._tensor_group,
-            entropy=entropy,
-        )
+        """Log-prob of token t at index t, ``[T]`` fp32; ``output`` is that of `forward`."""
+        if not self._fused:
+            return self._of_logits(output, batch, entropy)
+        tokens = (batch.token_ids, batch.position_ids)
+        return projected_logprobs(output, self._output_weight(), *tokens, **self._distribution, entropy=entropy)
+
+    def _of_logits(self, logits: torch.Tensor, batch: PackedBatch, entropy: Entropy) -> SelectedLogprobs:
+        return selected_logprobs(logits, batch.token_ids, batch.position_ids, **self._distribution, entropy=entropy)
+
+    @property
+    def _distribution(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self._policy.vocab_size,
+            "temperature": self._temperature,
+            "vocab_start": self._vocab_start,
+            "tensor_group": self._tensor_group,
+        }
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
@@ -59,8 +78,21 @@ class Scorer:
     @torch.no_grad()
     def logprobs_and_top(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Also the likeliest next token after every position, [T] int64, of the real vocabulary."""
-        logits = self.forward(self._policy.gpt, batch)
-        return self.select(logits, batch).logprobs, self._top(logits)
+        logits = self._run(self._policy.gpt, batch)
+        return self._of_logits(logits, batch, "none").logprobs, self._top(logits)
+
+    def _run(self, model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+        policy = self._policy
+        plan = PackedPlan.build(
+            batch.lengths, batch.cu_seqlens, batch.position_ids, policy.rope, policy.dtype, policy.attention.packed
+        )
+        output = model(batch.token_ids[None], batch.position_ids[None], None, packed_seq_params=plan)
+        return output[0]
+
+    def _output_weight(self) -> torch.Tensor:
+        gpt = self._policy.gpt
+        tied = gpt.share_embeddings_and_output_weights
+        return gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
 
     def _top(self, logits: torch.Tensor) -> torch.Tensor:
         real = min(max(self._policy.vocab_size - self._vocab_start, 0), logits.shape[-1])
@@ -77,3 +109,25 @@ class Scorer:
         token = torch.where(best == overall, token, self._policy.padded_vocab_size)
         dist.all_reduce(token, op=dist.ReduceOp.MIN, group=self._tensor_group)  # equal ones: the first
         return token
+
+
+@contextlib.contextmanager
+def _without_product(layer: ColumnParallelLinear) -> Iterator[None]:
+    """The layer hands on its input, gathered as for its product: whoever multiplies gets the right gradient.
+
+    The layer is still called, because hooks on it gather its weights with `--overlap-param-gather`.
+    """
+
+    def hand_on(
+        input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        del weight, runtime_gather_output
+        if layer.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(input_), None
+        return tensor_parallel.copy_to_tensor_model_parallel_region(input_), None
+
+    layer.forward = hand_on  # on this object, before the class's own
+    try:
+        yield
+    finally:
+        del layer.forward

@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
     "recompute_selective": {"recompute_granularity": "selective"},
+    "fused_output_layer": {"rl_fused_output_layer": True, "grpo_entropy_term_weight": 0.01},
     "several_updates": SEVERAL_UPDATES,
     "entropy_and_correction": {
         "grpo_entropy_term_weight": 0.01,
@@ -56,6 +57,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "plain+overlap_grad": {"overlap_grad_reduce": True},
     "several_updates+distributed": SEVERAL_UPDATES | {"use_distributed_optimizer": True},
     "several_updates+overlap": SEVERAL_UPDATES | OVERLAP,
+    "fused_output_layer+overlap": {"rl_fused_output_layer": True, "grpo_entropy_term_weight": 0.01} | OVERLAP,
     "supervised+distributed": SUPERVISED | {"use_distributed_optimizer": True},
     "supervised+overlap": SUPERVISED | OVERLAP,
 }

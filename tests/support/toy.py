@@ -124,7 +124,7 @@ def toy_run(
         ),
         trainer=build._trainer(config, optimization, scorer, reference, groups, timer),
         memory_for_rollouts=memory.for_rollouts,
-        parity=build_parity_gate(config, scorer, quantization, policy, groups),
+        parity=build_parity_gate(config, scorer, quantization, policy, groups, engine),
         evaluator=None,
         journal=None,
         checkpoints=None,

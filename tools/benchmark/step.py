@@ -209,8 +209,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, write the record."""
     arguments = parse(argv)
     record = run(arguments)
+    spread, ratio = record["spread"], record["ratio"]
     rows = [
-        [name, f"{seconds:.3f}", "{:.3f} .. {:.3f}".format(*record["spread"][name]), record["ratio"].get(f"ours/{name}")]
+        [name, f"{seconds:.3f}", "{:.3f} .. {:.3f}".format(*spread[name]), ratio.get(f"ours/{name}")]
         for name, seconds in record["cpu_seconds_per_step"].items()
     ]
     print(format_table(["step", "CPU s / step", "spread", "ours / it"], rows))

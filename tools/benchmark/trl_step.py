@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,36 +47,29 @@ class TrlStep:
                 callbacks=[self._gate],
             )
         self._trainer.remove_callback(PrinterCallback)
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread = ThreadPoolExecutor(1, "trl", initializer=prepare)  # the number of threads is a thread's own
+        self._loop: Future[Any] | None = None
 
     def __call__(self) -> None:
         """One step from the weights it was built with.
 
         Raises:
-            MegatronRLError: TRL's loop has failed, or stands still.
+            MegatronRLError: TRL's loop stands still, or has ended; an error of its own comes out as it is.
         """
         self._weights.restore()
         self._gate.open()
-        if self._thread.ident is None:
-            self._thread.start()
+        if self._loop is None:
+            self._loop = self._thread.submit(self._trainer.train)
+            self._loop.add_done_callback(self._gate.step_is_done)
         self._gate.wait_for_step()
-        if self._failure is not None:
-            raise MegatronRLError(f"TRL's trainer failed: {self._failure}") from self._failure
+        if self._loop.done():
+            self._loop.result()
+            raise MegatronRLError("TRL's trainer has ended before it was asked to")
 
     def close(self) -> None:
         """Let TRL's loop end."""
-        if self._thread.is_alive():
-            self._gate.leave()
-            self._thread.join(PATIENCE_SECONDS)
-
-    def _train(self) -> None:
-        prepare()  # the number of threads is a thread's own
-        try:
-            self._trainer.train()
-        except BaseException as failure:  # handed to the caller, who waits in another thread
-            self._failure = failure
-        self._gate.step_is_done()
+        self._gate.leave()
+        self._thread.shutdown()
 
     def _rewards(
         self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]], position: Sequence[int], **_: Any
@@ -161,8 +155,8 @@ class _Gate(TrainerCallback):
         self._leaving = True
         self._go.release()
 
-    def step_is_done(self) -> None:
-        """Said by the loop's thread when it ends, too."""
+    def step_is_done(self, _: Any = None) -> None:
+        """Said when the loop ends, too: nobody waits for ever."""
         self._done.release()
 
     def wait_for_step(self) -> None:

@@ -1,7 +1,7 @@
 """torch's scaled_dot_product_attention, on every device, over slots.
 
-A packed batch is laid out as padded rows for the product and packed again after it, so the mask is causal per
-sequence and never T x T over the whole batch.
+A packed batch is laid out as padded rows for the product, sequences of similar length together, and packed again
+after it, so the mask is causal per sequence and never T x T over the whole batch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as functional
 
 from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens, PackedKernel
+from megatron_rl.attention.buckets import Buckets
 from megatron_rl.attention.padded import PaddedRows
 from megatron_rl.attention.product import attend_heads, attend_one_token, hide_later_keys
 
@@ -21,9 +22,20 @@ EXPLICIT_LENGTH = 256
 
 
 def packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: Buckets
+) -> torch.Tensor:
+    """See `PackedKernel.attend`."""
+    if len(buckets.rows) == 1:
+        return padded_attention(query, key, value, buckets.rows[0])
+    # split and cat: the gradient of a slice would be a zeroed copy of the whole for every bucket.
+    parts = (packed.split(buckets.tokens) for packed in (query, key, value))
+    return torch.cat([padded_attention(*part) for part in zip(*parts, buckets.rows, strict=True)])
+
+
+def padded_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PaddedRows
 ) -> torch.Tensor:
-    """See `PackedKernel.attend`.
+    """One bucket, ``[T, 1, heads, D]`` -> ``[T, 1, heads * D]``.
 
     A padding cell is a copy of token 0 behind the sequence's end: causality keeps it from every
     real token, and its own output is never gathered.
@@ -97,7 +109,7 @@ def _problem(device: DeviceFacts) -> str | None:
 BACKEND = Backend(
     name="sdpa",
     problem=_problem,
-    packed=PackedKernel(PaddedRows.build, packed_attention),
+    packed=PackedKernel(Buckets.build, packed_attention),
     cache=CacheKernel(
         layout="slots",
         page_multiple=1,

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megatron_rl.algorithms.fused_logprobs import projected_logprobs
 from megatron_rl.algorithms.logprobs import selected_logprobs
 
 NUM_RANKS = 2
@@ -28,6 +29,7 @@ def _rank(rank: int, port: int) -> None:
         for vocab_size in (12, 9, 5):
             for scale in (1.0, 300.0):
                 _compare(rank, vocab_size, scale)
+                _compare_fused(rank, vocab_size, scale)
     finally:
         dist.destroy_process_group()
 
@@ -53,3 +55,29 @@ def _compare(rank: int, vocab_size: int, scale: float) -> None:
     (weights * (expected.logprobs + 0.3 * expected.entropy)).sum().backward()
     (weights * (actual.logprobs + 0.3 * actual.entropy)).sum().backward()
     torch.testing.assert_close(shard.grad, whole.grad[:, columns], atol=1e-5 * scale, rtol=1e-5)
+
+
+def _compare_fused(rank: int, vocab_size: int, scale: float) -> None:
+    """From hidden states and a shard of the output layer's weight; against the whole logits on one rank."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    hidden = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+    weight = scale * torch.randn(NUM_RANKS * SHARD, 4, generator=generator, dtype=torch.float64)
+    tokens = (TOKENS * 3 + 1) % vocab_size
+    rows = slice(rank * SHARD, (rank + 1) * SHARD)
+    whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    shard = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()]
+    settings = {"vocab_size": vocab_size, "temperature": 0.7, "entropy": "differentiable"}
+
+    expected = selected_logprobs(whole[0] @ whole[1].t(), tokens, POSITIONS, **settings)
+    actual = projected_logprobs(
+        *shard, tokens, POSITIONS, vocab_start=rank * SHARD, tensor_group=dist.group.WORLD, **settings
+    )
+    torch.testing.assert_close(actual.logprobs, expected.logprobs)
+    torch.testing.assert_close(actual.entropy, expected.entropy)
+
+    weights = torch.linspace(-1.0, 2.0, 7, dtype=torch.float64)
+    for result in (expected, actual):
+        (weights * (result.logprobs + 0.3 * result.entropy)).sum().backward()
+    dist.all_reduce(shard[0].grad)  # what the model's copy_to_tensor_model_parallel_region does
+    torch.testing.assert_close(shard[0].grad, whole[0].grad)
+    torch.testing.assert_close(shard[1].grad, whole[1].grad[rows])

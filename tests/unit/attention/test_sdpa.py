@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.attention.backends import sdpa
-from megatron_rl.attention.backends.sdpa import packed_attention
+from megatron_rl.attention.backends.sdpa import padded_attention
 from megatron_rl.attention.padded import PaddedRows
 from megatron_rl.attention.product import attend_one_token
 
@@ -54,7 +54,7 @@ def test_rows_of_the_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packed_attention(monkeypatch: pytest.MonkeyPatch, lengths: list[int], explicit_length: int) -> None:
     monkeypatch.setattr(sdpa, "EXPLICIT_LENGTH", explicit_length)
     query, key, value = tensors(sum(lengths))
-    actual = packed_attention(query, key, value, rows_of(lengths))
+    actual = padded_attention(query, key, value, rows_of(lengths))
     expected, start = [], 0
     for length in lengths:
         for offset in range(length):
@@ -72,9 +72,9 @@ def test_packed_attention(monkeypatch: pytest.MonkeyPatch, lengths: list[int], e
 
 def test_a_sequence_does_not_see_its_neighbours() -> None:
     query, key, value = (tensor.detach() for tensor in tensors(7))
-    before = packed_attention(query, key, value, rows_of([3, 4]))
+    before = padded_attention(query, key, value, rows_of([3, 4]))
     key[3:], value[3:] = 50.0, -50.0
-    after = packed_attention(query, key, value, rows_of([3, 4]))
+    after = padded_attention(query, key, value, rows_of([3, 4]))
     assert torch.equal(before[:3], after[:3])
     assert not torch.allclose(before[3:], after[3:])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.multiprocessing as mp
 
 from megatron_rl.errors import TrainingError
 from megatron_rl.packing.exchange import exchange_samples
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import Sample
 
 
@@ -79,3 +82,12 @@ def _sample(sample_id: int) -> Sample:
         sample_id=sample_id,
         environment_spans={5: ((2, 4),), 6: ((1, 2), (3, 5))}.get(length, ()),
     )
+
+
+def test_one_rank_keeps_its_samples(one_rank: ParallelGroups) -> None:
+    """The same order and the same rounding as if they had travelled."""
+    local = [replace(_sample(2), advantage=0.1), _sample(1)]
+    first, second = exchange_samples(local, [0, 0], one_rank.data_group)
+    assert first is local[1]
+    assert second.advantage == torch.tensor(0.1).item() != 0.1
+    assert torch.equal(second.token_ids, local[0].token_ids)

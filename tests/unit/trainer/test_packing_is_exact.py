@@ -62,6 +62,31 @@ def test_packed_equals_one_by_one(one_rank: ParallelGroups, model: str, round_to
     assert any(gradient.abs().max() > 0.1 for gradient in expected)
 
 
+@pytest.mark.parametrize("model", ["plain", "tied"])
+def test_the_fused_output_layer_gives_the_same(one_rank: ParallelGroups, model: str) -> None:
+    policy = tiny_policy(tiny_config(**MODELS[model]))
+    batch = collate(random_samples(5), "cpu", 8)
+    results = []
+    for fused in (False, True):
+        scorer = Scorer(policy, one_rank.tensor_group, TEMPERATURE, fused)
+        output = scorer.forward(policy.gpt, batch)
+        assert output.shape[1] == (policy.config.hidden_size if fused else policy.padded_vocab_size)
+        selected = scorer.select(output, batch, "differentiable")
+        weight = torch.linspace(-1, 1, selected.logprobs.numel())
+        total = ((selected.logprobs + 0.1 * selected.entropy) * weight).sum()
+        results.append((selected, gradients(policy, total)))
+        assert torch.equal(scorer.logprobs(batch), selected.logprobs)
+        logprobs, top = scorer.logprobs_and_top(batch)  # needs logits, whichever way select takes
+        assert top.max() < policy.vocab_size
+        torch.testing.assert_close(logprobs, selected.logprobs, rtol=1e-6, atol=1e-6)
+    (whole, expected), (fused, actual) = results
+    torch.testing.assert_close(fused.logprobs, whole.logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(fused.entropy, whole.entropy, rtol=1e-6, atol=1e-6)
+    for name, own, other in zip(dict(policy.gpt.named_parameters()), actual, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6, msg=name)
+    assert "forward" not in vars(policy.gpt.output_layer), "the layer still hands on its input"
+
+
 def test_scoring_leaves_no_graph_behind(one_rank: ParallelGroups) -> None:
     policy = tiny_policy()
     batch = collate(random_samples(2), "cpu")

@@ -7,13 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.interfaces import AdvantageConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer import Optimization, PolicyTrainer
+from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.policy_loss import LossSettings, ScoredBatch
 from megatron_rl.trainer.reference import ReferencePolicy
+from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import RolloutGroup
+from tests.support.rollouts import graded_group
 from tests.support.samples import random_samples, tiny_optimization
 from tests.unit.trainer.test_policy_loss import PLAIN
 
@@ -58,6 +64,46 @@ def test_one_update_needs_no_old_and_no_reference_pass(one_rank: ParallelGroups)
     assert [scored.old_logprobs for scored in setup.given] == [None]
     assert [scored.ref_logprobs for scored in setup.given] == [None]
     assert setup.phases() == {"update_actor"}
+
+
+@pytest.mark.parametrize(
+    ("iterations", "updates", "passes"),
+    [
+        pytest.param(1, UPDATES[:1], 1, id="old and current are the same numbers"),
+        pytest.param(2, UPDATES[:1], 1 + 2, id="again with the policy moved"),
+        pytest.param(1, UPDATES, 2 + 2, id="the second update sees a moved policy"),
+    ],
+)
+def test_passes_over_the_model(
+    one_rank: ParallelGroups, iterations: int, updates: list, passes: int
+) -> None:
+    """Counted where nothing can hide: at the model itself."""
+    setup = Setup(one_rank, iterations)
+    seen: list[int] = []
+    gpt = setup.optimization.policy.gpt
+    gpt.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].numel()))
+    setup.trainer.step(updates)
+    tokens = sum(batch.token_ids.numel() for (batch,) in updates)
+    assert len(seen) == passes
+    assert sum(seen) == tokens * passes / len(updates)
+
+
+def test_groups_without_signal_never_reach_the_model(one_rank: ParallelGroups) -> None:
+    """From graded groups on, as the loop goes: one group with a signal, two without."""
+    setup = Setup(one_rank)
+    seen: list[int] = []
+    setup.optimization.policy.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    builder = SampleBuilder(discovery.get("advantages", "grpo"), AdvantageConfig(group_size=2), False, one_rank)
+    batches = BatchBuilder(64, 1, torch.device("cpu"), one_rank)
+
+    def step(rollouts: list[RolloutGroup]) -> None:
+        setup.trainer.step(batches.updates(builder.build(rollouts).samples, 1, seed=1))
+
+    useful = graded_group([0.0, 1.0], lengths=[2, 3])
+    step([graded_group([1.0, 1.0]), useful, graded_group([0.0, 0.0])])
+    assert seen == [2 * len(useful.prompt_ids) + 2 + 3]
+    step([graded_group([1.0, 1.0])])
+    assert len(seen) == 1, "a step without any signal makes no pass"
 
 
 @pytest.mark.parametrize(("iterations", "updates"), [(2, UPDATES[:1]), (1, UPDATES), (2, UPDATES)])

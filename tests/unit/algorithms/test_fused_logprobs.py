@@ -1,0 +1,120 @@
+"""Log-probs from hidden states: values and gradients of the unfused way, and no tensor as large as the logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.algorithms import fused_logprobs, logprobs
+from megatron_rl.algorithms.fused_logprobs import projected_logprobs
+from megatron_rl.algorithms.logprobs import SelectedLogprobs, selected_logprobs
+from megatron_rl.errors import ConfigError
+
+TOKENS = torch.tensor([3, 4, 0, 2, 1, 4, 3, 8, 5])
+POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])
+WIDTH, COLUMNS, VOCAB = 6, 12, 9
+
+
+def tensors(dtype: torch.dtype, tokens: int = 9, columns: int = COLUMNS) -> list[Tensor]:
+    """Hidden states and weight."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((tokens, WIDTH), (columns, WIDTH))
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def backward(result: SelectedLogprobs, with_entropy: bool) -> None:
+    weights = torch.linspace(-1.0, 2.0, result.logprobs.numel())
+    total = (weights * result.logprobs).sum()
+    if with_entropy:
+        total = total + (weights.flip(0) * result.entropy).sum()
+    total.backward()
+
+
+@pytest.mark.parametrize("entropy", ["none", "detached", "differentiable"])
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_equals_the_unfused_way(monkeypatch: pytest.MonkeyPatch, rows: int, entropy: str) -> None:
+    monkeypatch.setattr(fused_logprobs, "FEWEST_ROWS", rows)
+    monkeypatch.setattr(fused_logprobs, "CPU_PRODUCT_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", 2 * VOCAB)
+    (hidden, weight), (whole_hidden, whole_weight) = tensors(torch.float64), tensors(torch.float64)
+    settings = {"vocab_size": VOCAB, "temperature": 0.7, "entropy": entropy}
+    fused = projected_logprobs(hidden, weight, TOKENS, POSITIONS, **settings)
+    whole = selected_logprobs(whole_hidden @ whole_weight.t(), TOKENS, POSITIONS, **settings)
+    torch.testing.assert_close(fused.logprobs, whole.logprobs)
+    assert (fused.entropy is None) == (entropy == "none")
+    if entropy != "none":
+        torch.testing.assert_close(fused.entropy, whole.entropy)
+        assert fused.entropy.requires_grad == (entropy == "differentiable")
+    for result in (fused, whole):
+        backward(result, entropy == "differentiable")
+    torch.testing.assert_close(hidden.grad, whole_hidden.grad)
+    torch.testing.assert_close(weight.grad, whole_weight.grad)
+    assert not weight.grad[VOCAB:].any() and weight.grad[:VOCAB].abs().min() > 0
+
+
+def test_bf16_sums_the_weight_s_gradient_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against fp32 from the same numbers: within a rounding of bf16 although the sum has many parts."""
+    monkeypatch.setattr(fused_logprobs, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(fused_logprobs, "CPU_PRODUCT_ELEMENTS", 1)
+    count = 600
+    hidden, weight = tensors(torch.bfloat16, count)
+    exact = [each.detach().float().requires_grad_() for each in (hidden, weight)]
+    tokens, positions = torch.arange(count) % VOCAB, torch.arange(count)
+    for inputs in ((hidden, weight), exact):
+        result = projected_logprobs(*inputs, tokens, positions, vocab_size=VOCAB)
+        assert result.logprobs.dtype == torch.float32
+        result.logprobs.sum().backward()
+    assert weight.grad.dtype == torch.bfloat16 == hidden.grad.dtype
+    scale = exact[1].grad.abs().max().item()
+    torch.testing.assert_close(weight.grad.float(), exact[1].grad, atol=6e-3 * scale, rtol=1e-2)
+
+
+def test_an_id_outside_the_vocabulary() -> None:
+    hidden, weight = tensors(torch.float32)
+    tokens = TOKENS.clone()
+    tokens[1] = VOCAB + 1
+    result = projected_logprobs(hidden, weight, tokens, POSITIONS, vocab_size=VOCAB)
+    assert result.logprobs[1] == -torch.inf and result.logprobs[2:].isfinite().all()
+
+
+def test_too_few_rows_of_weight() -> None:
+    hidden, weight = tensors(torch.float32)
+    with pytest.raises(ConfigError, match="have 12 columns for a vocabulary of 13"):
+        projected_logprobs(hidden, weight, TOKENS, POSITIONS, vocab_size=13)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation gave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, Tensor):
+            self.elements = max(self.elements, output.numel())
+        return output
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_logits_never_exist(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    monkeypatch.setattr(fused_logprobs, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(fused_logprobs, "CPU_PRODUCT_ELEMENTS", 1)
+    tokens, columns = 64, 512
+    hidden, weight = tensors(torch.float32, tokens, columns)
+    ids, positions = torch.arange(tokens), torch.arange(tokens)
+    with Largest() as largest:
+        if fused:
+            result = projected_logprobs(
+                hidden, weight, ids, positions, vocab_size=columns, entropy="differentiable"
+            )
+        else:
+            logits = hidden @ weight.t()
+            result = selected_logprobs(logits, ids, positions, vocab_size=columns, entropy="differentiable")
+        backward(result, with_entropy=True)
+    assert (largest.elements >= tokens * columns) == (not fused)
+    if fused:
+        assert largest.elements == 8 * columns

@@ -1,0 +1,84 @@
+"""Sequences padded in buckets of similar length: the cheapest cuts, and the same results as one set of rows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.attention import buckets
+from megatron_rl.attention.backends.sdpa import packed_attention
+from megatron_rl.attention.buckets import BUCKET_CELLS, Buckets, cheapest_borders
+
+HEADS, GROUPS, WIDTH = 4, 2, 8
+
+
+def buckets_of(lengths: list[int]) -> Buckets:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    return Buckets.build(lengths, cu_seqlens, torch.cat([torch.arange(length) for length in lengths]))
+
+
+def work(lengths: list[int], borders: tuple[int, ...]) -> int:
+    cells = [(b - a) * max(16, *lengths[a:b]) ** 2 for a, b in itertools.pairwise(borders)]
+    return sum(cells) + len(cells) * buckets.BUCKET_CELLS
+
+
+def test_long_and_short_ones_part() -> None:
+    # together 60 x 50^2 = 150,000 cells; apart 20 x 50^2 + 40 x 16^2 = 60,240 and one more call
+    assert cheapest_borders([50] * 20 + [10] * 40) == [0, 20, 60]
+
+
+def test_what_saves_less_than_a_call_costs_stays_together() -> None:
+    assert cheapest_borders([50] * 64) == [0, 64]
+    few = (BUCKET_CELLS - 1) // (50**2 - 16**2)
+    assert cheapest_borders([50] * 20 + [10] * few) == [0, 20 + few]
+    assert cheapest_borders([50] * 20 + [10] * (few + 1)) == [0, 20, 21 + few]
+
+
+def test_no_other_cuts_are_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_CELLS", 300)
+    draw = random.Random(1)
+    for _ in range(20):
+        lengths = [draw.randint(1, 40) for _ in range(draw.randint(1, 9))]
+        inner = range(1, len(lengths))
+        every = [
+            (0, *cut, len(lengths)) for count in range(len(lengths)) for cut in itertools.combinations(inner, count)
+        ]
+        found = cheapest_borders(lengths)
+        assert found[0] == 0 and found[-1] == len(lengths)
+        assert work(lengths, tuple(found)) == min(work(lengths, borders) for borders in every)
+
+
+def test_many_lengths_are_looked_at_in_steps() -> None:
+    lengths = list(range(2000, 0, -1))
+    found = cheapest_borders(lengths)
+    assert sorted(set(found)) == found and found[-1] == 2000
+    assert 3 < len(found) <= buckets.MAX_BORDERS + 2
+    assert work(lengths, tuple(found)) < work(lengths, (0, 2000)) / 2
+
+
+@pytest.mark.parametrize("lengths", [[40, 33, 33, 9, 3, 1], [3, 40, 2, 1]])
+def test_same_bits_as_one_set_of_rows(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> None:
+    whole = buckets_of(lengths)
+    monkeypatch.setattr(buckets, "BUCKET_CELLS", 1)
+    bucketed = buckets_of(lengths)
+    assert len(whole.rows) == 1 and len(bucketed.rows) > 1 and sum(bucketed.tokens) == sum(lengths)
+    generator = torch.Generator().manual_seed(7)
+    inputs = [torch.randn(sum(lengths), 1, heads, WIDTH, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
+    weight = torch.randn(sum(lengths), 1, HEADS * WIDTH, generator=generator)
+    results = []
+    for prepared in (bucketed, whole):
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        output = packed_attention(*leaves, prepared)
+        (output * weight).sum().backward()
+        results.append(SimpleNamespace(output=output, grads=[leaf.grad for leaf in leaves]))
+    assert torch.equal(results[0].output, results[1].output)
+    for ours, theirs in zip(results[0].grads, results[1].grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_lengths_take_one_set_of_rows() -> None:
+    assert len(buckets_of([20] * 8).rows) == 1
