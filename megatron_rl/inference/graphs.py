@@ -159,9 +159,7 @@ class GraphedDecode:
         if known is not None and (known.generation, known.addresses) == (generation, addresses):
             return known
         if known is not None and known.generation == generation:
-            logger.warning(
-                "decode graphs are recorded anew: weights, quantised copies or the KV cache have moved in memory"
-            )
+            logger.warning("decode graphs are captured anew: weights or the KV cache have moved in memory")
         self._recorded = {
             other: graphs
             for other, graphs in self._recorded.items()
