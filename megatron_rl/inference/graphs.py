@@ -180,6 +180,7 @@ class GraphedDecode:
                     replays[size] = self._recorder.record(work)
                 except RuntimeError as error:  # what torch raises for all that CUDA does not like in a capture
                     self._off = True
+                    self._recorded.clear()
                     logger.warning("decode runs eager from here on: no CUDA graph could be captured (%s)", error)
                     return None
         logger.info(
