@@ -60,7 +60,8 @@ def notes(config: RLConfig) -> list[str]:
             "--cuda-graph-impl transformer_engine has no effect: layers are always megatron-core's local ones in this "
             "version; local captures the rollouts' decode step"
         )
-    if config.kernels.enable_cuda_graph and config.rollout.rl_inference_engine == "mcore":
+    graphed = config.kernels.enable_cuda_graph or config.kernels.cuda_graph_impl == "local"
+    if graphed and config.rollout.rl_inference_engine == "mcore":
         lines.append("--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs")
     if config.precision.fp8_format is not None and config.quantization.rl_train_forward == "quantized":
         lines.append(

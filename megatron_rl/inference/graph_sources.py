@@ -7,7 +7,6 @@ another place is not, and that is what has to be noticed here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,12 +24,12 @@ ranks see the same changes, which addresses do not promise. The references keep 
 
 
 class StepSources:
-    """Asked before every replay, so it looks at things and never at their contents."""
+    """Asked before every replay, while the device is busy with the last one: it has to stay well below a step."""
 
     def __init__(self, gpt: GPTModel, cache: Cache) -> None:
         self._cache = cache
-        self._modules = tuple(gpt.modules())
-        self._linears = tuple(parallel_linears(gpt).values())
+        self._hooks = [hooks for m in gpt.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._attributes = [vars(linear) for linear in parallel_linears(gpt).values()]
         self._weights = (*gpt.parameters(), *gpt.buffers())
 
     @property
@@ -41,12 +40,12 @@ class StepSources:
     @property
     def observed(self) -> bool:
         """True while a module has hooks: calibration and audit of quantised layers. A replay would not call them."""
-        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
+        return any(self._hooks)
 
     @property
     def variant(self) -> Variant:
         """See `Variant`."""
-        return tuple(None if owner is None else weakref.ref(owner) for owner in self._owners())
+        return tuple([_owner(attributes.get("forward")) for attributes in self._attributes])
 
     @property
     def generation(self) -> int:
@@ -55,23 +54,16 @@ class StepSources:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of every buffer."""
-        copies = [tensor for owner in self._owners() if owner is not None for tensor in _tensors_of(owner)]
+        """Of weights and cache. Quantised copies are never replaced: new ones have new owners, see `variant`."""
         cached = [tensor for held in vars(self._cache).values() for tensor in _tensors_in(held)]
-        return tuple([tensor.data_ptr() for tensor in (*self._weights, *copies, *cached)])
-
-    def _owners(self) -> Iterator[Any]:
-        for linear in self._linears:
-            forward = vars(linear).get("forward")
-            yield getattr(forward, "__self__", forward)
+        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *cached)))
 
 
-def _tensors_of(owner: Any) -> Iterator[torch.Tensor]:
-    weight = getattr(owner, "weight", None)
-    return iter(()) if weight is None else weight.tensors()
+def _owner(forward: Any) -> weakref.ref | None:
+    return None if forward is None else weakref.ref(getattr(forward, "__self__", forward))
 
 
 def _tensors_in(held: Any) -> list[torch.Tensor]:
     if isinstance(held, torch.Tensor):
         return [held]
-    return [item for item in held if isinstance(item, torch.Tensor)] if isinstance(held, list) else []
+    return held if isinstance(held, list) and held and isinstance(held[0], torch.Tensor) else []

@@ -161,9 +161,7 @@ class GraphedDecode:
         if known is not None and (known.generation, known.addresses) == (generation, addresses):
             return known
         if known is not None and known.generation == generation:
-            logger.warning(
-                "decode graphs are recorded anew: weights, quantised copies or the KV cache have moved in memory"
-            )
+            logger.warning("decode graphs are captured anew: weights or the KV cache have moved in memory")
         self._recorded = {
             other: graphs
             for other, graphs in self._recorded.items()
@@ -184,6 +182,7 @@ class GraphedDecode:
                     replays[size] = self._recorder.record(work)
                 except RuntimeError as error:  # what torch raises for all that CUDA does not like in a capture
                     self._off = True
+                    self._recorded.clear()
                     logger.warning("decode runs eager from here on: no CUDA graph could be captured (%s)", error)
                     return None
         logger.info(

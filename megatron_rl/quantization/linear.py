@@ -51,7 +51,7 @@ class QuantizedLinear:
     group: dist.ProcessGroup | None
     """The tensor-parallel ranks that share the weight; None where this one has all of it."""
     calls: int = 0
-    """Forward passes through the quantised product."""
+    """Forward passes through the quantised product; replays of a captured graph are not among them."""
 
     @property
     def split(self) -> Split:

@@ -105,6 +105,7 @@ def test_every_switch_has_an_opposite():
         (["--num-layers", "0"], "--num-layers must be at least 1, got 0"),
         (["--lr", "fast"], "--lr is not a number, got 'fast'"),
         (["--lr", "0"], "--lr must be above 0, got 0.0"),
+        (["--inference-num-cuda-graphs", "0"], "--inference-num-cuda-graphs must be at least 1, got 0"),
         (["--lr", "nan"], "--lr is not a finite number, got 'nan'"),
         (["--rl-top-p", "1.5"], "--rl-top-p must be at most 1, got 1.5"),
         (["--grpo-clamp-eps-lower", "1"], "--grpo-clamp-eps-lower must be below 1, got 1.0"),

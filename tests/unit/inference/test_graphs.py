@@ -6,10 +6,12 @@ import copy
 import logging
 import re
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_rl import build_engine
 from megatron_rl.attention import choose
 from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.inference import RolloutEngine
@@ -432,3 +434,22 @@ def test_recording_happens_in_rollout_mode_only_by_the_engine(policy: PolicyMode
         engine.begin(1, 0)
         assert engine.step() == []
     assert recorder.recorded == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        ({}, None),
+        ({"enable_cuda_graph": True}, 16),
+        ({"cuda_graph_impl": "local", "inference_num_cuda_graphs": 3}, 3),
+        ({"cuda_graph_impl": "transformer_engine"}, None),
+    ],
+)
+def test_the_flags_reach_the_engine(
+    flags: dict[str, object], most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    monkeypatch.setattr(build_engine, "RolloutEngine", lambda policy, options, *_: built.append(options))
+    tokenizer, groups = SimpleNamespace(end_token_id=3, decode=None), SimpleNamespace(tensor_group=None)
+    build_engine.build_engine(tiny_config(**flags), None, tokenizer, groups)
+    assert [options.num_cuda_graphs for options in built] == [most]
