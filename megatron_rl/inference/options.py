@@ -19,6 +19,10 @@ class EngineOptions:
     cache_budget_gb: float | None = None
     page_length: int = 64
     """Tokens a page, where the attention backend wants pages."""
+    reuse_prefixes: bool = True
+    """Prompts go on from what the cache has of their beginning."""
+    kv_overcommit: float = 1.0
+    """How often the pages of the KV cache may be promised to completions; 1: all may become as long as they may."""
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what no engine of these sizes can finish.
