@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.attention.product import FEWEST_KEYS
+from megatron_rl.errors import EngineError
 from megatron_rl.inference.blocks import PagePool
 from megatron_rl.inference.kv_cache import Cache, CacheShape
 from megatron_rl.inference.options import EngineOptions
@@ -35,15 +36,22 @@ def make_layout(policy: PolicyModel, options: EngineOptions) -> CacheLayout:
     """Sized by the number of sequences, and by the budget if there is one.
 
     Raises:
-        EngineError: the budget does not hold the longest sequence.
+        EngineError: the budget does not hold the longest sequence, or the layout cannot do what is asked for.
     """
     # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
     shape = CacheShape.of(policy.gpt, max(options.max_sequence_length, FEWEST_KEYS), policy.dtype)
-    if policy.attention.cache.layout == "slots":
+    kernel = policy.attention.cache
+    if kernel.layout == "slots":
+        if options.kv_overcommit > 1:
+            raise EngineError(
+                f"--rl-kv-overcommit {options.kv_overcommit:g} needs a KV cache of pages, and the attention backend "
+                f"{policy.attention.cache_name} keeps one of slots; leave it out, or use --attention-backend paged"
+            )
         slots = shape.slots_within(options.cache_budget_gb, options.max_batch_size)
         cache = SlotCache(shape, slots, policy.dtype, policy.device)
         return CacheLayout(cache, SlotStorage(options.reuse_prefixes), slots)
-    slots, page_length = options.max_batch_size, options.page_length
+    slots = options.max_batch_size
+    page_length = -(-options.page_length // kernel.page_multiple) * kernel.page_multiple
     pages = shape.pages_within(options.cache_budget_gb, page_length, slots)
     storage = PageStorage(
         slots, shape.pages_per_sequence(page_length), PagePool(pages, page_length), options.reuse_prefixes,

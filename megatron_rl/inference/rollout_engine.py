@@ -1,11 +1,12 @@
 """Dynamic batching on the training model: the loop around forward, sampling and bookkeeping.
 
-    submit ──► Scheduler ──admit──► prefill (a prompt once per group) ──► first tokens
-                   ▲                                                        │
-                   └──release── host read ◄── k decode steps (device only) ◄┘
+    submit ──► Scheduler ──plan──► prefill (a prompt once per group) ──► first tokens
+                 ▲  ▲                                                       │
+       make_room │  └──release── host read ◄── k decode steps (device only) ◄┘
 
 A decode step is tensor operations from end to end; the host reads once every ``k`` steps which
-rows have finished. Slots are refilled as they empty.
+rows have finished. Slots are refilled as they empty. The scheduler and its books (`Storage`) know
+tokens and positions, never a tensor; `CacheLayout.publish` tells the device what they decided.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from megatron_rl.inference.prefill import Prefill, Prompt
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.inference.scheduler import Piece, Scheduler, Seat
 from megatron_rl.inference.slot_state import SlotState
-from megatron_rl.inference.waiting import PREEMPTED, Waiting
+from megatron_rl.inference.waiting import FIRST_TURN, LATER_TURN, PREEMPTED, Waiting
 from megatron_rl.models import PolicyModel
 from megatron_rl.types import Completion, GeneratedGroup, GenerationRequest
 
 
 class RolloutEngine:
-    """The default `Engine`: continuous batching over slots of a contiguous KV cache."""
+    """The default `Engine`: continuous batching over slots, or pages, of a KV cache."""
 
     def __init__(
         self,
@@ -83,8 +84,10 @@ class RolloutEngine:
         self._options.check(request)
         number = self._requests.add(request)
         new = request.sampling.max_new_tokens
+        expected = max(1, min(new, request.expected_tokens or new))
         samples = deque(range(request.num_samples))
-        self._scheduler.add(Waiting(number, request.prompt_ids, samples, new, expected_new=new))
+        urgency = LATER_TURN if request.turn else FIRST_TURN
+        self._scheduler.add(Waiting(number, request.prompt_ids, samples, new, expected, urgency))
 
     @property
     def has_unfinished(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_rl.inference import EngineStatistics
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
 from megatron_rl.types import RolloutGroup
 
@@ -43,6 +44,24 @@ def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGrou
         "perf/total_num_tokens": (prompt.sum() + answer.sum()).item(),
         "perf/generated_tokens": response.sum().item(),
         **_grader_means(groups, data_group),
+    }
+
+
+def engine_metrics(statistics: EngineStatistics, data_group: dist.ProcessGroup) -> dict[str, float]:
+    """What the engines did, summed over all data-parallel ranks."""
+    counted = (
+        statistics.prefill_tokens, statistics.reused_tokens, statistics.preemptions, statistics.recomputed_tokens,
+        statistics.generated_tokens - statistics.completions, statistics.decode_rows,
+    )  # fmt: skip
+    sums = torch.tensor(counted, dtype=torch.float64)
+    dist.all_reduce(sums, group=data_group)
+    prefilled, reused, preemptions, recomputed, useful, rows = sums.tolist()
+    return {
+        "rollout/prefill_tokens": prefilled,
+        "rollout/reused_share": reused / max(prefilled + reused, 1.0),
+        "rollout/preemptions": preemptions,
+        "rollout/recomputed_tokens": recomputed,
+        "rollout/useful_rows_share": useful / max(rows, 1.0),
     }
 
 

@@ -1,4 +1,4 @@
-"""Random workloads over the twin of the engine: everybody is served, and nobody attends to a cell that is not theirs."""
+"""Random workloads over the twin of the engine: everybody is served, and nobody attends to another one's cells."""
 
 from __future__ import annotations
 
