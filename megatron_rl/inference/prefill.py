@@ -12,7 +12,7 @@ from megatron_rl.attention.product import FEWEST_KEYS
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.decode import Drawer, Forward, SamplingKinds
 from megatron_rl.inference.kv_cache import Cache
-from megatron_rl.inference.scheduler import Piece
+from megatron_rl.inference.pieces import Piece
 from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.inference.storage import Copies
 from megatron_rl.types import SamplingParams

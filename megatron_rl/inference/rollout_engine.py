@@ -26,9 +26,10 @@ from megatron_rl.inference.harvest import Harvest
 from megatron_rl.inference.layout import make_layout
 from megatron_rl.inference.ledger import Ledger
 from megatron_rl.inference.options import EngineOptions
+from megatron_rl.inference.pieces import Piece, Seat
 from megatron_rl.inference.prefill import Prefill, Prompt
 from megatron_rl.inference.sampler import sample_seed
-from megatron_rl.inference.scheduler import Piece, Scheduler, Seat
+from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.inference.waiting import FIRST_TURN, LATER_TURN, PREEMPTED, Waiting
 from megatron_rl.models import PolicyModel

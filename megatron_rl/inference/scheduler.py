@@ -2,85 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-from megatron_rl.inference.storage import Copies, Entry, Need, Storage
+from megatron_rl.inference.pieces import Piece, Prefilling, Seat
+from megatron_rl.inference.storage import Need, Storage
 from megatron_rl.inference.waiting import PREEMPTED, Queue, Waiting
-
-
-@dataclass
-class Seat:
-    """One sample in a slot, as far as the host knows it without reading the device."""
-
-    slot: int
-    request: int
-    sample: int
-    tokens: tuple[int, ...]
-    """What was prefilled: the prompt, and what the sample had said before it was pre-empted."""
-    remaining: int
-    """Tokens it may still draw."""
-    earlier: int = 0
-    """Tokens it had drawn before it was pre-empted."""
-    drawn: int = 0
-    """Tokens drawn since the prefill; 0 while it is being prefilled. A row that has ended counts on until it is
-    read."""
-
-    @property
-    def position(self) -> int:
-        """Of the last token drawn, which is fed next."""
-        return len(self.tokens) + self.drawn - 1
-
-    @property
-    def said(self) -> int:
-        """Tokens drawn so far."""
-        return self.earlier + self.drawn
-
-    def advance(self, steps: int) -> None:
-        """So many tokens are drawn."""
-        self.drawn += steps
-        self.remaining -= steps
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of a prompt, computed in the first of its ``slots``."""
-
-    request: int
-    samples: tuple[int, ...]
-    slots: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """The whole prompt."""
-    start: int
-    end: int
-    most_new: int
-    returning: bool = False
-    """The sample was pre-empted, so this was computed before."""
-    reused: int = 0
-    """Tokens of the prompt that the cache held already; counted once, with the first piece."""
-    before: Copies = Copies()
-    """Copies in the cache that come first."""
-    after: Copies = Copies()
-    """Copies that give the finished prompt to the other slots."""
-
-    @property
-    def is_last(self) -> bool:
-        """The prompt is complete and its samples draw their first tokens."""
-        return self.end == len(self.tokens)
-
-
-@dataclass
-class _Prefilling:
-    """Samples of one prompt on their way into the cache."""
-
-    seats: list[Seat]
-    done: int
-    size: int
-    """Tokens a piece."""
-    waiting: Waiting
-    entry: Entry
 
 
 class Scheduler:
@@ -99,7 +25,7 @@ class Scheduler:
         self._storage = storage
         self._queue = Queue()
         self._seats: dict[int, Seat] = {}
-        self._prefilling: list[_Prefilling] = []
+        self._prefilling: list[Prefilling] = []
 
     @property
     def num_rows(self) -> int:
@@ -136,7 +62,7 @@ class Scheduler:
         While others run it waits until an eighth of the slots are free: a prefill for every
         single free slot would cost more than the rows it fills.
         """
-        pieces = [self._next_piece(group) for group in self._prefilling]
+        pieces = [group.next_piece(self._storage) for group in self._prefilling]
         left = self._budget - sum(piece.end - piece.start for piece in pieces)
         free = self._num_slots - len(self._seats)
         if free >= max(1, self._num_slots // 8) or not self._seats:
@@ -149,7 +75,7 @@ class Scheduler:
         for piece in pieces:
             if piece.is_last:
                 self._storage.learn(piece.slots, piece.tokens)
-        self._prefilling = [group for group in self._prefilling if group.done < len(group.waiting.tokens)]
+        self._prefilling = [group for group in self._prefilling if not group.is_done]
         return pieces
 
     def _admit(self, left: int, alone: bool) -> Piece | None:
@@ -165,34 +91,14 @@ class Scheduler:
         entry = self._storage.enter(vacant, head.tokens, len(head.samples), need)
         if entry is None:
             return None
+        samples = self._queue.take(len(entry.slots))
         seats = [
             Seat(slot, head.request, sample, head.tokens, head.most_new, head.earlier)
-            for slot, sample in zip(entry.slots, self._queue.take(len(entry.slots)), strict=True)
+            for slot, sample in zip(entry.slots, samples, strict=True)
         ]
         self._seats.update({seat.slot: seat for seat in seats})
-        # Pieces of one size: a short last one would take another way through the processor.
-        missing = length - entry.reused
-        size = math.ceil(missing / math.ceil(missing / self._budget))
-        group = _Prefilling(seats, entry.reused, size, head, entry)
-        self._prefilling.append(group)
-        return self._next_piece(group)
-
-    def _next_piece(self, group: _Prefilling) -> Piece:
-        tokens, slots = group.waiting.tokens, tuple(seat.slot for seat in group.seats)
-        start, end = group.done, min(group.done + group.size, len(group.waiting.tokens))
-        group.done = end
-        first = group.entry if start == group.entry.reused else Entry(slots)
-        after = Copies()
-        if end == len(tokens):
-            after = self._storage.share(slots, end)
-            for seat in group.seats:
-                seat.advance(1)
-        samples = tuple(seat.sample for seat in group.seats)
-        returning = group.waiting.urgency == PREEMPTED
-        return Piece(
-            group.waiting.request, samples, slots, tokens, start, end, group.waiting.most_new, returning,
-            first.reused, first.copies, after,
-        )  # fmt: skip
+        self._prefilling.append(Prefilling(head, seats, entry, self._budget))
+        return self._prefilling[-1].next_piece(self._storage)
 
     # -- decoding ------------------------------------------------------------------------------
 
@@ -218,8 +124,7 @@ class Scheduler:
         self._prefilling.remove(group)
         for seat in group.seats:
             self.release(seat.slot, ())
-        samples = deque(seat.sample for seat in group.seats)
-        self._queue.add(replace(group.waiting, samples=samples, urgency=PREEMPTED))
+        self._queue.add(group.given_up())
         return []
 
     def advance(self, steps: int) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from megatron_rl.inference.blocks import PagePool
 from megatron_rl.inference.page_storage import PageStorage
-from megatron_rl.inference.scheduler import Piece, Scheduler, Seat
+from megatron_rl.inference.pieces import Piece, Seat
+from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.slot_storage import SlotStorage
 from megatron_rl.inference.storage import Copies
 from megatron_rl.inference.waiting import LATER_TURN, PREEMPTED, Waiting

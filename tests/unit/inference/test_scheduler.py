@@ -6,7 +6,8 @@ from collections import deque
 
 import pytest
 
-from megatron_rl.inference.scheduler import Piece, Scheduler
+from megatron_rl.inference.pieces import Piece
+from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.slot_storage import SlotStorage
 from megatron_rl.inference.waiting import FIRST_TURN, LATER_TURN, PREEMPTED, Waiting
 
