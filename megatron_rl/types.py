@@ -173,6 +173,8 @@ class GenerationRequest:
     """Number of the first of the samples in its group: a later turn is asked for sample by sample."""
     turn: int = 0
     """The model's turns before this one; a conversation that waits goes before those that have not begun."""
+    goes_on: bool = False
+    """Whether later turns are likely: what a sample leaves in the KV cache is then worth keeping."""
     expected_tokens: int | None = None
     """How many tokens a sample will probably have; None is as many as it may. Changes the order of work alone."""
 

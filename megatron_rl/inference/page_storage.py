@@ -79,8 +79,9 @@ class PageStorage:
             self._set(slot, pages + self._pool.take(missing))
         return True
 
-    def leave(self, slot: int, tokens: Sequence[int]) -> None:
-        """See `Storage`."""
+    def leave(self, slot: int, tokens: Sequence[int], keep: bool = False) -> None:
+        """See `Storage`; whatever is known is kept until its room is needed."""
+        del keep
         self.learn([slot], tokens)
         self._pool.give_back(self._pages[slot])
         self._set(slot, [])

@@ -21,6 +21,8 @@ class Seat:
     """What was prefilled: the prompt, and what the sample had said before it was pre-empted."""
     remaining: int
     """Tokens it may still draw."""
+    goes_on: bool = False
+    """It will probably be asked again."""
     earlier: int = 0
     """Tokens it had drawn before it was pre-empted."""
     drawn: int = 0

@@ -88,7 +88,7 @@ class RolloutEngine:
         expected = max(1, min(new, request.expected_tokens or new))
         samples = deque(range(request.num_samples))
         urgency = LATER_TURN if request.turn else FIRST_TURN
-        self._scheduler.add(Waiting(number, request.prompt_ids, samples, new, expected, urgency))
+        self._scheduler.add(Waiting(number, request.prompt_ids, samples, new, expected, urgency, request.goes_on))
 
     @property
     def has_unfinished(self) -> bool:
@@ -184,7 +184,7 @@ class RolloutEngine:
             self._scheduler.add(
                 Waiting(
                     seat.request, seat.tokens + tokens, deque([seat.sample]), seat.remaining, seat.remaining,
-                    PREEMPTED, seat.said,
+                    PREEMPTED, seat.goes_on, seat.said,
                 )
             )  # fmt: skip
 

@@ -93,7 +93,7 @@ class Scheduler:
             return None
         samples = self._queue.take(len(entry.slots))
         seats = [
-            Seat(slot, head.request, sample, head.tokens, head.most_new, head.earlier)
+            Seat(slot, head.request, sample, head.tokens, head.most_new, head.goes_on, head.earlier)
             for slot, sample in zip(entry.slots, samples, strict=True)
         ]
         self._seats.update({seat.slot: seat for seat in seats})
@@ -134,8 +134,9 @@ class Scheduler:
 
     def release(self, slot: int, tokens: Sequence[int]) -> Seat:
         """The sequence in ``slot`` has ended; the cache holds its ``tokens``."""
-        self._storage.leave(slot, tokens)
-        return self._seats.pop(slot)
+        seat = self._seats.pop(slot)
+        self._storage.leave(slot, tokens, seat.goes_on)
+        return seat
 
     def longest(self, slots: Sequence[int]) -> int:
         """Tokens in the cache of the longest of the sequences in ``slots``."""

@@ -10,8 +10,9 @@ from megatron_rl.inference.storage import FEWEST_REUSED, Copies, Entry, Need, co
 class SlotStorage:
     """Room is never short: a free slot holds the longest sequence.
 
-    What a finished sequence leaves in its slot is parked there. A prompt that begins with it takes the slot and goes
-    on from its end: the next turn of a conversation. Any other common beginning is copied.
+    What a finished sequence leaves in its slot stays there until the slot is taken. A prompt that begins with it takes
+    the slot and goes on from its end: the next turn of a conversation. Any other common beginning is copied. An idle
+    row still writes to its slot, but behind what it has: at the position where its sequence ended.
     """
 
     def __init__(self, reuse: bool = True) -> None:
@@ -19,6 +20,8 @@ class SlotStorage:
         self._reuse = reuse
         self._known: dict[int, tuple[int, ...]] = {}
         """Tokens in the cache of a slot; last learned or parked stands last."""
+        self._kept: set[int] = set()
+        """Slots whose sequences have ended and are likely to go on."""
 
     def cached(self, tokens: Sequence[int]) -> int:
         """See `Storage`."""
@@ -38,7 +41,7 @@ class SlotStorage:
             copies = Copies(((source, order[0]),), reused)
         slots = tuple(order[:samples])
         for slot in slots:
-            self._known.pop(slot, None)
+            self._forget(slot)
         return Entry(slots, reused, copies) if slots else None
 
     def share(self, slots: Sequence[int], length: int) -> Copies:
@@ -49,7 +52,7 @@ class SlotStorage:
         """See `Storage`."""
         known = tuple(tokens)
         for slot in slots:
-            self._known.pop(slot, None)
+            self._forget(slot)
             if self._reuse and len(known) >= FEWEST_REUSED:
                 self._known[slot] = known
 
@@ -58,32 +61,39 @@ class SlotStorage:
         del slot, length
         return True
 
-    def leave(self, slot: int, tokens: Sequence[int]) -> None:
+    def leave(self, slot: int, tokens: Sequence[int], keep: bool = False) -> None:
         """See `Storage`."""
         self.learn([slot], tokens)
+        if keep and slot in self._known:
+            self._kept.add(slot)
 
     def move(self, moves: Sequence[tuple[int, int]], length: int) -> Copies:
-        """See `Storage`; what is parked where a sequence goes takes the place it comes from."""
+        """See `Storage`; what is kept where a sequence goes takes the place it comes from."""
         pairs = list(moves)
         for source, destination in moves:
-            coming, parked = self._known.pop(source, None), self._known.pop(destination, None)
-            if coming is not None:
-                self._known[destination] = coming
-            if parked is not None:
-                self._known[source] = parked
+            kept = self._known[destination] if destination in self._kept else ()
+            self._forget(destination)
+            if source in self._known:
+                self._known[destination] = self._known.pop(source)
+            if kept:
+                self.leave(source, kept, keep=True)
                 pairs.append((destination, source))
-                length = max(length, len(parked))
+                length = max(length, len(kept))
         return Copies(tuple(pairs), length)
 
     def clear(self) -> None:
         """See `Storage`."""
         self._known.clear()
+        self._kept.clear()
+
+    def _forget(self, slot: int) -> None:
+        self._known.pop(slot, None)
+        self._kept.discard(slot)
 
     def _order(self, vacant: Sequence[int]) -> list[int]:
-        """Slots with nothing worth keeping first, from the lowest; then what was parked longest ago."""
-        empty = sorted(slot for slot in vacant if slot not in self._known)
+        """Slots that nobody will go on from, from the lowest; then what was kept longest ago."""
         free = set(vacant)
-        return empty + [slot for slot in self._known if slot in free]
+        return sorted(free - self._kept) + [slot for slot in self._known if slot in free & self._kept]
 
     def _best_source(self, vacant: set[int], tokens: tuple[int, ...]) -> tuple[int | None, int]:
         """The slot with the longest common beginning, and its length; a vacant one before one in use."""

@@ -74,8 +74,11 @@ class Storage(Protocol):
         """Room for the first ``length`` tokens of ``slot``; False when there is none left."""
         ...
 
-    def leave(self, slot: int, tokens: Sequence[int]) -> None:
-        """The sequence in ``slot`` goes; the cache holds its ``tokens``, which may be reused."""
+    def leave(self, slot: int, tokens: Sequence[int], keep: bool = False) -> None:
+        """The sequence in ``slot`` goes; the cache holds its ``tokens``, which may be reused.
+
+        With ``keep`` they probably will be, so that they are worth some effort.
+        """
         ...
 
     def move(self, moves: Sequence[tuple[int, int]], length: int) -> Copies:

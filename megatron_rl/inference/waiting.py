@@ -23,6 +23,8 @@ class Waiting:
     expected_new: int
     """Tokens it is expected to draw, never more than ``most_new``."""
     urgency: int = FIRST_TURN
+    goes_on: bool = False
+    """The samples will probably be asked again, with what they said in the prompt."""
     earlier: int = 0
     """Tokens that a pre-empted sample has drawn already; the last ones of ``tokens``."""
 

@@ -51,6 +51,7 @@ class Wanted:
     lengths: Sequence[int]
     expected: int | None = None
     later_turn: bool = False
+    goes_on: bool = False
     answers: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -91,7 +92,7 @@ class Twin:
         samples = deque(range(len(wanted.lengths)))
         expected = wanted.expected or wanted.limit
         self.scheduler.add(
-            Waiting(len(self.wanted), wanted.prompt, samples, wanted.limit, expected, **urgency)
+            Waiting(len(self.wanted), wanted.prompt, samples, wanted.limit, expected, goes_on=wanted.goes_on, **urgency)
         )
         self.wanted.append(wanted)
 
@@ -201,7 +202,7 @@ class Twin:
         self.scheduler.add(
             Waiting(
                 seat.request, seat.tokens + said, deque([seat.sample]), seat.remaining, seat.remaining, PREEMPTED,
-                seat.said,
+                seat.goes_on, seat.said,
             )
         )  # fmt: skip
 

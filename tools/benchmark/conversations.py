@@ -40,9 +40,10 @@ def first_turns(arguments: argparse.Namespace) -> list[GenerationRequest]:
     """A request a group; each of its samples is a conversation."""
     prompts = random_prompts(arguments.batch // arguments.group, arguments.prompt_tokens, arguments.vocab, 1)
     sampling = SamplingParams(max_new_tokens=arguments.new_tokens)
+    sources = [SourcedTask("benchmark", Task(str(index), "")) for index in range(len(prompts))]
     return [
-        GenerationRequest(SourcedTask("benchmark", Task(str(index), "")), prompt, arguments.group, sampling, index)
-        for index, prompt in enumerate(prompts)
+        GenerationRequest(source, prompt, arguments.group, sampling, index, goes_on=True)
+        for index, (source, prompt) in enumerate(zip(sources, prompts, strict=True))
     ]
 
 

@@ -167,6 +167,7 @@ def two_turns(
 @pytest.mark.parametrize("slots", [3, 8])
 def test_a_later_turn_goes_on_from_the_cache(either: PolicyModel, slots: int) -> None:
     first = ragged_requests(2, num_samples=4, longest_prompt=16, seed=3, max_new_tokens=14)
+    first = [replace(wanted, goes_on=True) for wanted in first]
     options = {"max_batch_size": slots, "page_length": 4, "stop_ids": ()}
     plain, everything = two_turns(either, rollout_engine(either, reuse_prefixes=False, **options), first)
     engine = rollout_engine(either, **options)

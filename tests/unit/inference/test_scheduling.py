@@ -31,7 +31,7 @@ def random_request(draw: random.Random, sizes: Sizes, common: tuple[int, ...]) -
     limit = draw.randint(1, sizes.longest - len(prompt))
     samples = draw.randint(1, 2 * sizes.slots)
     lengths = [draw.randint(1, limit) for _ in range(samples)]
-    return Wanted(prompt, limit, lengths, draw.choice([None, draw.randint(1, limit)]))
+    return Wanted(prompt, limit, lengths, draw.choice([None, draw.randint(1, limit)]), goes_on=draw.random() < 0.5)
 
 
 def later_turn(draw: random.Random, sizes: Sizes, twin: Twin, request: int) -> Wanted | None:
