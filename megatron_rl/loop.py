@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.parallel.collectives import any_rank
 from megatron_rl.rescue import finished_steps_kept, naming_memory
-from megatron_rl.rollout.statistics import environment_metrics, failures_of, rollout_metrics
+from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, failures_of, rollout_metrics
 from megatron_rl.run import Run
 from megatron_rl.trainer.samples import refuse_failures, reward_metrics
 
@@ -66,6 +66,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
         run.reporter.dump_batches(step, updates)
     run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token)
     metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
+    metrics |= engine_metrics(rollouts.statistics, run.groups.data_group)
     metrics |= reward_metrics(samples) | outcome.metrics | parity
     metrics |= environment_metrics(run.environments.counters.since_last_call(), failures)
     metrics |= run.learn_lengths(draws, requests, rollouts)

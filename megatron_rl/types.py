@@ -171,6 +171,12 @@ class GenerationRequest:
     """Position in the caller's list; comes back with the result."""
     first_sample: int = 0
     """Number of the first of the samples in its group: a later turn is asked for sample by sample."""
+    turn: int = 0
+    """The model's turns before this one; a conversation that waits goes before those that have not begun."""
+    goes_on: bool = False
+    """Whether later turns are likely: what a sample leaves in the KV cache is then worth keeping."""
+    expected_tokens: int | None = None
+    """How many tokens a sample will probably have; None is as many as it may. Changes the order of work alone."""
 
 
 @dataclass(frozen=True)

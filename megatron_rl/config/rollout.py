@@ -36,6 +36,13 @@ class RolloutConfig:
         None, gt=0, aliases=("--inference-buffer-size-gb",)
     )
     """Most GiB of KV cache a rank. Without it what the largest batch needs, if it is free (Megatron's default: 40)."""
+    inference_dynamic_batching_max_tokens: int = flag(8192, ge=1)
+    """Prompt tokens computed between two bursts of decode steps; a longer prompt enters in pieces."""
+    rl_prefix_reuse: bool = flag(True, off="--no-rl-prefix-reuse")
+    """Prompts go on from what the KV cache has of their beginning: the turns of a conversation so far."""
+    rl_kv_overcommit: float = flag(1.0, ge=1)
+    """How often the pages of the KV cache may be promised; 1 keeps room for the longest completions there can be.
+    Above it, a completion that finds no room makes way and is computed again."""
     inference_dynamic_batching_num_cuda_graphs: int = flag(
         16, ge=1, aliases=("--inference-num-cuda-graphs",)
     )

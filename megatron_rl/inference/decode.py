@@ -85,8 +85,7 @@ class DecodeBurst:
 
     def __call__(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
         """No row's position reaches ``key_length`` in the first of ``steps`` steps, at least one."""
-        longest = min(key_length + steps - 1, self._context.max_sequence_length)
-        positions = self._state.positions_ahead(rows, steps, longest)
+        positions = self._state.positions_ahead(rows, steps, self._context.max_sequence_length)
         sampling = self._drawer.sampling(slice(0, rows), kinds)
         numbers = uniform(sampling.seeds, positions + 1)
         self._context.begin_decode(positions, key_length)

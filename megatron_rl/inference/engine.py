@@ -18,6 +18,11 @@ class EngineStatistics:
     decode_rows: int = 0
     """Rows computed over all decode steps; the finished ones among them are wasted work."""
     prefill_tokens: int = 0
+    reused_tokens: int = 0
+    """Of prompts, found in the cache instead of computed."""
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    """Those among the prefilled tokens that a pre-empted sample had in the cache before."""
     generated_tokens: int = 0
     completions: int = 0
     host_reads: int = 0

@@ -22,6 +22,15 @@ class Ended:
     reason: FinishReason
 
 
+@dataclass(frozen=True)
+class Watch:
+    """What a row had said before it was pre-empted, and what ends it."""
+
+    stop: Sequence[str] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
 class Harvest:
     """Reads what the rows have said."""
 
@@ -32,29 +41,39 @@ class Harvest:
         self._stop_ids = frozenset(stop_ids)
         self._decode_text = decode_text
 
-    def __call__(self, stops: Mapping[int, Sequence[str]]) -> list[Ended]:
-        """Those of the rows in ``stops`` that have ended; each comes with the strings that end it."""
-        state, rows = self._state, max(stops) + 1
-        alive, counts = torch.stack((state.alive[:rows].long(), state.count[:rows])).tolist()
-        watched = [slot for slot, stop in stops.items() if stop or not alive[slot]]
-        if not watched:
-            return []
-        longest = max(counts[slot] for slot in watched)
-        picked = torch.tensor(watched, device=state.device)
-        tokens = state.tokens[picked, :longest].tolist()
-        logprobs = state.logprobs[picked, :longest].tolist()
+    def __call__(self, rows: Mapping[int, Watch]) -> list[Ended]:
+        """Those of the ``rows`` that have ended."""
+        state, height = self._state, max(rows) + 1
+        alive, counts = torch.stack((state.alive[:height].long(), state.count[:height])).tolist()
+        watched = [slot for slot, watch in rows.items() if watch.stop or not alive[slot]]
         found = []
-        for slot, row_tokens, row_logprobs in zip(watched, tokens, logprobs, strict=True):
-            ids, reason = self._ending(row_tokens[: counts[slot]], stops[slot], bool(alive[slot]))
+        for slot, (tokens, logprobs) in self.said({slot: counts[slot] for slot in watched}).items():
+            ids, reason = self._ending(rows[slot].token_ids + tokens, rows[slot].stop, bool(alive[slot]))
             if reason is not None:
-                found.append(Ended(slot, tuple(ids), tuple(row_logprobs[: len(ids)]), reason))
-        if found:
-            state.alive[torch.tensor([ended.slot for ended in found], device=state.device)] = False
+                found.append(Ended(slot, ids, (rows[slot].logprobs + logprobs)[: len(ids)], reason))
+        self.stop([ended.slot for ended in found])
         return found
 
+    def said(self, counts: Mapping[int, int]) -> dict[int, tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Tokens of rows, so many of each, and their log-probs."""
+        if not counts:
+            return {}
+        picked, longest = torch.tensor(list(counts), device=self._state.device), max(counts.values())
+        tokens = self._state.tokens[picked, :longest].tolist()
+        logprobs = self._state.logprobs[picked, :longest].tolist()
+        return {
+            slot: (tuple(ids[:count]), tuple(values[:count]))
+            for (slot, count), ids, values in zip(counts.items(), tokens, logprobs, strict=True)
+        }
+
+    def stop(self, slots: Sequence[int]) -> None:
+        """The rows go idle."""
+        if slots:
+            self._state.alive[torch.tensor(slots, device=self._state.device)] = False
+
     def _ending(
-        self, ids: list[int], stop: Sequence[str], alive: bool
-    ) -> tuple[list[int], FinishReason | None]:
+        self, ids: tuple[int, ...], stop: Sequence[str], alive: bool
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Why the row ended, and its tokens up to there; None while it goes on."""
         if stop:
             kept = truncate_at_stop(ids, stop, self._decode_text)

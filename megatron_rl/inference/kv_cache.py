@@ -57,6 +57,30 @@ class CacheShape:
             )
         return min(wanted, fitting)
 
+    def pages_per_sequence(self, page_length: int) -> int:
+        """Pages of ``page_length`` tokens of the longest sequence."""
+        return -(-self.max_length // page_length)
+
+    def pages_within(self, budget_gb: float | None, page_length: int, slots: int) -> int:
+        """How many pages fit a budget in GiB beside the one that is nobody's; never more than ``slots`` can fill.
+
+        Raises:
+            EngineError: not even one sequence fits.
+        """
+        needed = self.pages_per_sequence(page_length)
+        if budget_gb is None:
+            return slots * needed
+        bytes_per_page = self.bytes_per_slot * page_length // self.max_length
+        fitting = int(budget_gb * 2**30 // bytes_per_page) - 1
+        if fitting < needed:
+            raise EngineError(
+                f"the KV cache budget of {budget_gb} GB is too small for one sequence of {self.max_length} tokens in "
+                f"pages of {page_length} and the page that is nobody's; use "
+                f"--inference-dynamic-batching-buffer-size-gb {_rounded_up((needed + 1) * bytes_per_page / 2**30)} "
+                "or more"
+            )
+        return min(slots * needed, fitting)
+
 
 def _rounded_up(value: float) -> str:
     """Three digits and never less than ``value``, so that who follows the advice is not refused again."""
@@ -81,10 +105,9 @@ class Cache(KVCache, Protocol):
         """Store one token a cell: ``key`` and ``value`` [N, 1, groups, width]."""
         ...
 
-    def share(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Slot ``destination[i]`` receives the first ``length`` positions of slot ``source[i]``."""
-        ...
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """Slot, or page, ``destination[i]`` receives what ``source[i]`` held before any of them was changed.
 
-    def move(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """The sequence of slot ``source[i]``, at most ``length`` tokens, goes to slot ``destination[i]``."""
+        Of slots no more than the first ``length`` positions.
+        """
         ...

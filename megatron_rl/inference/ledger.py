@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megatron_rl.inference.harvest import Watch
 from megatron_rl.types import Completion, GeneratedGroup, GenerationRequest
 
 
@@ -12,6 +13,7 @@ from megatron_rl.types import Completion, GeneratedGroup, GenerationRequest
 class _Pending:
     request: GenerationRequest
     completions: dict[int, Completion] = field(default_factory=dict)
+    begun: dict[int, Watch] = field(default_factory=dict)
 
 
 class Ledger:
@@ -46,6 +48,18 @@ class Ledger:
         del self._pending[number]
         ordered = tuple(pending.completions[i] for i in range(pending.request.num_samples))
         return GeneratedGroup(pending.request, ordered)
+
+    def watch(self, number: int, sample: int) -> Watch:
+        """What the sample had said before it was pre-empted, and what ends it."""
+        pending = self._pending[number]
+        return pending.begun.get(sample) or Watch(pending.request.sampling.stop)
+
+    def keep(self, number: int, sample: int, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
+        """What a sample has said since it was seated; it is pre-empted."""
+        before = self.watch(number, sample)
+        self._pending[number].begun[sample] = Watch(
+            before.stop, before.token_ids + token_ids, before.logprobs + logprobs
+        )
 
     def clear(self) -> None:
         """Forget everything."""

@@ -25,6 +25,10 @@ class EngineOptions:
     """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
     num_cuda_graphs: int | None = None
     """Most batch sizes to capture a decode step for; None: it runs eager."""
+    reuse_prefixes: bool = True
+    """Prompts go on from what the cache has of their beginning."""
+    kv_overcommit: float = 1.0
+    """How often the pages of the KV cache may be promised to completions; 1: all may become as long as they may."""
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what no engine of these sizes can finish.

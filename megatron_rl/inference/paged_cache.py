@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from megatron_rl.attention.kv_numbers import KVNumbers
@@ -22,11 +24,16 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         stored: torch.dtype | None = None,
+        num_pages: int | None = None,
     ) -> None:
-        """``dtype`` of the model; ``stored`` as in `KVNumbers`."""
+        """``dtype`` of the model; ``stored`` as in `KVNumbers`.
+
+        ``num_pages`` are handed out by `set_table`; without it every slot has as many as it can fill, for good.
+        """
         self.numbers = KVNumbers(shape.layers, shape.groups, dtype, stored, device)
-        per_slot = -(-shape.max_length // page_length)
-        size = (slots * per_slot + 1, page_length, shape.groups, shape.width)
+        per_slot = shape.pages_per_sequence(page_length)
+        count = slots * per_slot if num_pages is None else num_pages
+        size = (count + 1, page_length, shape.groups, shape.width)
         # Zeroed: with the garbage of torch.empty a masked cell gives 0 * NaN = NaN.
         self.keys = [torch.zeros(size, dtype=self.numbers.storage, device=device) for _ in range(shape.layers)]
         self.values = [torch.zeros(size, dtype=self.numbers.storage, device=device) for _ in range(shape.layers)]
@@ -34,8 +41,10 @@ class PagedCache:
         self.max_length = shape.max_length
         self.dtype = dtype
         self.page_length = page_length
-        self.table = torch.arange(1, slots * per_slot + 1, dtype=torch.int32, device=device).view(slots, per_slot)
+        self.table = torch.zeros(slots, per_slot, dtype=torch.int32, device=device)
         """[slots, pages of the longest sequence] int32."""
+        if num_pages is None:
+            self.table.copy_(torch.arange(1, count + 1).view(slots, per_slot))
         self._rows = torch.arange(slots, device=device)
 
     def next_cells(self, positions: torch.Tensor) -> torch.Tensor:
@@ -54,15 +63,12 @@ class PagedCache:
         self.keys[layer].view(row).index_copy_(0, cells, key[:, 0])
         self.values[layer].view(row).index_copy_(0, cells, value[:, 0])
 
-    def share(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """See `SlotCache.share`."""
-        reach = -(-length // self.page_length)
-        pages, others = (self.table[slots, :reach].flatten() for slots in (source, destination))
-        for buffer in (*self.keys, *self.values):
-            buffer[others] = buffer[pages]
-
-    def move(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """See `SlotCache.move`; the slots exchange their pages, nothing is copied."""
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """See `Cache.copy`; whole pages."""
         del length
-        there, back = torch.cat((destination, source)), torch.cat((source, destination))
-        self.table[there] = self.table[back]
+        for buffer in (*self.keys, *self.values):
+            buffer[destination] = buffer[source]
+
+    def set_table(self, rows: array[int]) -> None:
+        """The pages of all slots, row after row, in one copy. In place: captured graphs hold the table's address."""
+        self.table.copy_(torch.frombuffer(rows, dtype=torch.int32).view(self.table.shape))

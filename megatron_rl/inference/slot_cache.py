@@ -48,11 +48,6 @@ class SlotCache:
         self.values[layer].view(-1, width).index_copy_(0, cells, value.reshape(-1, width))
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Copy the first ``length`` positions of slots ``source`` to slots ``destination``."""
+        """See `Cache.copy`."""
         for buffer in (*self.keys, *self.values):
             buffer[destination, :, :length] = buffer[source, :, :length]
-
-    share = copy
-    """A prompt's cache for the other samples of its group."""
-    move = copy
-    """A sequence goes to another slot; what it leaves behind is nobody's."""

@@ -76,13 +76,13 @@ class SlotState:
             any_tempered=any_tempered,
         )
 
-    def positions_ahead(self, rows: int, steps: int, length: int) -> torch.Tensor:
-        """``[steps, rows]``: where the first rows' next tokens go, if none of them ends.
+    def positions_ahead(self, rows: int, steps: int, max_length: int) -> torch.Tensor:
+        """``[steps, rows]``: where the first rows' next tokens go, if none of them ends; below ``max_length``.
 
-        A row that has ended goes on in its own slot, below ``length``; nobody reads what it writes there.
+        A row that has ended goes on behind its last token; nobody reads what it writes there.
         """
         ahead = torch.arange(steps, device=self.device)[:, None]
-        return (self.position[:rows] + ahead).clamp_max_(length - 1)
+        return (self.position[:rows] + ahead).clamp_max_(max_length - 1)
 
     def record(
         self, rows: slice | torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, is_stop: torch.Tensor

@@ -234,6 +234,7 @@ class Conversations:
             prompt_ids=request.prompt_ids + tuple(conversation.token_ids),
             num_samples=1,
             first_sample=answer.sample,
+            turn=len(conversation.spans),
             sampling=replace(request.sampling, max_new_tokens=new),
         )
 

@@ -145,7 +145,7 @@ class Rollouter:
         known = self._known(requests, journal)
         for request in requests:
             if request.index not in known:
-                self._engine.submit(request)
+                self._engine.submit(replace(request, goes_on=conversations.takes(request)))
         steps, cancelled = 0, False
         while (self._engine.has_unfinished or conversations.waiting) and not cancelled:
             for group in self._engine.step():

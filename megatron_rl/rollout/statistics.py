@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_rl.inference import EngineStatistics
 from megatron_rl.metrics.names import ROLLOUT_IDLE_SHARE, idle_share
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
 from megatron_rl.rollout.rollouter import RolloutResult
@@ -82,6 +83,22 @@ def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
     shares = [1 - own / slowest for own in seconds]
     by_rank = {idle_share(rank): share for rank, share in enumerate(shares)}
     return {ROLLOUT_IDLE_SHARE: sum(shares) / len(shares), **(by_rank if len(shares) <= _MOST_RANKS_SHOWN else {})}
+def engine_metrics(statistics: EngineStatistics, data_group: dist.ProcessGroup) -> dict[str, float]:
+    """What the engines did, summed over all data-parallel ranks."""
+    counted = (
+        statistics.prefill_tokens, statistics.reused_tokens, statistics.preemptions, statistics.recomputed_tokens,
+        statistics.generated_tokens - statistics.completions, statistics.decode_rows,
+    )  # fmt: skip
+    sums = torch.tensor(counted, dtype=torch.float64)
+    dist.all_reduce(sums, group=data_group)
+    prefilled, reused, preemptions, recomputed, useful, rows = sums.tolist()
+    return {
+        "rollout/prefill_tokens": prefilled,
+        "rollout/reused_share": reused / max(prefilled + reused, 1.0),
+        "rollout/preemptions": preemptions,
+        "rollout/recomputed_tokens": recomputed,
+        "rollout/useful_rows_share": useful / max(rows, 1.0),
+    }
 
 
 @dataclass(frozen=True)

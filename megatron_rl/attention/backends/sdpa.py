@@ -60,13 +60,13 @@ def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) ->
 
 
 def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[_Decode]:
-    """One mask for all steps: each uncovers one key more."""
+    """One mask for all steps: each uncovers one key more. Idle rows may lie beyond all keys; nobody reads theirs."""
     steps, longest = positions.shape[0], cache.max_length
     reach = min(key_length + steps - 1, longest)
     mask = hide_later_keys(positions[0], reach, cache.dtype)[:, None, None]
     for step, at in enumerate(positions):
         if step:
-            mask.scatter_(-1, at[:, None, None, None], 0.0)
+            mask.scatter_(-1, at.clamp_max(reach - 1)[:, None, None, None], 0.0)
         length = min(key_length + step, longest)
         yield _Decode(length, mask[..., :length])
 

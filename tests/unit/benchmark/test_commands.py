@@ -44,3 +44,13 @@ def test_update(tmp_path: Path) -> None:
     first = record["first_update"]
     assert first["ours"] == pytest.approx(first["plain"], rel=1e-4)
     assert first["ours"]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "paged"])
+def test_conversations(tmp_path: Path, backend: str) -> None:
+    sizes = ["--batch", "4", "--group", "2", "--turns", "3", "--reply-tokens", "4", "--prompt-tokens", "20"]
+    record = benchmark("conversations", tmp_path / "c.json", *sizes, "--attention-backend", backend)
+    reuse, anew = (record["statistics"][name] for name in ("reuse", "anew"))
+    assert anew["reused_tokens"] == 0
+    assert reuse["prefill_tokens"] + reuse["reused_tokens"] == anew["prefill_tokens"] == 2 * 20 + 4 * (29 + 38)
+    assert reuse["prefill_tokens"] < anew["prefill_tokens"] / 2

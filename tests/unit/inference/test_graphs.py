@@ -446,10 +446,10 @@ def test_recording_happens_in_rollout_mode_only_by_the_engine(policy: PolicyMode
     ],
 )
 def test_the_flags_reach_the_engine(
-    flags: dict[str, object], most: int | None, monkeypatch: pytest.MonkeyPatch
+    policy: PolicyModel, flags: dict[str, object], most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = []
-    monkeypatch.setattr(build_engine, "RolloutEngine", lambda policy, options, *_: built.append(options))
+    monkeypatch.setattr(build_engine, "RolloutEngine", lambda _, options, *rest: built.append(options))
     tokenizer, groups = SimpleNamespace(end_token_id=3, decode=None), SimpleNamespace(tensor_group=None)
-    build_engine.build_engine(tiny_config(**flags), None, tokenizer, groups)
+    build_engine.build_engine(tiny_config(**flags), policy, tokenizer, groups)
     assert [options.num_cuda_graphs for options in built] == [most]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 
 import pytest
 import torch
@@ -108,23 +109,61 @@ def test_tokens_of_any_slots(cache: Cache) -> None:
     assert torch.equal(contents(cache)[0, 0], expected)
 
 
-def test_a_prompt_goes_to_the_other_slots_of_its_group(cache: Cache) -> None:
+def units(cache: Cache, slot: int) -> torch.Tensor:
+    """What `copy` copies: the slot, or its pages."""
+    return torch.tensor([slot]) if isinstance(cache, SlotCache) else cache.table[slot].long()
+
+
+def test_copies_happen_at_once(cache: Cache) -> None:
+    """Two slots exchange what they hold, and one of them goes to a third as well."""
     before = filled(cache)
-    cache.share(torch.tensor([3, 3, 1]), torch.tensor([0, 2, 1]), length=5)
+    source = torch.cat([units(cache, slot) for slot in (3, 1, 3)])
+    destination = torch.cat([units(cache, slot) for slot in (1, 3, 0)])
+    cache.copy(source, destination, length=5)
     after = contents(cache)
-    for slot in (0, 2):
-        assert torch.equal(after[:, :, slot, :5], before[:, :, 3, :5])
-    assert torch.equal(after[:, :, [1, 3]], before[:, :, [1, 3]])
+    assert torch.equal(after[:, :, [1, 3, 0], :5], before[:, :, [3, 1, 3], :5])
+    assert torch.equal(after[:, :, 2], before[:, :, 2])
     key = torch.randn(1, 1, 2, 3)
     cache.write(0, cache.next_cells(torch.tensor([[5]]))[0], key, key)
-    assert torch.equal(contents(cache)[:, 0, 3], before[:, 0, 3]), "what one sample writes, another does not see"
+    assert torch.equal(contents(cache)[:, 0, 3, :5], before[:, 0, 1, :5]), "what one writes, another does not see"
 
 
-def test_a_move_takes_the_sequence_along(cache: Cache) -> None:
-    before = filled(cache)
-    cache.move(torch.tensor([3, 2]), torch.tensor([0, 1]), length=4)
-    after = contents(cache)
-    assert torch.equal(after[:, :, [0, 1], :4], before[:, :, [3, 2], :4])
-    key = torch.randn(4, 1, 2, 3)
-    cache.write(1, cache.next_cells(torch.tensor([[4, 4, 0, 0]]))[0], key, key)
-    assert torch.equal(contents(cache)[:, :, [0, 1], :4], before[:, :, [3, 2], :4])
+# -- pages ---------------------------------------------------------------------------------------
+
+
+def test_the_table_comes_from_the_host_and_keeps_its_place() -> None:
+    """A captured graph reads it at the address it had then."""
+    cache = PagedCache(SHAPE_OF_CONTENTS, 2, 4, torch.float32, torch.device("cpu"), num_pages=3)
+    assert cache.keys[0].shape[0] == 4, "three pages and the one that is nobody's"
+    address, view = cache.table.data_ptr(), cache.table
+    assert not view.any()
+    cache.set_table(array("i", [2, 0, 1, 3]))
+    assert view.tolist() == [[2, 0], [1, 3]]
+    assert cache.table.data_ptr() == address
+    assert cache.cells(torch.tensor([0, 1, 1]), torch.tensor([3, 0, 5])).tolist() == [11, 4, 13]
+
+
+PAGE_BYTES = 2 * 3 * 2 * 8 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("budget_pages", "pages"), [(8, 7), (8.9, 7), (36, 35), (36.5, 35), (1000, 35)]
+)
+def test_pages_within_a_budget(budget_pages: float, pages: int) -> None:
+    """One sequence of 100 tokens has 7 pages of 16, and the page that is nobody's needs its room too."""
+    assert SHAPE.pages_within(budget_pages * PAGE_BYTES / 2**30, 16, slots=5) == pages
+
+
+def test_without_a_budget_every_slot_can_be_filled() -> None:
+    assert SHAPE.pages_within(None, 16, slots=5) == 35
+
+
+@pytest.mark.parametrize("max_length", [1, 37, 100, 4321, 131072])
+def test_the_refusal_of_pages_names_a_budget_that_works(max_length: int) -> None:
+    shape = CacheShape(layers=3, groups=2, width=8, max_length=max_length, element_bytes=2)
+    needed = (-(-max_length // 16) + 1) * PAGE_BYTES / 2**30
+    with pytest.raises(EngineError, match=f"one sequence of {max_length} tokens in pages of 16") as refused:
+        shape.pages_within(needed * 0.99, 16, slots=5)
+    advice = float(re.search(r"buffer-size-gb (\S+) or more", str(refused.value)).group(1))
+    assert shape.pages_within(advice, 16, slots=5) >= -(-max_length // 16)
+    assert advice <= needed * 1.011, "asks for more than three digits of rounding explain"

@@ -35,9 +35,15 @@ def held(engine: RolloutEngine) -> int:
 def test_bytes_and_slots(policy: PolicyModel) -> None:
     plain, half, quarter = (rollout_engine(policy, kv_cache_dtype=d) for d in (None, torch.bfloat16, FP8))
     assert held(plain) == 2 * held(half) == 4 * held(quarter)
-    budget = 2.5 * plain._cache.shape.bytes_per_slot / 2**30
-    assert rollout_engine(policy, max_batch_size=32, cache_budget_gb=budget).num_slots == 2
-    assert fp8_engine(policy, max_batch_size=32, cache_budget_gb=budget).num_slots == 10
+    budget = 2.5 * plain._cache.shape.bytes_per_slot
+    wide, narrow = (
+        rollout_engine(policy, max_batch_size=32, page_length=16, cache_budget_gb=budget / 2**30, kv_cache_dtype=d)
+        for d in (None, FP8)
+    )
+    if policy.attention.cache.layout == "slots":
+        assert (wide.num_slots, narrow.num_slots) == (2, 10)
+    else:  # a sequence has three pages of 16, and one page is nobody's
+        assert (wide._cache.keys[0].shape[0], narrow._cache.keys[0].shape[0]) == (7, 30)
 
 
 @NARROW

@@ -2,171 +2,216 @@
 
 from __future__ import annotations
 
-import random
+from collections import deque
 
 import pytest
 
-from megatron_rl.inference.scheduler import Admission, Scheduler
+from megatron_rl.inference.pieces import Piece
+from megatron_rl.inference.scheduler import Scheduler
+from megatron_rl.inference.slot_storage import SlotStorage
+from megatron_rl.inference.waiting import FIRST_TURN, LATER_TURN, PREEMPTED, Waiting
 
 
 def scheduler(num_slots: int, budget: int = 1000) -> Scheduler:
-    return Scheduler(num_slots, budget)
+    return Scheduler(num_slots, budget, SlotStorage())
 
 
-def test_first_come_first_served_in_the_lowest_slots() -> None:
+def add(
+    plan: Scheduler,
+    request: int,
+    prompt_length: int = 1,
+    samples: int = 1,
+    new: int = 100,
+    expected: int | None = None,
+    urgency: int = FIRST_TURN,
+) -> None:
+    """Prompts of different requests have no token in common."""
+    prompt = tuple(1000 * request + i for i in range(prompt_length))
+    plan.add(Waiting(request, prompt, deque(range(samples)), new, expected or new, urgency))
+
+
+def seated(pieces: list[Piece]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    return [(piece.request, piece.samples, piece.slots) for piece in pieces]
+
+
+def occupants(plan: Scheduler) -> dict[int, tuple[int, int]]:
+    return {seat.slot: (seat.request, seat.sample) for seat in plan.running()}
+
+
+def release(plan: Scheduler, slots: list[int]) -> None:
+    for slot in slots:
+        plan.release(slot, ())
+
+
+# -- who is next -------------------------------------------------------------------------------
+
+
+def test_equals_are_served_as_they_come_in_the_lowest_slots() -> None:
     plan = scheduler(8)
-    plan.add(0, prompt_length=5, num_samples=2)
-    plan.add(1, prompt_length=5, num_samples=3)
-    assert plan.admit() == [Admission(0, (0, 1), (0, 1)), Admission(1, (0, 1, 2), (2, 3, 4))]
-    assert plan.num_rows == plan.num_running == 5
+    add(plan, 0, 5, samples=2)
+    add(plan, 1, 5, samples=3)
+    assert seated(plan.plan()) == [(0, (0, 1), (0, 1)), (1, (0, 1, 2), (2, 3, 4))]
+    assert plan.num_rows == 5
     assert not plan.has_waiting
-    assert plan.occupant(3) == (1, 1)
-    assert plan.occupied() == [0, 1, 2, 3, 4]
+    assert occupants(plan) == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1), 4: (1, 2)}
+
+
+def test_the_longest_begin_first() -> None:
+    plan = scheduler(8)
+    for request, (new, expected) in enumerate([(10, 10), (90, 20), (50, 50), (90, 20)]):
+        add(plan, request, new=new, expected=expected)
+    assert [piece.request for piece in plan.plan()] == [2, 1, 3, 0]
+
+
+def test_begun_work_and_conversations_before_everybody_else() -> None:
+    plan = scheduler(8)
+    add(plan, 0, new=100)
+    add(plan, 1, new=5, urgency=LATER_TURN)
+    add(plan, 2, new=3, urgency=PREEMPTED)
+    add(plan, 3, new=7, urgency=LATER_TURN)
+    assert [piece.request for piece in plan.plan()] == [2, 3, 1, 0]
 
 
 def test_a_group_larger_than_the_slots_enters_in_parts() -> None:
     plan = scheduler(4)
-    plan.add(7, prompt_length=5, num_samples=10)
+    add(plan, 7, 5, samples=10)
     seen = []
     while plan.has_waiting:
-        (admission,) = plan.admit()
-        seen += admission.samples
-        plan.release(admission.slots)
+        (piece,) = plan.plan()
+        seen += piece.samples
+        release(plan, list(piece.slots))
     assert seen == list(range(10))
 
 
 def test_freed_slots_are_refilled_before_new_rows_open() -> None:
     plan = scheduler(8)
-    plan.add(0, prompt_length=1, num_samples=6)
-    plan.admit()
-    plan.release([1, 4])
-    plan.add(1, prompt_length=1, num_samples=3)
-    assert plan.admit() == [Admission(1, (0, 1, 2), (1, 4, 6))]
+    add(plan, 0, samples=6)
+    plan.plan()
+    release(plan, [1, 4])
+    add(plan, 1, samples=3)
+    assert seated(plan.plan()) == [(1, (0, 1, 2), (1, 4, 6))]
 
 
 @pytest.mark.parametrize(("released", "admitted"), [(1, 0), (2, 2)])
 def test_a_running_batch_waits_for_an_eighth_of_the_slots(released: int, admitted: int) -> None:
     plan = scheduler(16)
-    plan.add(0, prompt_length=1, num_samples=20)
-    plan.admit()
-    plan.release(range(released))
-    assert sum(len(a.samples) for a in plan.admit()) == admitted
+    add(plan, 0, samples=20)
+    plan.plan()
+    release(plan, list(range(released)))
+    assert sum(len(piece.samples) for piece in plan.plan()) == admitted
 
 
 def test_an_empty_batch_never_waits() -> None:
     plan = scheduler(16)
-    plan.add(0, prompt_length=1, num_samples=1)
-    assert plan.admit() == [Admission(0, (0,), (0,))]
+    add(plan, 0)
+    assert seated(plan.plan()) == [(0, (0,), (0,))]
 
 
 def test_with_few_slots_one_free_slot_is_enough() -> None:
     plan = scheduler(3)
-    plan.add(0, prompt_length=1, num_samples=4)
-    plan.admit()
-    plan.release([2])
-    assert plan.admit() == [Admission(0, (3,), (2,))]
+    add(plan, 0, samples=4)
+    plan.plan()
+    release(plan, [2])
+    assert seated(plan.plan()) == [(0, (3,), (2,))]
+
+
+# -- pieces of prompts -------------------------------------------------------------------------
 
 
 def test_the_prefill_budget_counts_a_prompt_once_per_group() -> None:
     plan = scheduler(16, budget=10)
     for request in range(3):
-        plan.add(request, prompt_length=5, num_samples=4)
-    assert [a.request for a in plan.admit()] == [0, 1]
-    assert [a.request for a in plan.admit()] == [2]
+        add(plan, request, 5, samples=4)
+    assert [piece.request for piece in plan.plan()] == [0, 1]
+    assert [piece.request for piece in plan.plan()] == [2]
 
 
-def test_a_prompt_beyond_the_budget_enters_alone() -> None:
+def test_a_prompt_that_fits_the_budget_is_never_cut() -> None:
+    """It waits for a step of its own: packed whole, it is computed as the trainer computes it."""
     plan = scheduler(16, budget=10)
-    plan.add(0, prompt_length=50, num_samples=1)
-    plan.add(1, prompt_length=1, num_samples=1)
-    assert [a.request for a in plan.admit()] == [0]
-    assert [a.request for a in plan.admit()] == [1]
+    add(plan, 0, 7)
+    add(plan, 1, 9)
+    assert [(p.request, p.start, p.end) for p in plan.plan()] == [(0, 0, 7)]
+    assert [(p.request, p.start, p.end) for p in plan.plan()] == [(1, 0, 9)]
+
+
+def test_a_longer_prompt_is_cut_into_pieces_of_one_size() -> None:
+    plan = scheduler(16, budget=10)
+    add(plan, 0, 1, samples=2)
+    add(plan, 1, 23, samples=3)
+    add(plan, 2, 2)
+    assert [(p.request, p.start, p.end) for p in plan.plan()] == [(0, 0, 1)]
+    pieces = [plan.plan() for _ in range(3)]
+    # What the pieces leave of the budget goes to the next prompts.
+    assert [[(p.request, p.start, p.end) for p in step] for step in pieces] == [
+        [(1, 0, 8), (2, 0, 2)],
+        [(1, 8, 16)],
+        [(1, 16, 23)],
+    ]
+    assert [step[0].is_last for step in pieces] == [False, False, True]
+    assert all(step[0].slots == (2, 3, 4) for step in pieces)
+    assert plan.plan() == []
+
+
+def test_a_prompt_under_way_is_not_decoded() -> None:
+    plan = scheduler(8, budget=10)
+    add(plan, 0, 15, samples=2)
+    plan.plan()
+    assert plan.num_rows == 0
+    assert not plan.has_running
+    plan.plan()
+    assert plan.num_rows == 2
+    assert [(seat.position, seat.remaining) for seat in plan.running()] == [(15, 99), (15, 99)]
+
+
+# -- rows --------------------------------------------------------------------------------------
 
 
 def test_compaction_moves_the_highest_rows_into_the_holes() -> None:
     plan = scheduler(8)
-    plan.add(0, prompt_length=1, num_samples=8)
-    plan.admit()
-    plan.release([0, 2, 3])
+    add(plan, 0, samples=8)
+    plan.plan()
+    release(plan, [0, 2, 3])
     assert plan.compaction() == [(5, 0), (6, 2), (7, 3)]
-    assert plan.num_rows == plan.num_running == 5
-    assert [plan.occupant(slot) for slot in range(5)] == [(0, 5), (0, 1), (0, 6), (0, 7), (0, 4)]
+    assert plan.num_rows == 5
+    assert occupants(plan) == {0: (0, 5), 1: (0, 1), 2: (0, 6), 3: (0, 7), 4: (0, 4)}
     assert plan.compaction() == []
 
 
 def test_no_compaction_while_somebody_waits() -> None:
     plan = scheduler(32)
-    plan.add(0, prompt_length=1, num_samples=33)
-    plan.admit()
-    plan.release([0, 1, 2, 3])
+    add(plan, 0, samples=33)
+    plan.plan()
+    release(plan, [0, 1, 2, 3])
     assert plan.compaction() == []  # sample 32 waits for a slot
-    plan.admit()
+    plan.plan()
     assert plan.compaction() == [(29, 1), (30, 2), (31, 3)]
 
 
 def test_no_compaction_where_little_is_won() -> None:
     plan = scheduler(128)
-    plan.add(0, prompt_length=1, num_samples=128)
-    plan.admit()
-    plan.release([0, 1, 2])
+    add(plan, 0, samples=128)
+    plan.plan()
+    release(plan, [0, 1, 2])
     assert plan.compaction() == []  # three idle rows of 128 are less than one in 32
-    plan.release([20])
+    release(plan, [20])
     assert plan.compaction() == [(124, 0), (125, 1), (126, 2), (127, 20)]
 
 
 def test_free_slots_at_the_end_are_no_holes() -> None:
     plan = scheduler(8)
-    plan.add(0, prompt_length=1, num_samples=8)
-    plan.admit()
-    plan.release([4, 5, 6, 7])
+    add(plan, 0, samples=8)
+    plan.plan()
+    release(plan, [4, 5, 6, 7])
     assert plan.num_rows == 4
     assert plan.compaction() == []
 
 
 def test_clear_forgets_everybody() -> None:
     plan = scheduler(4)
-    plan.add(0, prompt_length=1, num_samples=6)
-    plan.admit()
+    add(plan, 0, samples=6)
+    plan.plan()
     plan.clear()
-    assert plan.num_rows == plan.num_running == 0
-    assert plan.admit() == []
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_everybody_is_served_once_and_no_slot_has_two_occupants(seed: int) -> None:
-    """Random requests, random endings; a plain dictionary keeps the books beside the scheduler."""
-    draw = random.Random(seed)
-    num_slots, budget = draw.randint(1, 40), draw.randint(1, 60)
-    plan = scheduler(num_slots, budget)
-    prompts = [draw.randint(1, 20) for _ in range(draw.randint(1, 12))]
-    sizes = [draw.randint(1, 2 * num_slots) for _ in prompts]
-    arrivals = list(range(len(prompts)))
-    seats: dict[int, tuple[int, int]] = {}
-    served: list[tuple[int, int]] = []
-    for _ in range(10_000):
-        if arrivals and draw.random() < 0.3:
-            request = arrivals.pop(0)
-            plan.add(request, prompts[request], sizes[request])
-        admissions = plan.admit()
-        assert len(admissions) <= 1 or sum(prompts[a.request] for a in admissions) <= budget
-        for admission in admissions:
-            for sample, slot in zip(admission.samples, admission.slots, strict=True):
-                assert slot not in seats
-                assert 0 <= slot < num_slots
-                seats[slot] = (admission.request, sample)
-                served.append((admission.request, sample))
-        ended = [slot for slot in seats if draw.random() < 0.2]
-        plan.release(ended)
-        for slot in ended:
-            del seats[slot]
-        for source, destination in plan.compaction():
-            assert destination not in seats
-            assert destination < source
-            seats[destination] = seats.pop(source)
-        assert {slot: plan.occupant(slot) for slot in plan.occupied()} == seats
-        assert plan.num_running == len(seats)
-        assert plan.num_rows == max(seats, default=-1) + 1
-        if not arrivals and not seats and not plan.has_waiting:
-            break
-    everybody = [(request, sample) for request, size in enumerate(sizes) for sample in range(size)]
-    assert served == everybody, "not first come first served, or somebody was lost or served twice"
+    assert plan.num_rows == 0
+    assert not plan.has_running
+    assert plan.plan() == []

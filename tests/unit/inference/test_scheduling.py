@@ -1,0 +1,84 @@
+"""Random workloads over the twin of the engine: everybody is served, and nobody attends to another one's cells."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.support.scheduling import Sizes, Twin, Wanted, answer
+
+
+def random_sizes(draw: random.Random) -> Sizes:
+    slots, longest = draw.randint(1, 9), draw.randint(20, 90)
+    sizes = Sizes(
+        slots, budget=draw.choice([1, 7, 16, 40, 500]), steps=draw.randint(1, 9), longest=longest,
+        page_length=draw.choice([0, 1, 4, 16, 100]), reuse=draw.random() < 0.8,
+    )  # fmt: skip
+    if not sizes.page_length:
+        return sizes
+    # Often no more than one sequence fits.
+    pages = sizes.pages_per_slot + draw.choice([0, 0, 1, 3, slots * sizes.pages_per_slot])
+    return replace(sizes, pages=pages, overcommit=draw.choice([1.0, 1.0, 1.5, 4.0, 100.0]))
+
+
+def random_request(draw: random.Random, sizes: Sizes, common: tuple[int, ...]) -> Wanted:
+    room = sizes.longest - 1
+    head = common[: draw.randint(0, min(room - 1, len(common)))]
+    tail = tuple(draw.randrange(9) for _ in range(draw.randint(1, max(1, min(room - len(head), 12)))))
+    prompt = head + tail
+    limit = draw.randint(1, sizes.longest - len(prompt))
+    samples = draw.randint(1, 2 * sizes.slots)
+    lengths = [draw.randint(1, limit) for _ in range(samples)]
+    return Wanted(prompt, limit, lengths, draw.choice([None, draw.randint(1, limit)]), goes_on=draw.random() < 0.5)
+
+
+def later_turn(draw: random.Random, sizes: Sizes, twin: Twin, request: int) -> Wanted | None:
+    """One of the samples of a request hears something and speaks again."""
+    before = twin.wanted[request]
+    heard = tuple(draw.randrange(9) for _ in range(draw.randint(1, 6)))
+    prompt = before.prompt + before.answers[draw.randrange(len(before.lengths))] + heard
+    limit = sizes.longest - len(prompt)
+    return Wanted(prompt, limit, [draw.randint(1, limit)], later_turn=True) if limit > 0 else None
+
+
+def served(sizes: Sizes, seed: int, count: int = 12) -> Twin:
+    """Requests in dribs, some of which go on; everything has to be finished in the end."""
+    draw, twin = random.Random(seed), Twin(sizes)
+    common = tuple(draw.randrange(9) for _ in range(60))
+    arriving = [random_request(draw, sizes, common) for _ in range(count)]
+    for _ in range(100_000):
+        while arriving and draw.random() < 0.6:
+            twin.add(arriving.pop())
+        for request in twin.step():
+            turn = later_turn(draw, sizes, twin, request) if len(twin.wanted) < 3 * count else None
+            if turn is not None:
+                twin.add(turn)
+        if not arriving and not twin.unfinished:
+            break
+    assert not twin.unfinished, "somebody waits for ever"
+    for number, wanted in enumerate(twin.wanted):
+        said = {sample: answer(number, sample, length) for sample, length in enumerate(wanted.lengths)}
+        assert wanted.answers == said
+    return twin
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_everybody_is_served(seed: int) -> None:
+    sizes = random_sizes(random.Random(seed))
+    twin = served(sizes, seed)
+    assert sizes.reuse or twin.reused == 0
+    assert sizes.overcommit > 1 or twin.preempted == 0, "without over-commit nobody has to leave"
+    assert not twin.scheduler.has_running
+    if sizes.page_length:
+        assert twin.storage._pool.held == 0, "pages are lost"
+        assert set(twin.storage.table) == {0}
+
+
+def test_the_random_workloads_meet_everything() -> None:
+    """Otherwise the test above would show nothing."""
+    twins = [served(random_sizes(random.Random(seed)), seed) for seed in range(40)]
+    assert sum(twin.preempted > 0 for twin in twins) >= 4
+    assert sum(twin.reused > 0 for twin in twins) >= 8
+    assert {bool(twin.sizes.page_length) for twin in twins if twin.reused} == {False, True}
