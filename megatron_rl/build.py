@@ -94,7 +94,7 @@ def build_run(
         engine, rollouter, generate_a_little = None, None, _no_engine
         if config.training.perform_rl_step or config.training.eval_interval is not None:
             engine = build_engine(config, policy, tokenizer, groups, memory.cache_budget_gb())
-            memory.hold(engine.cache_tensors)
+            memory.hold(engine.cache_tensors, engine.forget_graphs)
             rollouter = Rollouter(
                 engine,
                 tokenizer,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,8 +73,8 @@ class PhaseMemory:
         room = Room(-int(worst["not free"]), int(worst["in rollouts"]), int(worst["in training"]))
         return plan_cache(slot_bytes(self._config), self._config.rollout.inference_max_batch_size, asked, room)
 
-    def hold(self, cache: Sequence[torch.Tensor]) -> CacheResidency:
-        """Look after the tensors of a cache; collective over the model-parallel ranks.
+    def hold(self, cache: Sequence[torch.Tensor], on_release: Callable[[], None]) -> CacheResidency:
+        """Look after the tensors of a cache, and tell when they go; collective over the model-parallel ranks.
 
         A resumed run without a rollout before its first update would find the cache in the way, so it goes now
         if it must.
@@ -85,6 +85,7 @@ class PhaseMemory:
         self._cache = CacheResidency(
             cache, self._device, need, self._some_rank_must, updates=lambda: optimization.updates_begun
         )
+        self._cache.on_release.append(on_release)
         self._cache.after_rollout()
         return self._cache
 

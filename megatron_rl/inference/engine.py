@@ -69,6 +69,10 @@ class Engine(Protocol):
         """The KV cache: between rollouts its memory may go, and come back zeroed at other addresses."""
         ...
 
+    def forget_graphs(self) -> None:
+        """The memory of `cache_tensors` goes: drop what was recorded with its addresses."""
+        ...
+
     def abort(self) -> None:
         """Forget all unfinished requests."""
         ...

@@ -129,6 +129,10 @@ class GraphedDecode:
             else:
                 replay()
 
+    def forget(self) -> None:
+        """Drop all graphs and the memory they hold: the KV cache goes, and comes back at other addresses."""
+        self._recorded = {}
+
     def _covered(self, rows: int, key_length: int) -> bool:
         why = None
         if self._sources.observed:

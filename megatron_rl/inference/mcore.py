@@ -97,6 +97,9 @@ class McoreEngine:
         """None: megatron-core's context owns its cache, and keeps it."""
         return []
 
+    def forget_graphs(self) -> None:
+        """There are none."""
+
     @torch.inference_mode()
     def step(self) -> list[GeneratedGroup]:
         """Admit who fits and draw one token for every running sample."""

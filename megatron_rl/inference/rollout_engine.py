@@ -23,7 +23,7 @@ from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
 from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.inference.graphs import with_graphs
+from megatron_rl.inference.graphs import GraphedDecode, with_graphs
 from megatron_rl.inference.harvest import Harvest
 from megatron_rl.inference.layout import make_layout
 from megatron_rl.inference.ledger import Ledger
@@ -115,6 +115,11 @@ class RolloutEngine:
     def cache_tensors(self) -> list[torch.Tensor]:
         """See `Engine.cache_tensors`."""
         return [*self._cache.keys, *self._cache.values]
+
+    def forget_graphs(self) -> None:
+        """See `Engine.forget_graphs`."""
+        if isinstance(self._decode, GraphedDecode):
+            self._decode.forget()
 
     @torch.inference_mode()
     def step(self) -> list[GeneratedGroup]:

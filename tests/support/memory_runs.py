@@ -102,8 +102,8 @@ def _watched(argv: Sequence[str], tight: bool) -> dict[str, Any]:
         report(self, *args)
         steps.append(alive())
 
-    def held(self: PhaseMemory, cache: Sequence[torch.Tensor]) -> Any:
-        residency = hold(self, cache)
+    def held(self: PhaseMemory, cache: Sequence[torch.Tensor], on_release: Callable[[], None]) -> Any:
+        residency = hold(self, cache, on_release)
         residency.training_need = _HUGE if tight else 0
         caches.append(residency)
         return residency

@@ -99,7 +99,7 @@ def toy_run(
     )
     memory = PhaseMemory(config, optimization, groups)
     engine = build_engine(config, policy, tokenizer, groups, memory.cache_budget_gb())
-    memory.hold(engine.cache_tensors)
+    memory.hold(engine.cache_tensors, engine.forget_graphs)
     environments = ToyEnvironments()
     source = build._source(config, environments, tokenizer, factory)
     prompts = source if config.training.perform_rl_step else None

@@ -18,8 +18,10 @@ from megatron_rl.inference import RolloutEngine
 from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
 from megatron_rl.inference.graph_sources import StepSources
 from megatron_rl.inference.graphs import GraphedDecode, graph_reaches, graph_sizes, with_graphs
+from megatron_rl.inference.memory import CacheResidency
 from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.quantization.observe import observed
 from megatron_rl.trainer import Optimization
 from megatron_rl.types import GenerationRequest
@@ -384,6 +386,23 @@ def test_a_cache_made_anew_is_recorded_anew(
     assert tokens(generate(policy, engine, wanted)) == tokens(first)
     assert recorder.recorded == 2 * recorded
     assert ["moved in memory" in r.message for r in caplog.records] == ([] if announced else [True])
+
+
+def test_a_cache_that_goes_takes_its_graphs_along(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Their memory is free while the policy is trained, and every rank records anew, whatever its addresses are."""
+    engine = rollout_engine(policy)
+    recorder = taped(engine, policy)
+    residency = CacheResidency(engine.cache_tensors, DeviceMemory(policy.device), training_need=2**60)
+    residency.on_release.append(engine.forget_graphs)
+    wanted = requests_of_a_step()
+    first = tokens(generate(policy, engine, wanted))
+    recorded = recorder.recorded
+    residency.after_rollout()
+    assert not engine._decode._recorded
+    with residency.resident():
+        assert tokens(generate(policy, engine, wanted)) == first
+    assert recorder.recorded == 2 * recorded
+    assert "moved in memory" not in caplog.text
 
 
 def test_weights_that_moved_are_recorded_anew_with_a_warning(

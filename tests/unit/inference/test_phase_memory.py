@@ -21,6 +21,10 @@ from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 OFFLOAD = {"rl_offload_optimizer_during_inference": True}
 
 
+def engine_has_none() -> None:
+    """No graphs."""
+
+
 def phase_memory(groups: ParallelGroups, **changes: object) -> tuple[PhaseMemory, Optimization]:
     config = tiny_config(bf16=True, **changes)
     optimization = Optimization(tiny_policy(config), config)
@@ -86,15 +90,17 @@ def test_in_a_rollout_the_cache_is_there_and_the_state_is_not(one_rank: Parallel
         (taken,) = sizes
         return taken
 
+    told: list[int] = []
     cache = [tensor.untyped_storage() for tensor in engine.cache_tensors]
     if tight:
         free(1000)
-    residency = memory.hold(engine.cache_tensors)
+    residency = memory.hold(engine.cache_tensors, lambda: told.append(len(told)))
     assert residency.is_released == tight
     for _ in range(2):
         with memory.for_rollouts():
             assert (taken(cache), taken(state), taken(gradients)) == (True, False, False)
         assert (taken(cache), taken(state), taken(gradients)) == (not tight, True, True)
+    assert len(told) == (3 if tight else 0), "whoever holds graphs hears of it every time"
 
 
 def test_an_update_takes_state_activations_and_logits(one_rank: ParallelGroups, free) -> None:
@@ -102,9 +108,9 @@ def test_an_update_takes_state_activations_and_logits(one_rank: ParallelGroups, 
     free(2**40)
     result = estimate(tiny_config(bf16=True), 1, VOCABULARY)
     moments, pass_ = 8 * result.parameters_per_rank, result.activations + result.training_logits
-    assert phase_memory(one_rank)[0].hold([]).training_need == moments + pass_
+    assert phase_memory(one_rank)[0].hold([], engine_has_none).training_need == moments + pass_
     away = result.gradients + 4 * result.parameters_per_rank
-    assert phase_memory(one_rank, **OFFLOAD)[0].hold([]).training_need == moments + pass_ + away
+    assert phase_memory(one_rank, **OFFLOAD)[0].hold([], engine_has_none).training_need == moments + pass_ + away
 
 
 def budget_of_unequal_ranks() -> list[float | None]:
@@ -122,7 +128,7 @@ def budget_of_unequal_ranks() -> list[float | None]:
     DeviceMemory.free = lambda self: int(least if groups.rank else 2**40)
     budget = memory.cache_budget_gb()
     DeviceMemory.free = lambda self: 0 if groups.rank else 2**40
-    return [budget, memory.hold([torch.zeros(4)]).is_released]
+    return [budget, memory.hold([torch.zeros(4)], engine_has_none).is_released]
 
 
 def test_ranks_plan_with_the_memory_of_the_worst() -> None:
