@@ -124,18 +124,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = (arguments.tokens, arguments.vocab, arguments.hidden, arguments.dtype)
     peaks: dict[str, dict[str, dict[str, float]]] = {}
     seconds: dict[str, dict[str, dict[str, float]]] = {}
-    for start, ways in WAYS.items():
-        found = {way: {kind: measure_elsewhere(Cell(start, way, kind, *sizes)) for kind in PASSES} for way in ways}
+    passes = arguments.passes
+    for start in arguments.start:
+        ways = WAYS[start]
+        found = {way: {kind: measure_elsewhere(Cell(start, way, kind, *sizes)) for kind in passes} for way in ways}
         require_same_values(found)
         peaks[start] = {way: {kind: each["bytes"] for kind, each in row.items()} for way, row in found.items()}
         seconds[start] = {way: {kind: each["seconds"] for kind, each in row.items()} for way, row in found.items()}
     ratios = {
         start: {
-            f"{way}/naive": {kind: peaks[start][way][kind] / max(peaks[start]["naive"][kind], 1) for kind in PASSES}
-            for way in ways
+            f"{way}/naive": {kind: peaks[start][way][kind] / max(peaks[start]["naive"][kind], 1) for kind in passes}
+            for way in WAYS[start]
             if way != "naive"
         }
-        for start, ways in WAYS.items()
+        for start in arguments.start
     }
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "cell")}
     return {
@@ -151,7 +153,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def require_same_values(found: dict[str, dict[str, dict[str, float]]]) -> None:
     """All ways compute the same sum."""
-    for kind in PASSES:
+    for kind in next(iter(found.values())):
         values = [row[kind]["value"] for row in found.values()]
         if max(values) - min(values) > 2e-3 * abs(values[0]):
             raise SystemExit(f"{kind}: the ways disagree, {values}: their memory means nothing")
@@ -164,6 +166,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=64, help="small: the weight and its gradient are no logits")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model")
+    parser.add_argument("--start", nargs="+", choices=tuple(WAYS), default=list(WAYS), help="what the pass starts from")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -182,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for start, ways in record["peak_bytes"].items()
         for way, row in ways.items()
     ]  # fmt: skip
-    print(format_table(["MiB beyond the inputs, from", *PASSES], rows))
+    print(format_table(["MiB beyond the inputs, from", *arguments.passes], rows))
     print(f"the logits: {record['logits_bytes'] / 2**20:,.0f} MiB, in fp32 {record['fp32_logits_bytes'] / 2**20:,.0f}")
     write_record(arguments.json, record)
 

@@ -104,16 +104,17 @@ def contenders(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str
         policy.gpt.load_state_dict(started.gpt.state_dict())
         steps: dict[str, Step] = {"ours": OurStep(policy, config, groups, task)}
         if arguments.against == "trl":
-            trl = _trl(started, task, config, arguments.trl_micro_batch, folder / "trl")
+            trl = trl_step(started, task, config, arguments.trl_micro_batch, folder / "trl")
             steps |= {} if trl is None else {"trl": trl}
         for step in steps.values():
             stack.callback(step.close)
         yield steps
 
 
-def _trl(
+def trl_step(
     policy: PolicyModel, task: QuickstartTask, config: RLConfig, micro_batch: int, directory: Path
 ) -> Step | None:
+    """TRL's contender; without TRL one line says how to install it."""
     try:
         from tools.benchmark.trl_step import TrlStep
     except ImportError as missing:

@@ -11,7 +11,8 @@ import torch
 
 from megatron_rl.attention import buckets
 from megatron_rl.attention.backends.sdpa import packed_attention
-from megatron_rl.attention.buckets import BUCKET_CELLS, Buckets, cheapest_borders
+from megatron_rl.attention.buckets import BUCKET_CELLS, Buckets, FullRows, cheapest_borders
+from megatron_rl.attention.padded import PaddedRows
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -21,25 +22,24 @@ def buckets_of(lengths: list[int]) -> Buckets:
     return Buckets.build(lengths, cu_seqlens, torch.cat([torch.arange(length) for length in lengths]))
 
 
-def work(lengths: list[int], borders: tuple[int, ...]) -> int:
+def work(lengths: list[int], borders: tuple[int, ...], bucket_cells: int = BUCKET_CELLS) -> int:
     cells = [(b - a) * max(16, *lengths[a:b]) ** 2 for a, b in itertools.pairwise(borders)]
-    return sum(cells) + len(cells) * buckets.BUCKET_CELLS
+    return sum(cells) + len(cells) * bucket_cells
 
 
 def test_long_and_short_ones_part() -> None:
     # together 60 x 50^2 = 150,000 cells; apart 20 x 50^2 + 40 x 16^2 = 60,240 and one more call
-    assert cheapest_borders([50] * 20 + [10] * 40) == [0, 20, 60]
+    assert cheapest_borders([50] * 20 + [10] * 40, BUCKET_CELLS) == [0, 20, 60]
 
 
 def test_what_saves_less_than_a_call_costs_stays_together() -> None:
-    assert cheapest_borders([50] * 64) == [0, 64]
+    assert cheapest_borders([50] * 64, BUCKET_CELLS) == [0, 64]
     few = (BUCKET_CELLS - 1) // (50**2 - 16**2)
-    assert cheapest_borders([50] * 20 + [10] * few) == [0, 20 + few]
-    assert cheapest_borders([50] * 20 + [10] * (few + 1)) == [0, 20, 21 + few]
+    assert cheapest_borders([50] * 20 + [10] * few, BUCKET_CELLS) == [0, 20 + few]
+    assert cheapest_borders([50] * 20 + [10] * (few + 1), BUCKET_CELLS) == [0, 20, 21 + few]
 
 
-def test_no_other_cuts_are_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_CELLS", 300)
+def test_no_other_cuts_are_cheaper() -> None:
     draw = random.Random(1)
     for _ in range(20):
         lengths = [draw.randint(1, 40) for _ in range(draw.randint(1, 9))]
@@ -47,37 +47,51 @@ def test_no_other_cuts_are_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
         every = [
             (0, *cut, len(lengths)) for count in range(len(lengths)) for cut in itertools.combinations(inner, count)
         ]
-        found = cheapest_borders(lengths)
+        found = cheapest_borders(lengths, 300)
         assert found[0] == 0 and found[-1] == len(lengths)
-        assert work(lengths, tuple(found)) == min(work(lengths, borders) for borders in every)
+        assert work(lengths, tuple(found), 300) == min(work(lengths, borders, 300) for borders in every)
 
 
 def test_many_lengths_are_looked_at_in_steps() -> None:
     lengths = list(range(2000, 0, -1))
-    found = cheapest_borders(lengths)
+    found = cheapest_borders(lengths, BUCKET_CELLS)
     assert sorted(set(found)) == found and found[-1] == 2000
     assert 3 < len(found) <= buckets.MAX_BORDERS + 2
     assert work(lengths, tuple(found)) < work(lengths, (0, 2000)) / 2
 
 
-@pytest.mark.parametrize("lengths", [[40, 33, 33, 9, 3, 1], [3, 40, 2, 1]])
-def test_same_bits_as_one_set_of_rows(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> None:
-    whole = buckets_of(lengths)
+@pytest.mark.parametrize(
+    ("lengths", "kinds"),
+    [
+        ([40, 33, 33, 9, 3, 1], None),
+        ([3, 40, 2, 1], None),
+        ([20, 20, 20], [FullRows]),
+        ([20, 20, 18, 18], [FullRows, FullRows]),
+        ([9, 9], [PaddedRows]),  # filled up to the fewest keys of a product
+    ],
+)
+def test_same_bits_as_one_set_of_rows(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], kinds: list[type] | None
+) -> None:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    offsets = torch.cat([torch.arange(length) for length in lengths])
+    whole = Buckets((PaddedRows.build(lengths, cu_seqlens, offsets),), (sum(lengths),))
     monkeypatch.setattr(buckets, "BUCKET_CELLS", 1)
     bucketed = buckets_of(lengths)
-    assert len(whole.rows) == 1 and len(bucketed.rows) > 1 and sum(bucketed.tokens) == sum(lengths)
+    assert kinds is None or [type(rows) for rows in bucketed.rows] == kinds
+    assert sum(bucketed.tokens) == sum(lengths)
     generator = torch.Generator().manual_seed(7)
-    inputs = [torch.randn(sum(lengths), 1, heads, WIDTH, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
+    fused = torch.randn(sum(lengths), 1, GROUPS, (HEADS // GROUPS + 2) * WIDTH, generator=generator)
     weight = torch.randn(sum(lengths), 1, HEADS * WIDTH, generator=generator)
     results = []
     for prepared in (bucketed, whole):
-        leaves = [each.clone().requires_grad_() for each in inputs]
-        output = packed_attention(*leaves, prepared)
+        leaf = fused.clone().requires_grad_()
+        query, key, value = leaf.split([HEADS // GROUPS * WIDTH, WIDTH, WIDTH], dim=-1)  # strided, as in a layer
+        output = packed_attention(query.reshape(-1, 1, HEADS, WIDTH), key, value, prepared)
         (output * weight).sum().backward()
-        results.append(SimpleNamespace(output=output, grads=[leaf.grad for leaf in leaves]))
+        results.append(SimpleNamespace(output=output, grad=leaf.grad))
     assert torch.equal(results[0].output, results[1].output)
-    for ours, theirs in zip(results[0].grads, results[1].grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[0].grad, results[1].grad, rtol=1e-5, atol=1e-6)
 
 
 def test_equal_lengths_take_one_set_of_rows() -> None:

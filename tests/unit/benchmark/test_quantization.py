@@ -58,7 +58,7 @@ def test_runs_by_its_path_too() -> None:
     assert "tokens / CPU s" not in shown
 
 
-@pytest.mark.parametrize("module", ["rollout", "update", "loop", "quantization"])
+@pytest.mark.parametrize("module", ["rollout", "update", "loop", "quantization", "step", "logprob_memory"])
 def test_every_benchmark_runs_by_its_path(module: str) -> None:
     assert "--json" in run([f"tools/benchmark/{module}.py"], "--help")
 
