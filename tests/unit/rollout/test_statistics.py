@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.inference import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.statistics import Failures, environment_metrics, failures_of, rollout_metrics
+from megatron_rl.rollout.statistics import Failures, engine_metrics, environment_metrics, failures_of, rollout_metrics
 from megatron_rl.types import GradeResult, RolloutGroup
 from tests.support.rollouts import graded_group
 
@@ -52,6 +53,21 @@ def test_grader_metrics_are_means_over_those_that_report_them(one_rank: Parallel
         "grade/toy/format": 1.0,
         "grade/other/steps": 7.0,
     }
+
+
+def test_what_the_engine_did(one_rank: ParallelGroups) -> None:
+    statistics = EngineStatistics(
+        decode_rows=40, prefill_tokens=30, reused_tokens=10, preemptions=2, recomputed_tokens=7, generated_tokens=32,
+        completions=4,
+    )  # fmt: skip
+    assert engine_metrics(statistics, one_rank.data_group) == {
+        "rollout/prefill_tokens": 30.0,
+        "rollout/reused_share": 0.25,
+        "rollout/preemptions": 2.0,
+        "rollout/recomputed_tokens": 7.0,
+        "rollout/useful_rows_share": 0.7,  # the first token of a completion comes from the prefill
+    }
+    assert set(engine_metrics(EngineStatistics(), one_rank.data_group).values()) == {0.0}
 
 
 def test_failures_are_counted_by_code(one_rank: ParallelGroups) -> None:
