@@ -61,11 +61,11 @@ def test_what_the_engine_did(one_rank: ParallelGroups) -> None:
         completions=4,
     )  # fmt: skip
     assert engine_metrics(statistics, one_rank.data_group) == {
-        "rollout/prefill_tokens": 30.0,
-        "rollout/reused_share": 0.25,
-        "rollout/preemptions": 2.0,
-        "rollout/recomputed_tokens": 7.0,
-        "rollout/useful_rows_share": 0.7,  # the first token of a completion comes from the prefill
+        "engine/prefill_tokens": 30.0,
+        "engine/reused_share": 0.25,
+        "engine/preemptions": 2.0,
+        "engine/recomputed_tokens": 7.0,
+        "engine/useful_rows_share": 0.7,  # the first token of a completion comes from the prefill
     }
     assert set(engine_metrics(EngineStatistics(), one_rank.data_group).values()) == {0.0}
 
