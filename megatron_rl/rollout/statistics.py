@@ -93,11 +93,11 @@ def engine_metrics(statistics: EngineStatistics, data_group: dist.ProcessGroup) 
     dist.all_reduce(sums, group=data_group)
     prefilled, reused, preemptions, recomputed, useful, rows = sums.tolist()
     return {
-        "rollout/prefill_tokens": prefilled,
-        "rollout/reused_share": reused / max(prefilled + reused, 1.0),
-        "rollout/preemptions": preemptions,
-        "rollout/recomputed_tokens": recomputed,
-        "rollout/useful_rows_share": useful / max(rows, 1.0),
+        "engine/prefill_tokens": prefilled,
+        "engine/reused_share": reused / max(prefilled + reused, 1.0),
+        "engine/preemptions": preemptions,
+        "engine/recomputed_tokens": recomputed,
+        "engine/useful_rows_share": useful / max(rows, 1.0),
     }
 
 

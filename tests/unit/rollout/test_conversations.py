@@ -138,6 +138,8 @@ def test_tokens_logprobs_and_spans_of_two_turns(harness: Harness) -> None:
     later = engine.requests[1]
     assert later.prompt_ids == (*PROMPT, C, END, X, Y)
     assert (later.num_samples, later.first_sample, later.sampling.max_new_tokens) == (1, 0, 6)
+    # what the engine may know of it: the first turn will go on, the second holds the conversation up
+    assert [(request.turn, request.goes_on) for request in engine.requests] == [(0, True), (1, True)]
     assert harness.asked == [(None, Turn("c", "stop", 2, 0, False)), (0, Turn("a", "stop", 2, 1, False))]
 
 

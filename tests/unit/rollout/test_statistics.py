@@ -11,6 +11,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import RolloutResult
 from megatron_rl.rollout.statistics import (
     Failures,
+    engine_metrics,
     environment_metrics,
     failures_of,
     idle_metrics,
@@ -61,6 +62,21 @@ def test_grader_metrics_are_means_over_those_that_report_them(one_rank: Parallel
         "grade/toy/format": 1.0,
         "grade/other/steps": 7.0,
     }
+
+
+def test_what_the_engine_did(one_rank: ParallelGroups) -> None:
+    statistics = EngineStatistics(
+        decode_rows=40, prefill_tokens=30, reused_tokens=10, preemptions=2, recomputed_tokens=7, generated_tokens=32,
+        completions=4,
+    )  # fmt: skip
+    assert engine_metrics(statistics, one_rank.data_group) == {
+        "engine/prefill_tokens": 30.0,
+        "engine/reused_share": 0.25,
+        "engine/preemptions": 2.0,
+        "engine/recomputed_tokens": 7.0,
+        "engine/useful_rows_share": 0.7,  # the first token of a completion comes from the prefill
+    }
+    assert set(engine_metrics(EngineStatistics(), one_rank.data_group).values()) == {0.0}
 
 
 def test_failures_are_counted_by_code(one_rank: ParallelGroups) -> None:
