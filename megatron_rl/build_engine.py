@@ -19,12 +19,17 @@ def build_engine(
 ) -> Engine:
     """`--rl-inference-engine`: ours, or megatron-core's own as oracle."""
     rollout = config.rollout
+    if rollout.inference_dynamic_batching_block_size is not None and policy.attention.cache.layout == "slots":
+        logger.warning(
+            "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",
+            rollout.inference_dynamic_batching_block_size, policy.attention.cache_name,
+        )  # fmt: skip
     options = EngineOptions(
         max_batch_size=rollout.inference_max_batch_size,
         max_sequence_length=rollout.inference_max_seq_length,
         steps_per_host_read=rollout.rl_decode_steps_per_sync,
         cache_budget_gb=rollout.inference_dynamic_batching_buffer_size_gb,
-        page_length=_page_length(config, policy),
+        page_length=rollout.inference_dynamic_batching_block_size,
         kv_cache_dtype=kv_cache_dtype(config),
     )
     if rollout.rl_inference_engine == "mcore":
@@ -35,12 +40,3 @@ def build_engine(
         policy, options, [tokenizer.end_token_id], tokenizer.decode, groups.tensor_group
     )
 
-
-def _page_length(config: RLConfig, policy: PolicyModel) -> int:
-    asked, kernel = config.rollout.inference_dynamic_batching_block_size, policy.attention.cache
-    if asked is not None and kernel.layout == "slots":
-        logger.warning(
-            "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",
-            asked, policy.attention.cache_name,
-        )  # fmt: skip
-    return asked or kernel.page_length

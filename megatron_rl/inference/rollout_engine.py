@@ -42,8 +42,8 @@ class EngineOptions:
     steps_per_host_read: int = 8
     prefill_token_budget: int = 8192
     cache_budget_gb: float | None = None
-    page_length: int = 64
-    """Tokens a page, where the attention backend wants pages."""
+    page_length: int | None = None
+    """Tokens a page, where the attention backend wants pages; None is the backend's own choice."""
     kv_cache_dtype: torch.dtype | None = None
     """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
 
@@ -306,4 +306,4 @@ def _make_cache(policy: PolicyModel, shape: CacheShape, slots: int, options: Eng
     numbers = policy.dtype, policy.device, options.kv_cache_dtype
     if policy.attention.cache.layout == "slots":
         return SlotCache(shape, slots, *numbers)
-    return PagedCache(shape, slots, options.page_length, *numbers)
+    return PagedCache(shape, slots, options.page_length or policy.attention.cache.page_length, *numbers)

@@ -127,10 +127,8 @@ def test_one_captured_graph_serves_all_lengths(name, stored):
 def test_engine_and_trainer_agree(one_rank, name, stored):
     """The trainer rounds keys and values as the cache does; what is left is bf16."""
     backend_here(name, stored)
-    kernel = get_backend(name).cache
     policy = tiny_policy(tiny_config(bf16=True, attention_backend=name))
-    options = {"kv_cache_dtype": stored, "page_length": kernel.page_length}
-    engine, requests = rollout_engine(policy, **options), ragged_requests(6, 2, max_new_tokens=16)
+    engine, requests = rollout_engine(policy, kv_cache_dtype=stored), ragged_requests(6, 2, max_new_tokens=16)
     batch = packed(requests, generate(policy, engine, requests), "cuda")
     with rounded_attention(policy.gpt.decoder.layers, engine.kv_numbers):
         assert gaps(policy, one_rank, batch, 1.0).max() < 0.15
