@@ -27,6 +27,11 @@ def build_engine(
     """
     rollout, kernels = config.rollout, config.kernels
     graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
+    if rollout.inference_dynamic_batching_block_size is not None and policy.attention.cache.layout == "slots":
+        logger.warning(
+            "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",
+            rollout.inference_dynamic_batching_block_size, policy.attention.cache_name,
+        )  # fmt: skip
     options = EngineOptions(
         max_batch_size=rollout.inference_max_batch_size,
         max_sequence_length=rollout.inference_max_seq_length,
@@ -36,7 +41,7 @@ def build_engine(
         kv_overcommit=rollout.rl_kv_overcommit,
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
         num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
-        page_length=_page_length(config, policy),
+        page_length=rollout.inference_dynamic_batching_block_size,
         kv_cache_dtype=kv_cache_dtype(config),
     )
     if rollout.rl_inference_engine == "mcore":
@@ -46,13 +51,3 @@ def build_engine(
     return RolloutEngine(
         policy, options, [tokenizer.end_token_id], tokenizer.decode, groups.tensor_group
     )
-
-
-def _page_length(config: RLConfig, policy: PolicyModel) -> int:
-    asked, kernel = config.rollout.inference_dynamic_batching_block_size, policy.attention.cache
-    if asked is not None and kernel.layout == "slots":
-        logger.warning(
-            "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",
-            asked, policy.attention.cache_name,
-        )  # fmt: skip
-    return asked or kernel.page_length

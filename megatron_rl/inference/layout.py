@@ -52,7 +52,7 @@ def make_layout(policy: PolicyModel, options: EngineOptions) -> CacheLayout:
         cache = SlotCache(shape, slots, policy.dtype, policy.device, options.kv_cache_dtype)
         return CacheLayout(cache, SlotStorage(options.reuse_prefixes), slots)
     slots = options.max_batch_size
-    page_length = -(-options.page_length // kernel.page_multiple) * kernel.page_multiple
+    page_length = options.page_length or kernel.page_length
     pages = shape.pages_within(options.cache_budget_gb, page_length, slots)
     storage = PageStorage(
         slots, shape.pages_per_sequence(page_length), PagePool(pages, page_length), options.reuse_prefixes,

@@ -19,8 +19,8 @@ class EngineOptions:
     steps_per_host_read: int = 8
     prefill_token_budget: int = 8192
     cache_budget_gb: float | None = None
-    page_length: int = 64
-    """Tokens a page, where the attention backend wants pages."""
+    page_length: int | None = None
+    """Tokens a page, where the attention backend wants pages; None is the backend's own choice."""
     kv_cache_dtype: torch.dtype | None = None
     """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
     num_cuda_graphs: int | None = None

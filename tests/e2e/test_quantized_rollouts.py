@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.checkpoints import differences
 from tests.support.runs import Outcome, facts_of, rows_of, run_many
@@ -29,6 +30,8 @@ RESUMED = {
     "int8": {**INT8, "rl_mismatch_interval": 3},
     "int8_smooth": {"rl_rollout_quantization": "int8_smooth"},
     "aligned_int8": {**INT8, "rl_train_forward": "quantized"},
+    "fp8_cache": {**INT8, "rl_kv_cache_dtype": "fp8", "rl_mismatch_interval": 1, "rl_mismatch_action": "stop",
+                  "rl_mismatch_max_kl": 10.0, "rl_mismatch_max_gap": 10.0},
 }
 """Each takes 4 steps."""
 
@@ -120,6 +123,17 @@ def test_aligned_training_keeps_agreeing(runs, workshop):
         assert row["parity/top1_agreement"] == 1.0
 
 
+def test_the_gate_repeats_an_fp8_cache_in_every_step(runs, workshop):
+    """The limit on stale weights ends the run, and stays as tight as without an fp8 cache."""
+    output = runs["fp8_cache_whole"].check().output
+    assert output.count("parity of rollout (int8, fp8 KV cache) and trainer over") == 4
+    rows = [row for row in rows_of(workshop.run_dir("fp8_cache_whole")) if row["step"]]
+    assert max(row["parity/emulation_gap_mean"] for row in rows) < 1e-4
+    assert min(row["parity/gap_mean"] for row in rows) > 1e-4
+    summary = json.loads((workshop.run_dir("fp8_cache_whole") / "summary.json").read_text())
+    assert summary["attention"]["kv_cache_dtype"] == "fp8"
+
+
 def test_held_out_tasks_may_be_answered_in_full_precision(runs, workshop):
     runs["unquantized_evaluation"].check()
     assert len(_audit(workshop.run_dir("unquantized_evaluation"))) == 8, "the rollouts after it are quantised"
@@ -161,6 +175,8 @@ BAD = {
                              ["--rl-train-forward quantized", "nothing to quantise"]),
     "aligned fallback": ({**INT8, "rl_train_forward": "quantized", "rl_mismatch_action": "fallback"},
                          ["--rl-mismatch-action fallback", "use --rl-mismatch-action stop"]),
+    "cache of the other engine": ({"rl_kv_cache_dtype": "fp8", "rl_inference_engine": "mcore"},
+                                  ["--rl-kv-cache-dtype fp8", "mcore"]),
     "limit": ({**INT8, "rl_mismatch_max_kl": 0}, ["--rl-mismatch-max-kl must be above 0"]),
 }  # fmt: skip
 """Name -> flags, and the parts their one line must have."""
@@ -177,11 +193,15 @@ def test_what_cannot_work_is_one_line_each_and_nothing_is_built(workshop):
         for flags, _ in cases.values()
     ]
     whole = workshop.rl("bad", **BAD["pattern"][0])  # without --check, too
-    *checked, started = run_many([*commands, whole])
+    # --check-world-size is for other machines; here flash-attn would have to run.
+    library = workshop.rl("bad", attention_backend="flash")
+    *checked, started, flash = run_many([*commands, whole, library])
     for (name, (_, fragments)), outcome in zip(cases.items(), checked, strict=True):
         lines = [line for line in outcome.check(2).output.strip().splitlines() if not line.startswith("note: ")]
         assert lines[0] == "1 problem(s) in the configuration:", f"{name}: {lines}"
         assert len(lines) == 2, f"{name}: {lines}"
         assert [text for text in fragments if text not in lines[1]] == [], f"{name}: {lines[1]}"
     assert "layers.7.*" in started.check(2).output
+    if not torch.cuda.is_available():
+        assert "--attention-backend flash needs a CUDA device; use auto, or " in flash.check(2).output
     assert not workshop.run_dir("bad").exists()

@@ -99,7 +99,7 @@ def run(argv: Sequence[str], ranks: int = 1, timeout: float = 120.0) -> Outcome:
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without what depends on the clock, or on what became of the environment server."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("environment/", "engine/", "timing_s/", "perf/throughput", "perf/rollout_tokens_per_s", "perf/rollout_idle")
+    timed = ("environment/", "engine/", "timing_s/", "perf/throughput", "perf/rollout_")
     return [
         {name: value for name, value in row.items() if name != "time" and not name.startswith(timed)} for row in rows
     ]

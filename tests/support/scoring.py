@@ -13,7 +13,9 @@ from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Completion, GenerationRequest, PackedBatch, Sample
 
 
-def packed(requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Completion]]) -> PackedBatch:
+def packed(
+    requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Completion]], device: str = "cpu"
+) -> PackedBatch:
     """All completions in one batch, with a padding sequence at the end."""
     samples = [
         Sample(
@@ -25,7 +27,7 @@ def packed(requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Comp
         for wanted, group in zip(requests, groups, strict=True)
         for completion in group
     ]
-    return collate(samples, "cpu", round_to=8)
+    return collate(samples, device, round_to=8)
 
 
 def gaps(policy: PolicyModel, groups: ParallelGroups, batch: PackedBatch, temperature: float) -> torch.Tensor:

@@ -102,3 +102,16 @@ def test_codes_take_a_byte() -> None:
     numbers = fp8()
     codes, _ = numbers.pack(0, torch.randn(3, 1, 2, 4), torch.randn(3, 1, 2, 4))
     assert (codes.dtype, codes.shape, numbers.storage) == (torch.uint8, (3, 1, 2, 4), torch.uint8)
+
+
+def test_every_code_is_read_as_torch_reads_it() -> None:
+    """Also when they are a part of a larger tensor."""
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 2, 8, 16)
+    numbers, doubled = fp8(), torch.cat((codes, codes), 2)
+    expected = codes.view(FP8).float()
+    assert expected.isnan().sum() == 2
+    for part in (codes, doubled[:, :, 8:]):
+        for read in numbers.unpack(0, part, part):
+            assert torch.equal(read.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+    finite = codes[:, :, :7]
+    assert torch.equal(numbers.unpack(0, finite, finite)[0], finite.view(FP8).float())

@@ -1,0 +1,134 @@
+"""Attention kernels on a GPU against sums written out in fp64. Run with: bash tests/run.sh tests/gpu"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_rl.attention.backend import Backend, Numbers
+from megatron_rl.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.attention.selection import available_backends, facts_of, get_backend
+from tests.support.generation import generate, ragged_requests, rollout_engine
+from tests.support.paged import FilledPages, naive
+from tests.support.scoring import gaps, packed
+from tests.support.tiny import tiny_config, tiny_policy
+from tests.unit.attention.test_triton_paged import KernelChecks
+
+pytestmark = pytest.mark.gpu
+NAMES = ("flash", "triton_paged", "varlen", "te", "sdpa")
+BF16 = {"rtol": 0.03, "atol": 0.02}
+WIDTH = 64
+
+
+def backend_here(name: str, stored: torch.dtype = torch.bfloat16) -> Backend:
+    backend, device = get_backend(name), facts_of(torch.device("cuda"))
+    numbers = Numbers(torch.bfloat16, stored, WIDTH)
+    kernels = [kernel for kernel in (backend.packed, backend.cache) if kernel is not None]
+    problem = backend.problem(device) or next(filter(None, (k.unfit(device, numbers) for k in kernels)), None)
+    if problem is not None:
+        pytest.skip(f"{name} {problem}")
+    return backend
+
+
+def pages_for(backend: Backend, lengths: list[int], **changes: object) -> FilledPages:
+    sizes = {"heads": 8, "groups": 2, "width": WIDTH, "dtype": torch.bfloat16, "device": "cuda"}
+    return FilledPages(lengths, page_length=backend.cache.page_length, **sizes | changes)
+
+
+def captured(function: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph and the tensor that its replays fill."""
+    function()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function()
+    return graph, out
+
+
+class TestCompiled(KernelChecks):
+    """The checks of the interpreter, compiled."""
+
+    device = "cuda"
+    fp32 = {"rtol": 1e-4, "atol": 1e-5}
+
+    @pytest.mark.parametrize("stored", [None, FP8], ids=["bf16", "fp8"])
+    def test_the_shape_of_a_model(self, stored):
+        """32 query heads on 8, and more keys than one program takes."""
+        pages = self.pages(
+            [5000, 1, 777, 64], heads=32, groups=8, width=128, page_length=64, dtype=torch.bfloat16, stored=stored
+        )
+        torch.testing.assert_close(*pages.decoded(self.kernel), **self.low)
+        starts = [4990, 0, 700, 63]
+        torch.testing.assert_close(*pages.extended(self.kernel, starts), **self.low)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed(name):
+    """Outputs and gradients in bf16 against sdpa's in fp32."""
+    backend = backend_here(name)
+    if backend.packed is None:
+        pytest.skip(f"{name} has no packed kernel")
+    lengths = [3, 1, 300, 64]
+    borders = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    positions = torch.cat([torch.arange(length, device="cuda") for length in lengths])
+    exact = [torch.randn(sum(lengths), 1, heads, WIDTH, device="cuda") for heads in (8, 2, 2)]
+    results = []
+    for kernel, dtype in ((backend.packed, torch.bfloat16), (get_backend("sdpa").packed, torch.float32)):
+        tensors = [x.bfloat16().to(dtype).requires_grad_() for x in exact]
+        out = kernel.attend(*tensors, kernel.prepare(lengths, borders, positions))
+        gradients = torch.autograd.grad(out.float().square().sum(), tensors)
+        results.append([x.float() for x in (out, *gradients)])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["flash", "varlen", "triton_paged"])
+@pytest.mark.parametrize("lengths", [[1], [300, 7, 256, 513]])
+def test_cache(name, lengths):
+    backend = backend_here(name)
+    pages = pages_for(backend, lengths)
+    torch.testing.assert_close(*pages.decoded(backend.cache), **BF16)
+    starts = [max(0, length - 5) for length in lengths]
+    torch.testing.assert_close(*pages.extended(backend.cache, starts), **BF16)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"), [("flash", None), ("varlen", None), ("triton_paged", None), ("triton_paged", FP8)]
+)
+def test_one_captured_graph_serves_all_lengths(name, stored):
+    """Positions, the table, the scales and the cache change in place between replays."""
+    backend = backend_here(name, stored or torch.bfloat16)
+    pages = pages_for(backend, [600, 600, 600], stored=stored)
+    cache, kernel = pages.cache, backend.cache
+    positions = torch.tensor([599, 599, 599], device="cuda")
+    query = pages.random(3, 1, 8, WIDTH)
+    graph, out = captured(lambda: kernel.decode(query, cache, 0, kernel.prepare_decode(cache, positions, 600)))
+    known = [pages.known(slot) for slot in range(3)]
+    for lengths, order in (([600, 1, 257], [0, 1, 2]), ([64, 599, 2], [2, 0, 1])):
+        positions.copy_(torch.tensor(lengths, device="cuda") - 1)
+        cache.table.copy_(cache.table[torch.tensor(order, device="cuda")])
+        known = [known[slot] for slot in order]
+        query.copy_(pages.random(3, 1, 8, WIDTH))
+        if stored is not None:
+            cache.numbers.key_scales *= 0.5
+            cache.numbers.value_scales *= 2
+            known = [(keys * 0.5, values * 2) for keys, values in known]
+        graph.replay()
+        expected = torch.stack([
+            naive(query[row, 0].float(), *(x[:length] for x in known[row])) for row, length in enumerate(lengths)
+        ])
+        torch.testing.assert_close(out[:, 0].double(), expected, rtol=0.03, atol=0.08 if stored else 0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in available_backends() if name != "te"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_engine_and_trainer_agree(one_rank, name, stored):
+    """The trainer rounds keys and values as the cache does; what is left is bf16."""
+    backend_here(name, stored)
+    policy = tiny_policy(tiny_config(bf16=True, attention_backend=name))
+    engine, requests = rollout_engine(policy, kv_cache_dtype=stored), ragged_requests(6, 2, max_new_tokens=16)
+    batch = packed(requests, generate(policy, engine, requests), "cuda")
+    with rounded_attention(policy.gpt.decoder.layers, engine.kv_numbers):
+        assert gaps(policy, one_rank, batch, 1.0).max() < 0.15

@@ -1,0 +1,32 @@
+"""The benchmark of decode attention, in small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_rl.attention.backend import DeviceFacts
+from megatron_rl.attention.selection import available_backends, get_backend
+from tests.support.ranks import REPOSITORY
+
+
+def test_every_backend_is_measured_or_says_why_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.benchmark.attention", "--quick", "--json", str(tmp_path / "a.json")]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    record = json.loads((tmp_path / "a.json").read_text())
+    measured = {row["backend"] for row in record["decode"]}
+    skipped = {name.split()[0] for name in record["skipped"]}
+    assert measured | skipped == {name for name in available_backends() if get_backend(name).cache is not None}
+    assert {"sdpa", "paged"} <= measured
+    assert get_backend("flash").problem(DeviceFacts("cpu")) in result.stdout
+    plain, fp8 = (
+        next(row for row in record["decode"] if row["backend"] == "sdpa" and (row["cache"] == "fp8") == is_fp8)
+        for is_fp8 in (False, True)
+    )
+    read = {row["cache"]: row["bytes_per_second"] * row["seconds"] for row in (plain, fp8)}
+    # Two rows of 64 tokens, keys and values of 2 heads of 16 numbers, fp32 (bf16 on a GPU) or a byte each.
+    assert round(read["fp8"]) == 2 * 2 * 64 * 2 * 16
+    assert read[plain["cache"]] >= 1.9 * read["fp8"]
