@@ -169,14 +169,14 @@ class RolloutEngine:
         """How many steps until the host looks for rows that have ended.
 
         Looking costs little on a CPU, and rows that have ended are computed until then: there it looks as soon
-        as a row in 16 may have ended, going by those that have. Stop strings are looked for in the text, which
+        as a row in 8 may have ended, going by those that have. Stop strings are looked for in the text, which
         costs more than the rows.
         """
         most, seen = self._options.steps_per_host_read, self.statistics
         stops = any(request.sampling.stop for request in self._requests)
         if self._policy.device.type != "cpu" or stops or seen.completions == 0:
             return most
-        return max(1, min(most, seen.decode_rows // (16 * seen.completions)))
+        return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
 
     # -- host work -----------------------------------------------------------------------------
 

@@ -38,8 +38,10 @@ class RolloutLayer(TransformerLayer):
             and not self.config.glu_linear_offset
         )
         attention = self.self_attention
-        # With fewer groups than ranks the ranks exchange their parts: left to megatron.
-        self._splits_heads = self.config.num_query_groups >= attention.world_size
+        # Left to megatron: norms of query and key, and fewer groups than ranks, which then exchange their parts.
+        self._has_plain_heads = (
+            not self.config.qk_layernorm and self.config.num_query_groups >= attention.world_size
+        )
         self._groups = attention.num_query_groups_per_partition
         self._head_width = attention.hidden_size_per_attention_head
 
@@ -66,7 +68,7 @@ class RolloutLayer(TransformerLayer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> rotated query and key, and value, ``[T, 1, heads, D]`` each."""
         attention = self.self_attention
-        if attention.q_layernorm is not None or not self._splits_heads:
+        if not self._has_plain_heads:
             query, key, value = attention.get_query_key_value_tensors(normed[:, None])
             return plan.rotate(query), plan.rotate(key), value
         mixed, _ = call_linear(attention.linear_qkv, normed)

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.models.linear import ColumnParallelLinear, RowParallelLinear, WholeColumnLinear, WholeRowLinear
+from megatron_rl.models.linear import (
+    WIDE,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    WholeColumnLinear,
+    WholeRowLinear,
+)
 from megatron_rl.parallel import ParallelGroups
 from tests.support.tiny import tiny_config, tiny_policy
 
@@ -63,3 +69,17 @@ def test_several_tensor_parallel_ranks_keep_the_stock_layers(one_rank: ParallelG
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         used = {attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2}
         assert used == (set(STOCK) if whole else set(STOCK.values()))
+
+
+@pytest.mark.parametrize("rows", [4, 7, 64])
+@pytest.mark.parametrize("columns", [WIDE, WIDE + 1, 2 * WIDE, 2 * WIDE - 40])
+def test_a_wide_product_in_strips_has_the_same_bits(one_rank: ParallelGroups, rows: int, columns: int) -> None:
+    """Rollouts multiply in strips, training does not."""
+    changes = {"hidden_size": 96, "ffn_hidden_size": columns, "swiglu": False}
+    module = tiny_policy(tiny_config(**changes)).gpt.decoder.layers[0].mlp.linear_fc1
+    tokens = torch.randn(rows, 96)
+    with torch.inference_mode():
+        strips, _ = module(tokens)
+    whole, _ = module(tokens)
+    assert whole.requires_grad
+    assert torch.equal(strips, whole)
