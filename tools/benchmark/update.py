@@ -67,8 +67,10 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
     return samples
 
 
-def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) -> Update:
-    """What `loop.py` does with a rollout's samples, built from the same flags."""
+def make_trainer(
+    policy: PolicyModel, config: RLConfig, groups: ParallelGroups, timer: PhaseTimer
+) -> tuple[Optimization, PolicyTrainer]:
+    """What a run trains with, built from the same flags."""
     algorithm = config.algorithm
     settings = LossSettings(
         loss=discovery.get("losses", algorithm.rl_policy_loss),
@@ -83,10 +85,16 @@ def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) ->
     )
     optimization = Optimization(policy, config)
     scorer = Scorer(policy, groups.tensor_group, temperature=1.0)
-    batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
     trainer = PolicyTrainer(
-        optimization, scorer, settings, 1, reference=None, data_group=groups.data_group, timer=PhaseTimer()
+        optimization, scorer, settings, 1, reference=None, data_group=groups.data_group, timer=timer
     )
+    return optimization, trainer
+
+
+def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) -> Update:
+    """What `loop.py` does with a rollout's samples."""
+    _, trainer = make_trainer(policy, config, groups, PhaseTimer())
+    batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
 
     def update(samples: Sequence[Sample]) -> tuple[float, float]:
         metrics = trainer.step(batches.updates(samples, 1, seed=0)).metrics
