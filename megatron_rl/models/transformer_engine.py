@@ -8,21 +8,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.attention import PlannedSelfAttention
 from megatron_rl.config import RLConfig
+from megatron_rl.errors import ConfigError
 
 IMPLEMENTATION = "transformer_engine"
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """One decoder layer."""
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    """One decoder layer.
+
+    Raises:
+        ConfigError: megatron-core found no Transformer Engine that it can use.
+    """
+    if not gpt_layer_specs.HAVE_TE:
+        raise ConfigError([
+            "--transformer-impl transformer_engine: megatron-core cannot import Transformer Engine; python -c 'import "
+            "megatron.core.extensions.transformer_engine_spec_provider' says why, or use --transformer-impl local"
+        ])
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     attention = spec.submodules.self_attention
     attention.module = PlannedSelfAttention
     # The plan attends. What stands here is not called, and must have no state that the other layers lack.

@@ -48,3 +48,8 @@ def test_fp8_runs_in_the_recipe_asked_for_on_any_number_of_tokens(report: dict[s
 
 def test_fp8_weights_are_not_those_of_the_pass_before(report: dict[str, Any]) -> None:
     assert report["fp8"]["moved"] > 0.1
+
+
+def test_the_torch_format_gives_its_weights_and_not_its_optimizer(report: dict[str, Any]) -> None:
+    assert report["same"]["by_name"]
+    assert "--pretrained-checkpoint" in report["same"]["refused"]

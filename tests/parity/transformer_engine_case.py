@@ -12,9 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "fake_transformer
 import torch
 import transformer_engine as fake
 
+from megatron_rl.checkpoint import torch_format
+from megatron_rl.checkpoint.attempt import SaveAttempt
 from megatron_rl.checkpoint.hf import load_hf, save_hf
 from megatron_rl.checkpoint.hf.reader import HfReader
 from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
+from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Piece, read_model
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
@@ -49,10 +52,15 @@ def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: PackedBatch) 
 def _same_model(groups: ParallelGroups) -> dict[str, Any]:
     """A checkpoint of local layers in Transformer Engine's, and the way back with an optimizer's state."""
     local, other = tiny_policy(), tiny_policy(tiny_config(**ENGINE), seed=2)
+    with torch.no_grad():
+        for name, parameter in local.gpt.named_parameters():
+            if "norm" in name:  # they all begin as ones
+                parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
     requests = ragged_requests(4, num_samples=2, max_new_tokens=12, greedy=True)
     with tempfile.TemporaryDirectory() as folder:
         save_tensors(_made(folder, "weights"), local, None)
         load_weights(Path(folder, "weights"), other)
+        torch_format_report = _torch_format(local, groups, Path(folder))
         completions = [generate(policy, rollout_engine(policy), requests) for policy in (local, other)]
         batch = packed(requests, completions[0])
         ours, theirs = (_gradients(policy, groups, batch) for policy in (local, other))
@@ -67,8 +75,25 @@ def _same_model(groups: ParallelGroups) -> dict[str, Any]:
                 - theirs["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"]
             ).abs().max().item(),
         }  # fmt: skip
-        report |= _resumed(other, local, Path(folder))
+        report |= _resumed(other, local, Path(folder)) | torch_format_report
     return report
+
+
+def _torch_format(local: PolicyModel, groups: ParallelGroups, folder: Path) -> dict[str, Any]:
+    """Weights of local layers by name; the optimizer's state goes by order, and is refused."""
+    directory, other = _made(folder, "iter_0000001"), tiny_policy(tiny_config(**ENGINE), seed=3)
+    torch_format.save(directory, 1, local, None, groups, SaveAttempt(directory, True))
+    torch_format.load_weights(directory, other, groups)
+    ours, theirs = (dict(policy.gpt.named_parameters()) for policy in (local, other))
+    refused = ""
+    try:
+        torch_format.load_all(directory, other, None, groups)
+    except CheckpointError as error:
+        refused = str(error)
+    norm = theirs["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"]
+    same = torch.equal(ours["decoder.layers.1.input_layernorm.weight"], norm)
+    weight = "decoder.layers.1.self_attention.linear_qkv.weight"
+    return {"by_name": same and torch.equal(ours[weight], theirs[weight]), "refused": refused}
 
 
 def _made(folder: str | Path, name: str) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import current_platform
 from tests.support.ranks import REPOSITORY
@@ -143,6 +144,16 @@ def test_labels_stay_with_the_error() -> None:
         {"batch": 8, "error": "ValueError: the kernel is gone"},
     ]
     assert one_line(KeyError()) == "KeyError: no message"
+
+
+@pytest.mark.parametrize("refusal", [SystemExit("--this is refused"), ConfigError(["--this is refused"])])
+def test_a_refused_flag_is_no_failure(refusal: BaseException) -> None:
+    def refused():
+        raise refusal
+        yield
+
+    ((row),) = guarded(refused(), {"batch": 8})
+    assert row["batch"] == 8 and row["skipped"].endswith("--this is refused")
 
 
 @on_cpu

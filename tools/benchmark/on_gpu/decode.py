@@ -30,6 +30,11 @@ GRAPHS = ("--enable-cuda-graph",)
 ATTENTION_BATCHES = (32, 256)
 
 
+def graphs_problem(bench: Bench) -> str | None:
+    """Why this run has no CUDA graphs; None if it has."""
+    return without_effect(GRAPHS) if bench.platform.is_cuda else "CUDA graphs need a CUDA device"
+
+
 @dataclass(frozen=True)
 class Variant:
     """One engine."""
@@ -81,7 +86,7 @@ def attention(bench: Bench) -> Iterator[Row]:
 def _by_variant(bench: Bench, shape: ModelShape) -> Iterator[Row]:
     for variant in VARIANTS:
         labels = {"model": shape.name, "layers": shape.layers, "format": variant.format.name, "graphs": variant.graphs}
-        missing = without_effect(variant.flags)
+        missing = (graphs_problem(bench) if variant.graphs else None) or without_effect(variant.format.flags)
         if missing is not None:
             yield {**labels, "skipped": missing}
             continue

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config.rl_config import all_flags
+from megatron_rl.errors import ConfigError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import Platform
 from tools.benchmark.on_gpu.shapes import LARGE, MIDDLE, SMALL, ModelShape
@@ -164,10 +165,12 @@ def wait(device: torch.device) -> None:
 
 
 def guarded(rows: Iterator[Row], labels: Mapping[str, Any]) -> Iterator[Row]:
-    """``rows`` with ``labels``; should they break off, the reason is the last row."""
+    """``rows`` with ``labels``; should they break off, the reason is the last row. A refused flag is no failure."""
     try:
         for row in rows:
             yield {**labels, **row}
+    except (ConfigError, SystemExit) as refusal:  # the latter is how `benchmark_config` says it
+        yield {**labels, "skipped": one_line(refusal)}
     except Exception as error:  # noqa: BLE001  whatever a kernel or a driver raises must not end the other sections
         yield {**labels, "error": one_line(error)}
 

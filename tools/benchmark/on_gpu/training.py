@@ -17,9 +17,9 @@ from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.types import GradeResult, Task, Transcript
 from tools.benchmark.common import benchmark_config
-from tools.benchmark.on_gpu.decode import GRAPHS
+from tools.benchmark.on_gpu.decode import GRAPHS, graphs_problem
 from tools.benchmark.on_gpu.engines import Rolling, make_requests, number_tokenizer, open_engine
-from tools.benchmark.on_gpu.measure import Bench, Row, guarded, wait, without_effect
+from tools.benchmark.on_gpu.measure import Bench, Row, guarded, wait
 from tools.benchmark.on_gpu.shapes import forward_flops, training_flops, utilisation
 from tools.benchmark.update import make_samples, make_trainer, our_update
 
@@ -73,7 +73,7 @@ def training(bench: Bench) -> Iterator[Row]:
 
 def grpo(bench: Bench) -> Iterator[Row]:
     """A GRPO step of the 0.5B with two updates, rolled out in bf16 and in fp8; CUDA graphs where they are built."""
-    graphs = () if without_effect(GRAPHS) else GRAPHS
+    graphs = () if graphs_problem(bench) else GRAPHS
     for recipe in ("none", "fp8"):
         flags = (f"--rl-rollout-quantization={recipe}", *graphs)
         labels = {"model": bench.sizes.small.name, "rollouts": recipe, "graphs": bool(graphs)}
