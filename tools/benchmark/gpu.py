@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import torch
 from megatron_rl.metrics.table import format_table
 from tools.benchmark.common import provenance, write_record
 from tools.benchmark.on_gpu.measure import FULL, REHEARSAL, Row
-from tools.benchmark.on_gpu.sections import SECTIONS, SectionRecord
+from tools.benchmark.on_gpu.sections import SECTIONS, Collection, SectionRecord
 from tools.benchmark.on_gpu.targets import Target, targets
 from tools.benchmark.on_gpu.worker import GRACE, Options, measure_here, measure_in_workers
 
@@ -34,7 +34,7 @@ def print_section(name: str, record: SectionRecord) -> None:
     """Its measurements as a table, then what was not measured and why."""
     ending = "" if record.seconds is None else f", {record.seconds:.1f} s"
     ending += "" if record.stopped is None else f", stopped: {record.stopped}"
-    print(f"\n{name}{ending}")
+    print(f"\n{name}{ending}", flush=True)
     measured = [row for row in record.rows if not {"error", "skipped"} & row.keys()]
     if measured:
         columns = list(dict.fromkeys(key for row in measured for key in row))
@@ -88,22 +88,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = arguments.sections or list(SECTIONS)
     names = [name for name in SECTIONS if name == "roofline" or name in wanted]  # the others divide by it
     options = Options(rehearse, tuple(arguments.flag), time.time() + arguments.seconds, arguments.grace)
-    collection = (measure_in_workers if on_gpu else measure_here)(names, options)
-    for name, record in collection.sections.items():
-        print_section(name, record)
-    claims = targets({} if rehearse else collection.sections)
-    print_targets(claims)
-    write_record(
-        arguments.json,
-        {
-            "rehearsal": rehearse,
-            "sections": {name: asdict(record) for name, record in collection.sections.items()},
-            "targets": [{**asdict(claim), "verdict": claim.verdict} for claim in claims],
-            "settings": asdict(REHEARSAL if rehearse else FULL),
-            "flags": list(options.flags),
-            **origin,
-        },
-    )
+    collection = Collection()
+
+    def ended(name: str) -> None:
+        """Shown and written at once: a run that is cut off leaves what it has."""
+        print_section(name, collection.sections[name])
+        write_record(arguments.json, {**_record(collection.sections, options), **origin})
+
+    collection.on_end = ended
+    (measure_in_workers if on_gpu else measure_here)(names, options, collection)
+    print_targets(_claims(collection.sections, options))
+
+
+def _claims(sections: Mapping[str, SectionRecord], options: Options) -> list[Target]:
+    return targets({} if options.rehearse else sections)
+
+
+def _record(sections: Mapping[str, SectionRecord], options: Options) -> dict[str, object]:
+    return {
+        "rehearsal": options.rehearse,
+        "sections": {name: asdict(record) for name, record in sections.items()},
+        "targets": [{**asdict(claim), "verdict": claim.verdict} for claim in _claims(sections, options)],
+        "settings": asdict(REHEARSAL if options.rehearse else FULL),
+        "flags": list(options.flags),
+    }
 
 
 if __name__ == "__main__":

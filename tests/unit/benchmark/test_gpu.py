@@ -159,7 +159,10 @@ def test_a_refused_flag_is_no_failure(refusal: BaseException) -> None:
 @on_cpu
 def test_a_worker_measures_in_another_process() -> None:
     options = worker.Options(True, (), time.time() + LATER)
-    made = worker.measure_in_workers(["roofline", "requantise"], options)
+    made, ended = Collection(), []
+    made.on_end = ended.append
+    worker.measure_in_workers(["roofline", "requantise"], options, made)
+    assert ended == ["roofline", "requantise"]
     assert [len(record.rows) for record in made.sections.values()] == [4, 3]
     # the second section was given what the first measured
     assert all(row["ratio"] > 0 for row in made.sections["requantise"].rows)
@@ -178,6 +181,12 @@ def pretender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return pretend
 
 
+def in_workers(names: list[str], options: worker.Options) -> Collection:
+    collection = Collection()
+    worker.measure_in_workers(names, options, collection)
+    return collection
+
+
 BEGIN = """
 events = open(sys.argv[6], "a")
 print(json.dumps({"section": names[0], "begin": time.time(), "budget": 0.0}), file=events, flush=True)
@@ -187,7 +196,7 @@ print(json.dumps({"section": names[0], "row": {"x": 1}}), file=events, flush=Tru
 
 def test_a_worker_that_dies_costs_one_section(pretender) -> None:
     pretender(BEGIN + 'sys.exit("out of memory")')
-    made = worker.measure_in_workers(["roofline", "grpo"], worker.Options(True, (), time.time() + LATER))
+    made = in_workers(["roofline", "grpo"], worker.Options(True, (), time.time() + LATER))
     error = {"error": "its process ended with 1; out of memory"}
     assert {name: record.rows for name, record in made.sections.items()} == {
         "roofline": [{"x": 1}, error],
@@ -198,13 +207,13 @@ def test_a_worker_that_dies_costs_one_section(pretender) -> None:
 def test_a_worker_that_hangs_is_ended(pretender) -> None:
     pretender(BEGIN + "time.sleep(600)")
     options = worker.Options(True, (), time.time() + LATER, grace=0.1)
-    made = worker.measure_in_workers(["roofline", "grpo"], options)
+    made = in_workers(["roofline", "grpo"], options)
     assert [record.rows[-1] for record in made.sections.values()] == [{"error": "it was out of time and was ended"}] * 2
 
 
 def test_a_worker_that_does_not_begin_is_not_started_again(pretender) -> None:
     pretender('sys.exit("no module")')
-    made = worker.measure_in_workers(["roofline", "grpo"], worker.Options(True, (), time.time() + LATER))
+    made = in_workers(["roofline", "grpo"], worker.Options(True, (), time.time() + LATER))
     assert made.sections["grpo"].rows == [{"error": "its process ended with 1; no module"}]
 
 

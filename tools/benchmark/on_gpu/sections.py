@@ -70,6 +70,10 @@ class SectionRecord:
     """Why it ended early."""
 
 
+def _nothing(name: str) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass
 class Collection:
     """Gathers events."""
@@ -80,6 +84,8 @@ class Collection:
     """The section that has begun and not ended."""
     current_end: float = 0.0
     """When it should be over."""
+    on_end: Callable[[str], None] = _nothing
+    """Told the name of every section that is over, whatever became of it."""
 
     def take(self, event: Event) -> None:
         """One event, in their order."""
@@ -92,8 +98,10 @@ class Collection:
         else:
             record.seconds, record.stopped = event["end"], event["stopped"]
             self.current, self.ceilings = None, event["ceilings"]
+            self.on_end(name)
 
     def lost(self, name: str, why: str) -> None:
         """The process died in ``name``, or before it."""
         self.sections.setdefault(name, SectionRecord()).rows.append({"error": why})
         self.current = None
+        self.on_end(name)

@@ -38,17 +38,15 @@ class Options:
     grace: float = GRACE
 
 
-def measure_here(names: Sequence[str], options: Options, ceilings: dict[str, float | None] | None = None) -> Collection:
+def measure_here(names: Sequence[str], options: Options, collection: Collection) -> None:
     """In this process."""
-    collection = Collection()
-    for event in _events(names, options, ceilings or {}):
+    for event in _events(names, options, {}):
         collection.take(event)
-    return collection
 
 
-def measure_in_workers(names: Sequence[str], options: Options) -> Collection:
+def measure_in_workers(names: Sequence[str], options: Options, collection: Collection) -> None:
     """In processes that may die."""
-    collection, left = Collection(), list(names)
+    left = list(names)
     with tempfile.TemporaryDirectory() as folder:
         while left:
             begun = len(collection.sections)
@@ -59,7 +57,6 @@ def measure_in_workers(names: Sequence[str], options: Options) -> Collection:
                 for name in left:
                     collection.lost(name, why)
             left = [name for name in left if name not in collection.sections]
-    return collection
 
 
 def _one_worker(names: Sequence[str], options: Options, collection: Collection, folder: Path) -> str:
