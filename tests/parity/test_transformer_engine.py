@@ -53,3 +53,10 @@ def test_fp8_weights_are_not_those_of_the_pass_before(report: dict[str, Any]) ->
 def test_the_torch_format_gives_its_weights_and_not_its_optimizer(report: dict[str, Any]) -> None:
     assert report["same"]["by_name"]
     assert "--pretrained-checkpoint" in report["same"]["refused"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_a_run_goes_on_with_the_weights_of_its_updates(report: dict[str, Any], name: str) -> None:
+    for metrics in report["steps"][name]:
+        assert metrics["actor/skipped_updates"] == 0 and metrics["actor/grad_norm"] > 0
+        assert metrics["training/rollout_logprob_gap_max"] < 0.02

@@ -19,6 +19,7 @@ from megatron_rl.checkpoint.hf.reader import HfReader
 from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Piece, read_model
+from megatron_rl.loop import rl_step
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.platform import current_platform
@@ -29,6 +30,7 @@ from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.hugging_face import batch_of, hf_run, write_model
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import VOCABULARY, single_thread, tiny_config, tiny_policy
+from tests.support.toy import toy_run
 
 ENGINE = {"transformer_impl": "transformer_engine"}
 FP8 = {**ENGINE, "bf16": True, "fp8_format": "hybrid", "fp8_recipe": "blockwise"}
@@ -38,7 +40,7 @@ def on_rank() -> dict[str, Any]:
     """Everything that can be compared, as numbers."""
     single_thread()
     groups = initialize(tiny_config().parallel, current_platform())
-    report = {"same": _same_model(groups), "fp8": _fp8(groups), "hf": _hugging_face(groups)}
+    report = {"same": _same_model(groups), "fp8": _fp8(groups), "hf": _hugging_face(groups), "steps": _steps(groups)}
     shut_down()
     return report
 
@@ -149,6 +151,18 @@ def _fp8(groups: ParallelGroups) -> dict[str, Any]:
         policy.gpt.decoder.layers[0].mlp.linear_fc1.weight.mul_(-1)
     after = Scorer(policy, groups.tensor_group, 1.0).logprobs(batch)
     return report | {"moved": (after - before).abs().max().item()}
+
+
+def _steps(groups: ParallelGroups) -> dict[str, list[dict[str, float]]]:
+    """Whole steps of a run; the gap of later ones says whether rollouts and scores use the weights of the updates."""
+    steps = {}
+    for name, flags in {"bf16": {**ENGINE, "bf16": True}, "fp8": FP8}.items():
+        run = toy_run(tiny_config(use_distributed_optimizer=True, **flags), groups)
+        try:
+            steps[name] = [rl_step(run, number).metrics for number in (1, 2, 3)]
+        finally:
+            run.rollouter.close()
+    return steps
 
 
 def _hugging_face(groups: ParallelGroups) -> dict[str, Any]:
