@@ -21,8 +21,8 @@ RECIPES = ("fp8", "fp8_block", "int8")
 
 def products(bench: Bench) -> Iterator[Row]:
     """bf16, ``torch._scaled_mm`` by row, and the recipes' whole linears (activations quantised, product, scales)."""
-    for name, (rows, columns) in bench.sizes.middle.linears.items():
-        for tokens in bench.sizes.rows:
+    for tokens in bench.sizes.rows:
+        for name, (rows, columns) in bench.sizes.middle.linears.items():
             labels = {"linear": name, "N": rows, "K": columns, "M": tokens}
             yield from guarded(_products(bench, rows, columns, tokens), labels)
     bench.forget()
