@@ -27,7 +27,9 @@ MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 """The distributed optimizer's parameters and moments, of all data-parallel ranks."""
 _RANK_NAME = re.compile(r"mp_rank_(\d{2})")
-_LAYER_NORM = re.compile(r"(decoder\.layers\.\d+\.)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_weight")
+_LAYER_NORM = re.compile(
+    r"(decoder\.layers\.\d+\.)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(weight|bias)"
+)
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")
 _PASSED_OVER = (
     "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype",
@@ -144,7 +146,7 @@ def own_name(name: str) -> str:
     match = _LAYER_NORM.fullmatch(name)
     if match is None:
         return name
-    return match[1] + ("input_layernorm" if "linear_qkv" in match[2] else "pre_mlp_layernorm") + ".weight"
+    return match[1] + ("input_layernorm" if "linear_qkv" in match[2] else "pre_mlp_layernorm") + f".{match[3]}"
 
 
 def read_args(directory: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from megatron_rl.checkpoint.run_state import RunState, read_run_state
 from megatron_rl.checkpoint.torch_files import (
     MODEL_FILE,
     OPTIMIZER_FILE,
+    own_name,
     rank_directory,
     read,
     read_model_file,
@@ -101,6 +102,11 @@ def load_all(directory: Path, policy: PolicyModel, optimization: Optimization, g
 def _read_for_resume(
     directory: Path, policy: PolicyModel, optimization: Optimization, groups: ParallelGroups
 ) -> tuple[dict[str, Any], Any]:
+    if policy.config.transformer_impl == "transformer_engine":
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} keeps the optimizer's state in the order of megatron's own layers, which "
+            "--transformer-impl transformer_engine changes; take its weights alone with --pretrained-checkpoint"
+        )
     _check_replicas(directory, read_run_state(directory), groups)
     content = _read_fitting(directory, policy, groups, mapped=False)
     if "optimizer" not in content:
@@ -121,7 +127,9 @@ def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, 
         )
     content = read_model_file(directory, groups.tensor_rank, mapped)
     found = {name: tensor.shape for name, tensor in content["model"].items() if not name.endswith("_extra_state")}
-    own = {name: tensor.shape for name, tensor in policy.gpt.state_dict().items() if torch.is_tensor(tensor)}
+    state = {name: tensor for name, tensor in policy.gpt.state_dict().items() if torch.is_tensor(tensor)}
+    names = {own_name(name): name for name in state if not name.endswith("_extra_state")}
+    own = {name: state[given].shape for name, given in names.items()}
     for name in sorted(own.keys() | found.keys()):
         if own.get(name) != found.get(name):
             has, wants = (list(shapes[name]) if name in shapes else "none" for shapes in (found, own))
@@ -129,7 +137,7 @@ def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, 
                 f"checkpoint {str(directory)!r} does not fit this model ({name}: it has {has}, the model wants "
                 f"{wants}); use the flags it was trained with"
             )
-    return content | {"model": {name: content["model"][name] for name in own}}
+    return content | {"model": {given: content["model"][name] for name, given in names.items()}}
 
 
 def _check_replicas(directory: Path, state: RunState, groups: ParallelGroups) -> None:

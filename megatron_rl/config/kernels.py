@@ -14,10 +14,8 @@ _NOT_FUSED = "layers run without fused kernels in this version"
 class KernelConfig:
     """Implementations, fusions and activation recomputation."""
 
-    transformer_impl: Literal["local", "transformer_engine"] = flag(
-        "local", note="layers are always megatron-core's local ones in this version"
-    )
-    """Where layers come from (Megatron's default: transformer_engine)."""
+    transformer_impl: Literal["local", "transformer_engine"] = flag("local")
+    """Where layers come from (Megatron's default: transformer_engine, whose rollouts here have no quantised copies)."""
     attention_backend: Literal[
         "auto", "sdpa", "flash", "varlen", "triton_paged", "te", "paged", "fused", "unfused", "local"
     ] = flag("auto")

@@ -21,6 +21,8 @@ class PrecisionConfig:
     )
     """Gradients accumulated and reduced in fp32, not in the parameters' format."""
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
-    """With --fp8-recipe blockwise: the trainer's forward pass in fp8, on the rollouts' quantised weights."""
+    """With --fp8-recipe blockwise: the trainer's forward pass in fp8, on the rollouts' quantised weights. With
+    --transformer-impl transformer_engine its layers' products, backward pass included."""
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = flag(None)
-    """How fp8 training scales its numbers: blockwise, in tiles of 128 x 128 with powers of two."""
+    """How fp8 training scales its numbers: blockwise, in tiles of 128 x 128 with powers of two; tensorwise, one scale
+    a tensor, on layers of transformer_engine only."""

@@ -101,6 +101,8 @@ def _schedule(config: RLConfig) -> RLConfig:
 def _quantization(config: RLConfig) -> RLConfig:
     """fp8 training is aligned training with the tiles that Transformer Engine's blockwise recipe has."""
     precision, settings = config.precision, config.quantization
+    if config.kernels.transformer_impl == "transformer_engine":  # which has fp8 products of its own
+        return config
     if precision.fp8_format != "e4m3" or precision.fp8_recipe != "blockwise":
         return config
     if settings.rl_rollout_quantization == "none" and "rl_rollout_quantization" not in config.typed:

@@ -6,11 +6,20 @@ from collections.abc import Iterator
 
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.config.rules import batch, experts, parallel, quantization, required, rollout, training
+from megatron_rl.config.rules import (
+    batch,
+    experts,
+    parallel,
+    quantization,
+    required,
+    rollout,
+    training,
+    transformer_engine,
+)
 from megatron_rl.config.values import refusal
 
 WORLD_RULES = parallel.WORLD_RULES + batch.WORLD_RULES
-_MODULES = (required, parallel, experts, batch, training, rollout, quantization)
+_MODULES = (required, parallel, experts, batch, training, rollout, quantization, transformer_engine)
 RULES = tuple(rule for module in _MODULES for rule in module.RULES)
 
 

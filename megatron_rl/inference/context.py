@@ -22,6 +22,8 @@ class RolloutContext(BaseInferenceContext):
     """
 
     use_flashinfer_fused_rope = False
+    padding_slice = slice(0, 0)
+    """The tokens that megatron zeroes where the layers run in fp8: none are padding here."""
 
     def __init__(
         self, cache: Cache, attention: Attention, rope: RopeTable, first_layer: int, dtype: torch.dtype

@@ -18,6 +18,7 @@ from megatron_rl.attention.backend import Numbers
 from megatron_rl.attention.kv_numbers import FP8
 from megatron_rl.config import RLConfig
 from megatron_rl.models.spec import block_spec
+from megatron_rl.models.transformer_engine import fp8_settings, prepare_for_fp8
 from megatron_rl.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,8 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             params_dtype=parameter_dtype(config),
             pipeline_dtype=parameter_dtype(config),
             bf16=config.precision.bf16,
+            transformer_impl=kernels.transformer_impl,
+            **fp8_settings(config),
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             context_parallel_size=parallel.context_parallel_size,
@@ -156,6 +159,7 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         rope_scaling_factor=config.model.rope_scaling_factor,
         share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
     ).to(platform.device)
+    prepare_for_fp8(gpt, transformer_config)
     gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
     # Sized to what a run can reach, not to the model's advertised context of 131072.
     reach = max(config.training.seq_length, config.rollout.inference_max_seq_length)

@@ -1,4 +1,4 @@
-"""The layer specification: megatron's local backend, with our attention and norm."""
+"""The layer specification: megatron's local backend, or Transformer Engine's, with our attention and norm."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.attention import PlannedSelfAttention
+from megatron_rl.models import transformer_engine
 from megatron_rl.models.layer import RolloutLayer
 from megatron_rl.models.linear import use_whole_linears
 
@@ -48,6 +49,8 @@ class TorchNorm(torch.nn.Module):
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """One decoder layer."""
+    if config.transformer_impl == transformer_engine.IMPLEMENTATION:
+        return transformer_engine.layer_spec(config)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         normalization=config.normalization,

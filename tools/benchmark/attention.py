@@ -27,7 +27,7 @@ from megatron_rl.inference.slot_cache import SlotCache
 from megatron_rl.metrics.table import format_table
 from megatron_rl.platform import current_platform
 from tools.benchmark.common import prepare, provenance, write_record
-from tools.benchmark.decode import copy_bandwidth, seconds
+from tools.benchmark.on_gpu.measure import seconds
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,18 @@ QUICK = Sizes(heads=4, groups=2, width=16, rows=(2,), longest=(64,), repeats=1, 
 TITLES = ("backend", "cache", "rows", "longest", "lengths", "us", "GB/s", "of a copy")
 
 
+def _copy_rate(device: torch.device, size: int = 2**30) -> float:
+    """Bytes read and written a second by a large ``copy_``."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source), device)
+
+
 def measure(sizes: Sizes) -> dict[str, Any]:
     """Every backend that runs here, every size."""
     platform = current_platform()
     dtype = torch.bfloat16 if platform.is_cuda else torch.float32
-    copied = copy_bandwidth(platform)
+    copied = _copy_rate(platform.device)
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     for name, stored in itertools.product(available_backends(), (dtype, FP8)):

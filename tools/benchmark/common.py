@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -12,16 +13,18 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megatron_rl.config import RLConfig, read_config
 from megatron_rl.metrics.provenance import git_commit, package_versions
+from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
+from megatron_rl.platform import Platform, current_platform
 
 Round = Mapping[str, float]
 """What each contender reached in one round, in tokens per CPU second."""
@@ -63,7 +66,15 @@ class Shape:
         return [f"--{name}={value}" for name, value in sizes.items()] + [f"--{name}" for name in switches]
 
 
-def benchmark_config(shape: Shape, seq_length: int, *extra: str) -> RLConfig:
+class HasFlags(Protocol):
+    """A model's sizes as flags: `Shape`, or the shapes of ``on_gpu``."""
+
+    def flags(self) -> list[str]:
+        """Of the training command."""
+        ...
+
+
+def benchmark_config(shape: HasFlags, seq_length: int, *extra: str) -> RLConfig:
     """The flags of an RL run on this shape; files it would read are never opened."""
     files = [f"--{name}=unused" for name in ("tokenizer-model", "langrl-env-config", "run-dir")]
     run = ["--perform-rl-step", f"--seq-length={seq_length}", "--train-iters=1000", "--lr=1e-4"]
@@ -79,6 +90,18 @@ def prepare() -> None:
     """CPU seconds of one thread: comparable between contenders, and on a machine that others use too."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # deprecations inside torch and megatron would drown the table
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[tuple[Platform, ParallelGroups]]:
+    """The platform and the groups of a job of one rank; what it makes is gone afterwards."""
+    platform = current_platform()
+    groups = initialize(benchmark_config(Shape(64, 1), 16).parallel, platform)
+    try:
+        seed_everything(1)
+        yield platform, groups
+    finally:
+        shut_down()
 
 
 def turn_order(names: Sequence[str], round_index: int) -> list[str]:

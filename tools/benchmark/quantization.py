@@ -4,17 +4,15 @@
     python -m tools.benchmark.quantization refresh memory       some of them
     python -m tools.benchmark.quantization --quick              a small one in seconds, for tests
 
-``refresh``, ``rollout`` and ``memory`` measure a CPU, in CPU seconds of one thread, all contenders in turns; beside
-a GPU they need ``CUDA_VISIBLE_DEVICES=``. ``decode`` needs a CUDA device (see ``decode.py``). A section that cannot
-run says why.
+They measure a CPU, in CPU seconds of one thread, all contenders in turns; beside a GPU they need
+``CUDA_VISIBLE_DEVICES=`` and otherwise say so. A GPU is measured by ``gpu.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,7 @@ from megatron_rl.inference import RolloutEngine
 from megatron_rl.inference.options import EngineOptions
 from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import initialize, seed_everything, shut_down
-from megatron_rl.platform import Platform, current_platform
+from megatron_rl.platform import Platform
 from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.quantization.rollout import RolloutQuantization
@@ -34,19 +31,19 @@ from tools.benchmark.common import (
     Shape,
     benchmark_config,
     compete,
+    one_rank,
     prepare,
     provenance,
     random_prompts,
     summarise,
     write_record,
 )
-from tools.benchmark.decode import DecodeSizes, decode_section
 from tools.benchmark.rollout import Workload, engine_contender
 
 RECIPES = ("int8", "int8_smooth", "fp8", "fp8_block", "fp8_block_pow2", "fp8_tensor")
 BF16_RECIPES = ("int8", "fp8")
 """Also measured on a bf16 model."""
-SECTIONS = ("refresh", "rollout", "memory", "decode")
+SECTIONS = ("refresh", "rollout", "memory")
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,6 @@ class Sizes:
     rounds: int
     turn_seconds: float
     """Each contender runs at least that long a round."""
-    decode: DecodeSizes
 
     @property
     def seq_length(self) -> int:
@@ -78,7 +74,6 @@ FULL = Sizes(
     new_tokens=9,
     rounds=5,
     turn_seconds=0.3,
-    decode=DecodeSizes(),
 )
 QUICK = Sizes(
     copies=(Shape(32, 1),),
@@ -88,22 +83,9 @@ QUICK = Sizes(
     new_tokens=4,
     rounds=1,
     turn_seconds=0.01,
-    decode=DecodeSizes(layers=1, batches=(1, 8), bursts=1),
 )
 GROUP = 8
 VOCAB = 512
-
-
-@contextlib.contextmanager
-def one_rank() -> Iterator[Platform]:
-    """The platform, initialised; what it makes is gone afterwards."""
-    platform = current_platform()
-    initialize(benchmark_config(Shape(64, 1), 16).parallel, platform)
-    try:
-        seed_everything(1)
-        yield platform
-    finally:
-        shut_down()
 
 
 # -- refresh -----------------------------------------------------------------------------------
@@ -241,15 +223,12 @@ def run(sections: Sequence[str], sizes: Sizes) -> dict[str, Any]:
         "memory": (memory_section, print_memory),
     }
     for name in (name for name in SECTIONS if name in sections):
-        if name == "decode":
-            made[name] = decode_section(sizes.decode)
-            continue
         if torch.cuda.is_available():
             made[name] = {"skipped": "CPU seconds mean nothing on a GPU: set CUDA_VISIBLE_DEVICES="}
             print(f"\n{name}: skipped, {made[name]['skipped']}")
             continue
         measure, show = steps[name]
-        with one_rank() as platform:
+        with one_rank() as (platform, _):
             made[name] = measure(sizes, platform)
         show(made[name])
     return made

@@ -67,20 +67,16 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
     return samples
 
 
-def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) -> Update:
-    """What `loop.py` does with a rollout's samples, built from the same flags."""
+def make_trainer(
+    policy: PolicyModel, config: RLConfig, groups: ParallelGroups, timer: PhaseTimer
+) -> tuple[Optimization, PolicyTrainer]:
+    """What a run trains with, built from the same flags."""
     optimization = Optimization(policy, config)
     scorer = Scorer(policy, groups.tensor_group, temperature=1.0)
-    batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
     trainer = PolicyTrainer(
-        optimization, scorer, loss_settings(config), 1, reference=None, data_group=groups.data_group, timer=PhaseTimer()
+        optimization, scorer, loss_settings(config), 1, reference=None, data_group=groups.data_group, timer=timer
     )
-
-    def update(samples: Sequence[Sample]) -> tuple[float, float]:
-        metrics = trainer.step(batches.updates(samples, 1, seed=0)).metrics
-        return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
-
-    return update
+    return optimization, trainer
 
 
 def loss_settings(config: RLConfig) -> LossSettings:
@@ -97,6 +93,18 @@ def loss_settings(config: RLConfig) -> LossSettings:
         kl_estimator=algorithm.rl_kl_estimator,
         entropy_weight=0.0,
     )
+
+
+def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) -> Update:
+    """What `loop.py` does with a rollout's samples."""
+    _, trainer = make_trainer(policy, config, groups, PhaseTimer())
+    batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
+
+    def update(samples: Sequence[Sample]) -> tuple[float, float]:
+        metrics = trainer.step(batches.updates(samples, 1, seed=0)).metrics
+        return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
+
+    return update
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_rl.checkpoint.hf.reader import HfReader
+from megatron_rl.checkpoint.torch_files import own_name
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import HfModel, Piece
 from megatron_rl.models import PolicyModel
@@ -26,7 +27,8 @@ def load_hf(model: HfModel, policy: PolicyModel, groups: ParallelGroups) -> int:
     """
     weights, filled = model.weights, set()
     with HfReader(model.directory) as reader, torch.no_grad():
-        for name, parameter in policy.gpt.named_parameters():
+        for given, parameter in policy.gpt.named_parameters():
+            name = own_name(given)
             if name not in weights:
                 raise CheckpointError(f"{model.directory}: {model.family.class_name} has nothing for parameter {name}")
             pieces = weights[name].pieces(groups.tensor_rank, groups.tensor_size, policy.padded_vocab_size)

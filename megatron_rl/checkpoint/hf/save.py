@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.hf.stored import StoredParameters
 from megatron_rl.checkpoint.hf.writer import HfWriter
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import read_run_state
-from megatron_rl.checkpoint.torch_files import is_megatron_layout, shards_reader
+from megatron_rl.checkpoint.torch_files import is_megatron_layout, own_name, shards_reader
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Entry, HfModel
 from megatron_rl.models import PolicyModel
@@ -55,7 +55,7 @@ def save_hf(
     """
     if broadcast_json(target.exists() if groups.is_main else None, source=0):
         raise CheckpointError(f"{target} exists; choose another directory")
-    parameters = dict(policy.gpt.named_parameters())
+    parameters = {own_name(name): parameter for name, parameter in policy.gpt.named_parameters()}
 
     def gathered(entry: Entry) -> Sequence[torch.Tensor]:
         return _gather(parameters[entry.parameter].detach(), groups)

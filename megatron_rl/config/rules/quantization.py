@@ -55,14 +55,12 @@ def _kv_cache(config: RLConfig) -> Iterator[str]:
 def _fp8_training(config: RLConfig) -> Iterator[str]:
     precision = config.precision
     form, recipe = precision.fp8_format, precision.fp8_recipe
-    if form is None and recipe is None:
+    flags = fp8_flags(config)
+    if not flags or config.kernels.transformer_impl == "transformer_engine":
         return
-    flags = " ".join(
-        f"--fp8-{name} {value}" for name, value in (("format", form), ("recipe", recipe)) if value is not None
-    )
     if form == "hybrid" or recipe in ("tensorwise", "delayed", "mxfp8"):
         yield (
-            f"{flags} is refused: fp8 training here is e4m3 with blockwise scales; use --fp8-format e4m3 "
+            f"{flags} is refused: fp8 training on local layers is e4m3 with blockwise scales; use --fp8-format e4m3 "
             "--fp8-recipe blockwise"
         )
         return
@@ -80,6 +78,12 @@ def _fp8_training(config: RLConfig) -> Iterator[str]:
             f"{flags} with --rl-rollout-quantization {rollouts}: trainer and rollouts would round differently, which "
             "is worse than no fp8 training; use --rl-rollout-quantization fp8_block_pow2"
         )
+
+
+def fp8_flags(config: RLConfig) -> str:
+    """As they are typed; empty without any."""
+    given = (("format", config.precision.fp8_format), ("recipe", config.precision.fp8_recipe))
+    return " ".join(f"--fp8-{name} {value}" for name, value in given if value is not None)
 
 
 RULES: tuple[Rule, ...] = (_aligned_training, _kv_cache, _fp8_training)

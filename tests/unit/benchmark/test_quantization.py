@@ -14,7 +14,6 @@ from megatron_rl.quantization.products import cpu_multiplies_int8
 from tests.support.ranks import REPOSITORY
 from tools.benchmark import quantization
 from tools.benchmark.common import cpu_capability, hardware, summarise
-from tools.benchmark.decode import DecodeSizes, seconds
 
 WITH_M = ["-m", "tools.benchmark.quantization"]
 AS_A_FILE = ["tools/benchmark/quantization.py"]
@@ -46,7 +45,7 @@ def test_all_sections(tmp_path: Path) -> None:
     assert memory["int8"]["cpu_operand"] == operand
     assert memory["int8"]["bf16_weights"] == 2 * 12288
     assert memory["int8"]["copies"] == 12288 + 4 * (64 + 32 + 192 + 32)  # a scale a row
-    assert "no CUDA device" in record["decode"]["skipped"] and "decode: skipped" in shown
+    assert "copies / bf16" in shown
     assert record["command"].startswith("python -m tools.benchmark.quantization --quick")
     assert record["commit"] and record["versions"]["torch"] and "AVX" in record["hardware"]
 
@@ -58,7 +57,7 @@ def test_runs_by_its_path_too() -> None:
     assert "tokens / CPU s" not in shown
 
 
-@pytest.mark.parametrize("module", ["rollout", "update", "loop", "quantization", "step", "logprob_memory"])
+@pytest.mark.parametrize("module", ["rollout", "update", "loop", "quantization", "step", "logprob_memory", "gpu"])
 def test_every_benchmark_runs_by_its_path(module: str) -> None:
     assert "--json" in run([f"tools/benchmark/{module}.py"], "--help")
 
@@ -66,7 +65,7 @@ def test_every_benchmark_runs_by_its_path(module: str) -> None:
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         quantization.parse(["refesh"])
-    assert "use one of refresh, rollout, memory, decode" in capsys.readouterr().err
+    assert "use one of refresh, rollout, memory" in capsys.readouterr().err
 
 
 def test_the_unit_names_the_column() -> None:
@@ -78,13 +77,3 @@ def test_the_unit_names_the_column() -> None:
 def test_hardware_names_the_instructions() -> None:
     assert all(name in hardware() for name in cpu_capability())
     assert [name.removeprefix("no ") for name in cpu_capability()[1:]] == ["VNNI", "AMX"]
-
-
-def test_decode_leaves_room_for_the_untimed_burst() -> None:
-    assert DecodeSizes(bursts=2).new_tokens == 1 + 8 + 16
-
-
-def test_seconds_leaves_out_the_first_run() -> None:
-    runs = []
-    assert seconds(lambda: runs.append(1), torch.device("cpu"), repeats=2, inner=3) >= 0
-    assert len(runs) == 9

@@ -35,6 +35,7 @@ def test_groups_are_required_only_in_rl(problems):
     assert problems(grpo_group_size=None, perform_rl_step=None) == []
 
 
+ENGINE = {"transformer_impl": "transformer_engine"}
 TENSOR_2 = {"tensor_model_parallel_size": "2"}
 TENSOR_8 = {"tensor_model_parallel_size": "8"}
 SAMPLES = {"train_iters": None, "train_samples": "3200"}
@@ -98,6 +99,23 @@ ONE_PROBLEM = [
     ({"fp8_recipe": "blockwise"}, 1, ["--fp8-recipe blockwise needs --fp8-format e4m3"]),
     ({"fp8_format": "hybrid", "fp8_recipe": "blockwise"}, 1, ["hybrid", "refused", "--fp8-format e4m3"]),
     ({"fp8_format": "e4m3", "fp8_recipe": "delayed"}, 1, ["delayed", "refused", "--fp8-recipe blockwise"]),
+    (
+        {**ENGINE, "rl_rollout_quantization": "fp8"}, 1,
+        ["transformer_engine with --rl-rollout-quantization fp8", "leave one of them out"],
+    ),
+    ({**ENGINE, "rl_inference_engine": "mcore"}, 1, ["--rl-inference-engine mcore", "never tried", "use rollout"]),
+    (
+        {**ENGINE, "num_experts": "4", "disable_bias_linear": True}, 1,
+        ["transformer_engine with --num-experts", "--transformer-impl local"],
+    ),
+    ({**ENGINE, "ckpt_format": "torch"}, 1, ["--ckpt-format torch", "order of the parameters", "torch_dist"]),
+    ({**ENGINE, "bf16": True, "fp8_recipe": "tensorwise"}, 1, ["--fp8-recipe tensorwise needs --fp8-format e4m3"]),
+    (
+        {**ENGINE, "bf16": True, "fp8_format": "hybrid", "fp8_recipe": "delayed"}, 1,
+        ["--fp8-recipe delayed: delayed scales", "tensorwise or blockwise"],
+    ),
+    ({**ENGINE, "bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"}, 1, ["Blackwell", "blockwise"]),
+    ({**ENGINE, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}, 1, ["without --bf16", "add --bf16"]),
     (
         {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "rl_rollout_quantization": "int8"}, 1,
         ["--rl-rollout-quantization int8", "round differently", "fp8_block_pow2"],
@@ -273,3 +291,14 @@ def test_validating_resolved_or_not_is_the_same(config):
 def test_sections_can_be_replaced_in_code(config):
     changed = replace(config(), algorithm=AlgorithmConfig(grpo_prompts_per_step=8, grpo_group_size=1))
     assert [line.split(":")[0] for line in validate(changed, 1)] == ["--grpo-group-size 1"]
+
+
+def test_fp8_of_transformer_engine_is_no_aligned_training(problems):
+    """The same flags on local layers quantise the rollouts; there they must leave them as they are."""
+    engine = {**ENGINE, "bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    assert problems(**engine) == []
+    flags = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
+    local = resolve(parse_config(flags), 1).quantization
+    other = resolve(parse_config([*flags, "--transformer-impl", "transformer_engine"]), 1).quantization
+    assert (local.rl_rollout_quantization, local.rl_train_forward) == ("fp8_block_pow2", "quantized")
+    assert (other.rl_rollout_quantization, other.rl_train_forward) == ("none", "plain")

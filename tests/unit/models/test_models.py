@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.models import rollout_mode
 from megatron_rl.models.gpt import padded_vocabulary
 from megatron_rl.models.spec import TorchNorm
@@ -23,6 +25,14 @@ OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "over
 )
 def test_padding_of_the_vocabulary(vocabulary: int, divisible_by: int, ranks: int, expected: int) -> None:
     assert padded_vocabulary(vocabulary, divisible_by, ranks) == expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is there")
+def test_without_transformer_engine_its_layers_are_one_line(one_rank: ParallelGroups) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tiny_policy(tiny_config(transformer_impl="transformer_engine"))
+    (line,) = refused.value.problems
+    assert "cannot import Transformer Engine" in line and "--transformer-impl local" in line
 
 
 def test_flags_reach_the_model(one_rank: ParallelGroups) -> None:

@@ -1,0 +1,129 @@
+"""The real Transformer Engine on one GPU. Run with: bash tests/run.sh tests/gpu/test_gpu_transformer_engine.py
+
+What is around its layers is tested on CPUs with a fake one (tests/parity/test_transformer_engine.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.quantization import get_recipe
+from tests.gpu.test_gpu_engine import _generate, _trainer_logprobs
+from tests.support.hugging_face import batch_of
+from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+
+pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.gpu
+
+ENGINE = {"transformer_impl": "transformer_engine"}
+SIZES = {"hidden_size": 256, "ffn_hidden_size": 512}
+"""Blockwise products want multiples of 128."""
+
+
+def _batch(policy, lengths):
+    from megatron_rl.packing.collate import collate
+    from megatron_rl.types import Sample
+
+    ids = batch_of(VOCABULARY, lengths).token_ids.split(list(lengths))
+    samples = [Sample(part, 1, 1.0, torch.zeros(len(part))) for part in ids]
+    return collate(samples, policy.device)
+
+
+@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-3), (True, 0.1)])
+def test_the_same_weights_give_the_log_probs_of_local_layers(
+    one_rank: ParallelGroups, tmp_path: Path, bf16: bool, tolerance: float
+) -> None:
+    from megatron_rl.checkpoint.tensors import load_weights, save_tensors
+    from megatron_rl.trainer.scoring import Scorer
+
+    local, other = tiny_policy(tiny_config(bf16=bf16)), tiny_policy(tiny_config(bf16=bf16, **ENGINE), seed=2)
+    save_tensors(tmp_path, local, None)
+    load_weights(tmp_path, other)
+    batch = _batch(local, (40, 3, 17))
+    ours, theirs = (Scorer(policy, one_rank.tensor_group, 1.0).logprobs(batch) for policy in (local, other))
+    assert (ours - theirs).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_rollouts_agree_with_a_full_forward_pass(one_rank: ParallelGroups, bf16: bool) -> None:
+    policy = tiny_policy(tiny_config(bf16=bf16, **ENGINE))
+    gap = _trainer_logprobs(policy, _generate(policy, greedy=False), one_rank)
+    assert gap.max() < (0.15 if bf16 else 1e-3)
+
+
+def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank: ParallelGroups) -> None:
+    from megatron_rl.trainer.scoring import Scorer
+
+    policy = tiny_policy(tiny_config(**ENGINE))
+    scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+    for group in _generate(policy, greedy=True)[:3]:
+        prompt, answer = len(group.request.prompt_ids), group.completions[0].token_ids
+        batch = _batch(policy, (prompt + len(answer),))
+        batch.token_ids.copy_(torch.tensor(group.request.prompt_ids + answer))
+        best = scorer.logprobs_and_top(batch)[1][prompt - 1 : -1]
+        assert best.tolist() == list(answer)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGroups, recipe: str) -> None:
+    """13 tokens: no multiple of what fp8 products want."""
+    from megatron_rl.trainer import Optimization
+    from megatron_rl.trainer.accumulate import MicroLoss, update
+    from megatron_rl.trainer.scoring import Scorer
+
+    config = tiny_config(bf16=True, fp8_format="e4m3", fp8_recipe=recipe, **ENGINE, **SIZES)
+    policy = tiny_policy(config)
+    optimization, scorer = Optimization(policy, config), Scorer(policy, one_rank.tensor_group, 1.0)
+    batch = _batch(policy, (9, 4))
+    before = scorer.logprobs(batch)
+
+    def loss(logits: torch.Tensor, batch) -> MicroLoss:
+        total = -scorer.select(logits, batch).logprobs.sum()
+        return MicroLoss(total, torch.tensor(batch.token_ids.numel(), device=policy.device), None)
+
+    for _ in range(3):
+        outcome, _ = update(optimization, [batch], scorer.forward, loss)
+        assert outcome.applied and outcome.grad_norm > 0
+    after = scorer.logprobs(batch)
+    assert after.isfinite().all()
+    assert after.sum() > before.sum(), "the loss went up, or the pass ran on the weights before the updates"
+
+
+def test_fp8_rollouts_agree_with_the_fp8_trainer(one_rank: ParallelGroups) -> None:
+    config = tiny_config(bf16=True, fp8_format="e4m3", fp8_recipe="blockwise", **ENGINE, **SIZES)
+    policy = tiny_policy(config)
+    gap = _trainer_logprobs(policy, _generate(policy, greedy=False), one_rank)
+    assert gap.mean() < 0.05
+
+
+@pytest.mark.parametrize(("name", "power_of_two"), [("fp8_block", False), ("fp8_block_pow2", True)])
+def test_our_block_recipes_are_transformer_engines(name: str, power_of_two: bool) -> None:
+    """Weights in tiles of 128 x 128, activations in segments of 128: the same numbers, but for a scale's last bit."""
+    import transformer_engine_torch
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    def quantised(x: torch.Tensor, dimensions: int) -> torch.Tensor:
+        quantizer = Float8BlockQuantizer(
+            fp8_dtype=transformer_engine_torch.DType.kFloat8E4M3,
+            rowwise=True,
+            columnwise=False,
+            amax_epsilon=0.0,
+            force_pow_2_scales=power_of_two,
+            block_scaling_dim=dimensions,
+        )
+        return quantizer(x).dequantize().float()
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    weight, x = (torch.randn(rows, 512, device="cuda", generator=generator).bfloat16() for rows in (256, 64))
+    recipe = get_recipe(name)
+    q = recipe.quantize(weight)
+    for ours, theirs in (
+        (recipe.dequantize(q).bfloat16().float(), quantised(weight, 2)),
+        (recipe.round_trip(x, q).float(), quantised(x, 1)),
+    ):
+        assert (ours - theirs).norm() < 2e-3 * theirs.norm()
+        assert ((ours - theirs).abs() > 0.01 * theirs.abs()).float().mean() < 1e-3

@@ -1,0 +1,62 @@
+"""What is around Transformer Engine's layers, with a fake one in plain torch. The real one: tests/gpu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """Of a process of its own: which Transformer Engine there is, megatron-core asks once."""
+    return run_ranks("tests.parity.transformer_engine_case:on_rank", 1)[0]
+
+
+def test_the_layers_are_transformer_engines_with_our_attention(report: dict[str, Any]) -> None:
+    modules = set(report["same"]["modules"])
+    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "PlannedSelfAttention"} <= modules
+    assert not {"ColumnParallelLinear", "WholeColumnLinear", "TorchNorm", "TEDotProductAttention"} & modules
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in report["same"]["parameters"]
+
+
+def test_a_checkpoint_of_local_layers_is_the_same_model(report: dict[str, Any]) -> None:
+    ours, theirs = report["same"]["tokens"]
+    assert ours == theirs
+    assert report["same"]["gap"] < 1e-5
+    assert report["same"]["gradient"] < 1e-4 and report["same"]["norm_gradient"] < 1e-4
+
+
+def test_local_layers_go_on_with_the_optimizers_state(report: dict[str, Any]) -> None:
+    assert report["same"]["after_resume"] < 1e-6
+
+
+def test_hugging_face_files_both_ways(report: dict[str, Any]) -> None:
+    assert report["hf"]["score"] < 1e-4
+    assert report["hf"]["saved"]
+
+
+def test_fp8_runs_in_the_recipe_asked_for_on_any_number_of_tokens(report: dict[str, Any]) -> None:
+    fp8 = report["fp8"]
+    assert fp8["recipes"] == ["Float8BlockScaling"] and fp8["formats"] == ["hybrid"]
+    assert fp8["tokens"] % 8
+    assert fp8["finite"]
+    assert fp8["gap"] < 0.1 * fp8["gap_of_bf16"]
+
+
+def test_fp8_weights_are_not_those_of_the_pass_before(report: dict[str, Any]) -> None:
+    assert report["fp8"]["moved"] > 0.1
+
+
+def test_the_torch_format_gives_its_weights_and_not_its_optimizer(report: dict[str, Any]) -> None:
+    assert report["same"]["by_name"]
+    assert "--pretrained-checkpoint" in report["same"]["refused"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_a_run_goes_on_with_the_weights_of_its_updates(report: dict[str, Any], name: str) -> None:
+    for metrics in report["steps"][name]:
+        assert metrics["actor/skipped_updates"] == 0 and metrics["actor/grad_norm"] > 0
+        assert metrics["training/rollout_logprob_gap_max"] < 0.02

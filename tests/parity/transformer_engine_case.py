@@ -1,0 +1,187 @@
+"""What `test_transformer_engine` runs, in a process whose Transformer Engine is the fake one."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "fake_transformer_engine"))
+
+import torch
+import transformer_engine as fake
+
+from megatron_rl.checkpoint import torch_format
+from megatron_rl.checkpoint.attempt import SaveAttempt
+from megatron_rl.checkpoint.hf import load_hf, save_hf
+from megatron_rl.checkpoint.hf.reader import HfReader
+from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
+from megatron_rl.errors import CheckpointError
+from megatron_rl.families import Piece, read_model
+from megatron_rl.loop import rl_step
+from megatron_rl.models import PolicyModel, build_model
+from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.platform import current_platform
+from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import PackedBatch
+from tests.support.generation import generate, ragged_requests, rollout_engine
+from tests.support.hugging_face import batch_of, hf_run, write_model
+from tests.support.scoring import gaps, packed
+from tests.support.tiny import VOCABULARY, single_thread, tiny_config, tiny_policy
+from tests.support.toy import toy_run
+
+ENGINE = {"transformer_impl": "transformer_engine"}
+FP8 = {**ENGINE, "bf16": True, "fp8_format": "hybrid", "fp8_recipe": "blockwise"}
+
+
+def on_rank() -> dict[str, Any]:
+    """Everything that can be compared, as numbers."""
+    single_thread()
+    groups = initialize(tiny_config().parallel, current_platform())
+    report = {"same": _same_model(groups), "fp8": _fp8(groups), "hf": _hugging_face(groups), "steps": _steps(groups)}
+    shut_down()
+    return report
+
+
+def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: PackedBatch) -> dict[str, torch.Tensor]:
+    scorer = Scorer(policy, groups.tensor_group, 1.0)
+    scorer.select(scorer.forward(policy.gpt, batch), batch).logprobs.sum().backward()
+    return {name: parameter.grad for name, parameter in policy.gpt.named_parameters()}
+
+
+def _same_model(groups: ParallelGroups) -> dict[str, Any]:
+    """A checkpoint of local layers in Transformer Engine's, and the way back with an optimizer's state."""
+    local, other = tiny_policy(), tiny_policy(tiny_config(**ENGINE), seed=2)
+    with torch.no_grad():
+        for name, parameter in local.gpt.named_parameters():
+            if "norm" in name:  # they all begin as ones
+                parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    requests = ragged_requests(4, num_samples=2, max_new_tokens=12, greedy=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save_tensors(_made(folder, "weights"), local, None)
+        load_weights(Path(folder, "weights"), other)
+        torch_format_report = _torch_format(local, groups, Path(folder))
+        completions = [generate(policy, rollout_engine(policy), requests) for policy in (local, other)]
+        batch = packed(requests, completions[0])
+        ours, theirs = (_gradients(policy, groups, batch) for policy in (local, other))
+        report: dict[str, Any] = {
+            "modules": sorted({type(m).__name__ for m in other.gpt.decoder.layers.modules()}),
+            "parameters": sorted(theirs),
+            "tokens": [[list(c.token_ids) for group in groups_ for c in group] for groups_ in completions],
+            "gap": gaps(other, groups, batch, 1.0).max().item(),
+            "gradient": (ours["output_layer.weight"] - theirs["output_layer.weight"]).abs().max().item(),
+            "norm_gradient": (
+                ours["decoder.layers.0.input_layernorm.weight"]
+                - theirs["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"]
+            ).abs().max().item(),
+        }  # fmt: skip
+        report |= _resumed(other, local, Path(folder)) | torch_format_report
+    return report
+
+
+def _torch_format(local: PolicyModel, groups: ParallelGroups, folder: Path) -> dict[str, Any]:
+    """Weights of local layers by name; the optimizer's state goes by order, and is refused."""
+    directory, other = _made(folder, "iter_0000001"), tiny_policy(tiny_config(**ENGINE), seed=3)
+    torch_format.save(directory, 1, local, None, groups, SaveAttempt(directory, True))
+    torch_format.load_weights(directory, other, groups)
+    ours, theirs = (dict(policy.gpt.named_parameters()) for policy in (local, other))
+    refused = ""
+    try:
+        torch_format.load_all(directory, other, None, groups)
+    except CheckpointError as error:
+        refused = str(error)
+    norm = theirs["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"]
+    same = torch.equal(ours["decoder.layers.1.input_layernorm.weight"], norm)
+    weight = "decoder.layers.1.self_attention.linear_qkv.weight"
+    return {"by_name": same and torch.equal(ours[weight], theirs[weight]), "refused": refused}
+
+
+def _made(folder: str | Path, name: str) -> Path:
+    directory = Path(folder, name)
+    directory.mkdir()
+    return directory
+
+
+def _resumed(other: PolicyModel, local: PolicyModel, folder: Path) -> dict[str, Any]:
+    """Train the one, resume with the other, take one more step with both: the same weights after it?"""
+    flags = {"use_distributed_optimizer": True, "lr_decay_style": "constant"}
+    optimizations = [Optimization(other, tiny_config(**ENGINE, **flags)), Optimization(local, tiny_config(**flags))]
+    _step(optimizations[0], seed=1)
+    save_tensors(_made(folder, "all"), other, optimizations[0])
+    load_all(folder / "all", local, optimizations[1])
+    for optimization in optimizations:
+        _step(optimization, seed=2)
+    pairs = {
+        "output_layer.weight": "output_layer.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight": "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.1.mlp.linear_fc1.weight": "decoder.layers.1.mlp.linear_fc1.weight",
+    }
+    ours, theirs = (dict(policy.gpt.named_parameters()) for policy in (local, other))
+    return {"after_resume": max((ours[a] - theirs[b]).abs().max().item() for a, b in pairs.items())}
+
+
+def _step(optimization: Optimization, seed: int) -> None:
+    """With gradients that depend on a parameter's shape only."""
+    optimization.zero_grad()
+    for parameter in optimization.wrapped.parameters():
+        generator = torch.Generator().manual_seed(seed)
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    optimization.step()
+
+
+def _fp8(groups: ParallelGroups) -> dict[str, Any]:
+    """Rollouts, scores and gradients through fp8 products, of numbers of tokens that are multiples of nothing."""
+    policy, plain = tiny_policy(tiny_config(**FP8)), tiny_policy(tiny_config(**ENGINE, bf16=True))
+    requests = ragged_requests(6, num_samples=1, max_new_tokens=9)
+    engine = rollout_engine(policy)
+    batch = packed(requests, generate(policy, engine, requests))
+    odd = batch_of(VOCABULARY, (9, 4))
+    report = {
+        "recipes": sorted({type(recipe).__name__ for recipe in fake.RECIPES}),
+        "formats": sorted({recipe.fp8_format.value for recipe in fake.RECIPES}),
+        "tokens": odd.token_ids.numel(),
+        "gap": gaps(policy, groups, batch, 1.0).mean().item(),
+        "gap_of_bf16": gaps(plain, groups, batch, 1.0).mean().item(),
+        "finite": all(bool(grad.isfinite().all()) for grad in _gradients(policy, groups, odd).values()),
+    }
+    before = Scorer(policy, groups.tensor_group, 1.0).logprobs(batch)
+    with torch.no_grad():
+        policy.gpt.decoder.layers[0].mlp.linear_fc1.weight.mul_(-1)
+    after = Scorer(policy, groups.tensor_group, 1.0).logprobs(batch)
+    return report | {"moved": (after - before).abs().max().item()}
+
+
+def _steps(groups: ParallelGroups) -> dict[str, list[dict[str, float]]]:
+    """Whole steps of a run; the gap of later ones says whether rollouts and scores use the weights of the updates."""
+    steps = {}
+    for name, flags in {"bf16": {**ENGINE, "bf16": True}, "fp8": FP8}.items():
+        run = toy_run(tiny_config(use_distributed_optimizer=True, **flags), groups)
+        try:
+            steps[name] = [rl_step(run, number).metrics for number in (1, 2, 3)]
+        finally:
+            run.rollouter.close()
+    return steps
+
+
+def _hugging_face(groups: ParallelGroups) -> dict[str, Any]:
+    """Load one directory into both kinds of layers, save the model of Transformer Engine's again."""
+    settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "vocab_size": 40, "tie_word_embeddings": False}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "source"), Path(folder, "target")
+        write_model(source, "qwen2", settings)
+        model, scores = read_model(source), []
+        batch = batch_of(40, (9, 5))
+        for flags in ({}, ENGINE):
+            policy = build_model(hf_run(source, **flags), current_platform(), 40)
+            load_hf(model, policy, groups)
+            scores.append(Scorer(policy, groups.tensor_group, 1.0).logprobs(batch))
+        save_hf(policy, model, target, groups)
+        with HfReader(source) as before, HfReader(target) as after:
+            same = all(
+                torch.equal(*(reader.read(Piece(name, (0, shape[0]))) for reader in (before, after)))
+                for name, shape in model.weights.tensors.items()
+            )
+    return {"score": (scores[0] - scores[1]).abs().max().item(), "saved": same}

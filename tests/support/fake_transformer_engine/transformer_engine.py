@@ -1,0 +1,192 @@
+"""As much of Transformer Engine as megatron-core builds layers from, in plain torch, for CPUs.
+
+It has the names, the parameters, the shapes it refuses and the caching of fp8 weights of the real one (2.3), so that
+what is around its layers can be tested. Its fp8 rounds both operands to E4M3 with a scale a row, whatever the
+recipe. It says nothing about the real kernels. Put this folder on ``sys.path`` before megatron-core is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+__version__ = "2.3.0"
+__path__: list[str] = []  # a package, whose modules are made below
+
+RECIPES: list[Any] = []
+"""Every recipe that ``fp8_autocast`` was entered with."""
+
+
+class Format(enum.Enum):
+    E4M3 = "e4m3"
+    HYBRID = "hybrid"
+
+
+@dataclass
+class _Recipe:
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+
+
+class Float8CurrentScaling(_Recipe):
+    """A scale a tensor."""
+
+
+class Float8BlockScaling(_Recipe):
+    """Tiles."""
+
+
+class DelayedScaling(_Recipe):
+    """Base class of megatron's."""
+
+
+class FP8GlobalStateManager:
+    depth = 0
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return cls.depth > 0
+
+
+@contextlib.contextmanager
+def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: Any = None) -> Iterator[None]:
+    before, FP8GlobalStateManager.depth = FP8GlobalStateManager.depth, int(enabled)
+    RECIPES.append(fp8_recipe)
+    try:
+        yield
+    finally:
+        FP8GlobalStateManager.depth = before
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """To E4M3 and back, with a scale a row: a token's numbers do not depend on its neighbours. The gradient passes."""
+    scale = x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+    return x + ((x.detach() / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale - x.detach())
+
+
+class _Product(torch.nn.Module):
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, return_bias: bool, params_dtype: torch.dtype,
+        init_method: Any, tp_group: Any, tp_size: int, parallel_mode: str | None, sequence_parallel: bool,
+        device: Any, **unused: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert tp_size == 1 and not sequence_parallel, "the fake has no tensor-parallel ranks"
+        self.in_features, self.out_features, self.tp_size, self.tp_group = in_features, out_features, 1, tp_group
+        self.parallel_mode, self.sequence_parallel, self.use_bias = parallel_mode, False, bias
+        self.return_bias = return_bias
+        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else torch.Tensor()
+        init_method(self.weight)
+        self._kept: torch.Tensor | None = None
+
+    def product(self, x: torch.Tensor, is_first_microbatch: bool | None) -> Any:
+        weight = self.weight
+        if FP8GlobalStateManager.is_fp8_enabled():
+            rows = x.numel() // x.shape[-1]
+            assert rows % 8 == 0 and x.shape[-1] % 16 == 0, f"fp8 products of {rows} x {x.shape[-1]}: not padded"
+            if is_first_microbatch is None or is_first_microbatch or self._kept is None:
+                self._kept = _rounded(weight)
+            x, weight = _rounded(x), self._kept
+        out = torch.matmul(x, weight.t())
+        if self.return_bias:
+            return out, self.bias
+        return out + self.bias if self.use_bias else out
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state is None or state.numel() == 0
+
+
+class Linear(_Product):
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return self.product(x, is_first_microbatch)
+
+
+class LayerNormLinear(_Product):
+    def __init__(self, in_features: int, out_features: int, *, eps: float, normalization: str, **rest: Any) -> None:
+        super().__init__(in_features, out_features, **rest)
+        assert normalization == "RMSNorm"
+        self.eps = eps
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=rest["params_dtype"]))
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        normed = functional.rms_norm(x, (self.in_features,), self.layer_norm_weight, self.eps)
+        return self.product(normed, is_first_microbatch)
+
+
+class RMSNorm(torch.nn.Module):
+    def __init__(self, hidden_size: int, eps: float, params_dtype: torch.dtype, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Fp8Padding(torch.nn.Module):
+    """Rows to multiples of 16."""
+
+    def __init__(self, num_gemms: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, list[int]]:
+        missing = -splits[0] % 16
+        return (functional.pad(x, (0, 0, 0, missing)) if missing else x), [splits[0] + missing]
+
+
+class Fp8Unpadding(Fp8Padding):
+    def forward(self, x: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        return x[: splits[0]]
+
+
+class _Absent(torch.nn.Module):
+    """A base class that nobody here makes an object of."""
+
+
+def _module(name: str, **content: Any) -> types.ModuleType:
+    module = types.ModuleType(f"{__name__}.{name}")
+    vars(module).update(content, __path__=[])
+    sys.modules[module.__name__] = module
+    return module
+
+
+common = _module(
+    "common",
+    recipe=_module(
+        "common.recipe",
+        Format=Format,
+        DelayedScaling=DelayedScaling,
+        Float8CurrentScaling=Float8CurrentScaling,
+        Float8BlockScaling=Float8BlockScaling,
+    ),
+)
+pytorch = _module(
+    "pytorch",
+    Linear=Linear,
+    LayerNormLinear=LayerNormLinear,
+    GroupedLinear=_Absent,
+    DotProductAttention=_Absent,
+    RMSNorm=RMSNorm,
+    LayerNorm=_Absent,
+    Fp8Padding=Fp8Padding,
+    Fp8Unpadding=Fp8Unpadding,
+    fp8_autocast=fp8_autocast,
+    fp8=_module("pytorch.fp8", FP8GlobalStateManager=FP8GlobalStateManager, fp8_autocast=fp8_autocast),
+    distributed=_module(
+        "pytorch.distributed", CudaRNGStatesTracker=object, activation_recompute_forward=_Absent
+    ),
+    ops=_module("pytorch.ops", Sequential=_Absent, FusibleOperation=_Absent),
+    tensor=_module("pytorch.tensor", QuantizedTensor=type("QuantizedTensor", (torch.Tensor,), {})),
+)

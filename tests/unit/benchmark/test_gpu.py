@@ -1,0 +1,264 @@
+"""The GPU benchmark rehearsed on a CPU: every section in small, failures, deadlines and targets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform import current_platform
+from tests.support.ranks import REPOSITORY
+from tools.benchmark import gpu
+from tools.benchmark.on_gpu import sections, worker
+from tools.benchmark.on_gpu.measure import REHEARSAL, Bench, guarded, one_line, seconds, without_effect
+from tools.benchmark.on_gpu.sections import SECTIONS, Collection, Section, SectionRecord, run_sections
+from tools.benchmark.on_gpu.targets import targets
+
+LATER = 3600.0
+NAMES = {
+    "products": {"linear", "M", "product", "us", "ratio"},
+    "requantise": {"model", "recipe", "ms", "bytes", "roofline_ms", "ratio"},
+    "decode_0.5B": {"model", "format", "graphs", "batch", "step_ms", "roofline_ms", "ratio", "rows"},
+    "decode_7B": {"model", "format", "graphs", "batch", "step_ms", "roofline_ms", "ratio", "rows"},
+    "decode_32B": {"model", "layers", "format", "graphs", "batch", "step_ms", "whole_ms"},
+    "attention": {"attention", "batch", "context", "step_ms"},
+    "prefill": {"model", "tokens_per_second", "mfu"},
+    "training": {"model", "tokens_per_second", "mfu"},
+    "grpo": {"rollouts", "ms", "gen_ms", "old_log_prob_ms", "update_actor_ms", "generated_tokens"},
+}
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="sections take minutes there: run the benchmark")
+
+
+@pytest.fixture
+def bench(one_rank: ParallelGroups) -> Bench:
+    return Bench(current_platform(), one_rank, REHEARSAL)
+
+
+@pytest.fixture(scope="module")
+def rehearsal(one_rank: ParallelGroups) -> Collection:
+    """All sections once."""
+    collection = Collection()
+    for event in run_sections(Bench(current_platform(), one_rank, REHEARSAL), list(SECTIONS), time.time() + LATER):
+        collection.take(event)
+    return collection
+
+
+@on_cpu
+def test_no_section_fails(rehearsal: Collection) -> None:
+    assert list(rehearsal.sections) == list(SECTIONS)
+    for name, record in rehearsal.sections.items():
+        assert record.seconds is not None, name
+        assert [row["error"] for row in record.rows if "error" in row] == [], name
+
+
+@on_cpu
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_say_what_was_measured(name: str, rehearsal: Collection) -> None:
+    rows = [row for row in rehearsal.sections[name].rows if "skipped" not in row]
+    assert rows and all(row.keys() >= NAMES[name] for row in rows)
+    assert all(value > 0 for row in rows for key, value in row.items() if key.endswith(("ms", "us", "per_second")))
+
+
+@on_cpu
+def test_decode_goes_through_every_batch_and_format(rehearsal: Collection) -> None:
+    rows = rehearsal.sections["decode_7B"].rows
+    measured = {(row["format"], row["graphs"], row["batch"]) for row in rows if "step_ms" in row}
+    skipped = {(row["format"], row["graphs"]) for row in rows if "skipped" in row}
+    assert {("bf16", False, 1), ("bf16", False, 4), ("fp8", False, 4)} <= measured
+    kinds = {(kind, graphs) for kind in ("bf16", "fp8", "fp8 + fp8 KV") for graphs in (False, True)}
+    assert {(kind, graphs) for kind, graphs, _ in measured} | skipped == kinds
+    assert all(row["rows"] >= row["batch"] for row in rows if "step_ms" in row)
+
+
+@on_cpu
+def test_every_share_is_of_the_measured_ceiling(rehearsal: Collection) -> None:
+    rate = rehearsal.ceilings["bandwidth"]
+    for row in rehearsal.sections["requantise"].rows:
+        assert row["roofline_ms"] == pytest.approx(1e3 * row["bytes"] / rate)
+        assert row["ratio"] == pytest.approx(row["ms"] / row["roofline_ms"])
+
+
+@on_cpu
+def test_the_command(tmp_path: Path) -> None:
+    """In a process of its own, by its path."""
+    command = [sys.executable, "tools/benchmark/gpu.py", "requantise", "--json", str(tmp_path / "g.json")]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "mean nothing" in result.stdout and "targets" in result.stdout
+    record = json.loads((tmp_path / "g.json").read_text())
+    assert record["rehearsal"] is True
+    assert list(record["sections"]) == ["roofline", "requantise"]  # the others divide by the first
+    assert [row["recipe"] for row in record["sections"]["requantise"]["rows"]] == ["fp8", "fp8_block", "int8"]
+    assert {claim["verdict"] for claim in record["targets"]} == {"not measured"}
+    assert record["command"] and record["commit"] and record["versions"]["torch"]
+
+
+# -- failures and deadlines --------------------------------------------------------------------
+
+
+def _collected(bench: Bench, names: list[str], until: float) -> Collection:
+    collection = Collection()
+    for event in run_sections(bench, names, until):
+        collection.take(event)
+    return collection
+
+
+def _breaks_off(bench: Bench):
+    yield {"x": 1}
+    raise ValueError("\n  the kernel is gone  \nand more")
+
+
+def _never_ends(bench: Bench):
+    while True:
+        time.sleep(0.001)
+        yield {"x": 1}
+
+
+def test_a_section_that_fails_keeps_its_rows_and_the_next_goes_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = {"broken": Section(_breaks_off, 10.0), "endless": Section(_never_ends, 0.01)}
+    monkeypatch.setattr(sections, "SECTIONS", broken)
+    made = _collected(bench, ["broken", "endless"], time.time() + LATER).sections
+    assert made["broken"].rows == [{"x": 1}, {"error": "ValueError: the kernel is gone"}]
+    assert made["endless"].rows[0] == {"x": 1}
+    assert made["endless"].stopped == "its 0 s were over"
+
+
+def test_no_section_begins_after_the_end(bench: Bench) -> None:
+    made = _collected(bench, ["roofline"], time.time() - 1).sections
+    assert made["roofline"].rows == [] and made["roofline"].stopped == "no time was left"
+
+
+def test_labels_stay_with_the_error() -> None:
+    assert list(guarded(_breaks_off(None), {"batch": 8})) == [
+        {"batch": 8, "x": 1},
+        {"batch": 8, "error": "ValueError: the kernel is gone"},
+    ]
+    assert one_line(KeyError()) == "KeyError: no message"
+
+
+@pytest.mark.parametrize("refusal", [SystemExit("--this is refused"), ConfigError(["--this is refused"])])
+def test_a_refused_flag_is_no_failure(refusal: BaseException) -> None:
+    def refused():
+        raise refusal
+        yield
+
+    ((row),) = guarded(refused(), {"batch": 8})
+    assert row["batch"] == 8 and row["skipped"].endswith("--this is refused")
+
+
+@on_cpu
+def test_a_worker_measures_in_another_process() -> None:
+    options = worker.Options(True, (), time.time() + LATER)
+    made, ended = Collection(), []
+    made.on_end = ended.append
+    worker.measure_in_workers(["roofline", "requantise"], options, made)
+    assert ended == ["roofline", "requantise"]
+    assert [len(record.rows) for record in made.sections.values()] == [4, 3]
+    # the second section was given what the first measured
+    assert all(row["ratio"] > 0 for row in made.sections["requantise"].rows)
+
+
+@pytest.fixture
+def pretender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a script in the worker's place; it finds the names in argv[3] and the file for events in argv[6]."""
+
+    def pretend(lines: str) -> None:
+        script = tmp_path / "python"
+        script.write_text(f"#!{sys.executable}\nimport json, sys, time\nnames = json.loads(sys.argv[3])\n{lines}\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(worker.sys, "executable", str(script))
+
+    return pretend
+
+
+def in_workers(names: list[str], options: worker.Options) -> Collection:
+    collection = Collection()
+    worker.measure_in_workers(names, options, collection)
+    return collection
+
+
+BEGIN = """
+events = open(sys.argv[6], "a")
+print(json.dumps({"section": names[0], "begin": time.time(), "budget": 0.0}), file=events, flush=True)
+print(json.dumps({"section": names[0], "row": {"x": 1}}), file=events, flush=True)
+"""
+
+
+def test_a_worker_that_dies_costs_one_section(pretender) -> None:
+    pretender(BEGIN + 'sys.exit("out of memory")')
+    made = in_workers(["roofline", "grpo"], worker.Options(True, (), time.time() + LATER))
+    error = {"error": "its process ended with 1; out of memory"}
+    assert {name: record.rows for name, record in made.sections.items()} == {
+        "roofline": [{"x": 1}, error],
+        "grpo": [{"x": 1}, error],
+    }
+
+
+def test_a_worker_that_hangs_is_ended(pretender) -> None:
+    pretender(BEGIN + "time.sleep(600)")
+    options = worker.Options(True, (), time.time() + LATER, grace=0.1)
+    made = in_workers(["roofline", "grpo"], options)
+    assert [record.rows[-1] for record in made.sections.values()] == [{"error": "it was out of time and was ended"}] * 2
+
+
+def test_a_worker_that_does_not_begin_is_not_started_again(pretender) -> None:
+    pretender('sys.exit("no module")')
+    made = in_workers(["roofline", "grpo"], worker.Options(True, (), time.time() + LATER))
+    assert made.sections["grpo"].rows == [{"error": "its process ended with 1; no module"}]
+
+
+# -- targets and flags -------------------------------------------------------------------------
+
+
+def _step(kind: str, graphs: bool, batch: int, ms: float) -> dict[str, object]:
+    return {"format": kind, "graphs": graphs, "batch": batch, "step_ms": ms, "ratio": ms / 4.0}
+
+
+def test_targets_by_hand() -> None:
+    rows = [
+        _step("bf16", False, 32, 9.0), _step("bf16", True, 32, 5.0),
+        _step("bf16", False, 1, 9.0), _step("bf16", True, 1, 3.0),
+        _step("bf16", False, 64, 9.0), _step("bf16", True, 64, 8.0),
+        {"format": "fp8", "graphs": True, "skipped": "not built"},
+    ]  # fmt: skip
+    times = [{"recipe": "int8", "ms": 3.0}, {"recipe": "fp8", "ms": 7.5}]
+    made = {"decode_7B": SectionRecord(rows), "requantise": SectionRecord(times)}
+    found = {(claim.claim.split(",")[0].split(":")[0], claim.of): claim for claim in targets(made)}
+    roofline = found["7B decode at batch 32", "bf16"]
+    assert (roofline.measured, roofline.verdict) == (1.25, "pass")
+    graphs = found["CUDA graphs over eager", "7B bf16"]
+    assert (graphs.measured, graphs.verdict) == (1.8, "FAIL")  # the least of 9 / 5 and 9 / 3
+    assert found["CUDA graphs over eager", "0.5B bf16"].verdict == "not measured"
+    assert found["re-quantisation of the 7B", "fp8"].verdict == "FAIL"
+
+
+def test_flags_without_effect_are_named() -> None:
+    assert without_effect(("--bf16", "--rl-rollout-quantization=fp8")) is None
+    assert without_effect(("--bf16", "--no-such-flag=1")) == "--no-such-flag does not exist in this version"
+    assert "--inference-dynamic-batching has no effect: " in without_effect(("--inference-dynamic-batching",))
+
+
+def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.parse(["decode_70B"])
+    assert "there is no section 'decode_70B'; use one of roofline, products" in capsys.readouterr().err
+
+
+def test_seconds_leaves_out_the_first_run() -> None:
+    runs = []
+    assert seconds(lambda: runs.append(1), torch.device("cpu"), repeats=2, inner=3) >= 0
+    assert len(runs) == 9
+
+
+def test_the_whole_takes_less_than_eight_minutes() -> None:
+    assert sum(section.budget for section in SECTIONS.values()) + 40 <= gpu.SECONDS <= 480

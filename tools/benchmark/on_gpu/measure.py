@@ -1,0 +1,193 @@
+"""What every section is given, how it takes time, and how a failure stays one line."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_rl.config.rl_config import all_flags
+from megatron_rl.errors import ConfigError
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform import Platform
+from tools.benchmark.on_gpu.shapes import LARGE, MIDDLE, SMALL, ModelShape
+
+Row = dict[str, Any]
+"""One measurement: names and numbers. ``error`` or ``skipped`` stand in place of numbers, in one line."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    small: ModelShape = SMALL
+    middle: ModelShape = MIDDLE
+    large: ModelShape = LARGE.cut(16)
+    attention: ModelShape = MIDDLE.cut(4)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    distinct_prompts: int = 32
+    """Larger batches are groups that share these prompts, as in GRPO."""
+    context: int = 1024
+    long_context: int = 4096
+    bursts: int = 5
+    """Timed bursts of decode steps; their median counts."""
+    steps: int = 8
+    """Decode steps a burst."""
+    rows: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    """Tokens of the single products."""
+    repeats: int = 9
+    copied_bytes: int = 2**30
+    rotated_bytes: int = 2**28
+    """Products go through this much weight before they come to the same again: more than any cache holds."""
+    cube: int = 8192
+    """Side of the products whose speed is the peak."""
+    samples: int = 32
+    """Of a training step, ``context`` tokens each."""
+    bin_tokens: int = 8192
+    prompts: int = 16
+    group: int = 8
+    answer_tokens: int = 256
+    """Of the GRPO step, prompts as long as answers."""
+
+
+def _tiny(shape: ModelShape, layers: int = 2) -> ModelShape:
+    """Small enough for a CPU, tied or untied like the original, cut if it was."""
+    cut = 2 * layers if shape.whole_layers else 0
+    return ModelShape(shape.name, 64, 96, layers, 4, 2, 512, shape.tied, cut)
+
+
+FULL = Sizes()
+REHEARSAL = Sizes(
+    small=_tiny(SMALL),
+    middle=_tiny(MIDDLE),
+    large=_tiny(FULL.large),
+    attention=_tiny(FULL.attention),
+    batches=(1, 4),
+    distinct_prompts=2,
+    context=16,
+    long_context=32,
+    bursts=1,
+    steps=2,
+    rows=(1, 16),
+    repeats=1,
+    copied_bytes=2**16,
+    rotated_bytes=2**12,
+    cube=64,
+    samples=4,
+    bin_tokens=64,
+    prompts=2,
+    group=4,
+    answer_tokens=6,
+)
+
+
+@dataclass
+class Ceilings:
+    """What the machine can do, measured in this run; None until then."""
+
+    bandwidth: float | None = None
+    """Bytes read and written a second by a large copy."""
+    peak: float | None = None
+    """bf16 flop/s of a large product."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a section works with."""
+
+    platform: Platform
+    groups: ParallelGroups
+    sizes: Sizes
+    flags: tuple[str, ...] = ()
+    """Of the user, for every model and engine."""
+    ceilings: Ceilings = field(default_factory=Ceilings)
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything runs."""
+        return self.platform.device
+
+    def seconds(self, work: Callable[[], object], inner: int = 1) -> float:
+        """See `seconds`."""
+        return seconds(work, self.device, self.sizes.repeats, inner)
+
+    def kernel_seconds(self, work: Callable[[], object], inner: int) -> float:
+        """The same without the host's share: on CUDA ``inner`` calls of ``work`` are captured and replayed.
+
+        A launch from Python takes longer than the kernels of a small batch.
+        """
+        if not self.platform.is_cuda:
+            return self.seconds(work, inner)
+        return self.seconds(_captured(work, inner).replay) / inner
+
+    def forget(self) -> None:
+        """Give back the memory of what has gone out of use."""
+        gc.collect()
+        self.platform.empty_cache()
+
+
+def seconds(work: Callable[[], object], device: torch.device, repeats: int = 9, inner: int = 1) -> float:
+    """Median wall-clock seconds of one ``work``, the device idle before and after each ``inner`` of them."""
+    times = []
+    for _ in range(repeats + 1):  # the first is not counted
+        wait(device)
+        started = time.perf_counter()
+        for _ in range(inner):
+            work()
+        wait(device)
+        times.append((time.perf_counter() - started) / inner)
+    return statistics.median(times[1:])
+
+
+def _captured(work: Callable[[], object], inner: int) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(inner):  # kernels compile before the capture, and a cycle of weights comes round
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            work()
+    return graph
+
+
+def wait(device: torch.device) -> None:
+    """Until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def guarded(rows: Iterator[Row], labels: Mapping[str, Any]) -> Iterator[Row]:
+    """``rows`` with ``labels``; should they break off, the reason is the last row. A refused flag is no failure."""
+    try:
+        for row in rows:
+            yield {**labels, **row}
+    except (ConfigError, SystemExit) as refusal:  # the latter is how `benchmark_config` says it
+        yield {**labels, "skipped": one_line(refusal)}
+    except Exception as error:  # noqa: BLE001  whatever a kernel or a driver raises must not end the other sections
+        yield {**labels, "error": one_line(error)}
+
+
+def one_line(error: BaseException) -> str:
+    """The kind and the first line that says something, at most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+def without_effect(flags: tuple[str, ...]) -> str | None:
+    """Why this version cannot do what ``flags`` (``--name`` or ``--name=value``) ask for; None if it can."""
+    known = {spelling: flag for flag in all_flags() for spelling in flag.spellings}
+    for text in flags:
+        name = text.removeprefix("--").partition("=")[0]
+        if name not in known:
+            return f"--{name} does not exist in this version"
+        if known[name].note is not None:
+            return f"--{name} has no effect: {known[name].note}"
+    return None

@@ -1,0 +1,125 @@
+"""Prefill, a training step, and a whole GRPO step with a reward that costs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+
+from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.settings import advantage_config
+from megatron_rl.metrics.timers import PhaseTimer
+from megatron_rl.models import build_model
+from megatron_rl.parallel import seed_everything
+from megatron_rl.platform import StopRequest
+from megatron_rl.rollout import Rollouter
+from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.samples import SampleBuilder
+from megatron_rl.types import GradeResult, Task, Transcript
+from tools.benchmark.common import benchmark_config
+from tools.benchmark.on_gpu.decode import GRAPHS, graphs_problem
+from tools.benchmark.on_gpu.engines import Rolling, make_requests, number_tokenizer, open_engine
+from tools.benchmark.on_gpu.measure import Bench, Row, guarded, wait
+from tools.benchmark.on_gpu.shapes import forward_flops, training_flops, utilisation
+from tools.benchmark.update import make_samples, make_trainer, our_update
+
+OPTIMIZER = ("--use-distributed-optimizer", "--lr-decay-style=constant", "--clip-grad=1.0")
+PREFILLED = 8
+"""Prompts read at once."""
+
+
+def prefill(bench: Bench) -> Iterator[Row]:
+    """Prompts of the context's length into the cache, logits for their last tokens only."""
+    for shape in (bench.sizes.small, bench.sizes.middle):
+        bench.forget()
+        context = bench.sizes.context
+        rolling = open_engine(bench, shape, batch=PREFILLED, length=context + 1)
+        rolling.warm()
+
+        def read(rolling: Rolling = rolling, context: int = context) -> None:
+            rolling.submit(prompts=PREFILLED, copies=1, prompt_tokens=context, new_tokens=1)
+            while rolling.engine.has_unfinished:
+                rolling.engine.step()
+
+        with rolling.rollouts():
+            took = bench.seconds(read)
+        tokens, flops = PREFILLED * context, forward_flops(shape, [context] * PREFILLED, head=False)
+        yield {"model": shape.name, "tokens": tokens, "ms": 1e3 * took, "tokens_per_second": tokens / took,
+               "mfu": utilisation(flops, took, bench.ceilings.peak)}  # fmt: skip
+
+
+def training(bench: Bench) -> Iterator[Row]:
+    """One update of the 0.5B on packed samples of the context's length: forward, backward, optimizer."""
+    bench.forget()
+    sizes, shape = bench.sizes, bench.sizes.small
+    config = benchmark_config(
+        shape, sizes.context, "--bf16", f"--rl-sequence-packing-bin-size={sizes.bin_tokens}", "--rl-correction=none",
+        *OPTIMIZER, *bench.flags,
+    )  # fmt: skip
+    seed_everything(1)
+    policy = build_model(config, bench.platform, shape.vocab)
+    update = our_update(policy, config, bench.groups)
+    samples = make_samples(
+        argparse.Namespace(
+            seed=1, samples=sizes.samples, new_tokens=sizes.context // 2, equal=True,
+            prompt_tokens=sizes.context - sizes.context // 2, vocab=shape.vocab,
+        )  # fmt: skip
+    )
+    took = bench.seconds(lambda: update(samples))
+    lengths = [sample.length for sample in samples]
+    yield {"model": shape.name, "tokens": sum(lengths), "ms": 1e3 * took, "tokens_per_second": sum(lengths) / took,
+           "mfu": utilisation(training_flops(shape, lengths), took, bench.ceilings.peak)}  # fmt: skip
+
+
+def grpo(bench: Bench) -> Iterator[Row]:
+    """A GRPO step of the 0.5B with two updates, rolled out in bf16 and in fp8; CUDA graphs where they are built."""
+    graphs = () if graphs_problem(bench) else GRAPHS
+    for recipe in ("none", "fp8"):
+        flags = (f"--rl-rollout-quantization={recipe}", *graphs)
+        labels = {"model": bench.sizes.small.name, "rollouts": recipe, "graphs": bool(graphs)}
+        yield from guarded(_grpo(bench, flags), labels)
+
+
+async def _dummy_reward(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    """0 or 1 by the answer's text: nearly every group has a signal."""
+    del environment
+    return [GradeResult("ok", reward=float(sum(map(ord, transcript.text)) % 2)) for _, transcript in items]
+
+
+def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
+    bench.forget()
+    sizes, shape = bench.sizes, bench.sizes.small
+    batch, length = sizes.prompts * sizes.group, 2 * sizes.answer_tokens
+    rolling = open_engine(
+        bench, shape, batch=batch, length=length,
+        flags=[f"--grpo-group-size={sizes.group}", f"--grpo-prompts-per-step={sizes.prompts}",
+               f"--global-batch-size={batch // 2}", f"--rl-sequence-packing-bin-size={sizes.bin_tokens}",
+               *OPTIMIZER, *flags],
+    )  # fmt: skip
+    config, groups, timer = rolling.config, bench.groups, PhaseTimer(sync=bench.platform.synchronize)
+    optimization, trainer = make_trainer(rolling.policy, config, groups, timer)
+    optimization.on_update.append(rolling.quantization.weights_changed)
+    tokenizer = number_tokenizer(shape.vocab)
+    rollouter = Rollouter(rolling.engine, tokenizer, groups, _dummy_reward, StopRequest())
+    advantage = discovery.get("advantages", config.algorithm.rl_advantage)
+    builder = SampleBuilder(advantage, advantage_config(config), False, groups)
+    batches = BatchBuilder(sizes.bin_tokens, 1, bench.device, groups)
+    requests = make_requests(shape, sizes.prompts, sizes.group, sizes.answer_tokens, sizes.answer_tokens)
+    try:
+        for step in range(3):  # the first compiles, fills caches and audits; the last one counts
+            wait(bench.device)
+            started = time.perf_counter()
+            with timer.phase("gen"), rolling.rollouts():
+                rollouts = rollouter.run(requests, step, step)
+            with timer.phase("advantages"):
+                samples = builder.build(rollouts.groups).samples
+                updates = batches.updates(samples, 2, step)
+            trainer.step(updates)
+            wait(bench.device)
+            took, phases = time.perf_counter() - started, timer.collect()
+    finally:
+        rollouter.close()
+    trained = sum(sample.length for sample in samples)
+    yield {"ms": 1e3 * took, "answers": batch, "generated_tokens": rollouts.statistics.generated_tokens,
+           "trained_tokens": trained, "tokens_per_second": batch * length / took,
+           **{name.removeprefix("timing_s/") + "_ms": 1e3 * value for name, value in phases.items()}}  # fmt: skip
