@@ -20,8 +20,8 @@ _HUGE = 2**60
 def failing_runs(runs: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Of every ``(argv, where, call)`` the exit code and what this rank wrote.
 
-    ``where`` is ``rollout`` (the engine is given a group and raises as CUDA's allocator would), ``loss`` or ``optimizer`` (the
-    host's allocator refuses); it fails on rank 0 the ``call``-th time.
+    ``where`` is ``rollout`` (the engine is given a group and raises as CUDA's allocator would), ``loss`` or
+    ``optimizer`` (the host's allocator refuses); it fails on rank 0 the ``call``-th time.
     """
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.pop("MASTER_PORT")  # alone it is not needed, and a second run would find it in use
