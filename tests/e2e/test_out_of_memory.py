@@ -13,10 +13,10 @@ from tests.support.runs import facts_of, rows_of, run_many
 LAST = Path("checkpoints") / "step_0000004"
 TWO_UPDATES = {"global_batch_size": 8, "train_iters": 8, "save_interval": 2}
 OFFLOAD = {"rl_offload_optimizer_during_inference": True}
-LATER = 6
-"""A step of the engine that is neither in the first rollout nor in the last: each takes two or three."""
+PROMPTS = 4
+"""Groups that the engine is given in a rollout, over all ranks."""
 CASES = {
-    "rollout": (OFFLOAD, "rollout", LATER),
+    "rollout": (OFFLOAD, "rollout", 2 * PROMPTS + 1),
     "first": ({}, "rollout", 1),
     "update": ({}, "loss", 6),
     "half done": (TWO_UPDATES, "optimizer", 6),
@@ -48,8 +48,8 @@ def lines(workshop) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def two_ranks(workshop) -> list[str]:
-    """The last lines of both ranks; memory runs out on rank 0 in a later rollout. Then the run is resumed."""
-    jobs = [(workshop.rl("two ranks"), "rollout", LATER)]
+    """The last lines of both ranks; memory runs out on rank 0 in the third rollout. Then the run is resumed."""
+    jobs = [(workshop.rl("two ranks"), "rollout", 2 * PROMPTS // 2 + 1)]
     ranks = run_ranks("tests.support.memory_runs:failing_runs", 2, runs=jobs)
     whole, resumed = run_many([workshop.rl("two whole"), workshop.rl("two ranks", resume=True)], ranks=2)
     whole.check()

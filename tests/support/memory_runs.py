@@ -20,8 +20,8 @@ _HUGE = 2**60
 def failing_runs(runs: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Of every ``(argv, where, call)`` the exit code and what this rank wrote.
 
-    ``where`` is ``rollout`` (a step of the engine raises as CUDA's allocator would), ``loss`` or ``optimizer`` (the
-    host's allocator refuses); it fails on rank 0 the ``call``-th time.
+    ``where`` is ``rollout`` (the engine is given a group and raises as CUDA's allocator would), ``loss`` or
+    ``optimizer`` (the host's allocator refuses); it fails on rank 0 the ``call``-th time.
     """
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.pop("MASTER_PORT")  # alone it is not needed, and a second run would find it in use
@@ -40,7 +40,7 @@ def _failing(where: str, call: int) -> Iterator[None]:
     from megatron_rl.trainer.policy_loss import PolicyLossFunction
 
     owner, name, fail = {
-        "rollout": (RolloutEngine, "step", _as_on_a_gpu),
+        "rollout": (RolloutEngine, "submit", _as_on_a_gpu),
         "loss": (PolicyLossFunction, "__call__", _on_the_host),
         "optimizer": (ChainedOptimizer, "step_with_ready_grads", _on_the_host),
     }[where]
