@@ -110,7 +110,7 @@ class Scheduler:
         """
         left: list[Seat] = []
         for seat in sorted(self.running(), key=lambda seat: (-seat.said, seat.slot)):
-            while seat.slot in self._seats:
+            while self._seats.get(seat.slot) is seat:  # until it has room, or has to leave itself
                 if self._storage.grow(seat.slot, seat.position + min(self._steps, seat.remaining)):
                     break
                 left += self._preempt(min(self._seats.values(), key=lambda seat: (seat.said, -seat.slot)))
