@@ -26,6 +26,7 @@ class Scheduler:
         self._queue = Queue()
         self._seats: dict[int, Seat] = {}
         self._prefilling: list[Prefilling] = []
+        self._refused = False  # the head of the queue waits for room in the cache, not for a slot
 
     @property
     def num_rows(self) -> int:
@@ -62,6 +63,7 @@ class Scheduler:
         While others run it waits until an eighth of the slots are free: a prefill for every
         single free slot would cost more than the rows it fills.
         """
+        self._refused = False
         pieces = [group.next_piece(self._storage) for group in self._prefilling]
         left = self._budget - sum(piece.end - piece.start for piece in pieces)
         free = self._num_slots - len(self._seats)
@@ -90,6 +92,7 @@ class Scheduler:
         need = Need(min(length + self._steps, longest), longest, expected, head.urgency == PREEMPTED)
         entry = self._storage.enter(vacant, head.tokens, len(head.samples), need)
         if entry is None:
+            self._refused = True
             return None
         samples = self._queue.take(len(entry.slots))
         seats = [
@@ -110,7 +113,7 @@ class Scheduler:
         """
         left: list[Seat] = []
         for seat in sorted(self.running(), key=lambda seat: (-seat.said, seat.slot)):
-            while seat.slot in self._seats:
+            while self._seats.get(seat.slot) is seat:  # until it has room, or has to leave itself
                 if self._storage.grow(seat.slot, seat.position + min(self._steps, seat.remaining)):
                     break
                 left += self._preempt(min(self._seats.values(), key=lambda seat: (seat.said, -seat.slot)))
@@ -143,12 +146,12 @@ class Scheduler:
         return max(len(self._seats[slot].tokens) + self._seats[slot].drawn for slot in slots)
 
     def compaction(self) -> list[tuple[int, int]]:
-        """Moves (from, to) that close the holes, when nobody waits and a row in 32 idles.
+        """Moves (from, to) that close the holes, when nobody is about to fill them and a row in 32 idles.
 
         A row's move costs less than computing it once more: on a CPU a third of that at 256 x 6.
         """
         rows, seated = self.num_rows, len(self._seats)
-        if self._queue or seated == 0 or rows - seated < max(1, rows // 32):
+        if (self._queue and not self._refused) or seated == 0 or rows - seated < max(1, rows // 32):
             return []
         holes = [slot for slot in range(seated) if slot not in self._seats]
         movers = [slot for slot in sorted(self._seats) if slot >= seated]
@@ -164,4 +167,5 @@ class Scheduler:
         self._queue.clear()
         self._seats.clear()
         self._prefilling.clear()
+        self._refused = False
         self._storage.clear()

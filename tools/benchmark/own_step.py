@@ -64,7 +64,7 @@ class OurStep:
         requests = [self._factory.request(draw, size, index) for index, draw in enumerate(draws)]
         with rollout_mode(self._policy, self._optimization.wrapped):
             rollouts = self._rollouter.run(requests, seed, self._step)
-        samples = self._samples.build(rollouts.groups)
+        samples = self._samples.build(rollouts.groups, [request.index for request in requests])
         updates = self._batches.updates(samples.samples, 1, seed)
         outcome = self._trainer.step(updates)
         self.metrics = rollout_metrics(rollouts.groups, self._groups.data_group)

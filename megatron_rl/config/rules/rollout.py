@@ -53,6 +53,15 @@ def _mcore_engine(config: RLConfig) -> Iterator[str]:
         )
 
 
+def _overcommit(config: RLConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.rl_inference_engine == "mcore" and rollout.rl_kv_overcommit > 1:
+        yield (
+            f"--rl-kv-overcommit {rollout.rl_kv_overcommit:g} with --rl-inference-engine mcore: megatron-core's engine "
+            "hands out its own KV cache; leave it out, or use --rl-inference-engine rollout"
+        )
+
+
 def _loss_aggregation(config: RLConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.calculate_per_token_loss and algorithm.rl_loss_aggregation != "token-mean":
@@ -63,5 +72,5 @@ def _loss_aggregation(config: RLConfig) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _kv_cache, _server_type, _whole_distribution, _mcore_engine, _loss_aggregation,
+    _kv_cache, _server_type, _whole_distribution, _mcore_engine, _overcommit, _loss_aggregation,
 )

@@ -213,6 +213,10 @@ ONE_PROBLEM = [
         ["--rl-temperature 0.7", "mcore", "raw logits", "--rl-temperature 1"],
     ),
     ({"rl_top_k": "50"}, 1, ["--rl-top-k 50", "whole distribution", "--rl-top-k 0"]),
+    (
+        {"rl_inference_engine": "mcore", "rl_kv_overcommit": "1.5"}, 1,
+        ["--rl-kv-overcommit 1.5", "mcore", "leave it out, or use --rl-inference-engine rollout"],
+    ),
     ({"rl_inference_engine": "mcore", "rl_top_p": "0.9"}, 1, ["--rl-top-p 0.9", "--rl-top-p 1"]),
     (
         {"calculate_per_token_loss": True, "rl_loss_aggregation": "sequence-mean"}, 1,

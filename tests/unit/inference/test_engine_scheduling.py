@@ -24,6 +24,7 @@ from tests.support.generation import (
     tokens,
 )
 from tests.support.tiny import tiny_config, tiny_policy
+from tests.unit.inference.test_host_reads import watch
 
 PROMPT = (4, 9, 17, 2)
 
@@ -99,6 +100,16 @@ def test_a_stop_string_over_the_border_of_a_pre_emption(paged: PolicyModel) -> N
     ]
     assert {c.finish_reason for g in groups for c in g} == {"stop_string", "length"}
     assert engine.statistics.preemptions > 0
+
+
+def test_no_read_in_a_burst_over_pages(paged: PolicyModel) -> None:
+    engine = rollout_engine(paged, page_length=4, cache_budget_gb=gigabytes(paged, 96), kv_overcommit=3.0)
+    in_bursts: list[str] = []
+    bursts = watch(engine, "_decode_burst", in_bursts)
+    generate(paged, engine, ragged_requests(7, num_samples=3, longest_prompt=24, max_new_tokens=20))
+    assert engine.statistics.preemptions > 0
+    assert len(bursts) > 5
+    assert in_bursts == []
 
 
 def test_pieces_of_a_prompt_while_others_decode(either: PolicyModel) -> None:

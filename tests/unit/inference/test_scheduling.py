@@ -82,3 +82,30 @@ def test_the_random_workloads_meet_everything() -> None:
     assert sum(twin.preempted > 0 for twin in twins) >= 4
     assert sum(twin.reused > 0 for twin in twins) >= 8
     assert {bool(twin.sizes.page_length) for twin in twins if twin.reused} == {False, True}
+
+
+def crowded(overcommit: float, expected: int | None) -> tuple[Twin, int]:
+    """128 answers of 60 tokens on average, 200 at most; pages for 8 of the longest, rows for 32. Also the bursts."""
+    draw = random.Random(3)
+    twin = Twin(Sizes(32, 2000, 8, longest=256, page_length=16, pages=16 * 8, overcommit=overcommit))
+    for _ in range(16):
+        prompt = tuple(draw.randrange(1000) for _ in range(40))
+        lengths = [min(200, 1 + int(draw.expovariate(1 / 60))) for _ in range(8)]
+        twin.add(Wanted(prompt, 200, lengths, expected))
+    bursts = 0
+    while twin.unfinished:
+        twin.step()
+        bursts += 1
+    return twin, bursts
+
+
+def test_over_commit_fills_the_rows_and_wastes_none() -> None:
+    twins = {}
+    for overcommit, expected in ((1.0, None), (2.0, None), (1.5, 60)):
+        twins[overcommit], bursts = crowded(overcommit, expected)
+        written = sum(length for wanted in twins[overcommit].wanted for length in wanted.lengths)
+        # Rows that end within a burst are computed to its end; rows that wait for pages must not be computed at all.
+        assert twins[overcommit].decoded_rows < 1.2 * written
+        assert bursts < {1.0: 140, 2.0: 80, 1.5: 70}[overcommit]
+    assert twins[1.0].preempted == twins[2.0].preempted == 0
+    assert 0 < twins[1.5].preempted < 20

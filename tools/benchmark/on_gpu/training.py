@@ -112,7 +112,7 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
             with timer.phase("gen"), rolling.rollouts():
                 rollouts = rollouter.run(requests, step, step)
             with timer.phase("advantages"):
-                samples = builder.build(rollouts.groups).samples
+                samples = builder.build(rollouts.groups, [request.index for request in requests]).samples
                 updates = batches.updates(samples, 2, step)
             trainer.step(updates)
             wait(bench.device)
