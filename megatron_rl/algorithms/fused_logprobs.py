@@ -30,9 +30,9 @@ from megatron_rl.algorithms.logprobs import (
 )
 
 PRODUCT_ELEMENTS = 2**27
-"""Logits made at a time: 256 MiB in bf16, and 880 rows of a vocabulary of 152,000 keep the product efficient."""
+"""Logits made at a time: 256 MiB in bf16, 880 rows of a vocabulary of 152,000. Not tuned."""
 CPU_PRODUCT_ELEMENTS = 2**24
-"""The same on a CPU: 64 MiB in fp32. More rows were not faster (`tools/benchmark/logprob_memory.py`)."""
+"""The same on a CPU: 64 MiB in fp32. Not tuned."""
 FEWEST_ROWS = 64
 """Of a product, however large the vocabulary: fewer would read the whole weight for next to nothing."""
 

@@ -15,8 +15,8 @@ from megatron_rl.attention.padded import PaddedRows
 from megatron_rl.attention.product import FEWEST_KEYS
 
 BUCKET_CELLS = 8192
-"""Cells of rows x keys that must be saved to pay for one more call: a layer's forward and backward pass
-spend about 0.3 ms on the operations around a call, and 0.03 us on a cell of four heads."""
+"""Cells of rows x keys that must be saved to pay for one more call. A cell of four heads takes 0.04 us of a CPU in
+both passes; of the operations around a call 0.3 ms are assumed. 4,096 to 32,768 did not differ measurably."""
 CUDA_BUCKET_CELLS = 2**20
 """The same on a GPU, where a cell costs next to nothing and a call some thirty launches: reckoned, not measured."""
 MAX_BORDERS = 32

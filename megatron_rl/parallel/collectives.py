@@ -33,7 +33,7 @@ def max_over(values: Mapping[str, float], group: dist.ProcessGroup) -> dict[str,
 
 def gather_vectors(local: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """1-D host tensors of different lengths from every rank, in rank order."""
-    if group.size() == 1:  # a step asks eight times, and a collective of one costs 0.3 ms
+    if group.size() == 1:  # a step asks four times, and a collective of one costs 0.3 ms
         return [local.clone()]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([local.numel()]), group=group)
