@@ -98,7 +98,11 @@ class Run:
         size = self.config.algorithm.grpo_group_size
         requests = [self.factory.request(draw, size, number) for number, draw in enumerate(draws)]
         ranks = deal(requests, self.expected_lengths, self.groups.data_size)
-        return [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.data_rank]
+        mine = [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.data_rank]
+        return [
+            dataclasses.replace(request, expected_tokens=max(1, round(self.expected_lengths.completion(request))))
+            for request in mine
+        ]
 
     def learn_lengths(
         self, draws: Sequence[Draw], requests: Sequence[GenerationRequest], rollouts: RolloutResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError
 
-_ASKED = ("attention_backend", "rl_kv_cache_dtype", "inference_dynamic_batching_block_size")
+_ASKED = ("attention_backend", "rl_kv_cache_dtype", "inference_dynamic_batching_block_size", "rl_kv_overcommit")
 
 
 def attention_problems(config: RLConfig) -> list[str]:
@@ -27,6 +27,11 @@ def attention_problems(config: RLConfig) -> list[str]:
     except ConfigError as error:
         return list(error.problems)
     asked, kernel = config.rollout.inference_dynamic_batching_block_size, chosen.cache
+    if config.rollout.rl_kv_overcommit > 1 and kernel.layout == "slots":
+        return [
+            f"--rl-kv-overcommit {config.rollout.rl_kv_overcommit:g} needs a KV cache of pages, and the attention "
+            f"backend {chosen.cache_name} keeps one of slots; leave it out, or use --attention-backend paged"
+        ]
     if asked is None or kernel.layout == "slots" or asked % kernel.page_multiple == 0:
         return []
     higher = -(-asked // kernel.page_multiple) * kernel.page_multiple

@@ -39,7 +39,7 @@ class ExpectedLengths:
 
     def tokens(self, request: GenerationRequest) -> int:
         """Tokens of a group: its prompt, which is read once, and its expected completions."""
-        return len(request.prompt_ids) + round(request.num_samples * self._completion(request))
+        return len(request.prompt_ids) + round(request.num_samples * self.completion(request))
 
     def learn(self, seen: Iterable[tuple[SourcedTask, float]]) -> None:
         """Take in tasks and the mean lengths of their completions, in an order that all ranks share.
@@ -63,7 +63,8 @@ class ExpectedLengths:
             name: _Environment(known["mean"], known["groups"], dict(known["tasks"])) for name, known in state.items()
         }
 
-    def _completion(self, request: GenerationRequest) -> float:
+    def completion(self, request: GenerationRequest) -> float:
+        """Tokens of one of its completions."""
         known = self._environments.get(request.source.environment)
         if known is None:
             return request.sampling.max_new_tokens

@@ -152,7 +152,7 @@ def quantised_contender(policy: PolicyModel, recipe: str, sizes: Sizes) -> Calla
     quantization = RolloutQuantization(policy.gpt, recipe, (), policy.config.num_layers, lambda rows: None)
     engine = RolloutEngine(policy, EngineOptions(sizes.batch, sizes.seq_length), [], str)
     prompts = random_prompts(sizes.batch // GROUP, sizes.prompt_tokens, VOCAB, seed=1)
-    workload = Workload(prompts, GROUP, [sizes.new_tokens] * sizes.batch, greedy=False, ragged=False)
+    workload = Workload(prompts, GROUP, sizes.new_tokens, greedy=False)
     generate = engine_contender(engine, policy, workload)
 
     def contend(seed: int) -> int:

@@ -57,3 +57,9 @@ def test_the_automatic_choice_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) 
     """It always runs, and `--check` should not wait for torch."""
     monkeypatch.setattr(platform, "current_platform", None)
     assert attention_problems(tiny_config()) == []
+
+
+def test_over_commit_needs_pages() -> None:
+    (line,) = attention_problems(tiny_config(rl_kv_overcommit=1.5))
+    assert line.startswith("--rl-kv-overcommit 1.5 needs a KV cache of pages, and the attention backend sdpa keeps one")
+    assert attention_problems(tiny_config(rl_kv_overcommit=1.5, attention_backend="paged")) == []
