@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -52,10 +53,13 @@ class Attention:
     """One line for the log: what was chosen and why not something else."""
 
 
-def choose(asked: str, device: DeviceFacts, numbers: Numbers | None = None) -> Attention:
+def choose(
+    asked: str, device: DeviceFacts, numbers: Numbers | None = None, faults: Mapping[str, str] = MappingProxyType({})
+) -> Attention:
     """``asked`` is `--attention-backend`. What a backend does not compute itself is chosen automatically.
 
-    Without ``numbers`` whatever the model computes with is taken to fit.
+    Without ``numbers`` whatever the model computes with is taken to fit. ``faults`` are what was wrong with backends
+    that were tried (`proof`), by name.
 
     Raises:
         ConfigError: there is no such backend, the device lacks it, or it does not take the model's numbers.
@@ -63,9 +67,10 @@ def choose(asked: str, device: DeviceFacts, numbers: Numbers | None = None) -> A
     if asked != AUTO:
         backend = get_backend(asked)
         parts = [part for part in (backend.packed, backend.cache) if part is not None]
-        problem = backend.problem(device) or next(filter(None, (_unfit(part, device, numbers) for part in parts)), None)
+        unfit = (_unfit(part, device, numbers) for part in parts)
+        problem = backend.problem(device) or next(filter(None, unfit), None) or faults.get(asked)
         if problem is not None:
-            raise ConfigError([f"--attention-backend {asked} {problem}; use auto, or {_usable(device, numbers)}"])
+            raise ConfigError([f"--attention-backend {asked} {problem}; use auto, or {_usable(device, numbers, faults)}"])
     refused: list[str] = []
 
     def pick(part: Callable[[Backend], Kernel | None], rank: Callable[[Backend], int]) -> Backend:
@@ -73,7 +78,7 @@ def choose(asked: str, device: DeviceFacts, numbers: Numbers | None = None) -> A
             return get_backend(asked)
         candidates = [backend for backend in map(get_backend, available_backends()) if part(backend) and rank(backend)]
         for backend in sorted(candidates, key=rank, reverse=True):
-            problem = backend.problem(device) or _unfit(part(backend), device, numbers)
+            problem = backend.problem(device) or _unfit(part(backend), device, numbers) or faults.get(backend.name)
             if problem is None:
                 return backend
             refused.append(f"{backend.name} {problem}")
@@ -97,9 +102,10 @@ def _reason(asked: str, packed: Backend, cache: Backend, refused: Iterable[str])
     )
 
 
-def _usable(device: DeviceFacts, numbers: Numbers | None) -> str:
+def _usable(device: DeviceFacts, numbers: Numbers | None, faults: Mapping[str, str]) -> str:
     def runs(backend: Backend) -> bool:
         parts = (part for part in (backend.packed, backend.cache) if part is not None)
-        return backend.problem(device) is None and not any(_unfit(part, device, numbers) for part in parts)
+        unfit = any(_unfit(part, device, numbers) for part in parts)
+        return backend.problem(device) is None and not unfit and backend.name not in faults
 
     return ", ".join(name for name in available_backends() if runs(get_backend(name)))

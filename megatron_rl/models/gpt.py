@@ -13,10 +13,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.attention import Attention, RopeTable, choose, facts_of
-from megatron_rl.attention.backend import Numbers
-from megatron_rl.attention.kv_numbers import FP8
+from megatron_rl.attention import Attention, RopeTable
 from megatron_rl.config import RLConfig
+from megatron_rl.models.attention_choice import parameter_dtype, proven_attention
 from megatron_rl.models.spec import block_spec
 from megatron_rl.models.transformer_engine import fp8_settings, prepare_for_fp8
 from megatron_rl.platform import Platform
@@ -56,26 +55,6 @@ def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int) -> i
     """Megatron's rule: round up to a multiple of ``divisible_by * tensor_size``."""
     multiple = divisible_by * tensor_size
     return -(-vocab_size // multiple) * multiple
-
-
-def parameter_dtype(config: RLConfig) -> torch.dtype:
-    """bf16 with `--bf16`, otherwise fp32."""
-    return torch.bfloat16 if config.precision.bf16 else torch.float32
-
-
-def kv_cache_dtype(config: RLConfig) -> torch.dtype:
-    """`--rl-kv-cache-dtype`."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}[config.kv_cache_dtype]
-
-
-def attention_of(config: RLConfig, platform: Platform) -> Attention:
-    """`--attention-backend`, for this model on this device.
-
-    Raises:
-        ConfigError: see `megatron_rl.attention.choose`.
-    """
-    numbers = Numbers(parameter_dtype(config), kv_cache_dtype(config), config.model.kv_channels)
-    return choose(config.kernels.attention_backend, facts_of(platform.device), numbers)
 
 
 def build_transformer_config(config: RLConfig, platform: Platform) -> TransformerConfig:
@@ -167,7 +146,7 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         gpt=gpt,
         config=transformer_config,
         rope=RopeTable(gpt.rotary_pos_emb, reach),
-        attention=attention_of(config, platform),
+        attention=proven_attention(config, platform, gpt),
         vocab_size=vocab_size,
         padded_vocab_size=padded,
         dtype=transformer_config.params_dtype,

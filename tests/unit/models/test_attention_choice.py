@@ -1,0 +1,86 @@
+"""A kernel that raises or computes something else is left out, or refused where it was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_rl.attention import proof, selection
+from megatron_rl.attention.backend import Backend, Numbers
+from megatron_rl.attention.backends import paged, sdpa
+from megatron_rl.attention.kv_numbers import FP8
+from megatron_rl.errors import ConfigError
+from tests.support.tiny import tiny_config, tiny_policy
+
+CPU = torch.device("cpu")
+NUMBERS = [
+    Numbers(torch.float32, torch.float32, 16),
+    Numbers(torch.bfloat16, torch.bfloat16, 80),
+    Numbers(torch.bfloat16, FP8, 64),
+]
+
+
+def broken(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A kernel that forgets the last head."""
+
+    def attend(*inputs: object) -> torch.Tensor:
+        output = original(*inputs).clone()
+        output[..., -1] = 0.0
+        return output
+
+    return attend
+
+
+def raising(*_: object) -> torch.Tensor:
+    raise RuntimeError("no kernel image\nis available")
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_right_kernels_pass(numbers: Numbers) -> None:
+    own = dataclasses.replace(paged.BACKEND.cache, page_length=32)
+    assert proof.fault_of_cache(own, numbers, 4, 2, CPU) is None
+    assert proof.fault_of_packed(sdpa.BACKEND.packed, numbers, 4, 2, CPU) is None
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@pytest.mark.parametrize("part", ["decode", "extend"])
+def test_wrong_kernels_do_not(numbers: Numbers, part: str) -> None:
+    kernel = paged.BACKEND.cache
+    wrong = dataclasses.replace(kernel, **{part: broken(getattr(kernel, part))})
+    assert "off plain torch" in proof.fault_of_cache(wrong, numbers, 4, 2, CPU)
+    packed = dataclasses.replace(sdpa.BACKEND.packed, attend=broken(sdpa.BACKEND.packed.attend))
+    assert "off plain torch" in proof.fault_of_packed(packed, numbers, 4, 2, CPU)
+
+
+def test_the_first_line_of_an_error_is_told() -> None:
+    kernel = dataclasses.replace(paged.BACKEND.cache, decode=raising)
+    assert proof.fault_of_cache(kernel, NUMBERS[0], 4, 2, CPU) == "fails here (RuntimeError: no kernel image)"
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, decode: Callable[..., torch.Tensor]) -> None:
+    """As if ``flash`` ran here, over pages, with that decode kernel."""
+    cache = dataclasses.replace(paged.BACKEND.cache, decode=decode)
+    flash = Backend("flash", lambda _: None, None, cache, cache_rank=9)
+    known = selection.get_backend
+    monkeypatch.setattr(selection, "get_backend", lambda name: flash if name == "flash" else known(name))
+
+
+def test_a_working_kernel_is_taken(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered(monkeypatch, paged.BACKEND.cache.decode)
+    assert tiny_policy().attention.cache_name == "flash"
+
+
+def test_another_takes_the_place_of_a_broken_one(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered(monkeypatch, raising)
+    attention = tiny_policy().attention
+    assert attention.cache_name == "sdpa"
+    assert "flash fails here (RuntimeError: no kernel image)" in attention.reason
+
+
+def test_a_broken_one_that_was_asked_for_is_refused(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered(monkeypatch, broken(paged.BACKEND.cache.decode))
+    with pytest.raises(ConfigError, match="--attention-backend flash computes something else here: .*; use auto"):
+        tiny_policy(tiny_config(attention_backend="flash"))
