@@ -70,7 +70,8 @@ def choose(
         unfit = (_unfit(part, device, numbers) for part in parts)
         problem = backend.problem(device) or next(filter(None, unfit), None) or faults.get(asked)
         if problem is not None:
-            raise ConfigError([f"--attention-backend {asked} {problem}; use auto, or {_usable(device, numbers, faults)}"])
+            others = _usable(device, numbers, faults)
+            raise ConfigError([f"--attention-backend {asked} {problem}; use auto, or {others}"])
     refused: list[str] = []
 
     def pick(part: Callable[[Backend], Kernel | None], rank: Callable[[Backend], int]) -> Backend:
