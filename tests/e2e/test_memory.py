@@ -79,7 +79,7 @@ def test_all_that_a_resume_has_loaded_leaves_too(outcomes, first: str, second: s
 
 
 def test_the_cache_is_told_in_one_line(outcomes) -> None:
-    lines = [line for line in outcomes["fp32"].check().output.splitlines() if "KV cache" in line]
+    lines = [line for line in outcomes["fp32"].check().output.splitlines() if "KV cache: " in line]
     (line,) = lines
     assert "for 16 of 16 sequences at once (the largest batch)" in line
     assert "the cache stays meanwhile" in line
