@@ -54,13 +54,13 @@ class CompiledForward:
         self._columns = torch.arange(cache.shape.max_length, device=policy.device)
         # fullgraph: a part that cannot be traced is an error, never a second graph that nobody counts.
         self._step = torch.compile(flat_step, fullgraph=True, backend=self._compile)
-        self._off = False
+        self._off = self._said = False
         self.variants = 0
         """Graphs compiled."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``[N]`` ids and positions -> ``[N, V]`` fp32 logits over the real vocabulary."""
-        if self._off or self._sources.observed or any(self._sources.variant):
+        if self._off or self._has_other_linears():
             return self._eager.forward(token_ids, positions)
         plan, cells, cos, sin = self._context.decode_step
         # Cloned: the first tokens of a burst are a view of the state, not of inference mode, and would be a variant.
@@ -83,6 +83,14 @@ class CompiledForward:
             logger.info("decode step compiled in %.1f s (variant %d)", seconds, self.variants)
         return logits[:, : self._vocab_size].float()
 
+    def _has_other_linears(self) -> bool:
+        """Quantised copies or hooks (calibration, audit), which a graph of the weights would pass by."""
+        others = self._sources.observed or any(self._sources.variant)
+        if others and not self._said:
+            self._said = True
+            logger.info("decode runs eager, not compiled, while the linear layers are quantised or observed")
+        return others
+
     def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable:
         self.variants += 1
         return self._backend(graph, inputs)
@@ -92,7 +100,7 @@ def with_compilation(
     eager: RolloutForward, policy: PolicyModel, context: RolloutContext, cache: Cache, report: Report
 ) -> StepForward:
     """``eager`` for the decode steps, compiled where that can be."""
-    problem = _problem(eager, policy, cache) or (_no_compiler() if policy.device.type == "cpu" else None)
+    problem = _problem(eager, policy, cache) or (compiler_problem() if policy.device.type == "cpu" else None)
     if problem is not None:
         logger.warning("--rl-compile-rollout has no effect: %s", problem)
         return eager
@@ -112,7 +120,8 @@ def _problem(eager: RolloutForward, policy: PolicyModel, cache: Cache) -> str | 
     return None
 
 
-def _no_compiler() -> str | None:
+def compiler_problem() -> str | None:
+    """Why there is nothing to compile with; None where there is."""
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # torch's own choice
     return None if shutil.which(name) else f"it needs a C++ compiler, and there is no {name}; install one, or set CXX"
 

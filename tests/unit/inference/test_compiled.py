@@ -75,13 +75,13 @@ def compare(policy: PolicyModel, wanted: list[GenerationRequest], **options: obj
     return engine
 
 
-@pytest.mark.skipif(compiled._no_compiler() is not None, reason="no C++ compiler")
+@pytest.mark.skipif(compiled.compiler_problem() is not None, reason="no C++ compiler")
 @pytest.mark.long
 def test_compiled_steps_draw_the_tokens_of_eager_steps(
     policy: PolicyModel, caplog: pytest.LogCaptureFixture, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "megatron_rl"):
         engine = compare(policy, WANTED)
     assert forward_of(engine).variants == 1
     assert engine.statistics.compile_seconds > 0
@@ -127,8 +127,9 @@ def test_new_weights_are_seen_without_a_new_graph(one_rank: object) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_observed_and_replaced_linears_run_eager(policy: PolicyModel) -> None:
+def test_observed_and_replaced_linears_run_eager(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
     """Audits hang hooks on linears, quantised rollouts replace their ``forward``: a graph would call neither."""
+    caplog.set_level(logging.INFO, "megatron_rl")
     engine = rollout_engine(policy, compiled=True)
     wanted = ragged_requests(4, max_new_tokens=10)
     linear, calls = policy.gpt.decoder.layers[0].mlp.linear_fc2, []
@@ -149,6 +150,7 @@ def test_observed_and_replaced_linears_run_eager(policy: PolicyModel) -> None:
         del linear.forward
     assert len(calls) > engine.statistics.decode_steps > 0
     assert forward_of(engine).variants == 0
+    assert len([r for r in caplog.records if "decode runs eager" in r.message]) == 1
     generate(policy, engine, wanted)
     assert forward_of(engine).variants == 1
 
