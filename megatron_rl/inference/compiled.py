@@ -5,7 +5,7 @@
 
 Rows and keys are dynamic sizes, so one compilation serves every batch. The weights are arguments: they change in
 place. What is fused around the products may round differently, so log-probs agree with the eager ones, and the
-trainer's, to 1e-5 and no longer to the bit.
+trainer's, to about 1e-5 and no longer to the bit.
 """
 
 from __future__ import annotations
