@@ -30,7 +30,7 @@ class RolloutLayer(TransformerLayer):
             and not self.config.inference_fuse_tp_communication
         )
         """Whether `decode` knows everything this layer does."""
-        self._has_plain_mlp = (
+        self.has_plain_mlp = (
             type(self.mlp) is MLP
             and not self.config.use_te_activation_func
             and not self.config.bias_activation_fusion
@@ -39,7 +39,7 @@ class RolloutLayer(TransformerLayer):
         )
         attention = self.self_attention
         # Left to megatron: norms of query and key, and fewer groups than ranks, which then exchange their parts.
-        self._has_plain_heads = (
+        self.has_plain_heads = (
             not self.config.qk_layernorm and self.config.num_query_groups >= attention.world_size
         )
         self._groups = attention.num_query_groups_per_partition
@@ -60,7 +60,7 @@ class RolloutLayer(TransformerLayer):
         output, bias = call_linear(self.self_attention.linear_proj, attended.view(hidden.shape[0], -1))
         hidden = _add(output, bias, hidden)
         normed = self.pre_mlp_layernorm.forward(hidden)
-        output, bias = self._plain_mlp(normed) if self._has_plain_mlp else self.mlp(normed[:, None])
+        output, bias = self._plain_mlp(normed) if self.has_plain_mlp else self.mlp(normed[:, None])
         return _add(output.view(hidden.shape), bias, hidden)
 
     def _heads(
@@ -68,7 +68,7 @@ class RolloutLayer(TransformerLayer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> rotated query and key, and value, ``[T, 1, heads, D]`` each."""
         attention = self.self_attention
-        if not self._has_plain_heads:
+        if not self.has_plain_heads:
             query, key, value = attention.get_query_key_value_tensors(normed[:, None])
             return plan.rotate(query), plan.rotate(key), value
         mixed, _ = call_linear(attention.linear_qkv, normed)
