@@ -214,8 +214,8 @@ BIN = {
     "seq_length": TOKENS, "micro_batch_size": 1, "num_layers": LAYERS, "hidden_size": 128, "ffn_hidden_size": 320,
     "normalization": "LayerNorm",
 }  # fmt: skip
-"""One sequence too long for the CPU's explicit attention, and the norm that is one kernel on a CPU too: it then
-keeps what a GPU keeps."""
+"""Two sequences, the longer one too long for the CPU's explicit attention, and the norm that is one kernel on a CPU
+too: it then keeps what a GPU keeps."""
 VARIANTS = {
     "gated": {},
     "gelu and qk norms": {"swiglu": False, "qk_layernorm": True},
@@ -228,7 +228,8 @@ VARIANTS = {
 def kept_for_backward(config: RLConfig, groups: ParallelGroups) -> int:
     """Bytes that autograd holds after the forward pass of a full bin, parameters not among them."""
     policy, kept = tiny_policy(config), []
-    batch = collate([make_sample([1] * TOKENS)], "cpu")
+    # Not of one length: rows without padding are not copied for the product, which would keep less.
+    batch = collate([make_sample([1] * length) for length in (TOKENS // 2 + 1, TOKENS // 2 - 1)], "cpu")
     parameters = {parameter.untyped_storage().data_ptr() for parameter in policy.gpt.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def test_the_example_on_64_ranks() -> None:
         (("--grpo-default-temperature", "0.9"), {"rollout_logits": 4 * 4 * 32 * 152576}),
         (("--grpo-entropy-term-weight", "0.1"), {"training_logits": 4 * 12000 * 19072 + 4 * 4 * 2**26}),
         (
-            ("--rl-rollout-quantization", "fp8"),
+            ("--transformer-impl", "local", "--rl-rollout-quantization", "fp8"),
             {"quantized": 64 * (5120 * (896 + 640 + 3 * 3456) + 4 * (896 + 5120 + 2 * 3456 + 5120))},
         ),
     ],
@@ -109,7 +109,7 @@ def test_recomputing_layers_leaves_their_inputs() -> None:
 
 
 def test_the_table() -> None:
-    config = example("--rl-rollout-quantization", "fp8", "--grpo-kl-beta", "0.1")
+    config = example("--transformer-impl", "local", "--rl-rollout-quantization", "fp8", "--grpo-kl-beta", "0.1")
     lines = report_text(config, estimate(config, 64, TOKENIZER)).splitlines()
     assert lines[0] == (
         "32,769,119,232 parameters, 4,096,717,824 a rank; vocabulary 151,665, padded to 152,576; "
