@@ -54,6 +54,21 @@ def half_precision_only(numbers: Numbers) -> str | None:
     return "computes in 16 bits only (--bf16)"
 
 
+def unfit_for_flash(device: DeviceFacts, numbers: Numbers) -> str | None:
+    """What flash kernels do not take, whoever ships them."""
+    del device
+    if numbers.width > 256 or numbers.width % 8:
+        return f"takes heads of up to 256 numbers in multiples of 8, not of {numbers.width}"
+    return half_precision_only(numbers)
+
+
+def unfit_for_flash_cache(device: DeviceFacts, numbers: Numbers) -> str | None:
+    """The same over a KV cache."""
+    if numbers.stored != numbers.dtype:
+        return "reads a KV cache in the model's own numbers only (--rl-kv-cache-dtype auto)"
+    return unfit_for_flash(device, numbers)
+
+
 class KVCache(Protocol):
     """The cache as a backend sees it; ``keys`` and ``values`` have one tensor a layer.
 

@@ -17,9 +17,9 @@ from megatron_rl.attention.backend import (
     DeviceFacts,
     KVCache,
     NewTokens,
-    Numbers,
     PackedKernel,
-    half_precision_only,
+    unfit_for_flash,
+    unfit_for_flash_cache,
 )
 
 _THIRD, _SECOND = "flash_attn_interface", "flash_attn"
@@ -124,23 +124,10 @@ def _problem(device: DeviceFacts) -> str | None:
     return None
 
 
-def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:
-    del device
-    if numbers.width > 256 or numbers.width % 8:
-        return f"takes heads of up to 256 numbers in multiples of 8, not of {numbers.width}"
-    return half_precision_only(numbers)
-
-
-def _unfit_cache(device: DeviceFacts, numbers: Numbers) -> str | None:
-    if numbers.stored != numbers.dtype:
-        return "reads a KV cache in the model's own numbers only (--rl-kv-cache-dtype auto)"
-    return _unfit(device, numbers)
-
-
 BACKEND = Backend(
     name="flash",
     problem=_problem,
-    packed=PackedKernel(_prepare_packed, _packed, unfit=_unfit),
+    packed=PackedKernel(_prepare_packed, _packed, unfit=unfit_for_flash),
     cache=CacheKernel(
         layout="pages",
         page_multiple=_PAGES,
@@ -150,7 +137,7 @@ BACKEND = Backend(
         prepare_extend=_prepare_extend,
         extend=_extend,
         needs_key_length=False,
-        unfit=_unfit_cache,
+        unfit=unfit_for_flash_cache,
     ),
     packed_rank=3,
     cache_rank=4,
