@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
 from megatron_rl.models.gpt import PolicyModel
+
+_SWITCHES = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+"""Attributes by which megatron's modules cut a sequence over the tensor-parallel ranks."""
 
 
 @contextlib.contextmanager
@@ -23,18 +25,35 @@ def rollout_mode(
     step, and a rollout on half of them would be silently stale.
     """
     hooked = wrapped is not None and wrapped.ddp_config.overlap_param_gather
-    sequence_parallel = policy.config.sequence_parallel
     if hooked:
         wrapped.disable_forward_pre_hook(param_sync=True)
     policy.gpt.eval()
-    if sequence_parallel:
-        set_model_to_sequence_parallel(policy.gpt, set_to=False)
     try:
-        yield
+        with _whole_sequences(policy):
+            yield
     finally:
-        if sequence_parallel:
-            set_model_to_sequence_parallel(policy.gpt, set_to=True)
         if hooked:
             wrapped.enable_forward_pre_hook()
         policy.gpt.train()
+
+
+@contextlib.contextmanager
+def _whole_sequences(policy: PolicyModel) -> Iterator[None]:
+    """Sequence parallelism off, and what was on on again.
+
+    megatron's `set_model_to_sequence_parallel` remembers the modules of a model by ``id(model)`` for ever: a model
+    made where another one lay before kept its sequence parallelism, and the modules of the old one were never freed.
+    """
+    if not policy.config.sequence_parallel:
+        yield
+        return
+    owners = (policy.config, *policy.gpt.modules())
+    on = [(owner, name) for owner in owners for name in _SWITCHES if getattr(owner, name, None) is True]
+    for owner, name in on:
+        setattr(owner, name, False)
+    try:
+        yield
+    finally:
+        for owner, name in on:
+            setattr(owner, name, True)
 

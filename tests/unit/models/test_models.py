@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +103,32 @@ def test_rollout_mode_ends_also_by_an_exception(one_rank: ParallelGroups, change
         raise KeyboardInterrupt
     assert policy.gpt.training
     assert len(wrapped.remove_forward_pre_hook_handles) == hooks
+
+
+def test_sequence_parallelism_is_off_in_a_rollout_and_then_as_it_was(one_rank: ParallelGroups) -> None:
+    policy = tiny_policy()
+    embedding, layer = policy.gpt.embedding, policy.gpt.decoder.layers[0].mlp.linear_fc1
+    policy.config.sequence_parallel = layer.sequence_parallel = True
+    embedding.word_embeddings.reduce_scatter_embeddings = True
+    embedding.scatter_to_sequence_parallel = False
+    with rollout_mode(policy):
+        assert not (policy.config.sequence_parallel or layer.sequence_parallel)
+        assert not embedding.word_embeddings.reduce_scatter_embeddings
+    assert policy.config.sequence_parallel and layer.sequence_parallel
+    assert embedding.word_embeddings.reduce_scatter_embeddings
+    assert not embedding.scatter_to_sequence_parallel
+
+
+def test_a_rollout_leaves_no_reference_to_the_model(one_rank: ParallelGroups) -> None:
+    """A cache by ``id(model)`` would hand a later model at the same address the modules of this one."""
+    policy = tiny_policy()
+    policy.config.sequence_parallel = True
+    with rollout_mode(policy):
+        pass
+    embedding = weakref.ref(policy.gpt.embedding.word_embeddings)
+    del policy
+    gc.collect()
+    assert embedding() is None
 
 
 def test_a_rollout_first_does_not_spoil_training(one_rank: ParallelGroups) -> None:
