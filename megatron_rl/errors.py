@@ -5,7 +5,42 @@ A message has three parts: what, why, what instead.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+
+MAX_VALUE = 200
+"""Characters of a value in a message."""
+MAX_LINE = 500
+"""Characters of a text that somebody else wrote, such as an exception's, in a message."""
+
+
+def shorten(value: object, limit: int = MAX_VALUE) -> str:
+    """``repr(value)`` in at most ``limit`` characters, never all of a value whose text would fill the memory.
+
+    A YAML list of anchors holds 10**9 items in 300 bytes, and an integer of 5000 digits has no ``repr`` at all.
+    """
+    short = reprlib.Repr()
+    short.maxlevel, short.maxother, short.maxstring = 4, limit, limit
+    short.maxlist = short.maxtuple = short.maxdict = short.maxset = short.maxfrozenset = 8
+    try:
+        text = short.repr(value)
+    except ValueError:  # more digits than sys.get_int_max_str_digits()
+        text = f"<{type(value).__name__} with a number of thousands of digits>"
+    return _cut("".join(sign if sign.isprintable() else " " for sign in text), limit)
+
+
+def one_line(text: str, limit: int = MAX_LINE) -> str:
+    """``text`` without line breaks and control characters, its middle left out beyond ``limit`` characters."""
+    if len(text) > 2 * limit:
+        text = f"{text[:limit]} ... {text[-limit:]}"
+    return _cut("".join(sign if sign.isprintable() else " " for sign in " ".join(text.split())), limit)
+
+
+def _cut(line: str, limit: int) -> str:
+    if len(line) <= limit:
+        return line
+    end = (limit - 5) // 3
+    return f"{line[: limit - 5 - end]} ... {line[-end:]}"
 
 
 class MegatronRLError(Exception):

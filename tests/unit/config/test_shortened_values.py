@@ -1,0 +1,37 @@
+"""Values in messages: whole when short, cut when not, and never worked out when they are endless."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.errors import MAX_VALUE, one_line, shorten
+
+ANCHORED: list = ["x"] * 10
+for _ in range(30):  # 10**31 items, as YAML's anchors make them
+    ANCHORED = [ANCHORED] * 10
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
+
+
+@pytest.mark.parametrize("value", [7, -1.5, "text", None, True, [1, 2], {"a": [1, {"b": "c"}]}, ("x",), "a  b"])
+def test_a_short_value_is_its_repr(value):
+    assert shorten(value) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [ANCHORED, DEEP, ENDLESS, "x" * 10**6, 10**5000, [10**5000], list(range(10**6))],
+    ids=["anchored", "deep", "endless", "text", "digits", "digits in a list", "list"],
+)
+def test_a_long_value_is_cut(value):
+    assert 2 < len(shorten(value)) <= MAX_VALUE
+
+
+def test_the_beginning_and_the_end_of_a_text_stay():
+    assert one_line("a" * 600 + "b" * 400, 20) == "aaaaaaaaaa ... bbbbb"
+    assert one_line("first\n  second\tthird") == "first second third"
+    assert one_line("red \x1b[31mtext") == "red  [31mtext"
+    assert one_line("x" * 500) == "x" * 500
