@@ -41,8 +41,8 @@ class _TaskScore:
     truncated: int
     greedy_graded: int
     greedy_correct: int
-    voted: int
-    """1 if the grader extracted answers that the samples can vote with."""
+    answered: int
+    """1 if the grader extracted an answer from any sample: what a majority is taken over."""
     vote_correct: int
 
     def row(self) -> list[float]:
@@ -132,12 +132,12 @@ class Evaluator:
             truncated=sum(r.completion.finish_reason == "length" for r in graded),
             greedy_graded=len(greedy_graded),
             greedy_correct=sum(is_correct(r.grade) for r in greedy_graded),
-            voted=int(any(r.grade.extracted is not None for r in graded)),
+            answered=int(any(r.grade.extracted is not None for r in graded)),
             vote_correct=int(majority_is_correct(graded)),
         )
 
     def _summary(self, name: str, table: numpy.ndarray) -> dict[str, float]:
-        _, _, _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct, voted, right = table.T
+        _, _, _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct, answered, right = table.T
         total = max(samples.sum(), 1)
         metrics = {}
         for k in powers_of_two_up_to(self._samples):
@@ -147,8 +147,8 @@ class Evaluator:
                 metrics[f"pass@{k}"] = by_task.mean()
                 if k == 1:
                     metrics["pass@1_ci95"] = confidence(by_task)
-        if voted.any():
-            metrics["maj@k"] = right.sum() / voted.sum()
+        if answered.any():  # else the environment extracts no answers; a task that nobody answered is not solved
+            metrics["maj@k"] = right.sum() / (samples > 0).sum()
         metrics |= {
             "greedy": greedy_correct.sum() / max(greedy_graded.sum(), 1),
             "reward": reward.sum() / total,

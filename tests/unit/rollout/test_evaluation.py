@@ -151,6 +151,38 @@ def test_rewards_that_are_not_0_or_1_leave_the_results_alone(one_rank: ParallelG
     assert metrics["val/toy/reward"] == 0.25
 
 
+def answering(rewards: Sequence[float | None], answers: Sequence[str | None]) -> RolloutGroup:
+    """A group whose grader extracted ``answers``."""
+    group = graded_group(rewards)
+    rollouts = [
+        replace(rollout, grade=replace(rollout.grade, extracted=answer))
+        for rollout, answer in zip(group.rollouts, answers, strict=True)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def test_a_task_that_nobody_answered_counts_against_the_majority(one_rank: ParallelGroups) -> None:
+    """Of four tasks one is solved, one is voted wrong, one has no answer and one no grade: 1 of 3."""
+    sampled = [
+        answering([1.0, 1.0, 0.0], ["4", "4", "5"]),
+        answering([1.0, 0.0, 0.0], ["4", "5", "5"]),
+        answering([0.0, 0.0, 0.0], [None, None, None]),
+        answering([None, None, None], [None, None, None]),
+    ]
+    groups = [group for one in sampled for group in (one, graded_group([0.0]))]
+    tasks = [("toy", str(number)) for number in range(4)]
+    metrics = evaluator(one_rank, tasks, samples=3).evaluate(FixedRollouter(groups), 0).metrics
+    assert metrics["val/toy/maj@k"] == pytest.approx(1 / 3)
+    assert metrics["val/toy/pass@1"] == pytest.approx((2 / 3 + 1 / 3 + 0) / 3)
+
+
+def test_without_extracted_answers_there_is_no_majority(one_rank: ParallelGroups) -> None:
+    metrics = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(
+        FixedRollouter([answering([1.0, 0.0], [None, None]), graded_group([1.0])]), 0
+    ).metrics
+    assert "val/toy/maj@k" not in metrics
+
+
 def test_a_cancelled_evaluation_has_no_numbers(one_rank: ParallelGroups) -> None:
     rollouter = FixedRollouter([], cancelled=True)
     assert evaluator(one_rank, [("toy", "0")], samples=1).evaluate(rollouter, 0) is None
