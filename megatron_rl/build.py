@@ -217,7 +217,7 @@ def _source(
 def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
     algorithm = config.algorithm
     return SampleBuilder(
-        discovery.get("advantages", algorithm.rl_advantage),
+        discovery.advantage(algorithm.rl_advantage),
         advantage_config(config),
         algorithm.rl_keep_zero_variance_groups,
         groups,

@@ -11,10 +11,10 @@ import difflib
 import importlib
 import pkgutil
 from types import ModuleType
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, cast, get_args, overload
 
 from megatron_rl.algorithms.corrections.composition import compose
-from megatron_rl.algorithms.interfaces import AdvantageFunction, CorrectionFunction, LossFunction
+from megatron_rl.algorithms.interfaces import AdvantageMethod, CorrectionFunction, LossFunction
 from megatron_rl.errors import ConfigError
 
 Kind = Literal["advantages", "losses", "corrections"]
@@ -31,14 +31,21 @@ def available(kind: Kind) -> tuple[str, ...]:
     return tuple(name for name in names if _compute_function(kind, name) is not None)
 
 
-@overload
-def get(kind: Literal["advantages"], name: str) -> AdvantageFunction: ...
+def advantage(name: str) -> AdvantageMethod:
+    """The module of an advantage; ``dr-grpo`` and ``dr_grpo`` are the same.
+
+    Raises:
+        ConfigError: there is no such name; the message names the nearest ones.
+    """
+    return cast(AdvantageMethod, _module("advantages", name))
+
+
 @overload
 def get(kind: Literal["losses"], name: str) -> LossFunction: ...
 @overload
 def get(kind: Literal["corrections"], name: str) -> CorrectionFunction: ...
 def get(kind: Kind, name: str) -> Any:
-    """The ``compute`` function of an extension; ``dr-grpo`` and ``dr_grpo`` are the same.
+    """The ``compute`` function of a loss or a correction; a dash stands for an underscore.
 
     Raises:
         ConfigError: there is no such kind or name; the message names the nearest ones.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.interfaces import Baseline
+
 
 @dataclass(frozen=True)
 class GroupStatistics:
@@ -43,18 +45,27 @@ def group_statistics(rewards: Tensor, valid: Tensor, group_index: Tensor) -> Gro
     return GroupStatistics(usable, count[group_index], centred, variance.sqrt()[group_index])
 
 
-def groups_with_signal(rewards: Tensor, valid: Tensor, group_index: Tensor) -> Tensor:
-    """Which groups have valid rewards that are not all equal, so that an advantage can differ from 0.
+def groups_with_signal(baseline: Baseline, rewards: Tensor, valid: Tensor, group_index: Tensor) -> Tensor:
+    """Which groups have an advantage that can differ from 0.
+
+    Against a baseline of the group, those with valid rewards that are not all equal. Against one of the batch, all
+    with a valid reward, unless the whole batch's are equal: left out, a group that was always solved would take its
+    positive advantages with it, and those that stay would not add up to 0.
 
     Args:
+        baseline: what the advantage compares a reward with.
         rewards: [B] fp32, finite where ``valid``.
         valid: [B] bool.
         group_index: [B] int64, counted from 0.
 
     Returns:
-        [number of groups] bool; False for a group with fewer than two valid samples.
+        [number of groups] bool; with a baseline of the group False where fewer than two samples are valid.
     """
     num_groups = _num_groups(group_index)
+    if baseline == "batch":
+        known = rewards[valid]
+        differ = known.numel() > 0 and bool(known.max() > known.min())
+        return _group_sum(valid.double(), group_index, num_groups) > (0 if differ else torch.inf)
     lowest = _group_extreme(rewards.masked_fill(~valid, torch.inf), group_index, num_groups, "amin")
     highest = _group_extreme(rewards.masked_fill(~valid, -torch.inf), group_index, num_groups, "amax")
     return highest > lowest

@@ -9,11 +9,14 @@ Shapes: ``[T]`` packed tokens, ``[B]`` samples. Log-probs are fp32 and sit at th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError
+
+Baseline = Literal["group", "batch"]
+"""What an advantage compares a reward with: the other samples of the task, or all samples of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +151,13 @@ class Correction:
     """[T] bool: loss tokens that were capped or rejected."""
 
 
-class AdvantageFunction(Protocol):
-    """``advantages/<name>.py: compute``."""
+class AdvantageMethod(Protocol):
+    """``advantages/<name>.py``: a module is one."""
 
-    def __call__(
+    BASELINE: Baseline
+    """It decides which groups carry a signal: see ``groups.groups_with_signal``."""
+
+    def compute(
         self, rewards: Tensor, valid: Tensor, group_index: Tensor, config: AdvantageConfig
     ) -> Tensor:
         """Advantage of each sample of a step.
@@ -163,7 +169,8 @@ class AdvantageFunction(Protocol):
             config: the settings.
 
         Returns:
-            [B] fp32, detached; 0 at masked samples and in groups with fewer than two valid samples.
+            [B] fp32, detached; 0 at masked samples, and with a baseline of the group where fewer than two samples of
+            it are valid.
         """
         ...
 

@@ -19,7 +19,7 @@ def algorithm_problems(config: RLConfig) -> list[str]:
 
     algorithm = config.algorithm
     checks: list[tuple[str, Callable[[], object]]] = [
-        ("--rl-advantage", lambda: discovery.get("advantages", algorithm.rl_advantage)),
+        ("--rl-advantage", lambda: discovery.advantage(algorithm.rl_advantage)),
         ("--rl-policy-loss", lambda: discovery.get("losses", algorithm.rl_policy_loss)),
         ("--rl-correction", lambda: _check_correction(algorithm)),
         ("--rl-policy-loss", lambda: loss_config(config)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.algorithms.groups import groups_with_signal
-from megatron_rl.algorithms.interfaces import AdvantageConfig, AdvantageFunction
+from megatron_rl.algorithms.interfaces import AdvantageConfig, AdvantageMethod
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
@@ -42,7 +42,7 @@ class SampleBuilder:
 
     def __init__(
         self,
-        advantage: AdvantageFunction,
+        advantage: AdvantageMethod,
         settings: AdvantageConfig,
         keep_groups_without_signal: bool,
         groups: ParallelGroups,
@@ -61,8 +61,8 @@ class SampleBuilder:
         group_index, rewards, valid = self._gather(rollouts, numbers)
         if not group_index.numel():
             return StepSamples((), 0, 0, 0, 0, rewards, rewards)
-        advantages = self._advantage(rewards, valid, group_index, self._settings)
-        signal = groups_with_signal(rewards, valid, group_index)
+        advantages = self._advantage.compute(rewards, valid, group_index, self._settings)
+        signal = groups_with_signal(self._advantage.BASELINE, rewards, valid, group_index)
         used = valid & (signal[group_index] | self._keep_all)
         own_ids = torch.isin(group_index, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0]
         return StepSamples(

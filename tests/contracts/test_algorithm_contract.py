@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.corrections.statistics import mismatch_statistics
+from megatron_rl.algorithms.groups import groups_with_signal
 from megatron_rl.algorithms.interfaces import AdvantageConfig, Correction, CorrectionConfig, LossConfig, PolicyLoss
 
 LOSS_CONFIG = LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28, dual_clip=3.0)
@@ -31,7 +32,10 @@ class TestAdvantages:
     groups = torch.tensor([0, 0, 0, 1, 1, 2])
 
     def run(self, name: str, rewards: Tensor, valid: Tensor) -> Tensor:
-        return discovery.get("advantages", name)(rewards, valid, self.groups, AdvantageConfig(group_size=3))
+        return discovery.advantage(name).compute(rewards, valid, self.groups, AdvantageConfig(group_size=3))
+
+    def test_it_says_what_it_compares_with(self, name: str) -> None:
+        assert discovery.advantage(name).BASELINE in ("group", "batch")
 
     def test_shape_dtype_and_detachment(self, name: str) -> None:
         advantages = self.run(name, self.rewards, self.valid)
@@ -49,9 +53,17 @@ class TestAdvantages:
         advantages = self.run(name, self.rewards, valid)
         changed = self.run(name, self.rewards.masked_fill(~valid, torch.nan), valid)
         assert torch.equal(advantages, changed)
-        # Masked, or alone in its group: 0.
-        assert advantages[[1, 3, 4, 5]].tolist() == [0.0] * 4
+        # Masked, or with a baseline of the group alone in it: 0.
+        alone = [3, 5] if discovery.advantage(name).BASELINE == "group" else []
+        assert advantages[[1, 4, *alone]].tolist() == [0.0] * (2 + len(alone))
         assert advantages[[0, 2]].abs().min() > 0
+
+    def test_advantages_of_the_groups_with_a_signal_add_up_to_nothing(self, name: str) -> None:
+        """A baseline that left some of its samples out would move the weights also where nothing is to be learned."""
+        baseline = discovery.advantage(name).BASELINE
+        signal = groups_with_signal(baseline, self.rewards, self.valid, self.groups)
+        advantages = self.run(name, self.rewards, self.valid)
+        assert advantages[signal[self.groups]].sum().item() == pytest.approx(0.0, abs=1e-6)
 
     def test_equal_rewards_have_no_advantage(self, name: str) -> None:
         assert self.run(name, torch.full((6,), 0.1), self.valid).tolist() == [0.0] * 6

@@ -38,7 +38,7 @@ class OurStep:
         self._factory = RequestFactory(sampling, config.rollout.inference_max_seq_length)
         algorithm = config.algorithm
         self._samples = SampleBuilder(
-            discovery.get("advantages", algorithm.rl_advantage),
+            discovery.advantage(algorithm.rl_advantage),
             advantage_config(config),
             algorithm.rl_keep_zero_variance_groups,
             groups,

@@ -58,9 +58,9 @@ def test_rloo_leaves_the_sample_out_of_its_baseline() -> None:
     assert_advantages(rloo.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
 
 
-def test_batch_norm_takes_mean_and_std_over_all_usable_samples() -> None:
-    # Usable: 1, 2, 3, 4, 5: mean 3, variance (4 + 1 + 0 + 1 + 4) / 4 = 2.5, std 1.581139.
-    expected = [-1.264911, -0.632456, 0.0, 0.0, 0.0, 0.632456, 1.264911, 0.0]
+def test_batch_norm_takes_mean_and_std_over_all_valid_samples() -> None:
+    # 1, 2, 3, 7, 4, 5, the 7 alone in its group: mean 22 / 6 = 3.666667, variance 23.333333 / 5, std 2.160247.
+    expected = [-1.234427, -0.771517, -0.308607, 1.543033, 0.0, 0.154303, 0.617213, 0.0]
     assert_advantages(batch_norm.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
 
 
@@ -85,13 +85,20 @@ def test_groups_with_signal() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
     groups = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3, 3])
     valid = torch.tensor([True, True, True, True, False, True, False, False, False])
-    assert groups_with_signal(rewards, valid, groups).tolist() == [True, False, False, False]
+    assert groups_with_signal("group", rewards, valid, groups).tolist() == [True, False, False, False]
+    assert groups_with_signal("batch", rewards, valid, groups).tolist() == [True, True, True, False]
+
+
+def test_a_batch_of_equal_rewards_has_no_signal() -> None:
+    rewards, groups = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    valid = torch.tensor([True, True, True, False])
+    assert groups_with_signal("batch", rewards, valid, groups).tolist() == [False, False]
 
 
 def test_no_samples_have_no_advantages() -> None:
     nothing = (torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64))
     assert grpo.compute(*nothing, CONFIG).shape == (0,)
-    assert groups_with_signal(*nothing).shape == (0,)
+    assert groups_with_signal("group", *nothing).shape == groups_with_signal("batch", *nothing).shape == (0,)
 
 
 def test_a_group_of_one_is_refused_with_all_other_problems() -> None:

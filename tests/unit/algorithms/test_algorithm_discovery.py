@@ -20,7 +20,7 @@ def test_every_file_with_a_compute_function_is_available() -> None:
 
 @pytest.mark.parametrize("name", ["dr_grpo", "dr-grpo"])
 def test_a_dash_stands_for_an_underscore(name: str) -> None:
-    assert discovery.get("advantages", name) is dr_grpo.compute
+    assert discovery.advantage(name) is dr_grpo
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:

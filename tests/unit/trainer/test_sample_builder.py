@@ -18,7 +18,7 @@ def build(
     groups: ParallelGroups, rollouts: list[RolloutGroup], keep: bool = False, advantage: str = "dr_grpo"
 ) -> StepSamples:
     """``dr_grpo`` is reward minus mean: easy to work out."""
-    builder = SampleBuilder(discovery.get("advantages", advantage), AdvantageConfig(group_size=2), keep, groups)
+    builder = SampleBuilder(discovery.advantage(advantage), AdvantageConfig(group_size=2), keep, groups)
     return builder.build(rollouts, range(len(rollouts)))
 
 
@@ -55,6 +55,19 @@ def test_groups_without_signal_are_dropped_unless_kept(one_rank: ParallelGroups)
         assert (step.num_groups, step.num_groups_with_signal) == (3, 1)
         assert step.rewards.numel() == 5
     assert (dropped.advantages.numel(), kept.advantages.numel()) == (2, 5)
+
+
+def test_with_a_baseline_of_the_batch_groups_of_equal_rewards_stay(one_rank: ParallelGroups) -> None:
+    """Rewards 1 1 0 1 0 0 1 and one without a grade: mean 4 / 7, variance (4 * 9 + 3 * 16) / 49 / 6 = 2 / 7."""
+    rollouts = [graded_group(pair) for pair in ([1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, None])]
+    step = build(one_rank, rollouts, advantage="batch_norm")
+    high, low = (3 / 7) / (2 / 7) ** 0.5, -(4 / 7) / (2 / 7) ** 0.5
+    expected = [high, high, low, high, low, low, high]
+    assert [sample.advantage for sample in step.samples] == pytest.approx(expected, abs=1e-5)
+    assert reward_metrics(step)["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-6)
+    assert (step.num_groups, step.num_groups_with_signal) == (4, 4)
+    equal = build(one_rank, [graded_group([1.0, 1.0]), graded_group([1.0, 1.0])], advantage="batch_norm")
+    assert (equal.samples, equal.num_groups_with_signal) == ((), 0)
 
 
 def test_an_empty_completion_is_no_sample(one_rank: ParallelGroups) -> None:

@@ -101,7 +101,7 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
     optimization.on_update.append(rolling.quantization.weights_changed)
     tokenizer = number_tokenizer(shape.vocab)
     rollouter = Rollouter(rolling.engine, tokenizer, groups, _dummy_reward, StopRequest())
-    advantage = discovery.get("advantages", config.algorithm.rl_advantage)
+    advantage = discovery.advantage(config.algorithm.rl_advantage)
     builder = SampleBuilder(advantage, advantage_config(config), False, groups)
     batches = BatchBuilder(sizes.bin_tokens, 1, bench.device, groups)
     requests = make_requests(shape, sizes.prompts, sizes.group, sizes.answer_tokens, sizes.answer_tokens)
