@@ -12,6 +12,9 @@ MAX_VALUE = 200
 """Characters of a value in a message."""
 MAX_LINE = 500
 """Characters of a text that somebody else wrote, such as an exception's, in a message."""
+MAX_PROBLEM = 800
+MAX_PROBLEMS = 40
+"""Characters of a problem, and problems, that are shown at once: a screen."""
 
 
 def shorten(value: object, limit: int = MAX_VALUE) -> str:
@@ -34,6 +37,13 @@ def one_line(text: str, limit: int = MAX_LINE) -> str:
     if len(text) > 2 * limit:
         text = f"{text[:limit]} ... {text[-limit:]}"
     return _cut("".join(sign if sign.isprintable() else " " for sign in " ".join(text.split())), limit)
+
+
+def problem_lines(problems: Sequence[str]) -> list[str]:
+    """The lines that tell of ``problems``, the last of them how many more there are than fit a screen."""
+    lines = [one_line(problem, MAX_PROBLEM) for problem in problems[:MAX_PROBLEMS]]
+    hidden = len(problems) - len(lines)
+    return [*lines, f"... and {hidden} more, not shown; mend these first"] if hidden else lines
 
 
 def _cut(line: str, limit: int) -> str:

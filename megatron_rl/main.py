@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_config
-from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.errors import ConfigError, MegatronRLError, problem_lines
 from megatron_rl.estimate import estimate, estimate_problems, report_text, vocabulary
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory
@@ -92,7 +92,7 @@ def _tell(problems: Sequence[str], rank: int) -> None:
     """Every rank finds the same problems; one names them."""
     if rank == 0 and problems:
         sys.stderr.write(f"{len(problems)} problem(s) in the configuration:\n")
-        sys.stderr.writelines(f"  {problem}\n" for problem in problems)
+        sys.stderr.writelines(f"  {line}\n" for line in problem_lines(problems))
         sys.stderr.flush()
 
 

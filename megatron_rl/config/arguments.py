@@ -22,6 +22,8 @@ from megatron_rl.config.validation import validate
 from megatron_rl.config.values import convert
 from megatron_rl.errors import ConfigError
 
+_LONGEST_FLAG = 100
+
 
 def load_config(argv: Sequence[str], world_size: int) -> RLConfig:
     """Parse, resolve and validate; raises one ``ConfigError`` with the problems of all three."""
@@ -121,7 +123,8 @@ def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
 
 
 def _unknown(setting: Setting) -> str:
-    near = difflib.get_close_matches(setting.spelling, _spellings(), n=1, cutoff=0.7)
+    # no flag is that long, and the comparison takes the square of the length
+    near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
     dashes = "" if setting.from_file else "--"
     hint = f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
     return f"{setting.where} is not a flag; {hint}"
