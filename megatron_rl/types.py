@@ -231,6 +231,11 @@ class RolloutGroup:
     prompt_text: str
     rollouts: tuple[Rollout, ...]
 
+    @property
+    def is_graded(self) -> bool:
+        """False while the grade of a sample has failed."""
+        return all(rollout.grade.status == "ok" for rollout in self.rollouts)
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -1,7 +1,8 @@
 """The rollout journal: finished groups of the steps that no checkpoint covers yet.
 
 A run that is killed goes on from its newest checkpoint. The steps after it are done again, and without a journal
-all their answers would be generated and graded again. With it a group that was finished comes back as it was.
+all their answers would be generated and graded again. With it a group that was finished comes back as it was. Of
+grades that failed the completions count, and the rollouter has them graded again.
 
     journal/step_0000013.rank_0.bin      one file a step and data-parallel rank; deleted once a checkpoint covers it
 
@@ -57,7 +58,10 @@ class RolloutJournal:
         stream = None
         if self._groups.leads_model:
             for path in sorted(self._folder.glob(f"step_{step:07d}.rank_*.bin")):
-                found |= _groups_of(path, wanted)
+                for index, record in _groups_of(path, wanted).items():
+                    # Graded again on another rank, a group is in two files: the grades that failed do not count.
+                    if index not in found or not _lacks_grades(record):
+                        found[index] = record
             stream = _appending(own, wanted)
         if self._groups.model_group.size() > 1:
             found = _shared(found, self._groups)
@@ -199,6 +203,10 @@ def _records(path: Path) -> Iterator[tuple[int, bytes]]:
 def _description(record: bytes) -> dict[str, Any]:
     size = _FRAME.unpack_from(record)[1]
     return json.loads(record[_FRAME.size : _FRAME.size + size])
+
+
+def _lacks_grades(record: bytes) -> bool:
+    return any(rollout["grade"]["status"] != "ok" for rollout in _description(record)["rollouts"])
 
 
 def _groups_of(path: Path, header: Mapping[str, Any]) -> dict[int, bytes]:

@@ -98,7 +98,8 @@ class Rollouter:
     ) -> RolloutResult:
         """Complete and grade all ``requests``; collective over the whole job.
 
-        Groups that the ``journal`` knows are taken from it, the others are written to it as they are finished.
+        Groups that the ``journal`` knows are taken from it, the others are written to it as they are finished. Of a
+        group whose grades failed the completions are taken; what has no grade is graded again.
 
         Raises:
             OutOfMemoryTogether: a rank without tensor-parallel companions ran out of memory.
@@ -142,10 +143,16 @@ class Rollouter:
         started = time.perf_counter()
         grading: dict[int, asyncio.Task[RolloutGroup]] = {}
         conversations = Conversations(self._conversations, self._tokenizer, self._groups, journal)
-        known = self._known(requests, journal)
+        known = self._known(requests, journal, conversations)
         for request in requests:
-            if request.index not in known:
+            group = known.get(request.index)
+            if group is None:
                 self._engine.submit(replace(request, goes_on=conversations.takes(request)))
+            elif not group.is_graded:
+                grades = [rollout.grade for rollout in known.pop(request.index).rollouts]
+                completions = tuple(rollout.completion for rollout in group.rollouts)
+                again = self._graded(GeneratedGroup(request, completions), journal, grades)
+                grading[request.index] = asyncio.create_task(again)
         steps, cancelled = 0, False
         while (self._engine.has_unfinished or conversations.waiting) and not cancelled:
             for group in self._engine.step():
@@ -194,12 +201,20 @@ class Rollouter:
         return bool(pending) if model_group.size() == 1 else any_rank(bool(pending), model_group)
 
     def _known(
-        self, requests: Sequence[GenerationRequest], journal: StepJournal | None
+        self, requests: Sequence[GenerationRequest], journal: StepJournal | None, conversations: Conversations
     ) -> dict[int, RolloutGroup]:
-        """Groups that an earlier start finished, by the index of their request; texts are made anew."""
+        """Groups that an earlier start generated, by the index of their request; texts are made anew.
+
+        A conversation whose grade failed is not among them: nobody knows how it would have gone on.
+        """
         if journal is None:
             return {}
-        found = {request.index: group for request in requests if (group := journal.group_for(request)) is not None}
+        found = {
+            request.index: group
+            for request in requests
+            if (group := journal.group_for(request)) is not None
+            and (group.is_graded or not conversations.takes(request))
+        }
         if found:
             logger.info("%d of %d groups come from the journal", len(found), len(requests))
         decode = self._tokenizer.decode
@@ -212,16 +227,19 @@ class Rollouter:
             for index, group in found.items()
         }
 
-    async def _graded(self, group: GeneratedGroup, journal: StepJournal | None) -> RolloutGroup:
+    async def _graded(
+        self, group: GeneratedGroup, journal: StepJournal | None, grades: Sequence[GradeResult] = ()
+    ) -> RolloutGroup:
+        """With ``grades`` of an earlier start only the samples whose grade failed are graded."""
         request = group.request
         source = request.source
         transcripts = [self._transcript(completion) for completion in group.completions]
+        grades = list(grades) or [PENDING] * len(transcripts)
+        due = [sample for sample, grade in enumerate(grades) if grade.status != "ok"]
         if self._groups.leads_model:
-            grades = await self._grade(
-                source.environment, [(source.task, transcript) for transcript in transcripts]
-            )
-        else:
-            grades = [PENDING] * len(transcripts)
+            items = [(source.task, transcripts[sample]) for sample in due]
+            for sample, grade in zip(due, await self._grade(source.environment, items), strict=True):
+                grades[sample] = grade
         finished = RolloutGroup(
             source=source,
             prompt_ids=request.prompt_ids,

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import state_of
+from tests.support.checkpoints import differences, state_of
 from tests.support.runs import Outcome, facts_of, rows_of, run_many
 
+LAST = Path("checkpoints") / "step_0000004"
 MODULE = "tests.support.e2e_environments"
 
 
 @pytest.fixture(scope="module")
 def outcomes(workshop) -> dict[str, Outcome]:
-    """Six runs in one process."""
+    """Seven runs in one process."""
 
     def environment(name: str, kind: str, **options: Any) -> Path:
         return workshop.environments(name, [{"environment": f"{MODULE}:{kind}", "args": options}])
 
+    (workshop.folder / "unwell").touch()
     unreliable, hopeless = environment("some_bad", "Unreliable"), environment("all_bad", "Unreliable", always=True)
     tolerant = {"rl_max_failed_share": 1, "rl_log_rollouts": 16}
     commands = {
@@ -30,10 +32,18 @@ def outcomes(workshop) -> dict[str, Outcome]:
         "strict": workshop.rl("strict", langrl_env_config=unreliable),
         "hopeless": workshop.rl("hopeless", langrl_env_config=hopeless),
         "hopeless_tolerated": workshop.rl("hopeless_tolerated", langrl_env_config=hopeless, **tolerant),
+        "unwell": _unwell(workshop, "unwell"),
         "long": workshop.rl("long", langrl_env_config=environment("long", "Digits", count=16, long_every=4)),
         "too_long": workshop.rl("too_long", langrl_env_config=environment("too_long", "Digits", long_every=1)),
     }
     return dict(zip(commands, run_many(list(commands.values())), strict=True))
+
+
+def _unwell(workshop, name: str, **flags: Any) -> list[str]:
+    """A run that cannot be graded while there is a file of its name."""
+    environment = {"environment": f"{MODULE}:Unwell", "args": {"broken": str(workshop.folder / name)}}
+    listed = workshop.environments(name, [environment])
+    return workshop.rl(name, langrl_env_config=listed, save_interval=1, rl_log_rollouts=4, **flags)
 
 
 def _records(run_dir: Path, step: int) -> list[dict[str, Any]]:
@@ -68,6 +78,19 @@ def test_too_many_bad_rewards_stop_the_run_with_the_counts(outcomes, workshop):
     assert facts["status"] == "failed"
     assert "16 of 16" in facts["error"]
     assert "of 16 grades failed (invalid_reward" in outcomes["strict"].check(1).output
+
+
+def test_a_run_that_failed_grades_have_stopped_is_resumed(outcomes, workshop):
+    """The journal kept the completions and not the failures: the run ends as the one whose grader was always well."""
+    assert "grades failed (environment_exception" in outcomes["unwell"].check(1).output
+    (workshop.folder / "unwell").unlink()
+    resumed, other = run_many([_unwell(workshop, "unwell", resume=True), _unwell(workshop, "well")])
+    other.check()
+    assert "4 of 4 groups come from the journal" in resumed.check().output
+    run_dir, well = workshop.run_dir("unwell"), workshop.run_dir("well")
+    assert rows_of(run_dir) == rows_of(well)
+    assert [_records(run_dir, step) for step in (1, 2, 3, 4)] == [_records(well, step) for step in (1, 2, 3, 4)]
+    assert differences(run_dir / LAST, well / LAST) == []
 
 
 def test_a_step_without_a_single_grade_changes_nothing(outcomes, workshop):

@@ -60,6 +60,22 @@ class Unreliable(Digits):
         return super().grade(task, transcript)
 
 
+class Unwell(Digits):
+    """Cannot grade every fourth task while the file ``broken`` is there."""
+
+    name = "unwell"
+
+    def __init__(self, *, broken: str, **options: int) -> None:
+        super().__init__(**options)
+        self._broken = Path(broken)
+
+    def grade(self, task: Task, transcript: Transcript) -> float | Grade:
+        """Raises, or grades."""
+        if int(task.id.partition("-")[2]) % 4 == 0 and self._broken.exists():
+            raise RuntimeError("the service behind this environment is down")
+        return super().grade(task, transcript)
+
+
 class Slow(Digits):
     """A grade takes a while, so that a signal can arrive in the middle of a step."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_rl.inference import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import StopRequest
 from megatron_rl.rollout import ConversationSettings, Rollouter, RolloutResult
+from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.types import (
     Completion,
     Continuation,
@@ -86,7 +88,14 @@ class Harness:
         self.asked: list[tuple[Any, Turn]] = []
         self.rollouter: Rollouter | None = None
 
-    def run(self, engine: ScriptedEngine, answer: Answer, samples: int = 1, max_turns: int = 5) -> RolloutResult:
+    def run(
+        self,
+        engine: ScriptedEngine,
+        answer: Answer,
+        samples: int = 1,
+        max_turns: int = 5,
+        journal: StepJournal | None = None,
+    ) -> RolloutResult:
         async def step(environment: str, items: Sequence[tuple[Task, Any, Turn]]) -> list[GradeResult]:
             await asyncio.sleep(0)
             self.asked += [(state, turn) for _, state, turn in items]
@@ -96,18 +105,22 @@ class Harness:
             raise AssertionError("a conversation is stepped, never graded")
 
         settings = ConversationSettings(step, {"talk": max_turns}, LONGEST)
+        self.close()
         self.rollouter = Rollouter(engine, toy_tokenizer(), self._groups, no_grade, self.stop, 0.0, settings)
         source = SourcedTask("talk", Task("0", "ab"))
         request = GenerationRequest(source, PROMPT, samples, SamplingParams(max_new_tokens=6))
-        return self.rollouter.run([request], seed=9, policy_version=4)
+        return self.rollouter.run([request], 9, 4, journal)
+
+    def close(self) -> None:
+        if self.rollouter is not None:
+            self.rollouter.close()
 
 
 @pytest.fixture
 def harness(one_rank: ParallelGroups) -> Iterator[Harness]:
     harness = Harness(one_rank)
     yield harness
-    if harness.rollouter is not None:
-        harness.rollouter.close()
+    harness.close()
 
 
 def replying(text: str, until: int) -> Answer:
@@ -204,6 +217,24 @@ def test_a_failed_step_fails_its_sample_alone(harness: Harness) -> None:
     (group,) = harness.run(ScriptedEngine(said), answer, samples=2).groups
     assert [r.grade.status for r in group.rollouts] == ["error", "ok"]
     assert group.rollouts[0].grade.code == "worker_died"
+
+
+def test_a_conversation_whose_step_failed_is_held_again(
+    harness: Harness, one_rank: ParallelGroups, tmp_path: Path
+) -> None:
+    """What the environment would have replied in an earlier start is not on record; the reply may be there now."""
+    journal = RolloutJournal(tmp_path, one_rank)
+    said = {(0, t): (A, END) for t in range(2)}
+
+    def failing(task: Task, state: Any, turn: Turn) -> GradeResult:
+        return GradeResult("error", code="timeout")
+
+    harness.run(ScriptedEngine(said), failing, journal=journal.open(1, {}))
+    first, second = ScriptedEngine(said), ScriptedEngine(said)
+    (group,) = harness.run(first, replying("x", until=1), journal=journal.open(1, {})).groups
+    assert group.rollouts[0].completion.token_ids == (A, END, X, A, END)
+    assert harness.run(second, failing, journal=journal.open(1, {})).groups == (group,)
+    assert (len(first.requests), len(second.requests)) == (2, 0)
 
 
 def test_a_reply_of_no_tokens_is_a_failure(harness: Harness) -> None:

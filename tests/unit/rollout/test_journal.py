@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,6 +133,21 @@ def test_another_number_of_ranks_finds_the_groups(journal: RolloutJournal, tmp_p
     assert len(list(tmp_path.iterdir())) == 2
     again = journal.open(STEP, HEADER)
     assert [again.group_for(request(index)) for index in (4, 5)] == [group(4), group(5)]
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_of_two_records_the_one_with_grades_counts(
+    journal: RolloutJournal, tmp_path: Path, one_rank, ranks: tuple[int, int]
+) -> None:
+    """A group whose grades failed was dealt to one rank, and to another one when it was graded again."""
+    failed = group(0)
+    good = replace(failed, rollouts=tuple(replace(r, grade=GradeResult("ok", 1.0)) for r in failed.rollouts))
+    for rank, which in zip(ranks, (failed, good), strict=True):
+        place = SimpleNamespace(data_rank=rank, leads_model=True, model_group=one_rank.model_group)
+        step = RolloutJournal(tmp_path, place).open(STEP, HEADER)
+        step.add(0, which)
+        step.close()
+    assert journal.open(STEP, HEADER).group_for(request(0)) == good
 
 
 def test_a_full_disk_costs_the_journal_and_not_the_step(journal: RolloutJournal, caplog) -> None:

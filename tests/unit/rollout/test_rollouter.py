@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from megatron_rl.inference import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import StopRequest
 from megatron_rl.rollout import Rollouter, RolloutResult
+from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import GradeFunction
 from megatron_rl.types import (
     Completion,
@@ -26,6 +28,7 @@ from megatron_rl.types import (
 from tests.support.toy import toy_tokenizer
 
 GOOD = GradeResult("ok", reward=1.0)
+FAILED = GradeResult("error", code="timeout", message="10 s")
 
 
 class ScriptedEngine:
@@ -36,7 +39,7 @@ class ScriptedEngine:
         self._step_seconds = step_seconds
         self._waiting: dict[int, GenerationRequest] = {}
         self.statistics = EngineStatistics()
-        self.steps = 0
+        self.steps = self.submitted = 0
         self.began: tuple[int, int] | None = None
         self.aborted = False
 
@@ -44,6 +47,7 @@ class ScriptedEngine:
         self.began, self.steps = (seed, policy_version), 0
 
     def submit(self, request: GenerationRequest) -> None:
+        self.submitted += 1
         self._waiting[request.index] = request
 
     @property
@@ -91,17 +95,27 @@ class Harness:
         self.stop = StopRequest()
         self.rollouter: Rollouter | None = None
 
-    def run(self, engine: ScriptedEngine, grade: GradeFunction, num_samples: int = 2) -> RolloutResult:
+    def run(
+        self,
+        engine: ScriptedEngine,
+        grade: GradeFunction,
+        num_samples: int = 2,
+        journal: StepJournal | None = None,
+    ) -> RolloutResult:
+        self.close()
         self.rollouter = Rollouter(engine, toy_tokenizer(), self._groups, grade, self.stop)
-        return self.rollouter.run(make_requests(len(engine._finish_at), num_samples), seed=9, policy_version=4)
+        return self.rollouter.run(make_requests(len(engine._finish_at), num_samples), 9, 4, journal)
+
+    def close(self) -> None:
+        if self.rollouter is not None:
+            self.rollouter.close()
 
 
 @pytest.fixture
 def harness(one_rank: ParallelGroups) -> Iterator[Harness]:
     harness = Harness(one_rank)
     yield harness
-    if harness.rollouter is not None:
-        harness.rollouter.close()
+    harness.close()
 
 
 def test_the_engine_steps_while_a_grade_is_pending(harness: Harness) -> None:
@@ -163,13 +177,37 @@ def test_the_grader_sees_text_ending_and_length(harness: Harness) -> None:
 
 
 def test_failed_grades_are_data(harness: Harness) -> None:
-    broken = GradeResult("error", code="timeout", message="10 s")
-
     async def half(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
-        return [GOOD, broken]
+        return [GOOD, FAILED]
 
     result = harness.run(ScriptedEngine(finish_at=[1, 2]), half)
-    assert [[r.grade for r in group.rollouts] for group in result.groups] == [[GOOD, broken]] * 2
+    assert [[r.grade for r in group.rollouts] for group in result.groups] == [[GOOD, FAILED]] * 2
+
+
+def test_failed_grades_of_an_earlier_start_are_graded_again(
+    harness: Harness, one_rank: ParallelGroups, tmp_path: Path
+) -> None:
+    """Of three groups one was graded, one half, and one not at all: nothing is generated, three samples are graded."""
+    journal = RolloutJournal(tmp_path, one_rank)
+    failures = {"0": (), "1": (1,), "2": (0, 1)}
+    asked: list[tuple[str, str]] = []
+
+    async def failing(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        graded = await healthy(environment, items)
+        return [FAILED if index in failures[items[0][0].id] else grade for index, grade in enumerate(graded)]
+
+    async def healthy(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+        asked.extend((task.id, transcript.text) for task, transcript in items)
+        return [GradeResult("ok", reward=float(len(transcript.text))) for _, transcript in items]
+
+    undisturbed = harness.run(ScriptedEngine(finish_at=[1, 2, 3]), healthy)
+    harness.run(ScriptedEngine(finish_at=[1, 2, 3]), failing, journal=journal.open(1, {}))
+    for expected in ([("1", "bb"), ("2", "c"), ("2", "cc")], []):
+        asked.clear()
+        engine = ScriptedEngine(finish_at=[1, 2, 3])
+        again = harness.run(engine, healthy, journal=journal.open(1, {}))
+        assert (engine.submitted, asked) == (0, expected)
+        assert again.groups == undisturbed.groups
 
 
 def test_a_grader_that_returns_too_few_verdicts_is_an_error(harness: Harness) -> None:
