@@ -12,5 +12,5 @@ import sys
 
 from megatron_rl.main import main
 
-if __name__ == "__main__":  # checkpointing starts a process that imports this file again
+if __name__ == "__main__":
     sys.exit(main(sys.argv))

@@ -1,22 +1,46 @@
-"""The queue over which megatron-core's writers tell what they have written."""
+"""Where megatron-core's writers tell what they have written."""
 
 from __future__ import annotations
 
 import os
-from multiprocessing import get_context
-from multiprocessing.managers import SyncManager
+import queue
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_rl.environments.pool.limits import die_with_parent
+
+class ResultQueue:
+    """Hands over what this process or a fork of it has put, through a file in memory that both hold open.
+
+    megatron's own queue is a third process. It imports torch to pass on the first result, which takes seconds and
+    200 MB, and it lives on when its parent is killed. A pipe would block its writer after 64 KiB.
+    """
+
+    def __init__(self) -> None:
+        self._file = open(os.memfd_create("written"), "r+b", buffering=0)  # noqa: SIM115
+
+    def put(self, results: Any) -> None:
+        """Replaces what nobody has taken: of a save that was given up."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(ForkingPickler.dumps(results))
+
+    def get_nowait(self) -> Any:
+        """Takes what was put last.
+
+        Raises:
+            queue.Empty: nothing was, or it was taken before.
+        """
+        self._file.seek(0)
+        written = self._file.read()
+        if not written:
+            raise queue.Empty
+        self._file.truncate(0)
+        return ForkingPickler.loads(written)
 
 
 def prepare_result_queue() -> None:
-    """Make the queue, in a process that ends with this one.
-
-    megatron's own holds some 200 MB and lives on when its parent is killed, once for every kill.
-    """
+    """Makes megatron use a `ResultQueue` in this process."""
     if filesystem_async._results_queue is None:
-        manager = SyncManager(ctx=get_context("spawn"))
-        manager.start(die_with_parent, (os.getpid(),))
-        filesystem_async._results_queue = manager.Queue()  # the proxy keeps the manager
+        filesystem_async._results_queue = ResultQueue()

@@ -108,7 +108,7 @@ def test_killed_at_named_moments(first: Tale, story: str) -> None:
 
 
 def test_no_process_is_left_behind(first: Tale) -> None:
-    """Ranks that were killed had helpers of their own: the environment server, writers, their queue."""
+    """Ranks that were killed had helpers of their own: the environment server and the writers of checkpoints."""
     deadline = time.monotonic() + 20
     while left := _orphans_of(first.workshop.folder):
         assert time.monotonic() < deadline, left

@@ -123,5 +123,5 @@ def _positive(text: str) -> int:
     return value
 
 
-if __name__ == "__main__":  # checkpointing starts a process that imports this file again
+if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
