@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import ConfigError, EnvironmentFault
+from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
+from megatron_rl.json_text import parse_json
 from megatron_rl.types import Message, Prompt
 
 _SPOKEN = "THEMODELSTURN"
@@ -87,19 +88,36 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         ConfigError: nothing usable is there, or it has no end-of-text token.
     """
-    if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():
-        raise ConfigError([
-            f"--tokenizer-model {path!r} holds no tokenizer_config.json; "
-            "give a Hugging Face tokenizer directory"
-        ])
+    if Path(path).is_dir():
+        _check_settings(path)
     from transformers import AutoTokenizer  # seconds of import, needed only here
 
     try:
         backend = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # transformers raises anything for files that somebody else wrote
+        reason = one_line(str(error), 300) or type(error).__name__
         raise ConfigError([
             f"--tokenizer-model {path!r} cannot be loaded ({reason}); give a directory with "
             "tokenizer.json and tokenizer_config.json, or a hub name when online"
         ]) from error
     return Tokenizer(backend, path)
+
+
+def _check_settings(directory: str) -> None:
+    try:
+        settings = parse_json((Path(directory) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError([
+            f"--tokenizer-model {directory!r} holds no tokenizer_config.json; "
+            "give a Hugging Face tokenizer directory"
+        ]) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError([
+            f"--tokenizer-model {directory!r}: tokenizer_config.json is not JSON ({error}); "
+            "take the file the tokenizer was published with"
+        ]) from error
+    if not isinstance(settings, dict):
+        raise ConfigError([
+            f"--tokenizer-model {directory!r}: tokenizer_config.json is {shorten(settings)} where a mapping of "
+            "settings belongs; take the file the tokenizer was published with"
+        ])

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.json_text import parse_json
 
 FILE_NAME = "manifest.json"
 
@@ -66,7 +67,7 @@ def _read(directory: Path) -> dict[str, str]:
     """Name -> sha256, as `write_manifest` wrote them for this very step."""
     path = directory / FILE_NAME
     try:
-        manifest = json.loads(path.read_text())
+        manifest = parse_json(path.read_text())
         files, step = dict(manifest["files"]), int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {str(directory)!r} has no readable {FILE_NAME} ({error})") from error

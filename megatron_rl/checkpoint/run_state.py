@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rl.checkpoint.torch_files import is_foreign, is_megatron_layout, read_args, tensor_size
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
+from megatron_rl.json_text import parse_json
 
 FILE_NAME = "run_state.json"
 
@@ -100,7 +101,7 @@ def read_run_state(directory: Path) -> RunState:
         return _foreign_state(directory)
     path = directory / FILE_NAME
     try:
-        values = json.loads(path.read_text())
+        values = parse_json(path.read_text())
         known = {f.name for f in dataclasses.fields(RunState)}
         return RunState(**{name: value for name, value in values.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError) as error:

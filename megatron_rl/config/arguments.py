@@ -14,13 +14,13 @@ from typing import Any
 
 from megatron_rl.config.fields import Flag
 from megatron_rl.config.help import help_text
-from megatron_rl.config.hugging_face import hugging_face_values
+from megatron_rl.config.hugging_face import FILLED_IN, hugging_face_values
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.rl_config import RLConfig, all_flags, section_classes
 from megatron_rl.config.sources import Setting, read_command_line, read_yaml
 from megatron_rl.config.validation import validate
-from megatron_rl.config.values import convert
-from megatron_rl.errors import ConfigError
+from megatron_rl.config.values import convert, refusal
+from megatron_rl.errors import ConfigError, shorten
 
 _LONGEST_FLAG = 100
 
@@ -40,6 +40,8 @@ def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[st
     """
     reading = _read(argv)
     config = resolve(_build(reading), world_size)
+    if reading.file_is_lost:  # what it would have set is not missing
+        return config, reading.problems
     broken = [line for line in validate(config, world_size) if not _is_about(line, reading.failed)]
     return config, [*reading.problems, *broken]
 
@@ -65,6 +67,8 @@ class _Reading:
     """What a Hugging Face config.json says and the user did not."""
     problems: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
+    file_is_lost: bool = False
+    """Nothing could be read from the --config file."""
 
 
 def _read(argv: Sequence[str]) -> _Reading:
@@ -76,15 +80,18 @@ def _read(argv: Sequence[str]) -> _Reading:
     typed, problems = read_command_line(argv)
     reading.problems += problems
     files = [s.texts[0] for s in typed if s.spelling == "config" and len(s.texts) == 1]
-    if files:
+    if files and refusal(_spellings()["config"][0], files[-1]) is None:  # else it is a problem below
         from_file, problems = read_yaml(files[-1])
         reading.problems += problems
+        reading.file_is_lost = bool(problems) and not from_file
         for setting in from_file:
             _apply(setting, reading)
     for setting in typed:  # after the file, so that the command line wins
         _apply(setting, reading)
+    reading.file_is_lost |= "--config" in reading.failed
     found = hugging_face_values(reading.values)
-    reading.derived, reading.failed = found.values, reading.failed | found.unknown
+    unknown = FILLED_IN if reading.failed & {"--load-hf", "--hf-config"} else found.unknown
+    reading.derived, reading.failed = found.values, reading.failed | unknown
     reading.problems += found.problems
     return reading
 
@@ -108,7 +115,7 @@ def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
         raise ValueError("cannot name another file; put its settings here")
     if flag.kind is bool and not setting.from_file:
         if texts:
-            raise ValueError(f"takes no value, got {' '.join(texts)!r}")
+            raise ValueError(f"takes no value, got {shorten(' '.join(texts))}")
         return switches_on
     if flag.many:
         if not texts and not setting.from_file:
@@ -117,7 +124,7 @@ def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
     if not texts:
         raise ValueError("needs a value")
     if len(texts) > 1:
-        raise ValueError(f"takes one value, got {len(texts)}: {' '.join(texts)!r}")
+        raise ValueError(f"takes one value, got {len(texts)}: {shorten(' '.join(texts))}")
     value = convert(flag, texts[0])
     return value == switches_on if flag.kind is bool else value
 

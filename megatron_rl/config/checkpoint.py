@@ -12,13 +12,13 @@ from megatron_rl.config.fields import flag
 class CheckpointConfig:
     """Checkpoints in and out."""
 
-    save: str | None = flag(None)
+    save: str | None = flag(None, path=True)
     """Directory of this run's checkpoints. Without it run-dir/checkpoints."""
-    load: str | None = flag(None)
+    load: str | None = flag(None, path=True)
     """Directory of checkpoints to continue from, if it has one."""
-    pretrained_checkpoint: str | None = flag(None, common=True)
+    pretrained_checkpoint: str | None = flag(None, path=True, common=True)
     """Weights to start from where nothing is continued: a directory of checkpoints, or one of them."""
-    load_hf: str | None = flag(None, common=True)
+    load_hf: str | None = flag(None, path=True, common=True)
     """Hugging Face directory (config.json, *.safetensors) to start from: sets the model's shape, and its weights
     where nothing is continued."""
     finetune: bool = flag(False)

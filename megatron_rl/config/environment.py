@@ -12,7 +12,7 @@ from megatron_rl.config.fields import flag
 class EnvironmentConfig:
     """Environments, their server and evaluation on them."""
 
-    langrl_env_config: str | None = flag(None, aliases=("--env-config",), common=True)
+    langrl_env_config: str | None = flag(None, path=True, aliases=("--env-config",), common=True)
     """YAML list of environments and their weights."""
     langrl_inference_server_type: Literal["inplace_megatron", "inplace_megatron_chat"] = flag(
         "inplace_megatron"

@@ -34,6 +34,8 @@ class Declaration:
     """Further spellings with the same meaning as the field's name."""
     off_aliases: tuple[str, ...] = ()
     """Further spellings of ``off``."""
+    path: bool = False
+    """A file or directory: its name must be one that a file system takes."""
     common: bool = False
     """Shown by ``--help`` and not only by ``--help-all``."""
     note: str | None = None

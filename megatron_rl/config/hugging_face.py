@@ -14,7 +14,7 @@ from megatron_rl.families import read_model
 
 _FREE = ("init_method_std",)
 """How fresh weights are drawn is up to the run."""
-_FILLED_IN = frozenset({"--num-layers", "--hidden-size", "--num-attention-heads", "--tokenizer-model"})
+FILLED_IN = frozenset({"--num-layers", "--hidden-size", "--num-attention-heads", "--tokenizer-model"})
 """Flags without a default that a directory may replace."""
 
 
@@ -36,14 +36,14 @@ def hugging_face_values(typed: Mapping[str, Any]) -> HuggingFaceValues:
     if len({Path(directory).resolve() for directory in given.values()}) > 1:
         both = " and ".join(f"--{name.replace('_', '-')} {directory}" for name, directory in given.items())
         return HuggingFaceValues(
-            problems=(f"{both} both say what the model is; keep one of them",), unknown=_FILLED_IN
+            problems=(f"{both} both say what the model is; keep one of them",), unknown=FILLED_IN
         )
     (name, directory), *_ = given.items()
     try:
         settings = read_model(directory).architecture.settings()
     except ConfigError as error:
         flag = f"--{name.replace('_', '-')}"
-        return HuggingFaceValues(problems=tuple(f"{flag}: {line}" for line in error.problems), unknown=_FILLED_IN)
+        return HuggingFaceValues(problems=tuple(f"{flag}: {line}" for line in error.problems), unknown=FILLED_IN)
     source = str(Path(directory) / "config.json")
     problems = tuple(_contradictions(typed, settings, source))
     settings["group_query_attention"] = True  # megatron ignores the number of groups without it

@@ -12,15 +12,15 @@ from megatron_rl.config.fields import flag
 class LoggingConfig:
     """The run directory, metric writers and what they report."""
 
-    run_dir: str | None = flag(None, common=True)
+    run_dir: str | None = flag(None, path=True, common=True)
     """Directory of everything this run writes. Without it --save."""
-    tensorboard_dir: str | None = flag(None)
+    tensorboard_dir: str | None = flag(None, path=True)
     """Directory of TensorBoard files. Without it run-dir/tensorboard."""
     wandb_project: str | None = flag(None)
     """Weights & Biases project; without it wandb is off."""
     wandb_exp_name: str | None = flag(None)
     """Name of the wandb run. Without it the name of the run directory."""
-    wandb_save_dir: str | None = flag(None)
+    wandb_save_dir: str | None = flag(None, path=True)
     """Directory of wandb's files. Without it run-dir/wandb."""
     wandb_mode: Literal["offline", "online", "disabled"] = flag("offline")
     """Whether wandb talks to its server."""

@@ -12,7 +12,7 @@ from megatron_rl.config.fields import flag
 class ModelConfig:
     """The architecture, in Megatron's words."""
 
-    hf_config: str | None = flag(None)
+    hf_config: str | None = flag(None, path=True)
     """Directory with a Hugging Face config.json: the model's shape, instead of the flags below. See --load-hf."""
     num_layers: int | None = flag(None, ge=1, common=True)
     """Number of transformer layers."""

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import yaml
 
+from megatron_rl.errors import one_line, shorten
+
+_LONGEST_FILE = 2**18
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -33,7 +37,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[list[Setting], list[str]]:
             last = settings.pop()
             settings.append(Setting(last.where, last.spelling, (*last.texts, token)))
         else:
-            problems.append(f"{token!r} stands before any flag; every value follows its flag")
+            problems.append(f"{shorten(token)} stands before any flag; every value follows its flag")
     return settings, problems
 
 
@@ -43,11 +47,9 @@ def read_yaml(path: str) -> tuple[list[Setting], list[str]]:
     Values are taken as written, not as YAML reads them: YAML takes ``1e-6`` for text.
     """
     try:
-        document = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        return [], [f"--config {path} cannot be read: {error.strerror}"]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return [], [f"--config {path} is not YAML: {' '.join(str(error).split())}"]
+        document = _compose(path)
+    except ValueError as error:
+        return [], [f"--config {path} {error}"]
     if document is None:
         return [], []
     if not isinstance(document, yaml.MappingNode):
@@ -57,6 +59,9 @@ def read_yaml(path: str) -> tuple[list[Setting], list[str]]:
     seen: dict[str, int] = {}
     for key, value in document.value:
         line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            problems.append(f"{path} line {line} has a {key.id} where a flag's name belongs; write 'flag-name: value'")
+            continue
         where = f"{path} line {line}: {key.value}"
         spelling = str(key.value).replace("_", "-")
         if spelling in seen:
@@ -68,6 +73,23 @@ def read_yaml(path: str) -> tuple[list[Setting], list[str]]:
         elif value.tag != "tag:yaml.org,2002:null":  # null leaves the default
             settings.append(Setting(where, spelling, texts, from_file=True))
     return settings, problems
+
+
+def _compose(path: str) -> yaml.Node | None:
+    """The document, None where the file is empty; ``ValueError`` says what is wrong with the file."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_LONGEST_FILE + 1)
+        document = yaml.compose(text, Loader=yaml.SafeLoader) if len(text) <= _LONGEST_FILE else None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"is not YAML: {one_line(str(error))}") from error
+    except RecursionError:
+        raise ValueError("is nested too deeply; the file is flat: flag names and their values") from None
+    if len(text) > _LONGEST_FILE:  # a device or a data set would be read until memory is full
+        raise ValueError(f"has more than {_LONGEST_FILE} characters; give a file of flags and values")
+    return document
 
 
 def _texts(node: yaml.Node) -> tuple[str, ...] | None:

@@ -14,7 +14,7 @@ class TokenizerConfig:
 
     tokenizer_type: Literal["HuggingFaceTokenizer"] = flag("HuggingFaceTokenizer")
     """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(None, common=True)
+    tokenizer_model: str | None = flag(None, path=True, common=True)
     """Tokenizer: a directory, or a name on the Hugging Face hub."""
     vocab_size: int | None = flag(None, ge=1)
     """Rows of the embedding, before padding, where the model has more than the tokenizer has tokens."""

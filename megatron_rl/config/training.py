@@ -11,7 +11,7 @@ from megatron_rl.config.fields import flag
 class TrainingConfig:
     """Length, batch sizes and life cycle of the run."""
 
-    config: str | None = flag(None, common=True)
+    config: str | None = flag(None, path=True, common=True)
     """YAML file that sets flags (name: value); the command line wins."""
     perform_rl_step: bool = flag(False, common=True)
     """Train by reinforcement; without it, on the environments' demonstrations."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from typing import Any
 
 from megatron_rl.config.fields import Flag
+from megatron_rl.errors import shorten
 
+_LONGEST_NAME, _LONGEST_PATH = 255, 3072
+"""Bytes of one name, and of a whole path that leaves room for the names of files below it; Linux takes 4096."""
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -27,9 +31,11 @@ def convert(flag: Flag, text: str) -> Any:
 
 
 def refusal(flag: Flag, value: Any) -> str | None:
-    """Why ``value`` is not allowed: not a choice, or out of bounds. None if it is."""
+    """Why ``value`` is not allowed: not a choice, out of bounds, or no path. None if it is."""
     if flag.choices and value not in flag.choices:
-        return f"is not {_listed(flag.choices)}, got {value!r}"
+        return f"is not {_listed(flag.choices)}, got {shorten(value)}"
+    if flag.declaration.path:
+        return _path_refusal(value)
     limits = flag.declaration
     for bound, words, broken in (
         (limits.ge, "at least", lambda bound: value < bound),
@@ -42,6 +48,21 @@ def refusal(flag: Flag, value: Any) -> str | None:
     return None
 
 
+def _path_refusal(path: str) -> str | None:
+    if not path.strip():
+        return "is empty; name a path, or leave the flag out"
+    # Cs: bytes that are not UTF-8 arrive as halves of surrogate pairs.
+    if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in path):
+        return f"has a line break, another control character or a broken one, got {shorten(path)}; use another name"
+    longest = max(len(name.encode()) for name in path.split("/"))
+    if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
+        return (
+            f"is too long for a file system, which takes names of {_LONGEST_NAME} bytes and here {_LONGEST_PATH} "
+            f"altogether, got {shorten(path)}; use a shorter one"
+        )
+    return None
+
+
 def _listed(choices: tuple[Any, ...]) -> str:
     *head, last = [str(choice) for choice in choices]
     return f"{', '.join(head)} or {last}" if head else last
@@ -49,7 +70,7 @@ def _listed(choices: tuple[Any, ...]) -> str:
 
 def _boolean(text: str) -> bool:
     if text.lower() not in _BOOLEANS:
-        raise ValueError(f"is not true or false, got {text!r}")
+        raise ValueError(f"is not true or false, got {shorten(text)}")
     return _BOOLEANS[text.lower()]
 
 
@@ -57,15 +78,15 @@ def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"is not a whole number, got {text!r}") from None
+        raise ValueError(f"is not a whole number, got {shorten(text)}") from None
 
 
 def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"is not a number, got {text!r}") from None
+        raise ValueError(f"is not a number, got {shorten(text)}") from None
     # A NaN passes every bound, because each comparison with it is false.
     if not math.isfinite(value):
-        raise ValueError(f"is not a finite number, got {text!r}")
+        raise ValueError(f"is not a finite number, got {shorten(text)}")
     return value

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.export.tensor_file import TensorEntry, TensorReader
+from megatron_rl.json_text import parse_json
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -94,7 +94,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; a Hugging Face checkpoint has one")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):

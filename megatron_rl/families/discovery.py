@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.family import Family
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.families.weights import WeightMap
+from megatron_rl.json_text import parse_json
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def read_model(directory: str | Path) -> HfModel:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([
             f"{path} cannot be read ({error.strerror}); give a directory in the Hugging Face format, with config.json "

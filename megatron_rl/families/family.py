@@ -62,13 +62,11 @@ def read_decoder(config: HfConfig, **settings: Any) -> Architecture:
             **settings,
         }
     )
+    config.layer_types(architecture.num_layers)
     config.check()
     return architecture
 
 
 def full_attention_only(config: HfConfig) -> None:
     """Qwen's sliding window may be configured, but must not be in use."""
-    why = "every layer attends to the whole sequence"
-    config.expect("use_sliding_window", False, why=why)
-    for kind in sorted(set(config.get("layer_types", ())) - {"full_attention"}):
-        config.refuse("layer_types", kind, why)
+    config.expect("use_sliding_window", False, why="every layer attends to the whole sequence")

@@ -6,7 +6,6 @@ numbers. So its headers tell in milliseconds whether a checkpoint of any size is
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families.discovery import HfModel
+from megatron_rl.json_text import parse_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -77,7 +77,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _LONGEST_HEADER:
                 raise ValueError("its header is too long")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         tensors = {name: _stored(path, name, entry) for name, entry in header.items()}
@@ -133,7 +133,7 @@ def _may_be_there(name: str) -> bool:
 
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
-        wanted = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        wanted = dict(parse_json(path.read_text(encoding="utf-8"))["weight_map"])
         outside = next((name for name in wanted.values() if Path(name).name != name), None)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files ({error}); download it again") from error

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, shorten
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's --use-rope-scaling has built in: the numbers of Llama 3.1 to 3.3."""
 _LONGEST_VALUE = 60
+_BEYOND_ANY_MODEL = 1e18
 _MISSING = object()
 
 
@@ -35,21 +36,21 @@ class HfConfig:
         """A whole number of at least 1."""
         value = self._present(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError([f"{self.path}: {key} must be a whole number above 0, got {value!r}"])
+            raise ConfigError([f"{self.path}: {key} must be a whole number above 0, got {shorten(value)}"])
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError([f"{self.path}: {key} must be a number above 0, got {value!r}"])
+        if not _is_number(value) or value <= 0:
+            raise ConfigError([f"{self.path}: {key} must be a number above 0, got {shorten(value)}"])
         return float(value)
 
     def switch(self, key: str, default: bool) -> bool:
         """``true`` or ``false``."""
         value = self._present(key, default)
         if not isinstance(value, bool):
-            raise ConfigError([f"{self.path}: {key} must be true or false, got {value!r}"])
+            raise ConfigError([f"{self.path}: {key} must be true or false, got {shorten(value)}"])
         return value
 
     def expect(self, key: str, *allowed: Any, why: str) -> None:
@@ -70,10 +71,10 @@ class HfConfig:
         key = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
         rope = self.get(key, {})
         if not isinstance(rope, Mapping):
-            raise ConfigError([f"{self.path}: {key} must be a mapping, got {rope!r}"])
+            raise ConfigError([f"{self.path}: {key} must be a mapping, got {shorten(rope)}"])
         base = rope.get("rope_theta", self.get("rope_theta", 10000.0))
-        if isinstance(base, bool) or not isinstance(base, int | float) or base < 1 or base != int(base):
-            raise ConfigError([f"{self.path}: rope_theta must be a whole number above 0, got {base!r}"])
+        if not _is_number(base) or base < 1 or base != int(base):
+            raise ConfigError([f"{self.path}: rope_theta must be a whole number above 0, got {shorten(base)}"])
         kind = rope.get("rope_type", rope.get("type", "default"))
         share = rope.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
         if share != 1.0:
@@ -83,6 +84,21 @@ class HfConfig:
         if kind != "default":
             self.refuse(f"{key}.rope_type", kind, "positions are unscaled, or scaled as in Llama 3 (llama3)")
         return int(base), None
+
+    def layer_types(self, num_layers: int) -> None:
+        """Where layers are listed by kind, there is one for each, and all attend to the whole sequence."""
+        kinds = self.get("layer_types")
+        if kinds is None:
+            return
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise ConfigError([f"{self.path}: layer_types must be a list of names, got {shorten(kinds)}"])
+        if len(kinds) != num_layers:
+            raise ConfigError([
+                f"{self.path}: layer_types names {len(kinds)} layers where num_hidden_layers is {num_layers}; "
+                "take the config.json that the model was published with"
+            ])
+        for kind in sorted(set(kinds) - {"full_attention"}):
+            self.refuse("layer_types", kind, "every layer attends to the whole sequence")
 
     def check(self) -> None:
         """Raise everything that was refused."""
@@ -94,8 +110,8 @@ class HfConfig:
             if rope.get(name) != built:
                 self.refuse(f"{key}.{name}", rope.get(name), f"Megatron's scaling has {built} built in")
         factor = rope.get("factor")
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
-            raise ConfigError([f"{self.path}: {key}.factor must be a number of at least 1, got {factor!r}"])
+        if not _is_number(factor) or factor < 1:
+            raise ConfigError([f"{self.path}: {key}.factor must be a number of at least 1, got {shorten(factor)}"])
         return float(factor)
 
     def _present(self, key: str, default: Any) -> Any:
@@ -103,6 +119,11 @@ class HfConfig:
         if value is None:
             raise ConfigError([f"{self.path} lacks {key}; take the config.json that the model was published with"])
         return value
+
+
+def _is_number(value: Any) -> bool:
+    # JSON as Python reads it has NaN, Infinity, and whole numbers that no float holds.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _BEYOND_ANY_MODEL
 
 
 def _text(value: Any) -> str:

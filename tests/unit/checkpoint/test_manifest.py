@@ -34,7 +34,7 @@ def test_a_damaged_file_is_named(save, damage, message):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "{}"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "{}", pytest.param("[" * 20_000, id="deep")])
 def test_an_unreadable_manifest_is_damage(save, text):
     directory = save(4)
     (directory / FILE_NAME).write_text(text)

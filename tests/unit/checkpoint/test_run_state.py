@@ -43,7 +43,7 @@ def test_a_field_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
     assert state.expected_lengths == state.expected_held_out_lengths == {}, "of an earlier version, without them"
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"step": 4}'])
+@pytest.mark.parametrize("text", [None, "", "[]", '{"step": 4}', pytest.param("[" * 20_000, id="deep")])
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / FILE_NAME).write_text(text)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from megatron_rl.config import RLConfig, load_config, parse_config
+from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import ConfigError
 
 
@@ -117,11 +118,38 @@ def test_every_switch_has_an_opposite():
         (["--lr", "1", "2"], "--lr takes one value, got 2: '1 2'"),
         (["--swiglu", "true"], "--swiglu takes no value, got 'true'"),
         (["--rl-stop-strings"], "--rl-stop-strings needs at least one value"),
+        (["--run-dir", ""], "--run-dir is empty; name a path, or leave the flag out"),
+        (
+            ["--save", "a\nb"],
+            "--save has a line break, another control character or a broken one, got 'a\\nb'; use another name",
+        ),
+        (
+            ["--load-hf", "a/\udcff"],  # bytes that are not UTF-8, as Python hands them over
+            "--load-hf has a line break, another control character or a broken one, got 'a/\\udcff'; use another name",
+        ),
+        (
+            ["--run-dir", f"{254 * 'x'}ä"],
+            "--run-dir is too long for a file system, which takes names of 255 bytes and here 3072 altogether, got "
+            f"'{97 * 'x'}...{97 * 'x'}ä'; use a shorter one",
+        ),
         (["train", "--swiglu"], "'train' stands before any flag; every value follows its flag"),
     ],
 )
 def test_what_is_wrong_with_one_flag(argv, message):
     assert errors_of(*argv) == (message,)
+
+
+@pytest.mark.parametrize("flag", sorted(flag.spelling for flag in all_flags() if flag.declaration.path))
+def test_every_path_is_looked_at(flag):
+    (problem,) = errors_of(flag, "x/" * 2000)
+    assert problem.startswith(f"{flag} is too long for a file system")
+
+
+def test_a_model_that_is_lost_is_not_missing_too(command):
+    shape = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "tokenizer_model"))
+    with pytest.raises(ConfigError) as caught:
+        load_config([*command(**shape), "--load-hf", ""], 1)
+    assert caught.value.problems == ("--load-hf is empty; name a path, or leave the flag out",)
 
 
 def test_all_errors_come_at_once():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config import parse_config
+from megatron_rl.config import parse_config, read_config
 from megatron_rl.errors import ConfigError
 
 
@@ -81,6 +81,11 @@ def test_all_problems_with_their_lines(write):
         ("- a\n- b\n", "--config run.yaml is not a mapping; write one 'flag-name: value' a line"),
         ("config: other.yaml\n", "run.yaml line 1: config cannot name another file; put its settings here"),
         ("seed: [1, 2]\n", "run.yaml line 1: seed takes one value, got 2: '1 2'"),
+        ("seed: " + 5000 * "[" + 5000 * "]", "--config run.yaml is nested too deeply; the file is flat: "
+         "flag names and their values"),
+        ("? [a, b]\n: 3\n", "run.yaml line 1 has a sequence where a flag's name belongs; write 'flag-name: value'"),
+        ("# " + 300_000 * "x", "--config run.yaml has more than 262144 characters; give a file of flags and values"),
+        ("load: ''\n", "run.yaml line 1: load is empty; name a path, or leave the flag out"),
     ],
 )
 def test_files_that_are_refused(write, text, message):
@@ -91,6 +96,13 @@ def test_what_is_not_yaml_says_where(write):
     (problem,) = errors_of(write("a: [1\nb: 2\n"))
     assert problem.startswith("--config run.yaml is not YAML:")
     assert "line 2" in problem
+
+
+def test_what_a_lost_file_would_have_set_is_not_missing(tmp_path):
+    _, problems = read_config(["--config", str(tmp_path / "no.yaml"), "--lr", "fast"], 1)
+    assert [line.split()[0] for line in problems] == ["--config", "--lr"]
+    _, problems = read_config(["--config", ""], 1)
+    assert problems == ["--config is empty; name a path, or leave the flag out"]
 
 
 def test_an_absent_file(tmp_path):

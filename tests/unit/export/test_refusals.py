@@ -64,7 +64,7 @@ def test_no_config(source: Path, tmp_path: Path) -> None:
     refused(source, tmp_path / "out", "config.json", "missing")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", ""])
+@pytest.mark.parametrize("text", ["{", "[]", "", "[" * 20_000], ids=["cut", "list", "empty", "deep"])
 def test_a_config_that_is_no_json_object(source: Path, tmp_path: Path, text: str) -> None:
     (source / "config.json").write_text(text)
     refused(source, tmp_path / "out", "config.json")

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_rl.config import read_config
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import HfModel, available_families, get_family, read_model
+from megatron_rl.families.files import stored_tensors
 
 QWEN2_5 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0, "hidden_act": "silu",
@@ -110,6 +111,15 @@ def test_the_command_of_the_32b_run_agrees_with_the_published_config(tmp_path: P
         ({"rope_scaling": {**SCALING, "factor": None}}, ["rope_scaling.factor must be a number"]),
         ({"rope_scaling": "llama3"}, ["rope_scaling must be a mapping"]),
         ({"rope_theta": 10000.5}, ["rope_theta must be a whole number", "10000.5"]),
+        ({"rope_theta": float("inf")}, ["rope_theta must be a whole number", "inf"]),
+        ({"rope_scaling": {**SCALING, "factor": float("inf")}}, ["rope_scaling.factor must be a number", "inf"]),
+        ({"rms_norm_eps": float("inf")}, ["rms_norm_eps must be a number", "inf"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps must be a number", "..."]),
+        ({"rope_scaling": 100 * ["x" * 1000]}, ["rope_scaling must be a mapping", "..."]),
+        ({"layer_types": 32}, ["layer_types must be a list of names, got 32"]),
+        ({"layer_types": [["full_attention"]]}, ["layer_types must be a list of names"]),
+        ({"layer_types": ["full_attention"] * 31}, ["layer_types names 31 layers", "num_hidden_layers is 32"]),
+        ({"layer_types": ["full_attention"] * 31 + ["chunked"]}, ['layer_types "chunked" is not built']),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
         ({"attention_bias": True}, ["attention_bias true", "output projection"]),
         ({"mlp_bias": True}, ["mlp_bias true"]),
@@ -125,6 +135,20 @@ def test_what_is_not_built_is_named_with_its_value(tmp_path: Path, changes: dict
         _read(tmp_path, {**PUBLISHED["Llama-3.1-8B"][0], **changes})
     (line,) = caught.value.problems
     assert [text for text in (*fragments, "config.json") if text not in line] == []
+
+
+def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 20_000 + "1" + "}" * 20_000)
+    with pytest.raises(ConfigError, match=r"config.json is not JSON \(it is nested too deeply\)"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_tensors_whose_description_is_nested_too_deeply(tmp_path: Path, name: str) -> None:
+    text = ('{"weight_map":' + "[" * 20_000 + "]" * 20_000 + "}").encode()
+    (tmp_path / name).write_bytes((b"" if name.endswith("json") else len(text).to_bytes(8, "little")) + text)
+    with pytest.raises(CheckpointError, match="it is nested too deeply"):
+        stored_tensors(tmp_path)
 
 
 def test_several_of_them_come_together(tmp_path: Path) -> None:
