@@ -169,3 +169,23 @@ def test_graphs_dropped_give_their_memory_back_and_new_ones_can_be_captured(one_
         assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
     assert "moved in memory" in caplog.text
     assert _captures(caplog) == 3
+
+
+def test_a_capture_that_fails_leaves_an_engine_that_works(one_rank, caplog):
+    """The host reads in the middle of a step: the run goes on eager, the allocator is in order, new graphs work."""
+    policy = tiny_policy(tiny_config(bf16=True))
+    graphed, eager = _pair(policy)
+    burst = graphed._decode._burst
+
+    def reads(*args: object) -> None:
+        burst(*args)
+        graphed._state.alive.any().item()
+
+    graphed._decode._burst = reads
+    assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
+    assert "no CUDA graph could be captured" in caplog.text
+    torch.cuda.empty_cache()
+    caplog.clear()
+    another = _engine(policy, 16)
+    assert generate(policy, another, _requests()) == generate(policy, eager, _requests())
+    assert "no CUDA graph could be captured" not in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,11 +41,18 @@ class _Cuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.main = self.current = _Stream("main")
         self.captures: list[dict[str, Any]] = []
+        self.handles = iter([(0, 1), (0, 2), (0, 3)])
+        self.allocating: list[tuple[int, int]] = []
+        """Pools of captures under way; in torch ``empty_cache`` fails unless there is none."""
+        self.users: Counter[tuple[int, int]] = Counter()
         for name, value in (
             ("Stream", _Stream), ("CUDAGraph", _Graph), ("stream", self.stream), ("graph", self.graph),
-            ("current_stream", lambda: self.current),
+            ("current_stream", lambda: self.current), ("graph_pool_handle", lambda: next(self.handles)),
+            ("current_device", lambda: 0),
         ):  # fmt: skip
             patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocating, raising=False)
+        patch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
 
     @contextlib.contextmanager
     def stream(self, stream: _Stream) -> Iterator[None]:
@@ -56,12 +64,31 @@ class _Cuda:
 
     @contextlib.contextmanager
     def graph(self, graph: _Graph, **settings: Any) -> Iterator[None]:
+        """As torch's: a capture that CUDA refuses neither leaves the stream nor the pool."""
         self.captures.append(settings)
-        if settings["pool"] is not None:
-            graph.own_pool = settings["pool"]
+        graph.own_pool = pool = settings["pool"]
         self.current = settings["stream"]
-        yield  # like torch, it does not go back when the block raises
+        self.allocating.append(pool)
+        self.users[pool] += 1
+        try:
+            yield
+        except RuntimeError:
+            raise
+        except Exception:  # the capture itself was sound
+            self.end_allocating(0, pool)
+            self.release(0, pool)
+            raise
+        self.end_allocating(0, pool)
         self.current = self.main
+
+    def end_allocating(self, device: int, pool: tuple[int, int]) -> None:
+        if pool not in self.allocating:
+            raise RuntimeError(f"device {device} does not allocate to pool {pool}")
+        self.allocating.remove(pool)
+
+    def release(self, device: int, pool: tuple[int, int]) -> None:
+        assert device == 0
+        self.users[pool] -= 1
 
 
 @pytest.fixture
@@ -84,26 +111,30 @@ def test_a_warm_up_runs_on_the_stream_of_the_captures_between_two_waits(cuda: _C
 def test_graphs_share_a_pool_while_one_of_them_lives(cuda: _Cuda) -> None:
     recorder = CudaRecorder(torch.device("cuda"))
     replays = [recorder.record(lambda: None) for _ in range(3)]
-    first, second, third = (capture["pool"] for capture in cuda.captures)
-    assert first is None
-    assert second is third is replays[0].__self__.own_pool
+    assert [capture["pool"] for capture in cuda.captures] == [(0, 1)] * 3
     assert {capture["capture_error_mode"] for capture in cuda.captures} == {"thread_local"}
     replays[1]()
     assert [replay.__self__.replays for replay in replays] == [0, 1, 0]
     del replays
     gc.collect()
     recorder.record(lambda: None)
-    assert cuda.captures[-1]["pool"] is None, "the pool went with its graphs"
+    assert cuda.captures[-1]["pool"] == (0, 2), "the pool went with its graphs"
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(cuda: _Cuda) -> None:
-    recorder = CudaRecorder(torch.device("cuda"))
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing"), TypeError("ours")])
+def test_a_capture_that_fails_leaves_stream_and_pool(cuda: _Cuda, error: Exception) -> None:
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    kept = recorder.record(lambda: None)
 
     def refused() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise error
 
-    with pytest.raises(RuntimeError, match="not permitted"):
+    with pytest.raises(type(error), match=str(error)):
         recorder.record(refused)
     assert cuda.current is cuda.main
+    assert not cuda.allocating
+    assert cuda.users[0, 1] == 1, "the graph that was captured before"
+    del kept
+    gc.collect()
     recorder.record(lambda: None)
-    assert cuda.captures[-1]["pool"] is None
+    assert cuda.captures[-1]["pool"] == (0, 2)
