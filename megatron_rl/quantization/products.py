@@ -16,6 +16,8 @@ from megatron_rl.quantization.recipe import QuantizedWeight
 
 EXACT_COLUMNS = 1024
 """127 x 127 x 1040 is the last sum below 2^24."""
+_TILE_TOKENS = 4
+"""cuBLAS multiplies segments of a multiple of so many tokens."""
 _CUDA_FEWEST_ROWS = 32
 """``torch._int_mm`` on CUDA wants more than 16 rows, in multiples of 8."""
 
@@ -90,10 +92,16 @@ def fp8_tile_product(
 ) -> torch.Tensor:
     """CUDA, sm_90: 1 x 128 segments of activations against 128 x 128 tiles of the weight.
 
-    cuBLAS wants the activations' scales column by column, and the tiles' in columns padded to a multiple of
-    four, which is how ``q.operand`` holds them.
+    cuBLAS wants the activations' scales column by column, with a multiple of four tokens a column, for which torch
+    offers no padding of the scales alone; and the tiles' in columns padded to a multiple of four, which is how
+    ``q.operand`` holds them.
     """
     kinds = functional.ScalingType
+    tokens = codes.shape[0]
+    missing = -tokens % _TILE_TOKENS
+    if missing:
+        codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+        scales = functional.pad(scales.t(), (0, missing)).t()
     product = functional.scaled_mm(
         codes,
         q.codes.t(),
@@ -103,4 +111,4 @@ def fp8_tile_product(
         kinds.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )
-    return product[:, : q.rows].to(dtype)
+    return product[:tokens, : q.rows].to(dtype)
