@@ -1,22 +1,77 @@
-"""Compile a Triton kernel for Hopper without a GPU."""
+"""Compile a Triton kernel for Hopper without a GPU, and read what it takes."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may take on sm_90."""
+_REGISTERS = 64 * 1024
+_RESERVED = 1024
+"""Bytes of shared memory that the system takes of every program."""
 
 
-def compiled(kernel, types: dict[str, str], constants: dict[str, object], **options) -> tuple[str, int]:
-    """The PTX and the shared memory; arguments without a type are int32, pointers are multiples of 16 as torch's."""
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel for sm_90."""
+
+    ptx: str
+    shared: int
+    """Bytes a program."""
+    threads: int
+    """Of a program."""
+    cubin: bytes
+
+    @property
+    def resources(self) -> Resources:
+        """As the assembler counted them."""
+        import triton
+
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(self.cubin)
+            said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
+        registers, stack, local = map(int, found.groups())
+        return Resources(registers, stack + local)
+
+    @property
+    def programs_at_once(self) -> int:
+        """On one processor, by registers and shared memory."""
+        registers = -(-self.resources.registers // 8) * 8 * self.threads
+        return min(_REGISTERS // registers, (SHARED_MEMORY + _RESERVED) // (self.shared + _RESERVED))
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one thread."""
+
+    registers: int
+    spilled: int
+    """Bytes that did not fit in registers."""
+
+
+def compile_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], **options) -> Compiled:
+    """Arguments without a type are int32, pointers are multiples of 16 as torch's."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*")
+        (parameter.num,): [["tt.divisibility", 16]]
+        for parameter in kernel.params
+        if signature[parameter.name].startswith("*") and not parameter.do_not_specialize_on_alignment
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return made.asm["ptx"], made.metadata.shared
+    return Compiled(made.asm["ptx"], made.metadata.shared, 32 * made.metadata.num_warps, made.asm["cubin"])
+
+
+def compiled(kernel, types: dict[str, str], constants: dict[str, object], **options) -> tuple[str, int]:
+    """The PTX and the shared memory."""
+    made = compile_for_hopper(kernel, types, constants, **options)
+    return made.ptx, made.shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,25 +11,26 @@ from megatron_rl.attention import kernels
 from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens, Numbers
 from megatron_rl.attention.kv_numbers import FP8
 
+if TYPE_CHECKING:
+    from megatron_rl.attention.kernels.paged_decode import Splits
+
 WIDEST_HEAD = 256
+WIDEST_FP32_HEAD = 64
+"""Tiles of fp32 numbers do not fit: heads of 128 spill thousands of loads, of 256 are over the shared memory."""
 _FP8_CAPABILITY = (8, 9)
 
 
-@dataclass(frozen=True)
-class _Decode:
-    table: torch.Tensor
-    positions: torch.Tensor
-
-
-def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> _Decode:
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> Splits:
     del key_length
-    return _Decode(cache.table, positions)
+    from megatron_rl.attention.kernels.paged_decode import find_splits
+
+    return find_splits(positions, cache.table.shape[1] * cache.page_length)
 
 
-def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: _Decode) -> torch.Tensor:
+def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> torch.Tensor:
     from megatron_rl.attention.kernels.paged_decode import decode
 
-    return decode(query, *_stored(cache, layer), plan.table, plan.positions, *_scales(cache, layer))
+    return decode(query, *_stored(cache, layer), cache.table, plan, *_scales(cache, layer))
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def _scales(cache: KVCache, layer: int) -> tuple[torch.Tensor, ...]:
 def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:
     if numbers.width > WIDEST_HEAD:
         return f"takes heads of up to {WIDEST_HEAD} numbers, not of {numbers.width}"
+    if numbers.dtype == torch.float32 and numbers.width > WIDEST_FP32_HEAD and device.type == "cuda":
+        return f"takes heads of up to {WIDEST_FP32_HEAD} numbers in fp32, not of {numbers.width} (--bf16: up to 256)"
     if numbers.stored == FP8 and device.capability is not None and device.capability < _FP8_CAPABILITY:
         return "reads an fp8 cache on GPUs of capability 8.9 and later only"
     return None

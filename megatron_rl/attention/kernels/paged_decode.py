@@ -1,10 +1,17 @@
 """One new token a row against its pages, in two steps: a softmax for each split of the keys, then their sum.
 
+    keys 600, 1, 300     splits of 256 keys     items   row 0: 0 1 2   row 1: 0   row 2: 0 1
+                                                programs take items in turn until there are no more
+
 How the keys are cut depends on the longest sequence that the cache can hold and on nothing else: a row's result does
-not depend on its neighbours, and one captured graph serves all lengths. Splits beyond a row's end return at once.
+not depend on its neighbours. `find_splits` lists on the device, once a step, the splits that have keys, so one captured
+graph serves all lengths, and no program is started for a split that has none.
 """
 
 from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,10 +27,16 @@ from megatron_rl.attention.kernels.tiles import (
     read_block,
 )
 
-MOST_SPLITS = 16
+MOST_SPLITS = 64
 SHORTEST_SPLIT = 256
 """Keys; below it, adding up the parts costs more than it saves."""
 _BLOCK = 64
+_SUMMED = 16
+"""Parts that are added up at once."""
+PROGRAMS_PER_PROCESSOR = 3
+"""As many as fit at once (test_triton_paged_compile.py): one that had to wait for others would find no work left."""
+STAGES = 3
+"""Blocks of keys and values: one is multiplied while the next two are on their way."""
 
 
 def split_length(longest: int) -> int:
@@ -31,73 +44,136 @@ def split_length(longest: int) -> int:
     return max(SHORTEST_SPLIT, -(-longest // (MOST_SPLITS * _BLOCK)) * _BLOCK)
 
 
+def pages_of_a_split(length: int, page_length: int) -> int:
+    """How many pages a split of ``length`` keys reaches into at most."""
+    return -(-length // page_length) + (length % page_length > 0)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What there is to compute in one step, the same for all layers."""
+
+    positions: torch.Tensor
+    """[N] int64: row n attends to ``positions[n] + 1`` keys."""
+    items: torch.Tensor
+    """int32, ``row * splits + split`` each, of which the first ``count`` count."""
+    count: torch.Tensor
+    """[1] int32."""
+    length: int
+    """Keys a split."""
+    most: int
+    """Splits of the longest sequence."""
+
+
+def find_splits(positions: torch.Tensor, longest: int) -> Splits:
+    """For rows at ``positions`` [N] int64 in a cache of sequences of up to ``longest`` tokens; one kernel."""
+    rows, length = positions.shape[0], split_length(longest)
+    most = -(-longest // length)
+    items = torch.empty(rows * most, dtype=torch.int32, device=positions.device)
+    count = torch.empty(1, dtype=torch.int32, device=positions.device)
+    find_kernel[(1,)](positions, items, count, rows, SPLIT=length, SPLITS=most, BLOCK=triton.next_power_of_2(rows))
+    return Splits(positions, items, count, length, most)
+
+
 def decode(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     table: torch.Tensor,
-    positions: torch.Tensor,
+    splits: Splits,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``query`` [N, 1, heads, D] at ``positions`` [N] int64 -> [N, 1, heads * D].
+    """``query`` [N, 1, heads, D] -> [N, 1, heads * D].
 
     ``keys`` and ``values`` [pages, page_length, groups, D], contiguous: numbers, or with fp32 scales [groups] E4M3
     codes as uint8. ``table`` [at least N, pages of the longest sequence] int32. The host reads nothing.
     """
     rows, _, heads, width = query.shape
     _, page_length, groups, _ = keys.shape
-    share = heads // groups
-    split = split_length(table.shape[1] * page_length)
-    splits = -(-table.shape[1] * page_length // split)
+    share, most = heads // groups, splits.most
     query = query.contiguous()
     out = torch.empty(rows, 1, heads * width, dtype=query.dtype, device=query.device)
-    parts = torch.empty(rows, heads, splits, width, dtype=torch.float32, device=query.device)
+    parts = torch.empty(rows, heads, most, width, dtype=torch.float32, device=query.device)
     # Of each part, the largest score and the sum of the weights.
-    figures = torch.empty(2, rows, heads, splits, dtype=torch.float32, device=query.device)
+    figures = torch.empty(2, rows, heads, most, dtype=torch.float32, device=query.device)
     block_d = padded_width(width)
-    splits_kernel[(rows, groups, splits)](
-        query, as_floats(keys, key_scales), as_floats(values, value_scales), table, positions,
-        key_scales, value_scales, parts, figures[0], figures[1], width**-0.5 * LOG2_E, table.stride(0),
-        SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length, SPLIT=split, SPLITS=splits,
+    splits_kernel[(min(rows * most, -(-_programs(query.device) // groups)), groups)](
+        query, as_floats(keys, key_scales), as_floats(values, value_scales), table, splits.positions, splits.items,
+        splits.count, key_scales, value_scales, parts, figures[0], figures[1], width**-0.5 * LOG2_E, table.stride(0),
+        SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length, SPLIT=splits.length, SPLITS=most,
+        PAGES=triton.next_power_of_2(pages_of_a_split(splits.length, page_length)),
         BLOCK_Q=max(SMALLEST_TILE, triton.next_power_of_2(share)), BLOCK_K=block_of(page_length), BLOCK_D=block_d,
-        PRECISION="ieee", num_warps=4, num_stages=3,
+        PRECISION="ieee", num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     sum_kernel[(rows, heads)](
-        parts, figures[0], figures[1], positions, out,
-        WIDTH=width, SPLIT=split, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=block_d, num_warps=2,
+        parts, figures[0], figures[1], splits.positions, out,
+        WIDTH=width, SPLIT=splits.length, SPLITS=most, BLOCK_S=_SUMMED, BLOCK_D=block_d, num_warps=2,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@functools.cache
+def _programs(device: torch.device) -> int:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return processors * PROGRAMS_PER_PROCESSOR
+
+
+# Triton compiles a kernel for each alignment of each pointer. Of these some come at 8 or 4 bytes: a row of a table of
+# positions, a layer's scales, the second half of a buffer. A second kernel would be compiled in the middle of a run.
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
+def find_kernel(positions, items, count, rows, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: the items of the rows, one row after the other."""
+    row = tl.arange(0, BLOCK)
+    length = tl.load(positions + row, mask=row < rows, other=-1).to(tl.int32) + 1
+    number = (length + SPLIT - 1) // SPLIT
+    first = tl.cumsum(number, 0) - number
+    for split in range(SPLITS):
+        tl.store(items + first + split, row * SPLITS + split, mask=split < number)
+    tl.store(count, tl.sum(number, 0))
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["positions", "key_scales", "value_scales", "maxima", "sums"],
+)
 def splits_kernel(
-    query, keys, values, table, positions, key_scales, value_scales, parts, maxima, sums, scale, table_stride,
+    query, keys, values, table, positions, items, count, key_scales, value_scales, parts, maxima, sums,
+    scale, table_stride,
     SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr, PAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program is (row, group, split); the query heads of a group are the rows of its tile."""
-    row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(positions + row).to(tl.int32) + 1
-    begin = split * SPLIT
-    end = tl.minimum(begin + SPLIT, length)
-    if begin < length:
-        member, column = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    """Every program of a group takes every so-manieth item; the query heads of a group are the rows of its tile."""
+    group = tl.program_id(1)
+    member, column = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    real = (member < SHARE)[:, None] & (column < WIDTH)[None, :]
+    if key_scales is not None:
+        scale *= tl.load(key_scales + group)
+    for at in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        item = tl.load(items + at)
+        row, split = item // SPLITS, item % SPLITS
+        length = tl.load(positions + row).to(tl.int32) + 1
+        begin = split * SPLIT
         head = row.to(tl.int64) * GROUPS * SHARE + group * SHARE + member
-        real = (member < SHARE)[:, None] & (column < WIDTH)[None, :]
         q = tl.load(query + head[:, None] * WIDTH + column[None, :], mask=real, other=0.0)
-        if key_scales is not None:
-            scale *= tl.load(key_scales + group)
         largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
         mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-        for start in range(begin, end, BLOCK_K):
-            page = tl.load(table + row * table_stride + start // PAGE)
-            key = read_block(keys, page, start % PAGE, group, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype)
-            value = read_block(values, page, start % PAGE, group, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype)
+        # All pages of the split in registers: a load that waits for the load of its address is not overlapped.
+        nth = tl.arange(0, PAGES)
+        first_page = begin // PAGE
+        known = (first_page + nth) * PAGE < length
+        pages = tl.load(table + row * table_stride + first_page + nth, mask=known, other=0)
+        for start in range(begin, tl.minimum(begin + SPLIT, length), BLOCK_K):
+            page = tl.sum(tl.where(nth == start // PAGE - first_page, pages, 0), 0)
             inside = start + tl.arange(0, BLOCK_K) < length
-            value = tl.where(inside[:, None], value, 0.0).to(q.dtype)  # what another sequence left there may be NaN
+            key = read_block(keys, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype)
+            value = read_block(
+                values, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype
+            )
             largest, total, mixed = add_block(
                 q, key, value, inside[None, :], scale, largest, total, mixed, PRECISION
             )
@@ -109,7 +185,7 @@ def splits_kernel(
         tl.store(sums + place, total, mask=member < SHARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "maxima", "sums"])
 def sum_kernel(
     parts, maxima, sums, positions, out,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -118,12 +194,19 @@ def sum_kernel(
     row = tl.program_id(0)
     head = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     length = tl.load(positions + row).to(tl.int32) + 1
-    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    used = split * SPLIT < length
-    largest = tl.load(maxima + head * SPLITS + split, mask=used, other=float("-inf"))
-    shrink = tl.exp2(largest - tl.max(largest, 0))
-    total = tl.sum(tl.load(sums + head * SPLITS + split, mask=used, other=0.0) * shrink, 0)
-    real = used[:, None] & (column < WIDTH)[None, :]
-    part = tl.load(parts + (head * SPLITS + split)[:, None] * WIDTH + column[None, :], mask=real, other=0.0)
-    mixed = tl.sum(part * shrink[:, None], 0) / total
-    tl.store(out + head * WIDTH + column, mixed.to(out.dtype.element_ty), mask=column < WIDTH)
+    column = tl.arange(0, BLOCK_D)
+    largest, total = float("-inf"), 0.0
+    mixed = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, (length + SPLIT - 1) // SPLIT, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        used = split * SPLIT < length
+        place = head * SPLITS + split
+        scores = tl.load(maxima + place, mask=used, other=float("-inf"))
+        higher = tl.maximum(largest, tl.max(scores, 0))
+        weights, shrink = tl.exp2(scores - higher), tl.exp2(largest - higher)
+        total = total * shrink + tl.sum(tl.load(sums + place, mask=used, other=0.0) * weights, 0)
+        real = used[:, None] & (column < WIDTH)[None, :]
+        part = tl.load(parts + place[:, None] * WIDTH + column[None, :], mask=real, other=0.0)
+        mixed = mixed * shrink + tl.sum(part * weights[:, None], 0)
+        largest = higher
+    tl.store(out + head * WIDTH + column, (mixed / total).to(out.dtype.element_ty), mask=column < WIDTH)

@@ -32,15 +32,23 @@ def as_floats(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
 
 @triton.jit
 def read_block(
-    cache, page, first, group, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    cache, page, first, group, inside, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values ``first .. first + BLOCK_K - 1`` of a page as ``[BLOCK_K, BLOCK_D]`` of ``dtype``."""
-    token = page.to(tl.int64) * PAGE + first + tl.arange(0, BLOCK_K)
+    """Keys or values ``first .. first + BLOCK_K - 1`` of a page as ``[BLOCK_K, BLOCK_D]`` of ``dtype``.
+
+    Zeros where ``inside`` [BLOCK_K] is false: what another sequence left there may be NaN. The mask is the load's
+    own, because a ``tl.where`` behind it would send the block through registers and shared memory once more.
+    """
     column = tl.arange(0, BLOCK_D)
-    inside = (column < WIDTH)[None, :]
-    numbers = tl.load(cache + (token[:, None] * GROUPS + group) * WIDTH + column[None, :], mask=inside)
-    return tl.where(inside, numbers.to(dtype), 0.0).to(dtype)
+    # One 64-bit address a block: what is added to it is known when the kernel is compiled.
+    block = cache + ((page.to(tl.int64) * PAGE + first) * GROUPS + group) * WIDTH
+    place = block + (tl.arange(0, BLOCK_K) * (GROUPS * WIDTH))[:, None] + column[None, :]
+    if WIDTH == BLOCK_D:
+        numbers = tl.load(place, mask=inside[:, None], other=0.0)
+    else:
+        numbers = tl.load(place, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
+    return numbers.to(dtype)
 
 
 @triton.jit

@@ -33,6 +33,8 @@ class KernelChecks:
     fp32 = {"rtol": 1e-5, "atol": 1e-5}
     low = {"rtol": 0.03, "atol": 0.02}
     """bf16 weights of a softmax and a bf16 result."""
+    wide = torch.float32
+    """What heads wider than 64 are checked in."""
     kernel = property(lambda self: get_backend("triton_paged").cache)
 
     def pages(self, lengths, **changes) -> FilledPages:
@@ -54,7 +56,8 @@ class KernelChecks:
 
     @pytest.mark.parametrize("width", [8, 64, 80, 96, 128])
     def test_widths(self, width):
-        self.check(self.pages([5, 40], width=width, heads=2, groups=1))
+        dtype = self.wide if width > 64 else torch.float32
+        self.check(self.pages([5, 40], width=width, heads=2, groups=1, dtype=dtype))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_low_precision(self, dtype):
@@ -69,9 +72,33 @@ class KernelChecks:
 
     @pytest.mark.parametrize("length", [1, 255, 256, 257, 512, 1300])
     def test_splits(self, length):
-        """Keys are cut every 256, whatever the row's own length; the last split may be empty."""
-        pages = self.pages([length, 1], page_length=64, max_length=1300, heads=2, groups=1)
+        """Keys are cut every 256, whatever the row's own length, in the middle of a page too."""
+        page_length = 48 if length == 1300 else 64
+        pages = self.pages([length, 1], page_length=page_length, max_length=1300, heads=2, groups=1)
         self.check(pages, starts=[max(0, length - 3), 0])
+
+    def test_more_splits_than_are_added_up_at_once(self):
+        pages = self.pages([4700, 3], page_length=64, heads=2, groups=1)
+        torch.testing.assert_close(*pages.decoded(self.kernel), **self.fp32)
+
+    def test_the_splits_that_have_keys_and_no_others(self):
+        """Splits of 256 of at most 5 x 256 keys, written out by hand."""
+        from megatron_rl.attention.kernels.paged_decode import find_splits
+
+        found = find_splits(torch.tensor([255, 0, 256, 1279], device=self.device), 1280)
+        assert (found.length, found.most) == (256, 5)
+        assert found.count.item() == 1 + 1 + 2 + 5
+        assert found.items[:9].tolist() == [0, 5, 10, 11, 15, 16, 17, 18, 19]
+
+    @pytest.mark.parametrize(
+        ("longest", "length", "most"),
+        [(100, 256, 1), (1024, 256, 4), (16384, 256, 64), (16385, 320, 52), (131072, 2048, 64)],
+    )
+    def test_how_keys_are_cut(self, longest, length, most):
+        from megatron_rl.attention.kernels.paged_decode import find_splits
+
+        found = find_splits(torch.tensor([0], device=self.device), longest)
+        assert (found.length, found.most) == (length, most)
 
     def test_one_new_token_is_a_short_extension(self):
         pages = self.pages([40, 1, 17])
@@ -152,9 +179,12 @@ def test_where_they_run(monkeypatch, triton, device, interpreter, wanted):
         ((8, 0), FP8, 128, "capability 8.9"),
         ((8, 0), torch.bfloat16, 128, None),
         ((9, 0), torch.bfloat16, 512, "up to 256"),
+        ((9, 0), torch.float32, 64, None),
+        ((9, 0), torch.float32, 80, "up to 64 numbers in fp32, not of 80 (--bf16"),
     ],
 )
 def test_what_they_take(capability, stored, width, wanted):
     kernel = get_backend("triton_paged").cache
-    problem = kernel.unfit(DeviceFacts("cuda", capability), Numbers(torch.bfloat16, stored, width))
+    dtype = torch.bfloat16 if stored == FP8 else stored
+    problem = kernel.unfit(DeviceFacts("cuda", capability), Numbers(dtype, stored, width))
     assert (problem is None) if wanted is None else (wanted in problem)

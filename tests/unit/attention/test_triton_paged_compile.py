@@ -1,21 +1,33 @@
-"""The kernels over pages compile for Hopper, onto its tensor cores. Needs no GPU."""
+"""The kernels over pages compile for Hopper, onto its tensor cores, with loads that overlap them. Needs no GPU."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
+import re
 
 import pytest
 import torch
 
-from tests.support.compiling import SHARED_MEMORY, compiled
+from tests.support.compiling import SHARED_MEMORY, Compiled, compile_for_hopper
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled"),
 ]
-SHAPE = {"GROUPS": 8, "WIDTH": 128, "PAGE": 64, "BLOCK_K": 64, "BLOCK_D": 128, "PRECISION": "ieee"}
+SHAPE = {"PAGE": 64, "BLOCK_K": 64, "PRECISION": "ieee"}
+MODELS = pytest.mark.parametrize(
+    ("share", "groups", "width", "codes"),
+    [
+        pytest.param(7, 4, 128, False, id="7B"),
+        pytest.param(7, 4, 128, True, id="7B-fp8"),
+        pytest.param(7, 2, 64, False, id="0.5B", marks=pytest.mark.long),
+        pytest.param(16, 1, 256, False, id="wide", marks=pytest.mark.long),
+        pytest.param(16, 1, 256, True, id="wide-fp8", marks=pytest.mark.long),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,41 +35,100 @@ def _own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def pointers(numbers: str, codes: bool) -> dict[str, str]:
-    stored = "*fp8e4nv" if codes else numbers
+def pointers(codes: bool) -> dict[str, str]:
+    stored = "*fp8e4nv" if codes else "*bf16"
     fp32 = dict.fromkeys(("key_scales", "value_scales", "parts", "maxima", "sums"), "*fp32")
-    wide = {"positions": "*i64", "first_positions": "*i64", "table": "*i32", "cu_seqlens": "*i32", "scale": "fp32"}
-    return {"query": numbers, "out": numbers, "keys": stored, "values": stored} | fp32 | wide
+    integers = dict.fromkeys(("table", "cu_seqlens", "items", "count"), "*i32")
+    positions = dict.fromkeys(("positions", "first_positions"), "*i64")
+    numbers = {"query": "*bf16", "out": "*bf16", "keys": stored, "values": stored, "scale": "fp32"}
+    return numbers | fp32 | integers | positions
 
 
 def without_scales(codes: bool) -> dict[str, None]:
     return {} if codes else dict.fromkeys(("key_scales", "value_scales"))
 
 
-@pytest.mark.parametrize(("numbers", "codes"), [("*bf16", False), ("*bf16", True), ("*fp32", False)])
-def test_decode(numbers, codes):
-    from megatron_rl.attention.kernels.paged_decode import splits_kernel
+def in_flight(made: Compiled) -> int:
+    """Groups of loads that are still under way when the loop goes on with a block."""
+    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+);", made.ptx)))
 
-    constants = SHAPE | {"SHARE": 4, "SPLIT": 256, "SPLITS": 16, "BLOCK_Q": 16} | without_scales(codes)
-    text, shared = compiled(splits_kernel, pointers(numbers, codes), constants, num_warps=4, num_stages=3)
-    assert (".bf16.bf16.f32" in text) == (numbers == "*bf16")
-    assert "cp.async" in text, "loads do not overlap with products"
-    assert shared <= SHARED_MEMORY
+
+@MODELS
+def test_decode(share, groups, width, codes):
+    from megatron_rl.attention.kernels.paged_decode import PROGRAMS_PER_PROCESSOR, STAGES, splits_kernel
+
+    constants = SHAPE | {"SHARE": share, "GROUPS": groups, "WIDTH": width, "BLOCK_D": width}
+    constants |= {"SPLIT": 256, "SPLITS": 64, "PAGES": 4, "BLOCK_Q": 16} | without_scales(codes)
+    made = compile_for_hopper(splits_kernel, pointers(codes), constants, num_warps=4, num_stages=STAGES)
+    assert ".bf16.bf16.f32" in made.ptx
+    assert in_flight(made) == 2, "the next block's keys and values"
+    assert made.resources.spilled == 0
+    assert made.shared <= SHARED_MEMORY
+    assert width > 128 or made.programs_at_once >= PROGRAMS_PER_PROCESSOR
 
 
 def test_sum():
     from megatron_rl.attention.kernels.paged_decode import sum_kernel
 
-    constants = {"WIDTH": 128, "SPLIT": 256, "SPLITS": 16, "BLOCK_S": 16, "BLOCK_D": 128}
-    text, _ = compiled(sum_kernel, pointers("*bf16", False), constants, num_warps=2)
-    assert "ex2" in text
+    constants = {"WIDTH": 128, "SPLIT": 256, "SPLITS": 64, "BLOCK_S": 16, "BLOCK_D": 128}
+    made = compile_for_hopper(sum_kernel, pointers(False), constants, num_warps=2)
+    assert "ex2" in made.ptx
+    assert made.resources.spilled == 0
 
 
-@pytest.mark.parametrize(("numbers", "codes"), [("*bf16", False), ("*bf16", True), ("*fp32", False)])
-def test_extend(numbers, codes):
-    from megatron_rl.attention.kernels.paged_extend import extend_kernel
+@MODELS
+def test_extend(share, groups, width, codes):
+    from megatron_rl.attention.kernels.paged_extend import STAGES, TILE, extend_kernel, warps_for
 
-    constants = SHAPE | {"SHARE": 4, "HEADS": 32, "BLOCK_Q": 64} | without_scales(codes)
-    text, shared = compiled(extend_kernel, pointers(numbers, codes), constants, num_warps=4, num_stages=2)
-    assert (".bf16.bf16" in text) == (numbers == "*bf16")
-    assert shared <= SHARED_MEMORY
+    constants = SHAPE | {"SHARE": share, "GROUPS": groups, "WIDTH": width, "BLOCK_D": width, "BLOCK_Q": TILE}
+    made = compile_for_hopper(
+        extend_kernel, pointers(codes), constants | without_scales(codes),
+        num_warps=warps_for(width), num_stages=STAGES,
+    )  # fmt: skip
+    assert "wgmma.mma_async" in made.ptx
+    assert in_flight(made) == 2, "the next block's keys and values"
+    assert made.resources.spilled == 0
+    assert made.shared <= SHARED_MEMORY
+
+
+def kinds_of(kernel, addresses: dict[str, int]) -> list[object]:
+    """What Triton tells calls apart by: a call of another kind is compiled anew."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import MockTensor, create_function_from_signature
+
+    kinds = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*i32": torch.int32, "*i64": torch.int64}
+    types = pointers(codes=False)
+
+    def tensor(name: str) -> MockTensor:
+        mock = MockTensor(kinds[types[name]])
+        mock.data_ptr = lambda: addresses.get(name, 64)
+        return mock
+
+    names = {parameter.name for parameter in kernel.params if not parameter.is_constexpr}
+    given = {name: tensor(name) if types.get(name, "").startswith("*") else 3 for name in names}
+    given |= {"scale": 0.5} if "scale" in names else {}
+    given |= {parameter.name: 16 for parameter in kernel.params if parameter.is_constexpr}
+    binder = create_function_from_signature(
+        inspect.signature(kernel.fn), kernel.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
+    return binder(**given)[1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "unaligned"),
+    [
+        ("find_kernel", {"positions": 72}),
+        ("splits_kernel", {"positions": 72, "key_scales": 68, "value_scales": 72, "maxima": 68, "sums": 76}),
+        ("sum_kernel", {"positions": 72, "maxima": 68, "sums": 76}),
+        ("extend_kernel", {"first_positions": 72, "key_scales": 68, "value_scales": 72}),
+    ],
+)
+def test_a_pointer_in_the_middle_of_a_buffer_needs_no_second_kernel(kernel, unaligned):
+    """A row of a table of positions, a layer's scales: some are at multiples of 16 bytes, some are not."""
+    from megatron_rl.attention.kernels import paged_decode, paged_extend
+
+    kernel = getattr(paged_decode, kernel, None) or getattr(paged_extend, kernel)
+    assert kinds_of(kernel, unaligned) == kinds_of(kernel, {})
+    if "query" in kernel.arg_names:
+        assert kinds_of(kernel, {"query": 68}) != kinds_of(kernel, {}), "this test would see it"
