@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_config
 from megatron_rl.errors import ConfigError, MegatronRLError, problem_lines
-from megatron_rl.estimate import estimate, estimate_problems, report_text, vocabulary
+from megatron_rl.estimate import estimate, estimate_problems, report_text, size_problems, vocabulary
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.preflight import preflight
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if config.training.estimate:
         return _report_estimate(config, problems, world_size) if rank == 0 else 0
     if config.training.check:
-        return _report_check(config, [*problems, *preflight(config)])
+        return _report_check(config, [*problems, *preflight(config)] or size_problems(config, world_size))
     try:
         return _run(config, problems, argv, rank)
     except ConfigError as error:
@@ -113,7 +113,7 @@ def _run(config: RLConfig, problems: list[str], argv: Sequence[str], rank: int) 
         raise ConfigError([*problems, *(preflight(config) if rank == 0 else [])])
     groups = initialize(config.parallel, platform)
     try:
-        found = broadcast_json(preflight(config) if groups.is_main else [], source=0)
+        found = broadcast_json(_found_by_rank_0(config, groups) if groups.is_main else [], source=0)
         if found:
             if rank != 0:
                 _wait_for_rank_0(stop)
@@ -121,6 +121,10 @@ def _run(config: RLConfig, problems: list[str], argv: Sequence[str], rank: int) 
         return _build_and_train(_Launch(config, platform, groups, stop, argv))
     finally:
         shut_down()
+
+
+def _found_by_rank_0(config: RLConfig, groups: ParallelGroups) -> list[str]:
+    return preflight(config) or size_problems(config, groups.world_size)
 
 
 def _wait_for_rank_0(stop: StopRequest) -> None:

@@ -12,17 +12,17 @@ from megatron_rl.config.fields import flag
 class AlgorithmConfig:
     """Groups, advantages, policy loss and corrections."""
 
-    grpo_prompts_per_step: int | None = flag(None, ge=1, common=True)
+    grpo_prompts_per_step: int | None = flag(None, ge=1, le=1_000_000, common=True)
     """Prompts of a rollout (Megatron's default: 32)."""
-    grpo_group_size: int | None = flag(None, ge=1, common=True)
+    grpo_group_size: int | None = flag(None, ge=1, le=100_000, common=True)
     """Completions of each prompt; advantages compare them (Megatron's default: 2)."""
-    grpo_iterations: int = flag(1, ge=1)
+    grpo_iterations: int = flag(1, ge=1, le=1000)
     """Passes over each rollout (Megatron's default: 2)."""
     grpo_clamp_eps_lower: float = flag(0.2, gt=0, lt=1)
     """The probability ratio is clipped at 1 - this (Megatron's default: 0.01)."""
     grpo_clamp_eps_upper: float = flag(0.2, gt=0)
     """The probability ratio is clipped at 1 + this (Megatron's default: 0.01)."""
-    grpo_kl_beta: float = flag(0.0, ge=0)
+    grpo_kl_beta: float = flag(0.0, ge=0, le=1000)
     """Weight of the KL term; 0 also saves the reference pass (Megatron's default: 0.001)."""
     grpo_entropy_term_weight: float = flag(0.0)
     """Weight of the entropy bonus."""

@@ -18,13 +18,13 @@ class EnvironmentConfig:
         "inplace_megatron"
     )
     """How environments reach the model; only inplace_megatron, the training model itself, is built."""
-    rl_prompts_per_eval: int = flag(64, ge=1)
+    rl_prompts_per_eval: int = flag(64, ge=1, le=1_000_000)
     """Prompts of an evaluation, for each environment (Megatron's default: 32)."""
-    rl_samples_per_eval_prompt: int = flag(8, ge=1)
+    rl_samples_per_eval_prompt: int = flag(8, ge=1, le=100_000)
     """Completions of each evaluation prompt."""
     rl_environment_port: int = flag(0, ge=0, le=65535)
     """Port of the environment server on loopback; 0 takes any free one."""
-    rl_grade_timeout_seconds: float = flag(30.0, gt=0)
+    rl_grade_timeout_seconds: float = flag(30.0, gt=0, le=86_400)
     """Longest wait for the grades of one group; after it they count as failed."""
     rl_max_failed_share: float = flag(0.05, ge=0, le=1)
     """Stop the run when more than this share of a step's grades failed."""

@@ -15,7 +15,7 @@ class RolloutConfig:
     rl_inference_engine: Literal["rollout", "mcore"] = flag("rollout")
     """The engine: ours, or megatron-core's dynamic engine on the same model."""
     rl_temperature: float = flag(
-        1.0, gt=0, aliases=("--rl-default-temperature", "--grpo-default-temperature"), common=True
+        1.0, ge=0.001, le=100, aliases=("--rl-default-temperature", "--grpo-default-temperature"), common=True
     )
     """Sampling temperature."""
     rl_top_p: float = flag(1.0, ge=0, le=1, aliases=("--rl-default-top-p", "--grpo-default-top-p"))
@@ -40,7 +40,7 @@ class RolloutConfig:
     """Prompt tokens computed between two bursts of decode steps; a longer prompt enters in pieces."""
     rl_prefix_reuse: bool = flag(True, off="--no-rl-prefix-reuse")
     """Prompts go on from what the KV cache has of their beginning: the turns of a conversation so far."""
-    rl_kv_overcommit: float = flag(1.0, ge=1)
+    rl_kv_overcommit: float = flag(1.0, ge=1, le=100)
     """How often the pages of the KV cache may be promised; 1 keeps room for the longest completions there can be.
     Above it, a completion that finds no room makes way and is computed again."""
     rl_compile_rollout: bool = flag(False)

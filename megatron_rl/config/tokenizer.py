@@ -16,7 +16,7 @@ class TokenizerConfig:
     """Kind of tokenizer."""
     tokenizer_model: str | None = flag(None, path=True, common=True)
     """Tokenizer: a directory, or a name on the Hugging Face hub."""
-    vocab_size: int | None = flag(None, ge=1)
+    vocab_size: int | None = flag(None, ge=1, le=100_000_000)
     """Rows of the embedding, before padding, where the model has more than the tokenizer has tokens."""
     make_vocab_size_divisible_by: int = flag(128, ge=1)
     """Pad the vocabulary to a multiple of this times the tensor-parallel size."""

@@ -27,7 +27,7 @@ class TrainingConfig:
     """Longest training sequence in tokens, prompt included."""
     rl_sequence_packing_bin_size: int | None = flag(None, ge=2)
     """Tokens of a packed micro-batch. Without it micro-batch-size x seq-length."""
-    seed: int = flag(1234, ge=0)
+    seed: int = flag(1234, ge=0, le=2**32 - 1)
     """Seed of weights, data order and sampling."""
     eval_interval: int | None = flag(None, ge=1, common=True)
     """Evaluate every this many steps; without it never (Megatron's default: 1000)."""
@@ -41,7 +41,7 @@ class TrainingConfig:
     """Save and stop after a step that is a multiple of this."""
     exit_duration_in_mins: int | None = flag(None, ge=1)
     """Save and stop after this many minutes."""
-    exit_grace_seconds: int = flag(0, ge=0)
+    exit_grace_seconds: int = flag(0, ge=0, le=86_400)
     """Time that running rollouts get to finish after Ctrl-C or SIGTERM; torchrun kills a rank after 30 s."""
     empty_unused_memory_level: int = flag(0, ge=0, le=2)
     """Return cached device memory: 0 never, 1 after the backward pass, 2 also after the update."""

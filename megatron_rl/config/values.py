@@ -11,6 +11,8 @@ from megatron_rl.errors import shorten
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 3072
 """Bytes of one name, and of a whole path that leaves room for the names of files below it; Linux takes 4096."""
+_LARGEST = 2**31 - 1
+"""Whole numbers without a bound of their own: what torch and its collectives take as a size."""
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -37,14 +39,15 @@ def refusal(flag: Flag, value: Any) -> str | None:
     if flag.declaration.path:
         return _path_refusal(value)
     limits = flag.declaration
+    most = _LARGEST if flag.kind is int and limits.le is None and limits.lt is None else limits.le
     for bound, words, broken in (
         (limits.ge, "at least", lambda bound: value < bound),
         (limits.gt, "above", lambda bound: value <= bound),
-        (limits.le, "at most", lambda bound: value > bound),
+        (most, "at most", lambda bound: value > bound),
         (limits.lt, "below", lambda bound: value >= bound),
     ):
         if bound is not None and broken(bound):
-            return f"must be {words} {bound}, got {value}"
+            return f"must be {words} {bound}, got {shorten(value)}"
     return None
 
 

@@ -11,7 +11,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.estimate.memory import Estimate
 from megatron_rl.metrics.table import format_table
 from megatron_rl.quantization import recipes
-from megatron_rl.quantization.names import quantizable_linears, unmatched_patterns
+from megatron_rl.quantization.layers import layer_problems
+from megatron_rl.quantization.storage import tile_problem
 
 _NOT_NEEDED = ("tokenizer-model", "langrl-env-config", "lr", "run-dir", "train-iters")
 """Every run needs these flags; no byte depends on them."""
@@ -25,16 +26,14 @@ def estimate_problems(config: RLConfig, problems: Sequence[str]) -> list[str]:
 
 
 def _quantization_problems(config: RLConfig) -> list[str]:
-    settings = config.quantization
-    name = settings.rl_rollout_quantization
+    name = config.quantization.rl_rollout_quantization.replace("-", "_")
     known = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
-    if name.replace("-", "_") not in known:
+    if name not in known:
         return [f"--rl-rollout-quantization {name}: there is no such recipe; use one of {', '.join(sorted(known))}"]
-    linears = [linear.name for linear in quantizable_linears(config)]
-    return [
-        f"--rl-quantization-skip {pattern} matches no linear layer; they are named like {linears[0]}"
-        for pattern in unmatched_patterns(settings.rl_quantization_skip, linears, config.model.num_layers)
-    ]
+    if name == "none":
+        return []
+    has_tiles = name.startswith("fp8_block")
+    return layer_problems(config, name, tile_problem if has_tiles else lambda *_: None)
 
 
 def vocabulary(config: RLConfig) -> int:

@@ -6,6 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+MOST_LAYERS = 1000
+MOST_EXPERTS = 100_000
+"""Of a model, in all its layers: each tensor is listed by name, so more would fill the memory before any check."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:

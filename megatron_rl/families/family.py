@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.families.architecture import Architecture
+from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS, Architecture
 from megatron_rl.families.decoder import decoder_weights
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.families.weights import WeightMap
@@ -63,6 +63,10 @@ def read_decoder(config: HfConfig, **settings: Any) -> Architecture:
         }
     )
     config.layer_types(architecture.num_layers)
+    if architecture.num_layers > MOST_LAYERS:
+        config.refuse("num_hidden_layers", architecture.num_layers, f"at most {MOST_LAYERS} layers are")
+    elif architecture.num_layers * (architecture.num_experts or 0) > MOST_EXPERTS:
+        config.refuse("num_experts", architecture.num_experts, f"at most {MOST_EXPERTS:,} in all layers together are")
     config.check()
     return architecture
 

@@ -128,6 +128,8 @@ def check_usable(path: Path, resume: bool) -> list[str]:
     A directory that exists is fine while it holds no run. With ``resume``, a directory without a run is fine
     too: the same command then serves the first start and every restart of a scheduler.
     """
+    if path.resolve().parent == path.resolve():
+        return [f"{path} is the root of the file system; name a directory for this run alone, such as runs/NAME"]
     existing = path
     while not os.path.exists(existing):  # Path.exists raises below an unsearchable directory
         existing = existing.parent

@@ -41,6 +41,8 @@ def _checkpoint_directory(config: RLConfig, run_dir: Path) -> list[str]:
 
 
 def _unwritable(flag: str, directory: Path) -> list[str]:
+    if directory.resolve().parent == directory.resolve():
+        return [f"{flag} {directory} is the root of the file system; name a directory for this run alone"]
     existing = directory
     while not os.path.exists(existing):  # Path.exists raises below an unsearchable directory
         existing = existing.parent

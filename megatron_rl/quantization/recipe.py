@@ -8,15 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from megatron_rl.errors import QuantizationError
-
-Split = Literal["columns", "rows"]
-"""How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
-(``RowParallelLinear``), where each rank's product is a part of the sum."""
+from megatron_rl.quantization.storage import Split
 
 
 class Ranks(Protocol):

@@ -12,7 +12,7 @@ import torch
 from megatron_rl.quantization import formats, kernels, products
 from megatron_rl.quantization.formats import TILE
 from megatron_rl.quantization.recipe import QuantizedWeight, Ranks, Recipe, Split
-from megatron_rl.quantization.storage import stored_shape
+from megatron_rl.quantization.storage import stored_shape, tile_problem
 
 
 class TiledRecipe(Recipe):
@@ -30,13 +30,8 @@ class TiledRecipe(Recipe):
         return None
 
     def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
-        """Tiles that reach over two ranks would be other tiles than one rank's."""
-        if split is None:
-            return None
-        size = columns if split == "rows" else rows
-        if size % TILE:
-            return f"a rank's part of {size} is no multiple of {TILE}, so its tiles would not be those of one rank"
-        return None
+        """See ``tile_problem``."""
+        return tile_problem(rows, columns, split)
 
     # -- the weight ----------------------------------------------------------------------------
 

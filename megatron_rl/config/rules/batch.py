@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules.wording import Rule, WorldRule, named, nearest_divisors, nearest_multiples
 
+MOST_SAMPLES = 10_000_000
+
 
 def _global_batch(config: RLConfig, world_size: int) -> Iterator[str]:
     batch, replicas = config.training.global_batch_size, config.data_parallel_size(world_size)
@@ -37,6 +39,16 @@ def _groups(config: RLConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--grpo-prompts-per-step {prompts} is not divisible by {replicas} data-parallel replicas: each "
             f"samples an equal share; use {nearest_multiples(prompts, replicas)}"
+        )
+
+
+def _samples(config: RLConfig) -> Iterator[str]:
+    samples, algorithm = config.samples_per_step, config.algorithm
+    if config.training.perform_rl_step and samples > MOST_SAMPLES:
+        yield (
+            f"--grpo-prompts-per-step {algorithm.grpo_prompts_per_step} x --grpo-group-size "
+            f"{algorithm.grpo_group_size} are {samples:,} samples a step, and no machine keeps the tokens of more than "
+            f"{MOST_SAMPLES:,}; use fewer prompts"
         )
 
 
@@ -77,4 +89,4 @@ def _lengths(config: RLConfig) -> Iterator[str]:
 
 
 WORLD_RULES: tuple[WorldRule, ...] = (_global_batch, _groups)
-RULES: tuple[Rule, ...] = (_updates, _lengths)
+RULES: tuple[Rule, ...] = (_samples, _updates, _lengths)

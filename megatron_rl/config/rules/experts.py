@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules.wording import Rule, nearest_multiples
+from megatron_rl.families.architecture import MOST_EXPERTS
 
 _ONLY_WITH_EXPERTS = ("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
 
@@ -25,6 +26,11 @@ def _router(config: RLConfig) -> Iterator[str]:
         yield (
             f"--moe-router-load-balancing-type {model.moe_router_load_balancing_type} is not built yet in this "
             "version: the loss is the policy's alone; use none"
+        )
+    if model.num_experts is not None and model.num_experts * (model.num_layers or 0) > MOST_EXPERTS:
+        yield (
+            f"--num-experts {model.num_experts} in each of {model.num_layers} layers are more than the "
+            f"{MOST_EXPERTS:,} experts that a model may have; use fewer experts or layers"
         )
     if model.num_experts is not None and model.moe_router_topk > model.num_experts:
         yield (

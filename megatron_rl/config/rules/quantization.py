@@ -33,6 +33,12 @@ def _aligned_training(config: RLConfig) -> Iterator[str]:
         )
 
 
+def _skip(config: RLConfig) -> Iterator[str]:
+    settings = config.quantization
+    if settings.rl_quantization_skip and settings.rl_rollout_quantization == "none":
+        yield "--rl-quantization-skip without --rl-rollout-quantization has nothing to skip; leave it out"
+
+
 def _kv_cache(config: RLConfig) -> Iterator[str]:
     settings = config.quantization
     if not config.kv_cache_is_rounded:
@@ -86,4 +92,4 @@ def fp8_flags(config: RLConfig) -> str:
     return " ".join(f"--fp8-{name} {value}" for name, value in given if value is not None)
 
 
-RULES: tuple[Rule, ...] = (_aligned_training, _kv_cache, _fp8_training)
+RULES: tuple[Rule, ...] = (_aligned_training, _skip, _kv_cache, _fp8_training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from megatron_rl.config.rl_config import RLConfig
@@ -20,16 +21,22 @@ def nearest_multiples(value: int, divisor: int) -> str:
 
 def divisors(value: int) -> str:
     """``10`` -> ``1, 2, 5 or 10``."""
-    *head, last = [str(n) for n in range(1, value + 1) if value % n == 0]
+    *head, last = map(str, _divisors(value))
     return f"{', '.join(head)} or {last}" if head else last
 
 
 def nearest_divisors(value: int, wanted: int) -> str:
     """``(32, 12)`` -> ``8 or 16``; above ``value`` only ``value`` itself."""
-    found = [n for n in range(1, value + 1) if value % n == 0]
+    found = _divisors(value)
     below = max(n for n in found if n <= wanted)
     above = [n for n in found if n > wanted]
     return f"{below} or {above[0]}" if above else f"{below}"
+
+
+def _divisors(value: int) -> list[int]:
+    """In order; in pairs, because a rollout may have millions of samples."""
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    return sorted({*small, *(value // n for n in small)})
 
 
 def named(config: RLConfig, name: str, value: object, source: str) -> str:

@@ -112,12 +112,16 @@ def test_every_switch_has_an_opposite():
         (["--grpo-clamp-eps-lower", "1"], "--grpo-clamp-eps-lower must be below 1, got 1.0"),
         (["--recompute-modules", "mlp", "moe"], "--recompute-modules is not core_attn or mlp, got 'moe'"),
         (["--rl-dual-clip", "1"], "--rl-dual-clip must be above 1, got 1.0"),
-        (["--rl-temperature", "0"], "--rl-temperature must be above 0, got 0.0"),
+        (["--rl-temperature", "0"], "--rl-temperature must be at least 0.001, got 0.0"),
         (["--normalization", "BatchNorm"], "--normalization is not RMSNorm or LayerNorm, got 'BatchNorm'"),
         (["--lr"], "--lr needs a value"),
         (["--lr", "1", "2"], "--lr takes one value, got 2: '1 2'"),
         (["--swiglu", "true"], "--swiglu takes no value, got 'true'"),
         (["--rl-stop-strings"], "--rl-stop-strings needs at least one value"),
+        (["--lr", "1e30"], "--lr must be at most 10, got 1e+30"),
+        (["--num-layers", "1000000000"], "--num-layers must be at most 1000, got 1000000000"),
+        (["--grpo-group-size", "1000000000"], "--grpo-group-size must be at most 100000, got 1000000000"),
+        (["--train-iters", 20 * "9"], f"--train-iters must be at most 2147483647, got {20 * '9'}"),
         (["--run-dir", ""], "--run-dir is empty; name a path, or leave the flag out"),
         (
             ["--save", "a\nb"],
@@ -183,7 +187,7 @@ def test_help_goes_to_standard_output_and_exits(token, all_shown, capsys):
         parse_config([token])
     text = capsys.readouterr().out
     assert exited.value.code == 0
-    assert "--grpo-group-size INT (>= 1)" in text
+    assert "--grpo-group-size INT (>= 1, <= 100000)" in text
     assert ("--rotary-percent" in text) is all_shown
     assert max(len(line) for line in text.splitlines()) <= 110
 

@@ -78,6 +78,10 @@ ONE_PROBLEM = [
         ["--global-batch-size 12", "32 samples", "8 prompts x 4 completions", "use 8 or 16"],
     ),
     ({"global_batch_size": "64"}, 1, ["--global-batch-size 64", "32 samples of a rollout", "use 32"]),
+    (
+        {"grpo_prompts_per_step": "1000000", "grpo_group_size": "1000"}, 1,
+        ["1000000 x --grpo-group-size 1000", "1,000,000,000 samples", "10,000,000"],
+    ),
     ({"grpo_group_size": "1"}, 1, ["--grpo-group-size 1", "2 or more"]),
     ({"train_iters": None, "train_samples": "31"}, 1, ["--train-samples 31", "update of 32", "at least 32"]),
     (

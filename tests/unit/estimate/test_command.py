@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,7 @@ def test_of_several_ranks_one_prints(
             ["--rl-rollout-quantization", "int8", "--rl-quantization-skip", "layers.7.*"],
             "--rl-quantization-skip layers.7.* matches no linear layer",
         ),
+        (["--rl-quantization-skip", "first:1"], "has nothing to skip"),
     ],
 )
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], problem: str) -> None:
@@ -79,6 +81,27 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], probl
     assert out == ""
     assert "problem(s) in the configuration:\n" in err
     assert problem in err
+
+
+QWEN3_30B_A3B = shlex.split(
+    "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --num-query-groups 4 "
+    "--kv-channels 128 --num-experts 128 --moe-ffn-hidden-size 768 --no-add-qkv-bias --qk-layernorm --bf16 "
+    "--tensor-model-parallel-size 4 --sequence-parallel --check-world-size 4"
+)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8-block-pow2", "fp8"])
+def test_the_check_finds_what_the_estimate_finds(
+    capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    """On 4 ranks an expert has 192 outputs, which are no tiles of 128; a scale a row does not mind."""
+    flags = [*command(*QWEN3_30B_A3B), "--rl-rollout-quantization", recipe]
+    fits = recipe == "fp8"
+    assert main(["train_rl.py", "--estimate", *flags]) == (0 if fits else 2)
+    estimated = capsys.readouterr().err
+    assert ("a rank's part of 192 is no multiple of 128" in estimated) is not fits
+    main(["train_rl.py", "--check", *flags])
+    assert set(estimated.splitlines()[1:]) <= set(capsys.readouterr().err.splitlines())
 
 
 def test_a_shape_that_is_absent_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,7 @@ def test_the_command_of_the_32b_run_agrees_with_the_published_config(tmp_path: P
         ({"rms_norm_eps": float("inf")}, ["rms_norm_eps must be a number", "inf"]),
         ({"rms_norm_eps": 10**400}, ["rms_norm_eps must be a number", "..."]),
         ({"rope_scaling": 100 * ["x" * 1000]}, ["rope_scaling must be a mapping", "..."]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers 1000000000", "at most 1000 layers"]),
         ({"layer_types": 32}, ["layer_types must be a list of names, got 32"]),
         ({"layer_types": [["full_attention"]]}, ["layer_types must be a list of names"]),
         ({"layer_types": ["full_attention"] * 31}, ["layer_types names 31 layers", "num_hidden_layers is 32"]),
@@ -155,6 +156,11 @@ def test_several_of_them_come_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         _read(tmp_path, {**PUBLISHED["Llama-3.1-8B"][0], "mlp_bias": True, "hidden_act": "gelu"})
     assert len(caught.value.problems) == 2
+
+
+def test_more_experts_than_could_be_listed_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_experts 1000000000 is not built here: at most 100,000 in all layers"):
+        _read(tmp_path, {**PUBLISHED["Qwen3-30B-A3B"][0], "num_experts": 10**9})
 
 
 @pytest.mark.parametrize("changes", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"num_experts": None}])

@@ -112,6 +112,11 @@ def test_files_in_the_way_are_named(tmp_path: Path) -> None:
     assert "checkpoints is a file" in check_usable(tmp_path / "run", resume=False)[0]
 
 
+@pytest.mark.parametrize("name", ["/", "//", "/tmp/.."])
+def test_the_root_of_the_file_system_is_no_run_directory(name: str) -> None:
+    assert "is the root of the file system; name a directory" in check_usable(Path(name), resume=True)[0]
+
+
 def test_unwritable_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert "not writable" in check_usable(tmp_path / "run", resume=False)[0]
