@@ -46,7 +46,8 @@ def rl_step(run: Run, step: int) -> StepResult | None:
         return None
 
     with run.timer.phase("advantages"):
-        samples = run.samples.build(rollouts.groups, [request.index for request in requests])
+        numbers = [request.index for request in requests]
+        samples = run.samples.build(rollouts.groups, numbers)
         failures = failures_of(rollouts.groups, run.groups.data_group)
         refuse_failures(samples, failures.counts, run.config.environment.rl_max_failed_share, failures.example)
         updates = run.batches.updates(samples.samples, run.minibatches, seed)
@@ -64,7 +65,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
 
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, updates)
-    run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token)
+    run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token, numbers, samples.samples, updates)
     metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
     metrics |= engine_metrics(rollouts.statistics, run.groups.data_group)
     metrics |= reward_metrics(samples) | outcome.metrics | parity

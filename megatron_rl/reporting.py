@@ -22,7 +22,7 @@ from megatron_rl.metrics.files import write_json_atomic
 from megatron_rl.metrics.jsonl import JsonlWriter, read_rows
 from megatron_rl.metrics.names import VALIDATION_PREFIX
 from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.rollouts import write_rollouts
+from megatron_rl.metrics.rollouts import TrainingUse, training_rows, write_rollouts, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import can_draw_boxes
 from megatron_rl.metrics.tensorboard import TensorBoardWriter
@@ -30,10 +30,10 @@ from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.metrics.wandb import WandbRun, open_wandb
 from megatron_rl.metrics.writer import MetricLog
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform
 from megatron_rl.progress import Progress
-from megatron_rl.types import PackedBatch, RolloutGroup
+from megatron_rl.types import PackedBatch, RolloutGroup, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +78,32 @@ class Reporter:
             self.log.write(step, row)
 
     def records(
-        self, step: int, groups: Sequence[RolloutGroup], decode_token: Callable[[int], str]
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        decode_token: Callable[[int], str],
+        numbers: Sequence[int],
+        samples: Sequence[Sample],
+        updates: Sequence[Sequence[PackedBatch]],
     ) -> None:
-        """Write the first `--rl-log-rollouts` groups of rank 0 as JSON lines."""
-        wanted = self._config.logging.rl_log_rollouts
-        if self._groups.is_main and wanted:
-            write_rollouts(self._directory.rollouts_path(step), step, groups[:wanted], decode_token=decode_token)
+        """Write the first `--rl-log-rollouts` groups of the step as JSON lines, whichever rank has them; collective.
+
+        ``numbers`` are those of this rank's ``groups``, ``samples`` what it offered for training, ``updates`` what it
+        trained on.
+        """
+        wanted, data_group = self._config.logging.rl_log_rollouts, self._groups.data_group
+        if not wanted or not self._groups.leads_model:
+            return
+        trained = [[i for batch in update for i in batch.sample_ids] for update in updates]
+        use = TrainingUse(
+            numbers,
+            {sample.sample_id: sample.advantage for sample in samples},
+            {i: update for part in gather_json(trained, data_group) for update, ids in enumerate(part) for i in ids},
+        )
+        parts = collect_json(training_rows(step, groups, use, wanted, decode_token), data_group)
+        if parts is not None:
+            rows = sorted((row for part in parts for row in part), key=lambda row: row["group"])
+            write_rows(self._directory.rollouts_path(step), rows)
 
     def evaluation_records(
         self, step: int, groups: Sequence[RolloutGroup], decode_token: Callable[[int], str]

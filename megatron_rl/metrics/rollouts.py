@@ -2,17 +2,24 @@
 
 For prompt ``P0 P1`` and answer ``A0 E``::
 
-    {"step": 12, "environment": "arithmetic", "task_id": "7", "sample": 0, "prompt": "...",
+    {"step": 12, "environment": "arithmetic", "task_id": "7", "sample": 0, "prompt": "...", "prompt_ids": [P0, P1],
      "completion": "...", "token_ids": [A0, E], "inference_logprobs": [l2, l3], "token_texts": ["4", "<eos>"],
      "reward": 1.0, "status": "ok", "code": "", ..., "finish_reason": "stop", "policy_version": 11}
 
-Records of an evaluation have ``"greedy": true`` or ``false`` besides.
+Records of an evaluation have ``"greedy": true`` or ``false`` besides. Those of training say what became of the sample::
+
+    {"group": 3, "advantage": 0.5, "update": 1, ...}
+
+``update`` counts the optimizer updates of a pass over the rollout from 0; it and ``advantage`` are null for a sample
+that is not in the loss. With ``--rl-log-rollouts`` at least the step's groups, an update can be computed again from
+the records alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -21,6 +28,42 @@ from typing import Any
 from megatron_rl.metrics.files import to_plain, write_text_atomic
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.types import Rollout, RolloutGroup
+
+
+@dataclass(frozen=True)
+class TrainingUse:
+    """What a step did with the samples of this rank's groups; samples go by their number in the whole step."""
+
+    group_numbers: Sequence[int]
+    """Of this rank's groups, in their order."""
+    advantages: Mapping[int, float]
+    """Of this rank's samples that are in the loss."""
+    update_of: Mapping[int, int]
+    """The update that a sample went into; of all ranks' samples."""
+
+
+def training_rows(
+    step: int,
+    groups: Sequence[RolloutGroup],
+    use: TrainingUse,
+    limit: int,
+    decode_token: Callable[[int], str],
+) -> list[dict[str, Any]]:
+    """Rows of those of this rank's ``groups`` whose number is below ``limit``; JSON values only."""
+    kept = [(number, group) for number, group in zip(use.group_numbers, groups, strict=True) if number < limit]
+    rows = list(_rows(step, [group for _, group in kept], cache(decode_token), None))
+    numbers = [(number, index) for number, group in kept for index in range(len(group.rollouts))]
+    for row, (number, index) in zip(rows, numbers, strict=True):
+        # Every group of a step has as many samples: this is how the step numbers them.
+        sample = number * len(groups[0].rollouts) + index
+        row |= {"group": number, "advantage": use.advantages.get(sample), "update": use.update_of.get(sample)}
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One JSON line a row, whole file or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 
 def write_rollouts(
@@ -39,8 +82,7 @@ def write_rollouts(
     """
     decode = None if decode_token is None else cache(decode_token)
     rows = list(islice(_rows(step, groups, decode, greedy), limit))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    write_rows(path, rows)
     return len(rows)
 
 
@@ -63,6 +105,7 @@ def _rows(
                 "task_id": group.source.task.id,
                 "sample": index,
                 "prompt": group.prompt_text,
+                "prompt_ids": group.prompt_ids,
                 **_answer(rollout),
             }
             if greedy is not None:

@@ -53,6 +53,24 @@ def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return [json.loads(bytes(part.tolist())) for part in parts]
 
 
+def collect_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
+    """A JSON value of any size from every rank, in rank order, on the group's first rank; None on the others.
+
+    Sent from rank to rank: a gather would pad each to the largest, and leave all of them on every rank.
+    """
+    raw = bytearray(json.dumps(value).encode())
+    sizes = gather_vectors(torch.tensor([len(raw)]), group)
+    if group.rank() > 0:
+        dist.send(torch.frombuffer(raw, dtype=torch.uint8), group=group, group_dst=0)
+        return None
+    values = [value]
+    for peer in range(1, group.size()):
+        data = torch.empty(int(sizes[peer]), dtype=torch.uint8)
+        dist.recv(data, group=group, group_src=peer)
+        values.append(json.loads(data.numpy().tobytes()))
+    return values
+
+
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """A small JSON value from global rank ``source``; the others pass anything."""
     is_source = dist.get_rank() == source

@@ -48,7 +48,7 @@ def talk(tensor_size: int) -> dict[str, Any]:
     steps = []
     for step in range(STEPS):
         recorded: list[Any] = []
-        run.reporter.records = lambda _, rollouts, __, kept=recorded: kept.extend(
+        run.reporter.records = lambda _, rollouts, *__, kept=recorded: kept.extend(
             [group.source.task.id, [[r.completion.token_ids, r.completion.environment_spans] for r in group.rollouts]]
             for group in rollouts
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.metrics.rollouts import read_rollouts, write_rollouts
+from megatron_rl.metrics.rollouts import TrainingUse, read_rollouts, training_rows, write_rollouts
 from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
 
 VOCABULARY = {5: "4", 6: "<eos>"}
@@ -36,6 +36,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "task_id": "a",
         "sample": 0,
         "prompt": "user: 2+2",
+        "prompt_ids": [1, 2],
         "completion": "4 \ud800",
         "token_ids": [5, 6],
         "inference_logprobs": [-0.25, None],
@@ -69,6 +70,18 @@ def test_token_texts_are_optional_and_decoded_once_per_id(tmp_path: Path) -> Non
     write_rollouts(tmp_path / "rows.jsonl", 1, GROUPS, decode_token=decode)
     assert read_rollouts(tmp_path / "rows.jsonl")[0]["token_texts"] == ["4", "<eos>"]
     assert decoded == [5, 6]
+
+
+def test_rows_of_training_say_what_became_of_each_sample() -> None:
+    """Groups 1 and 3 of two samples each are this rank's: samples 2, 3 and 6, 7 of the step."""
+    grade = GradeResult("ok", 1.0)
+    groups = [make_group("a", grade, grade), make_group("b", grade, grade)]
+    use = TrainingUse([1, 3], {2: 0.5, 3: -0.5, 6: 2.0}, {0: 0, 2: 1, 3: 0, 6: 1})
+    rows = training_rows(12, groups, use, 4, VOCABULARY.__getitem__)
+    assert [(row["group"], row["sample"], row["advantage"], row["update"]) for row in rows] == [
+        (1, 0, 0.5, 1), (1, 1, -0.5, 0), (3, 0, 2.0, 1), (3, 1, None, None),
+    ]  # fmt: skip
+    assert {row["group"] for row in training_rows(12, groups, use, 3, VOCABULARY.__getitem__)} == {1}
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0, 0), (1, 1), (2, 2), (None, 3), (99, 3)])

@@ -97,7 +97,7 @@ def bench(one_rank: ParallelGroups) -> Iterator[Bench]:
         return [GradeResult("ok", float(len(set(text)))) for text in texts]
 
     bench = Bench(toy_run(config, one_rank, ask), good, StepResult(), [], [])
-    bench.run.reporter.records = lambda step, groups, decode: bench.seen.extend(groups)
+    bench.run.reporter.records = lambda step, groups, *_: bench.seen.extend(groups)
     bench.start = weights_of(bench.run.policy)
     bench.first = rl_step(bench.run, 1)
     yield bench
