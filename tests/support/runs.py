@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,7 @@ def run_many(
 ) -> list[Outcome]:
     """Run ``train_rl.py`` with each argument list, one after the other, in one process a rank.
 
+    A list that begins with the path of a script, ``tools/x.py``, runs that one's ``main``, on rank 0 alone.
     ``largest_file``: bytes that a file can have, as of ``ulimit -f``; what is written beyond fails.
     """
     limit = (largest_file, largest_file)
@@ -125,21 +127,29 @@ def _written(folder: str) -> str:
 
 def _main(job: Path) -> None:
     """What each rank's process does."""
-    from megatron_rl.main import main
-
     rank = os.environ["RANK"]
     for index, argv in enumerate(json.loads(job.read_text())):
         with (job.parent / f"{index}.{rank}.log").open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        _agree_on_a_port(job.parent / f"{index}.port")
         code = -1
         try:
-            code = main(["train_rl.py", *argv])
+            code = _script(argv) if argv[0].endswith(".py") else _train(argv, job.parent / f"{index}.port")
         except Exception:  # noqa: BLE001 - what a user would see as a traceback
             traceback.print_exc()
         sys.stdout.flush()
         (job.parent / f"{index}.{rank}.code").write_text(str(code))
+
+
+def _train(argv: list[str], agreed: Path) -> int:
+    from megatron_rl.main import main
+
+    _agree_on_a_port(agreed)
+    return main(["train_rl.py", *argv])
+
+
+def _script(argv: list[str]) -> int:
+    return runpy.run_path(argv[0])["main"](argv[1:]) if os.environ["RANK"] == "0" else 0
 
 
 def _agree_on_a_port(agreed: Path) -> None:
