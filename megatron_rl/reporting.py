@@ -158,7 +158,7 @@ class Reporter:
         mode = "rl" if self._config.training.perform_rl_step else "supervised"
         displays = [ConsoleWriter(sys.stdout, self._config.total_steps, mode)]
         displays.append(TensorBoardWriter(Path(config.tensorboard_dir), resume_step=kept))
-        if config.wandb_project is not None and config.wandb_mode != "disabled":
+        if config.wandb_project is not None:
             run = WandbRun(
                 config.wandb_project,
                 config.wandb_exp_name,
@@ -166,7 +166,8 @@ class Reporter:
                 to_dict(self._config),
                 config.wandb_mode,
             )
-            displays.append(open_wandb(run))
+            writer = open_wandb(run)
+            displays += [] if writer is None else [writer]
         record = JsonlWriter(self._directory.metrics, resume_step=kept)
         return MetricLog(record, displays)
 

@@ -22,8 +22,8 @@ class LoggingConfig:
     """Name of the wandb run. Without it the name of the run directory."""
     wandb_save_dir: str | None = flag(None, path=True)
     """Directory of wandb's files. Without it run-dir/wandb."""
-    wandb_mode: Literal["offline", "online", "disabled"] = flag("offline")
-    """Whether wandb talks to its server."""
+    wandb_mode: Literal["offline", "online", "disabled"] | None = flag(None)
+    """Whether wandb talks to its server. Without it the environment variable WANDB_MODE, or else offline."""
     log_interval: int = flag(1, ge=1)
     """Log every this many steps (Megatron's default: 100)."""
     log_throughput: bool = flag(False)

@@ -11,6 +11,12 @@ from typing import Literal
 from megatron_rl.metrics.background import BackgroundWriter
 
 OPEN_TIMEOUT_S = 90.0
+Mode = Literal["offline", "online", "disabled"]
+
+
+def wandb_mode(asked: Mode | None) -> str:
+    """``asked``, or else what the environment variable ``WANDB_MODE`` says, or else offline."""
+    return asked or os.environ.get("WANDB_MODE") or "offline"
 
 
 @dataclass(frozen=True)
@@ -21,14 +27,16 @@ class WandbRun:
     name: str
     directory: Path
     config: Mapping[str, object] = field(default_factory=dict)
-    mode: Literal["online", "offline"] | None = None
-    """``None`` takes the environment variable ``WANDB_MODE``, and offline without it."""
+    mode: Mode | None = None
+    """See ``wandb_mode``."""
     run_id: str | None = None
     """Stable over resumes, so that the rows of a resumed run join the first ones."""
 
 
-def open_wandb(run: WandbRun, *, open_timeout_s: float = OPEN_TIMEOUT_S) -> BackgroundWriter:
-    """A writer that returns at once, whether wandb is missing, hangs, fails or works."""
+def open_wandb(run: WandbRun, *, open_timeout_s: float = OPEN_TIMEOUT_S) -> BackgroundWriter | None:
+    """A writer that returns at once, whether wandb is missing, hangs, fails or works; None where it is disabled."""
+    if wandb_mode(run.mode) == "disabled":
+        return None
     return BackgroundWriter("wandb", lambda: _WandbWriter(run, open_timeout_s), open_timeout_s=open_timeout_s)
 
 
@@ -46,7 +54,7 @@ class _WandbWriter:
             resume=None if run.run_id is None else "allow",
             dir=str(run.directory),
             config=dict(run.config),
-            mode=run.mode or os.environ.get("WANDB_MODE", "offline"),
+            mode=wandb_mode(run.mode),
             # Console capture would wrap the stream the progress bar writes to.
             settings=wandb.Settings(console="off", silent=True, init_timeout=open_timeout_s),
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import netrc
 import os
 import socket
+from typing import get_args
 
 from megatron_rl.config import RLConfig
+from megatron_rl.metrics.wandb import Mode, wandb_mode
 
 
 def service_problems(config: RLConfig) -> list[str]:
@@ -32,12 +34,17 @@ def _port(config: RLConfig) -> list[str]:
 
 def _wandb(config: RLConfig) -> list[str]:
     logging = config.logging
-    if logging.wandb_project is None or logging.wandb_mode != "online":
+    mode = wandb_mode(logging.wandb_mode)
+    if logging.wandb_project is None:
+        return []
+    if mode not in get_args(Mode):
+        return [f"WANDB_MODE={mode} is not {', '.join(get_args(Mode))}; set one of them, or give --wandb-mode"]
+    if mode != "online":
         return []
     if os.environ.get("WANDB_API_KEY") or _netrc_knows_wandb():
         return []
     return [
-        "--wandb-mode online needs an API key and there is none; set WANDB_API_KEY, run 'wandb login', "
+        "--wandb-mode or WANDB_MODE online needs an API key and there is none; set WANDB_API_KEY, run 'wandb login', "
         "or use --wandb-mode offline"
     ]
 

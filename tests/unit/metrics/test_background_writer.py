@@ -146,6 +146,13 @@ def test_wandb_goes_online_only_when_told(
     assert modes == ["online"]
 
 
+@pytest.mark.parametrize(("asked", "variable"), [("disabled", "online"), (None, "disabled")])
+def test_disabled_wandb_is_not_opened(monkeypatch: pytest.MonkeyPatch, asked: str | None, variable: str) -> None:
+    monkeypatch.setenv("WANDB_MODE", variable)
+    run = WandbRun("project", "name", Path("/nowhere"), mode=asked)  # type: ignore[arg-type]
+    assert open_wandb(run) is None
+
+
 def test_missing_wandb_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
