@@ -28,7 +28,7 @@ from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups, seed_everything
-from megatron_rl.platform import Platform, StopRequest
+from megatron_rl.platform import Platform
 from megatron_rl.preflight import resumes
 from megatron_rl.progress import Progress
 from megatron_rl.reporting import Reporter
@@ -36,6 +36,7 @@ from megatron_rl.rollout import Evaluator, PromptSource, RequestFactory, Rollout
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal
 from megatron_rl.run import Run
+from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from megatron_rl.estimate import estimate, estimate_problems, report_text, size_
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.preflight import preflight
+from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
+from megatron_rl.watchdog import Watchdog
 
 if TYPE_CHECKING:  # torch is imported where it is first needed, so that --check and --help stay quick
     from megatron_rl.parallel import ParallelGroups
-    from megatron_rl.platform import Platform, StopRequest
+    from megatron_rl.platform import Platform
 
 logger = logging.getLogger("megatron_rl")
 
@@ -30,12 +33,14 @@ RUN_ERROR = 1
 INTERRUPTED = 130
 
 PATIENCE_WITH_RANK_0_S = 120.0
+PATIENCE_WITH_RUN_DIRECTORY_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code.
 
-    0: finished or stopped on request; 1: failed; 2: wrong configuration; 130: interrupted twice.
+    0: finished or stopped on request; 1: failed; 2: wrong configuration; 3: finished without a single update;
+    130: interrupted twice. torchrun ends with 1 whatever a rank's own code is, and names that in its report.
     """
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank)
@@ -45,8 +50,42 @@ def main(argv: Sequence[str]) -> int:
         return _report_estimate(config, problems, world_size) if rank == 0 else 0
     if config.training.check:
         return _report_check(config, [*problems, *preflight(config)] or size_problems(config, world_size))
+    stop = StopRequest().install()  # before torch is imported, which takes seconds
+    code = RUN_ERROR
     try:
-        return _run(config, problems, argv, rank)
+        code = _run_or_tell(_Start(config, problems, argv, rank, stop))
+    finally:
+        stop.started()
+        _announce_launcher(code, stop)
+    return code
+
+
+def _announce_launcher(code: int, stop: StopRequest) -> None:
+    """torchrun writes some thirty lines about each exit code but 0, and about its own end by a signal."""
+    if not by_torchrun() or os.environ["LOCAL_RANK"] != "0":
+        return
+    if code != 0:
+        logger.info("what torchrun writes below is its own report of exit code %d; the reason is above", code)
+    elif stop.reason:
+        logger.info("torchrun, if it got %s as well, %s", stop.reason, TORCHRUN_AND_SIGNALS)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a rank begins with."""
+
+    config: RLConfig
+    problems: list[str]
+    argv: Sequence[str]
+    rank: int
+    stop: StopRequest
+
+
+def _run_or_tell(start: _Start) -> int:
+    """The exit code; an error that was foreseen is told."""
+    rank = start.rank
+    try:
+        return _run(start)
     except ConfigError as error:
         _tell(error.problems, rank)
         return CONFIGURATION_ERROR
@@ -96,29 +135,29 @@ def _tell(problems: Sequence[str], rank: int) -> None:
         sys.stderr.flush()
 
 
-def _run(config: RLConfig, problems: list[str], argv: Sequence[str], rank: int) -> int:
+def _run(start: _Start) -> int:
     import torch
 
     from megatron_rl.parallel import initialize, shut_down
     from megatron_rl.parallel.collectives import broadcast_json
-    from megatron_rl.platform import StopRequest, current_platform
+    from megatron_rl.platform import current_platform
 
-    stop = StopRequest().install()
+    config, rank = start.config, start.rank
     platform = current_platform()
     if not platform.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    if problems:  # rules about sizes: without them the process groups cannot even be built
+    if start.problems:  # rules about sizes: without them the process groups cannot even be built
         if rank != 0:
-            _wait_for_rank_0(stop)
-        raise ConfigError([*problems, *(preflight(config) if rank == 0 else [])])
+            _wait_for_rank_0(start.stop)
+        raise ConfigError([*start.problems, *(preflight(config) if rank == 0 else [])])
     groups = initialize(config.parallel, platform)
     try:
         found = broadcast_json(_found_by_rank_0(config, groups) if groups.is_main else [], source=0)
         if found:
             if rank != 0:
-                _wait_for_rank_0(stop)
+                _wait_for_rank_0(start.stop)
             raise ConfigError(found)
-        return _build_and_train(_Launch(config, platform, groups, stop, argv))
+        return _build_and_train(start, platform, groups)
     finally:
         shut_down()
 
@@ -137,22 +176,13 @@ def _wait_for_rank_0(stop: StopRequest) -> None:
         time.sleep(0.05)
 
 
-@dataclass(frozen=True)
-class _Launch:
-    config: RLConfig
-    platform: Platform
-    groups: ParallelGroups
-    stop: StopRequest
-    argv: Sequence[str]
-
-
-def _build_and_train(launch: _Launch) -> int:
+def _build_and_train(start: _Start, platform: Platform, groups: ParallelGroups) -> int:
     from megatron_rl.build import build_run
     from megatron_rl.loop import train
     from megatron_rl.summary import summarise
     from megatron_rl.tokenizer import load_tokenizer
 
-    config, groups = launch.config, launch.groups
+    config = start.config
     if groups.is_main:
         for note in notes(config):
             logger.info("note: %s", note)
@@ -160,22 +190,36 @@ def _build_and_train(launch: _Launch) -> int:
             logger.info("  %s = %s", name, value)
     tokenizer = load_tokenizer(config.tokenizer.tokenizer_model)
     try:
-        with build_run(
-            config, launch.platform, groups, tokenizer, launch.stop, list(launch.argv)
-        ) as run:
-            status = train(run)
+        with build_run(config, platform, groups, tokenizer, start.stop, list(start.argv)) as run:
+            start.stop.started()
+            with _watchdog(start, groups).watching():
+                status = train(run)
             run.reporter.finish(status, summarise(run, status))
     except BaseException as error:
         if groups.is_main:
-            _mark_as_failed(Path(config.logging.run_dir), error)
+            _mark_as_failed(Path(config.logging.run_dir), str(error) or type(error).__name__)
         raise
     if groups.is_main:
         logger.info("%s: %s", status, config.logging.run_dir)
     return 0
 
 
-def _mark_as_failed(run_dir: Path, error: BaseException) -> None:
+def _watchdog(start: _Start, groups: ParallelGroups) -> Watchdog:
+    """Ends this rank when its main thread does not go on; the launcher then ends the others."""
+
+    def end(what: str) -> None:
+        # The run directory may be what the main thread waits for.
+        threading.Timer(PATIENCE_WITH_RUN_DIRECTORY_S, os._exit, (RUN_ERROR,)).start()
+        if groups.is_main:
+            _mark_as_failed(Path(start.config.logging.run_dir), what)
+        os._exit(RUN_ERROR)
+
+    limit_s = 60.0 * start.config.parallel.distributed_timeout_minutes
+    return Watchdog(limit_s, lambda: start.stop.looks, end)
+
+
+def _mark_as_failed(run_dir: Path, error: str) -> None:
     """Whatever ended the run, its record says so; where the disk is full, the message on the screen has to do."""
     with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
-        RunDirectory(run_dir).set_status("failed", error=str(error) or type(error).__name__)
+        RunDirectory(run_dir).set_status("failed", error=error)

@@ -22,7 +22,6 @@ from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
-from megatron_rl.platform import StopRequest
 from megatron_rl.progress import Progress
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.reporting import Reporter
@@ -30,6 +29,7 @@ from megatron_rl.rollout import Draw, Evaluator, PromptSource, RequestFactory, R
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal, weights_fingerprint
 from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
+from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder

@@ -31,7 +31,7 @@ class ParallelConfig:
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto")
     """Communication library; auto is nccl on GPUs and gloo on the CPU."""
     distributed_timeout_minutes: int = flag(10, ge=1, le=100_000)
-    """A collective that waits longer than this fails."""
+    """A rank that waits longer than this for others, or for anything else, says where, and the job ends."""
     initialize_socket_comms: bool = flag(
         False, note="rollouts and training share one process, so there are no inference sockets to open early"
     )

@@ -90,7 +90,8 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
     backend = platform.distributed_backend
     if config.distributed_backend not in ("auto", ""):
         backend = config.distributed_backend
-    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    # Later than the watchdog of the training loop, which says where each rank waits.
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes + 1)
     if "MASTER_PORT" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -6,8 +6,7 @@ megatron imports this one first.
 
 from megatron_rl.platform.device import Platform, current_platform
 from megatron_rl.platform.prepare import prepare
-from megatron_rl.platform.signals import StopRequest
 
 prepare()
 
-__all__ = ["Platform", "StopRequest", "current_platform", "prepare"]
+__all__ = ["Platform", "current_platform", "prepare"]

@@ -17,10 +17,10 @@ import uvloop
 from megatron_rl.inference import Engine, EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank, max_over
-from megatron_rl.platform import StopRequest
 from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.rollout.conversations import PENDING, Conversations, ConversationSettings
 from megatron_rl.rollout.journal import StepJournal
+from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import (
     GeneratedGroup,

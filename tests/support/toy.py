@@ -15,11 +15,11 @@ from megatron_rl.build_quantization import build_parity_gate, build_quantization
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.platform import StopRequest
 from megatron_rl.progress import Progress
 from megatron_rl.rollout import ConversationSettings, Rollouter, TaskPool
 from megatron_rl.rollout.rollouter import GradeFunction
 from megatron_rl.run import Run
+from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.batches import BatchBuilder

@@ -11,10 +11,10 @@ from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.platform import StopRequest
 from megatron_rl.rollout import RequestFactory, Rollouter
 from megatron_rl.rollout.prompt_source import Draw
 from megatron_rl.rollout.statistics import rollout_metrics
+from megatron_rl.signals import StopRequest
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+from megatron_rl import signals
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.platform import StopRequest, signals
 from megatron_rl.rollout import Rollouter
+from megatron_rl.signals import StopRequest
 
 
 @pytest.mark.parametrize(("grace", "later", "cancelled"), [(0, 0, True), (10, 9, False), (10, 11, True)])

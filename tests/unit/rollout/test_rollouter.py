@@ -11,10 +11,10 @@ import pytest
 
 from megatron_rl.inference import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.platform import StopRequest
 from megatron_rl.rollout import Rollouter, RolloutResult
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import GradeFunction
+from megatron_rl.signals import StopRequest
 from megatron_rl.types import (
     Completion,
     GeneratedGroup,

@@ -11,8 +11,8 @@ from megatron_rl.algorithms.settings import advantage_config
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import build_model
 from megatron_rl.parallel import seed_everything
-from megatron_rl.platform import StopRequest
 from megatron_rl.rollout import Rollouter
+from megatron_rl.signals import StopRequest
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.types import GradeResult, Task, Transcript

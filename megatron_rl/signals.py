@@ -1,0 +1,91 @@
+"""Ctrl-C, SIGTERM and a closed terminal: they end a start at once, and ask a run to stop when it is ready to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+_SECOND_PRESS_AFTER_S = 1.0
+_PEERS_NOTICE_S = 0.3
+"""The launcher signals one rank after the other: one that ended at once would be a lost connection to the next."""
+
+TORCHRUN_AND_SIGNALS = "ends with exit code 1 and a traceback of its own: nothing is wrong"
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Set by a signal, read between units of work. One per process, installed by `install`."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.looks = 0
+        """How often somebody asked whether to stop: it goes up while the run moves on."""
+        self._first = 0.0
+        self._wakeup: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        """True once somebody asked this process to stop."""
+        self.looks += 1
+        return bool(self.reason)
+
+    @property
+    def seconds(self) -> float:
+        """Since the request; 0 while there is none."""
+        return time.monotonic() - self._first if self.reason else 0.0
+
+    def install(self) -> StopRequest:
+        """Catch SIGINT, SIGTERM and, unless ``nohup`` ignores it, SIGHUP from now on.
+
+        Until `started` is called a signal ends the process, with status 0, as there is nothing to save. A thread does
+        so: the main thread may be inside a rendezvous or a collective, where Python's handlers do not run.
+        """
+        reader, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self.started)  # a signal to a forked child is none to this process
+        threading.Thread(target=_end_at_signal, args=(reader,), daemon=True).start()
+        signal.signal(signal.SIGINT, self._handle)
+        signal.signal(signal.SIGTERM, self._handle)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._handle)
+        return self
+
+    def started(self) -> None:
+        """From now on a signal only asks; the loop decides when. Safe to call again."""
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._wakeup)  # which ends the thread
+            self._wakeup = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # torchrun repeats a Ctrl-C as SIGTERM at once; only a second press means "now".
+        pressed_again = number == signal.SIGINT and time.monotonic() - self._first > _SECOND_PRESS_AFTER_S
+        if self.reason and pressed_again:
+            raise KeyboardInterrupt
+        if not self.reason:
+            self._first = time.monotonic()
+            self.reason = signal.Signals(number).name
+
+
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _end_at_signal(reader: int) -> None:
+    """End this process at the first signal; return when the other end of the pipe is closed."""
+    with open(reader, "rb", buffering=0) as pipe:
+        number = pipe.read(1)
+    if number:
+        name = signal.Signals(number[0]).name
+        logger.info("stopped by %s while it started: there is nothing to save", name)
+        if by_torchrun():
+            logger.info("torchrun %s", TORCHRUN_AND_SIGNALS)
+        time.sleep(_PEERS_NOTICE_S)
+        os._exit(0)
