@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 from megatron_rl.inference.sampler import sample_seed
+from megatron_rl.no_signal import note_signal
 from megatron_rl.parallel.collectives import any_rank
 from megatron_rl.rescue import finished_steps_kept, naming_memory
 from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, failures_of, rollout_metrics
@@ -121,11 +122,7 @@ def train(run: Run) -> str:
             result = take_step(run, progress.step + 1)
         if result is None:
             return _stop(run)
-        progress.step += 1
-        progress.tokens += result.tokens
-        gap = result.metrics.get("training/rollout_logprob_gap_max", 0.0)
-        progress.logprob_gap_max = max(progress.logprob_gap_max, gap)
-        progress.count_updates(result.applied_updates, result.skipped_updates)
+        _book(run, result)
         best = False
         if run.evaluation_is_due():
             with run.timer.phase("eval"), finished_steps_kept(run):
@@ -144,6 +141,18 @@ def train(run: Run) -> str:
         if leaves_early:
             return "stopped"
     return "finished"
+
+
+def _book(run: Run, result: StepResult) -> None:
+    """Count a finished step."""
+    progress = run.progress
+    progress.step += 1
+    progress.tokens += result.tokens
+    gap = result.metrics.get("training/rollout_logprob_gap_max", 0.0)
+    progress.logprob_gap_max = max(progress.logprob_gap_max, gap)
+    progress.count_updates(result.applied_updates, result.skipped_updates)
+    if run.groups.is_main:
+        note_signal(progress, result.metrics, run.config)
 
 
 def evaluate(run: Run) -> dict[str, float] | None:

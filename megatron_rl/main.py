@@ -30,6 +30,7 @@ logger = logging.getLogger("megatron_rl")
 
 CONFIGURATION_ERROR = 2
 RUN_ERROR = 1
+NO_UPDATE = 3
 INTERRUPTED = 130
 
 PATIENCE_WITH_RANK_0_S = 120.0
@@ -201,6 +202,10 @@ def _build_and_train(start: _Start, platform: Platform, groups: ParallelGroups) 
         raise
     if groups.is_main:
         logger.info("%s: %s", status, config.logging.run_dir)
+    if status == "finished" and not config.training.eval_only and run.progress.updates == 0:
+        if groups.is_main:
+            logger.error("finished without a single update: the weights are those the run started from")
+        return NO_UPDATE
     return 0
 
 

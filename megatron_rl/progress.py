@@ -25,9 +25,10 @@ class Progress:
     """Largest |inference - trainer| log-prob of any token so far."""
     consecutive_skips: int = 0
     """Updates skipped in a row because of non-finite gradients."""
-
     best: float | None = None
     """Highest value of --keep-best's metric so far."""
+    steps_without_signal: int = 0
+    """Steps in a row in which no group had a signal."""
 
     def is_best(self, value: float | None) -> bool:
         """Book an evaluation; whether it is better than all before. None: it had no such metric."""
