@@ -11,8 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.config import RLConfig
-from megatron_rl.environments.client import EnvironmentClient
-from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
+from megatron_rl.environments.client import EnvironmentClient, ServedEnvironment
 from megatron_rl.environments.counters import EnvironmentCounters
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import EnvironmentFault
@@ -27,7 +26,7 @@ from megatron_rl.types import Demonstration, SourcedTask
 class EnvironmentAccess:
     """The environments of the run, over REST."""
 
-    specs: tuple[EnvironmentSpec, ...]
+    served: tuple[ServedEnvironment, ...]
     client: EnvironmentClient
     counters: EnvironmentCounters
 
@@ -35,7 +34,7 @@ class EnvironmentAccess:
         """Training tasks of every environment that may be trained on."""
         return [
             TaskPool(spec.name, self.client.fetch_tasks(spec.name, "train"), spec.weight)
-            for spec in self.specs
+            for spec in self.served
             if not spec.evaluation_only
         ]
 
@@ -43,20 +42,20 @@ class EnvironmentAccess:
         """Demonstrations of all training environments, one environment after the other."""
         return [
             demonstration
-            for spec in self.specs
+            for spec in self.served
             if not spec.evaluation_only
             for demonstration in self.client.fetch_demonstrations(spec.name, "train")
         ]
 
     def conversations(self, max_sequence_length: int) -> ConversationSettings:
         """How often the model may speak in each environment, and who answers."""
-        max_turns = {spec.name: self.client.max_turns(spec.name) for spec in self.specs}
+        max_turns = {spec.name: spec.max_turns for spec in self.served}
         return ConversationSettings(self.client.step, max_turns, max_sequence_length)
 
     def held_out_draws(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Draw]:
         """The first ``count`` held-out tasks of every environment whose prompts fit."""
         draws: list[Draw] = []
-        for spec in self.specs:
+        for spec in self.served:
             fitting: list[Draw] = []
             for task in self.client.fetch_tasks(spec.name, "test"):
                 prompt_ids = tuple(tokenizer.encode_prompt(task.prompt))
@@ -82,7 +81,12 @@ def open_environments(
     folder = directory.logs / f"environments_{socket.gethostname()}"
     server = None
     if groups.local_rank == 0:
-        server = EnvironmentServerProcess(path, folder, port=config.environment.rl_environment_port)
+        server = EnvironmentServerProcess(
+            path,
+            folder,
+            port=config.environment.rl_environment_port,
+            start_timeout=config.environment.rl_environment_load_timeout,
+        )
     with contextlib.ExitStack() as stack:
         problem = ""
         if server is not None:
@@ -97,11 +101,12 @@ def open_environments(
         client = EnvironmentClient(
             _address_file(folder),
             timeout=config.environment.rl_grade_timeout_seconds,
+            list_timeout=config.environment.rl_environment_load_timeout,
             revive=server.ensure_alive if server is not None else None,
             answered=server.note_answer if server is not None else None,
         )
         counters = EnvironmentCounters(client, server)
-        yield EnvironmentAccess(tuple(load_environment_specs(path)), client, counters)
+        yield EnvironmentAccess(client.environments(), client, counters)
 
 
 def _address_file(folder: Path) -> Path:

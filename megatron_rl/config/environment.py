@@ -24,6 +24,8 @@ class EnvironmentConfig:
     """Completions of each evaluation prompt."""
     rl_environment_port: int = flag(0, ge=0, le=65535)
     """Port of the environment server on loopback; 0 takes any free one."""
+    rl_environment_load_timeout: float = flag(300.0, gt=0, le=86_400)
+    """Longest time in seconds that an environment may take to be imported, to be set up, or to list a split's tasks."""
     rl_grade_timeout_seconds: float = flag(30.0, gt=0, le=86_400)
     """Longest wait for the grades of one group; after it they count as failed."""
     rl_max_failed_share: float = flag(0.05, ge=0, le=1)

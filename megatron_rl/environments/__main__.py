@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from megatron_rl.environments.loader import discover, find_environment
+from megatron_rl.environments.loader import is_listed
+from megatron_rl.environments.loading import found, inspected
+from megatron_rl.environments.loading.supervise import LOAD_SECONDS
 from megatron_rl.environments.scaffold import class_name, write_environment
-from megatron_rl.environments.selftest import Check, run_checks
 from megatron_rl.errors import ConfigError, MegatronRLError
 
 _VERDICTS = {True: "ok", False: "FAIL", None: "-"}
@@ -33,18 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.environments", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{list,test,new,serve}")
-    listing = commands.add_parser("list", help="names and descriptions of all environments found")
+    loading = argparse.ArgumentParser(add_help=False)
+    loading.add_argument(
+        *("--load-timeout", "--rl-environment-load-timeout"), type=_seconds, default=LOAD_SECONDS, metavar="SECONDS",
+        help=f"longest time for an import, a set-up, a list of tasks or a grade (default {LOAD_SECONDS:g})",
+    )  # fmt: skip
+    listing = commands.add_parser("list", parents=[loading], help="names and descriptions of all environments found")
     listing.set_defaults(run=_list)
-    test = commands.add_parser("test", help="check an environment's tasks and grader")
+    test = commands.add_parser("test", parents=[loading], help="check an environment's tasks and grader")
     test.add_argument("name", help="a name from 'list', or package.module:Class")
     test.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="repeat as needed")
     test.add_argument("--limit", type=int, default=100, help="tasks graded per split (default 100)")
     test.set_defaults(run=_test)
-    new = commands.add_parser("new", help="write a working environment and its test")
+    new = commands.add_parser("new", parents=[loading], help="write a working environment and its test")
     new.add_argument("name", help="lower-case letters, digits and _")
     new.add_argument("--dir", default="environments", help="the folder it goes into (default environments)")
     new.set_defaults(run=_new)
-    serve = commands.add_parser("serve", help="serve the environments of a YAML list")
+    serve = commands.add_parser("serve", parents=[loading], help="serve the environments of a YAML list")
     serve.add_argument("config", help="the YAML list")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=0, help="default 0: a free one")
@@ -55,33 +60,44 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _seconds(text: str) -> float:
+    """A positive, finite number of seconds."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
 def _list(arguments: argparse.Namespace) -> int:
-    discovery = discover()
-    width = max((len(name) for name in discovery.environments), default=0)
-    for name, environment in discovery.environments.items():
-        print(f"{name:<{width}}  {environment.description()}")
-    for broken in discovery.broken:
-        reason = broken.traceback.strip().splitlines()[-1]
-        print(f"{broken.name:<{width}}  cannot be imported: {reason}")
-        print(f"\n{broken.name} cannot be imported:\n{broken.traceback}", file=sys.stderr)
+    all_of_them = found(arguments.load_timeout)
+    width = max(map(len, [*all_of_them.environments, *all_of_them.broken]), default=0)
+    for name, description in all_of_them.environments.items():
+        print(f"{name:<{width}}  {description}")
+    for name, problem in all_of_them.broken.items():
+        print(f"{name:<{width}}  {problem}")
+    for name, trace in all_of_them.tracebacks.items():
+        print(f"\n{name} cannot be imported:\n{trace}", file=sys.stderr)
     return 0
 
 
 def _test(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what a data set was left without
-    environment = find_environment(arguments.name).from_options(_options(arguments.option))
-    checks = run_checks(environment, arguments.limit)
-    print(f"{environment.name}: {environment.description()}")
-    for check in checks:
-        print(_row(check))
-    return 1 if any(check.passed is False for check in checks) else 0
+    inspection = inspected(arguments.name, arguments.option, arguments.limit, arguments.load_timeout)
+    if inspection.output.strip():
+        print(inspection.output.rstrip(), file=sys.stderr)
+    if inspection.problems:
+        raise ConfigError(inspection.problems)
+    print(inspection.title)
+    for name, passed, detail in inspection.checks:
+        print(f"  {name:<15} {_VERDICTS[passed]:<5} {detail}")
+    return 1 if any(passed is False for _, passed, _ in inspection.checks) else 0
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    module, test = write_environment(arguments.name, Path(arguments.dir))
-    found = arguments.name in discover().environments
-    reference = arguments.name if found else f"{arguments.name}:{class_name(arguments.name)}"
-    path = "" if found else f"PYTHONPATH={arguments.dir} "
+    before = found(arguments.load_timeout)
+    module, test = write_environment(arguments.name, Path(arguments.dir), [*before.environments, *before.broken])
+    listed = is_listed(module)
+    reference = arguments.name if listed else f"{arguments.name}:{class_name(arguments.name)}"
+    path = "" if listed else f"PYTHONPATH={arguments.dir} "
     print(f"wrote {module} and {test}")
     print(f"check it:  {path}python -m megatron_rl.environments test {reference}")
     print(f"test it:   python -m pytest {test}")
@@ -100,20 +116,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.address_file,
         arguments.allow_remote,
         arguments.unix_socket,
+        arguments.load_timeout,
     )
     return 0
-
-
-def _row(check: Check) -> str:
-    return f"  {check.name:<15} {_VERDICTS[check.passed]:<5} {check.detail}"
-
-
-def _options(pairs: Sequence[str]) -> dict[str, object]:
-    """``["max_terms=6"]`` as the YAML list would read it."""
-    if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise ConfigError([f"--option {pair} has no value; write KEY=VALUE" for pair in wrong])
-    split = (pair.partition("=") for pair in pairs)
-    return {key: yaml.safe_load(value) for key, _, value in split}
 
 
 if __name__ == "__main__":

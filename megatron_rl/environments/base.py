@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from megatron_rl.environments.naming import suggestion
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, one_line, shorten
 from megatron_rl.types import Demonstration, Grade, Split, Step, Task, Transcript, Turn
 
 
@@ -113,10 +113,10 @@ class Environment(ABC):
         problems = []
         for name, value in given.items():
             if name not in declared:
-                problems.append(f"{cls.name} has no option {name!r}{suggestion(str(name), declared)}")
+                problems.append(f"{cls.name} has no option {shorten(name)}{suggestion(name, declared)}")
             elif not _fits(value, declared[name].default):
                 wanted = type(declared[name].default).__name__
-                problems.append(f"option {name!r} of {cls.name} is {value!r}; it must be of type {wanted}")
+                problems.append(f"option {name!r} of {cls.name} is {shorten(value)}; it must be of type {wanted}")
         missing = [name for name, p in declared.items() if p.default is p.empty and name not in given]
         problems += [f"{cls.name} needs the option {name!r}" for name in missing]
         return problems
@@ -129,8 +129,8 @@ class Environment(ABC):
             raise ConfigError(problems)
         try:
             return cls(**given)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:
+            reason = one_line(f"{type(error).__name__}: {error}")
             raise ConfigError([f"{cls.name} cannot be set up with its options: {reason}"]) from error
 
 

@@ -3,29 +3,100 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.wire import check_bounds, dumps
-from megatron_rl.errors import ConfigError
-from megatron_rl.types import Split, Task
+from megatron_rl.environments.loader import Begin, ignore
+from megatron_rl.environments.wire import check_bounds, dumps, task_to_json
+from megatron_rl.errors import ConfigError, one_line, shorten
+from megatron_rl.types import Demonstration, Split, Task
 
 MAX_PROBLEMS = 20
 """Per environment; a data set with one wrong column would give one line a row."""
 
 
+MAX_ROWS = 1_000_000
+"""Of a split; every rank holds all of them. A generator without an end must not fill its memory."""
+MAX_BYTES = 2 * 2**30
+"""Characters of a split's rows."""
+
+
+@dataclass
+class TaskSurvey:
+    """What a walk over all tasks found."""
+
+    problems: list[str] = field(default_factory=list)
+    """One line each; empty when the tasks can be used."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Rows of each split that was read."""
+    first_chat: str | None = None
+    """The id of a task whose prompt is chat messages."""
+    cut_short: bool = False
+    """Reading stopped at a bound: another split is likely no shorter."""
+
+
+class TooMuch(ConfigError):
+    """A list that is longer, larger or slower than it may be."""
+
+
 def task_problems(environment: Environment) -> list[str]:
     """All that is wrong with the environment's tasks; empty when they can be used."""
+    return survey_tasks(environment).problems
+
+
+def survey_tasks(environment: Environment, begin: Begin = ignore) -> TaskSurvey:
+    """Reads all tasks of the splits that a run reads."""
     splits: tuple[Split, ...] = ("test",) if environment.evaluation_only else ("train", "test")
-    first_seen: dict[str, str] = {}
-    # a data set that cannot be read says the same of every split
-    problems = list(
-        dict.fromkeys(problem for split in splits for problem in _walk(environment, split, first_seen))
-    )
-    if not first_seen and not problems:
-        problems.append("there are no tasks")
-    hidden = len(problems) - MAX_PROBLEMS
-    return [*problems[:MAX_PROBLEMS], f"... and {hidden} more"] if hidden > 0 else problems
+    survey, first_seen = TaskSurvey(), {}
+    for split in splits:
+        begin(f"its {split} tasks were read")
+        # a data set that cannot be read says the same of every split
+        new = (problem for problem in _walk(environment, split, first_seen, survey) if problem not in survey.problems)
+        survey.problems += _first_few(new)
+        if survey.cut_short:
+            break
+    if not first_seen and not survey.problems:
+        survey.problems.append("there are no tasks")
+    return survey
+
+
+def _first_few(problems: Iterator[str]) -> list[str]:
+    """The first ``MAX_PROBLEMS``, cut; all are walked, so that the last line can tell their number."""
+    shown: list[str] = []
+    hidden = 0
+    for problem in problems:
+        if len(shown) < MAX_PROBLEMS:
+            shown.append(one_line(problem))
+        else:
+            hidden += 1
+    return [*shown, f"... and {hidden} more"] if hidden else shown
+
+
+def bounded(rows: Iterable[object], seconds: float | None = None) -> Iterator[object]:
+    """``rows``; ``TooMuch`` for more than ``MAX_ROWS`` or ``MAX_BYTES``, or rows that take longer than ``seconds``."""
+    size, start = 0, time.monotonic()
+    for number, row in enumerate(rows):
+        if number >= MAX_ROWS:
+            raise TooMuch([f"has more than {MAX_ROWS:,} rows, or no end; give fewer"])
+        size += _size(row)
+        if size > MAX_BYTES:
+            raise TooMuch([f"has more than {MAX_BYTES / 2**30:g} GiB in its first {number + 1:,} rows; give less"])
+        if seconds is not None and time.monotonic() - start > seconds:
+            raise TooMuch([f"has given {number + 1:,} rows in {seconds:g} s and goes on; give fewer, or give them faster"])
+        yield row
+
+
+def _size(row: object) -> int:
+    """Characters of a row as it travels; 0 for one that cannot, which ``row_problems`` reports."""
+    try:
+        if isinstance(row, Demonstration):
+            return len(row.completion) + _size(row.task)
+        check_bounds(row.data)
+        return len(dumps(task_to_json(row)))
+    except (AttributeError, TypeError, ValueError):
+        return 0
 
 
 def row_problems(row: object) -> list[str]:
@@ -34,28 +105,34 @@ def row_problems(row: object) -> list[str]:
         return [_not_a_task(row)]
     problems = []
     if not isinstance(row.id, str) or not row.id:
-        problems.append(f"has the id {row.id!r}; it must be a non-empty string")
+        problems.append(f"has the id {shorten(row.id)}; it must be a non-empty string")
     problems += _prompt_problems(row.prompt)
-    problems += _data_problems(row.data)
-    return problems or _bound_problems(row)
+    return problems + (_bound_problems(row) or _data_problems(row.data))
 
 
-def _walk(environment: Environment, split: Split, first_seen: dict[str, str]) -> Iterator[str]:
+def _walk(environment: Environment, split: Split, first_seen: dict[str, str], survey: TaskSurvey) -> Iterator[str]:
     row_number = -1
     try:
-        for row_number, row in enumerate(environment.tasks(split)):
+        for row_number, row in enumerate(bounded(environment.tasks(split))):
             where = f"{split} row {row_number}"
             yield from (f"{where} {problem}" for problem in row_problems(row))
             if isinstance(row, Task) and isinstance(row.id, str):
                 earlier = first_seen.setdefault(row.id, where)
                 if earlier != where:
-                    yield f"{where} has the id {row.id!r} of {earlier}; ids must be unique"
+                    yield f"{where} has the id {shorten(row.id)} of {earlier}; ids must be unique"
+                if survey.first_chat is None and not isinstance(row.prompt, str):
+                    survey.first_chat = row.id
+    except TooMuch as error:
+        survey.cut_short = True
+        yield f"{split} {error}"
+        return
     except ConfigError as error:  # it says itself where and what
         yield from error.problems
         return
     except Exception as error:  # noqa: BLE001 - an author's code may raise anything
         yield f"{split} row {row_number + 1} raises {type(error).__name__}: {error}"
         return
+    survey.counts[split] = row_number + 1
     needed = environment.evaluation_only or split == "train"
     if row_number < 0 and needed:
         yield f"there are no {split} tasks"
@@ -100,8 +177,8 @@ def _data_problems(data: object) -> list[str]:
         try:
             same = isinstance(key, str) and json.loads(dumps(value)) == value
         except (TypeError, ValueError) as error:
-            problems.append(f"has data {key!r} that is not JSON: {error}")
+            problems.append(f"has data {shorten(key)} that is not JSON: {error}")
             continue
         if not same:  # a tuple becomes a list and an integer key a string: the grader would see another value
-            problems.append(f"has data {key!r} that JSON does not return unchanged ({type(value).__name__})")
+            problems.append(f"has data {shorten(key)} that JSON does not return unchanged ({type(value).__name__})")
     return problems

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from megatron_rl.environments.address import ServerError, get_json, read_address
 from megatron_rl.environments.exchange import LONGEST_BACKOFF, Exchange, RequestFailed
+from megatron_rl.environments.loading.supervise import LOAD_SECONDS
 from megatron_rl.environments.wire import (
     demonstration_from_json,
     failed,
@@ -26,9 +28,21 @@ from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Demonstration, GradeResult, Item, Split, Task, Transcript, Turn
 
 PAGE = 2000
-LIST_TIMEOUT = 600.0
-"""The first page of a split waits for the environment to read its data set."""
+LIST_MARGIN = 30.0
+"""Seconds beyond the server's own deadline for reading a split, so that its words arrive."""
 COUNTERS_TIMEOUT = 2.0
+
+
+@dataclass(frozen=True)
+class ServedEnvironment:
+    """An environment of the server's list."""
+
+    name: str
+    weight: float
+    """Share of the training prompts, relative to the others."""
+    evaluation_only: bool
+    max_turns: int
+    """How often the model may speak in a conversation."""
 
 
 class EnvironmentClient:
@@ -40,16 +54,19 @@ class EnvironmentClient:
         address_file: str | Path,
         *,
         timeout: float = 60.0,
+        list_timeout: float = LOAD_SECONDS,
         attempts: int = 24,
         backoff: float = 0.1,
         revive: Callable[[], None] | None = None,
         answered: Callable[[], None] | None = None,
     ) -> None:
-        """``timeout`` bounds one grade request from its sending to its answer. An attempt that cannot reach the
+        """``timeout`` bounds one grade request from its sending to its answer, ``list_timeout`` the server's reading
+        of a data set. An attempt that cannot reach the
         server is repeated after ``backoff`` seconds, doubled every time up to 2, and after a call of ``revive``,
         which may restart it (``EnvironmentServerProcess.ensure_alive``); ``answered`` is called after every
         answer. A server that is busy is asked again for twenty timeouts."""
         self._address_file = Path(address_file)
+        self._list_timeout = list_timeout + LIST_MARGIN
         self._attempts = attempts
         self._backoff = backoff
         self._revive = revive
@@ -82,9 +99,14 @@ class EnvironmentClient:
         """All demonstrations of a split in the order of the curriculum; often none."""
         return [demonstration_from_json(row) for row in self._fetch(environment, "demonstrations", split)]
 
-    def max_turns(self, environment: str) -> int:
-        """How often the model may speak in a conversation; ``EnvironmentFault`` when the server does not say."""
-        return read_key(self._get(f"/v1/environments/{quote(environment, safe='')}"), "max_turns", int, "")
+    def environments(self) -> tuple[ServedEnvironment, ...]:
+        """What is served, in the order of the list; ``EnvironmentFault`` when the server does not say."""
+        rows = read_key(self._get("/v1/environments"), "items", list, "")
+        kinds = {"name": str, "weight": float, "evaluation_only": bool, "max_turns": int}
+        return tuple(
+            ServedEnvironment(**{key: read_key(row, key, kind, f"items[{index}]") for key, kind in kinds.items()})
+            for index, row in enumerate(rows)
+        )
 
     def health(self) -> bool:
         """Whether the server answers."""
@@ -116,11 +138,12 @@ class EnvironmentClient:
 
     def _get(self, path: str) -> Any:
         """The answer to a GET; one that was lost with the server, or refused by a busy one, is asked for again."""
+        ends = time.monotonic() + self._list_timeout
         for attempt in range(self._attempts):
             try:
-                return get_json(read_address(self._address_file), path, LIST_TIMEOUT)
+                return get_json(read_address(self._address_file), path, max(ends - time.monotonic(), 1.0))
             except EnvironmentFault as fault:
-                last = attempt == self._attempts - 1
+                last = attempt == self._attempts - 1 or time.monotonic() > ends
                 if last or (isinstance(fault, ServerError) and not fault.may_pass):
                     raise
             time.sleep(min(self._backoff * 2**attempt, LONGEST_BACKOFF))

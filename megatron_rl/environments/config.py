@@ -11,26 +11,42 @@
 
 from __future__ import annotations
 
-import math
+import os
+import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.checks import task_problems
+from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.loader import NAME_PATTERN, find_environment
 from megatron_rl.environments.naming import suggestion
-from megatron_rl.errors import ConfigError
+from megatron_rl.environments.wire import check_bounds, dumps
+from megatron_rl.errors import ConfigError, one_line, shorten
 
 KEYS = (
     *("environment", "agent_type", "args", "agent_args", "weight"),
     *("evaluation_only", "in_process", "grade_deadline", "name"),
 )
 MAX_GRADE_DEADLINE = 600.0
+MAX_WEIGHT = 1e9
+MAX_NAME = 100
+MAX_LIST = 2**20
+"""Bytes of the YAML file. The safe loader's time grows faster than the file."""
+MAX_ARGS = 100_000
+"""Characters of one entry's args as JSON, which every worker gets; rows of a data set belong into a file."""
+MAX_PROBLEMS = 30
+"""Lines that are shown."""
+
+MAX_ENTRIES = 1_000
+
+BeginEntry = Callable[[int, str, str, str], None]
+"""Told, before an author's code runs, the entry's number (from 0), its file and line, its name, and what comes next."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,10 @@ class EnvironmentSpec:
     in_process: bool | None = None
     """None leaves it, and the next, to the environment."""
     grade_deadline: float | None = None
+    entry: int = field(default=0, compare=False)
+    """Its number in the list, from 0."""
+    where: str = field(default="", compare=False)
+    """File and line."""
 
     def create(self) -> Environment:
         """The environment with its options; ``ConfigError`` when it cannot be set up."""
@@ -57,28 +77,44 @@ class EnvironmentSpec:
         return environment
 
 
-def load_environment_specs(path: str | Path) -> list[EnvironmentSpec]:
-    """The entries of the YAML list at ``path``; one ``ConfigError`` carries all problems found."""
+def _ignore_entry(*_: object) -> None:
+    pass
+
+
+def load_environment_specs(
+    path: str | Path, skip: Collection[int] = (), begin: BeginEntry = _ignore_entry
+) -> list[EnvironmentSpec]:
+    """The entries of the YAML list at ``path``; one ``ConfigError`` carries all problems found.
+
+    Imports the modules they name, except those of the entries to ``skip``: they are left out.
+    """
     entries, lines = _read_yaml(Path(path))
     specs: list[EnvironmentSpec] = []
-    wheres: list[str] = []
     explicit: list[bool] = []
     problems: list[str] = []
-    for entry, line in zip(entries, lines, strict=True):
+    for number, (entry, line) in enumerate(zip(entries, lines, strict=True)):
+        if number in skip:
+            continue
         where = f"{path}:{line}"
         try:
-            specs.append(_parse_entry(entry))
-            wheres.append(where)
+            specs.append(replace(_parse_entry(entry, partial(begin, number, where)), entry=number, where=where))
             explicit.append("name" in entry)
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.problems]
-    problems += _duplicates(specs, wheres, explicit)
+    problems += _duplicates(specs, explicit)
     trained = [spec.weight for spec in specs if not spec.evaluation_only]
-    if trained and sum(trained) == 0:
+    if trained and sum(trained) == 0 and not skip:
         problems.append(f"{path}: the weights sum to 0; give at least one entry a positive weight")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(few(problems))
     return _with_distinct_names(specs, explicit)
+
+
+def few(problems: Sequence[str]) -> list[str]:
+    """The first ``MAX_PROBLEMS``, each on one line and cut, and how many there are beyond."""
+    hidden = len(problems) - MAX_PROBLEMS
+    shown = [one_line(problem, 1000) for problem in problems[:MAX_PROBLEMS]]
+    return [*shown, f"... and {hidden} more problems"] if hidden > 0 else shown
 
 
 def check_environments(path: str | Path) -> list[str]:
@@ -90,28 +126,46 @@ def check_environments(path: str | Path) -> list[str]:
     return []
 
 
-def set_up_environments(path: str | Path) -> dict[str, Environment]:
-    """The environments of the list at ``path`` by name, all their tasks checked; ``ConfigError`` otherwise."""
-    environments: dict[str, Environment] = {}
+@dataclass(frozen=True)
+class Prepared:
+    """An environment of the list whose tasks can be used."""
+
+    environment: Environment
+    tasks: TaskSurvey
+
+
+def prepare_environments(
+    path: str | Path, skip: Collection[int] = (), begin: BeginEntry = _ignore_entry
+) -> dict[str, Prepared]:
+    """The environments of the list at ``path`` by name, all their tasks checked; ``ConfigError`` otherwise.
+
+    The author's code runs here; ``loading.surveyed`` does it in another process.
+    """
+    prepared: dict[str, Prepared] = {}
     problems = []
-    for spec in load_environment_specs(path):
+    for spec in load_environment_specs(path, skip, begin):
+        begin_part = partial(begin, spec.entry, spec.where, spec.name)
         try:
-            environments[spec.name] = spec.create()
-            found = task_problems(environments[spec.name])
+            begin_part("it was set up")
+            environment = spec.create()
+            prepared[spec.name] = Prepared(environment, survey_tasks(environment, begin_part))
+            found = prepared[spec.name].tasks.problems
         except ConfigError as error:
             found = list(error.problems)
         problems += [f"{spec.name}: {problem}" for problem in found]
     if problems:
-        raise ConfigError(problems)
-    return environments
+        raise ConfigError(few(problems))
+    return prepared
+
+
+def set_up_environments(path: str | Path) -> dict[str, Environment]:
+    """As ``prepare_environments``, without what was found out about the tasks."""
+    return {name: item.environment for name, item in prepare_environments(path).items()}
 
 
 def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
     """The entries of the list and the line each starts at."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"cannot read the environment list {path}: {error}"]) from error
+    text = _read_text(path)
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -119,15 +173,33 @@ def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError([f"{line}: not valid YAML: {error.problem or error.context}"]) from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError([f"{path}: not valid YAML: {error}"]) from error
+        raise ConfigError([f"{line}: not valid YAML: {one_line(error.problem or error.context)}"]) from error
+    except RecursionError:
+        raise ConfigError([f"{path}: not valid YAML: nested hundreds of levels deep"]) from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise ConfigError([f"{path}: not valid YAML: {one_line(str(error))}"]) from error
     if not isinstance(entries, list) or not entries:
         found = "an empty file" if node is None else f"a {type(entries).__name__}"
         advice = "write '- environment: NAME'"
         raise ConfigError([f"{path}: must be a list of environments, not {found}; {advice}"])
+    if len(entries) > MAX_ENTRIES:
+        raise ConfigError([f"{path}: has {len(entries):,} entries; at most {MAX_ENTRIES:,} are read"])
     _refuse_repeated_keys(path, node)
     return entries, [item.start_mark.line + 1 for item in node.value]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError([f"cannot read the environment list {path}: it is no file"])
+            data = file.read(MAX_LIST + 1)
+        if len(data) > MAX_LIST:
+            raise ConfigError([f"the environment list {path} has more than {MAX_LIST // 2**20} MiB; give a short one"])
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError([f"cannot read the environment list {shorten(str(path))}: {reason}"]) from error
 
 
 def _refuse_repeated_keys(path: Path, node: yaml.SequenceNode) -> None:
@@ -137,33 +209,28 @@ def _refuse_repeated_keys(path: Path, node: yaml.SequenceNode) -> None:
         if isinstance(item, yaml.MappingNode):
             counts = Counter(key.value for key, _ in item.value if isinstance(key, yaml.ScalarNode))
             line = item.start_mark.line + 1
-            problems += [f"{path}:{line}: {key!r} is given twice" for key, n in counts.items() if n > 1]
+            problems += [f"{path}:{line}: {shorten(key)} is given twice" for key, n in counts.items() if n > 1]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(few(problems))
 
 
-def _parse_entry(entry: object) -> EnvironmentSpec:
+def _parse_entry(entry: object, begin: Callable[[str, str], None]) -> EnvironmentSpec:
     if not isinstance(entry, Mapping):
-        raise ConfigError([f"an entry must be a mapping such as 'environment: NAME', not {entry!r}"])
-    problems = [f"unknown key {key!r}{suggestion(str(key), KEYS)}" for key in entry if key not in KEYS]
+        raise ConfigError([f"an entry must be a mapping such as 'environment: NAME', not {shorten(entry)}"])
+    problems = [f"unknown key {shorten(key)}{suggestion(key, KEYS)}" for key in entry if key not in KEYS]
     reference = _either(entry, "environment", "agent_type", problems)
     options = _either(entry, "args", "agent_args", problems) or {}
-    weight = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        problems.append(f"weight is {weight!r}; it must be a number")
-    elif not math.isfinite(weight) or weight < 0:
-        problems.append(f"weight is {weight}; it must be finite and not negative")
+    weight = _weight(entry, problems)
     evaluation_only = entry.get("evaluation_only", False)
     if not isinstance(evaluation_only, bool):
-        problems.append(f"evaluation_only is {evaluation_only!r}; it must be true or false")
+        problems.append(f"evaluation_only is {shorten(evaluation_only)}; it must be true or false")
     name = entry.get("name")
-    if name is not None and not (isinstance(name, str) and NAME_PATTERN.fullmatch(name)):
-        problems.append(f"name is {name!r}; it must match {NAME_PATTERN.pattern}")
+    if name is not None and not (isinstance(name, str) and NAME_PATTERN.fullmatch(name) and len(name) <= MAX_NAME):
+        wanted = f"it must match {NAME_PATTERN.pattern} and have at most {MAX_NAME} characters"
+        problems.append(f"name is {shorten(name)}; {wanted}")
     grading = _grading_options(entry, problems)
-    if not isinstance(options, Mapping):
-        problems.append(f"args is {options!r}; it must be a mapping of options")
-        options = {}
-    environment = _resolve(reference, options, problems)
+    options = _checked_options(options, problems)
+    environment = _resolve(reference, options, problems, begin)
     if environment is not None and environment.evaluation_only and entry.get("evaluation_only") is False:
         why = "models are measured by it"
         problems.append(f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true")
@@ -171,19 +238,47 @@ def _parse_entry(entry: object) -> EnvironmentSpec:
         raise ConfigError(problems)
     evaluation_only = evaluation_only or environment.evaluation_only
     name = name or environment.name
-    return EnvironmentSpec(name, reference, options, float(weight), evaluation_only, **grading)
+    return EnvironmentSpec(name, reference, options, weight, evaluation_only, **grading)
+
+
+def _weight(entry: Mapping[str, Any], problems: list[str]) -> float:
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        problems.append(f"weight is {shorten(weight)}; it must be a number")
+    elif not 0 <= weight <= MAX_WEIGHT:  # NaN is refused here, too
+        problems.append(f"weight is {shorten(weight)}; it must be from 0 to {MAX_WEIGHT:g}")
+    else:
+        return float(weight)
+    return 0.0
+
+
+def _checked_options(options: object, problems: list[str]) -> Mapping[str, Any]:
+    """They travel as JSON to the workers; a date would not, and a few anchors can stand for 10**9 values."""
+    if not isinstance(options, Mapping):
+        problems.append(f"args is {shorten(options)}; it must be a mapping of options")
+        return {}
+    try:
+        check_bounds(options)
+        size = len(dumps(options))
+    except (TypeError, ValueError) as error:
+        problems.append(f"args is {shorten(options)}; it must be plain JSON values: {one_line(str(error))}")
+        return {}
+    if size > MAX_ARGS:
+        problems.append(f"args has {size:,} characters; at most {MAX_ARGS:,} travel, so put data into a file")
+        return {}
+    return options
 
 
 def _grading_options(entry: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """Where an entry's samples are graded, and for how long."""
     in_process, deadline = entry.get("in_process"), entry.get("grade_deadline")
     if in_process is not None and not isinstance(in_process, bool):
-        problems.append(f"in_process is {in_process!r}; it must be true or false")
+        problems.append(f"in_process is {shorten(in_process)}; it must be true or false")
     if deadline is not None:
         number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
         if not number or not 0 < deadline <= MAX_GRADE_DEADLINE:
             problems.append(
-                f"grade_deadline is {deadline!r}; give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}"
+                f"grade_deadline is {shorten(deadline)}; give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}"
             )
     return {"in_process": in_process, "grade_deadline": deadline}
 
@@ -195,12 +290,14 @@ def _either(entry: Mapping[str, Any], ours: str, megatrons: str, problems: list[
     return entry.get(ours, entry.get(megatrons))
 
 
-def _resolve(reference: object, options: Mapping, problems: list[str]) -> type[Environment] | None:
+def _resolve(
+    reference: object, options: Mapping, problems: list[str], begin: Callable[[str, str], None]
+) -> type[Environment] | None:
     if not isinstance(reference, str) or not reference:
         problems.append("no environment is named; add 'environment: NAME'")
         return None
     try:
-        environment = find_environment(reference)
+        environment = find_environment(reference, partial(begin, reference))
     except ConfigError as error:
         problems.extend(error.problems)
         return None
@@ -208,7 +305,7 @@ def _resolve(reference: object, options: Mapping, problems: list[str]) -> type[E
     return environment
 
 
-def _duplicates(specs: list[EnvironmentSpec], wheres: list[str], explicit: list[bool]) -> list[str]:
+def _duplicates(specs: list[EnvironmentSpec], explicit: list[bool]) -> list[str]:
     """Entries that repeat another, or that claim a name another entry claims."""
     problems = []
     for index, spec in enumerate(specs):
@@ -218,7 +315,7 @@ def _duplicates(specs: list[EnvironmentSpec], wheres: list[str], explicit: list[
             if same or (spec.name == earlier.name and explicit[index] and explicit[other]):
                 what = "repeats" if same else f"has the name {spec.name!r} of"
                 advice = "drop one, or give it another 'name'"
-                problems.append(f"{wheres[index]}: {what} {wheres[other]}; {advice}")
+                problems.append(f"{spec.where}: {what} {earlier.where}; {advice}")
                 break
     return problems
 

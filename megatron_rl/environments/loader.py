@@ -1,8 +1,10 @@
 """Finds environments; none is registered and none is imported by name.
 
-Three places are looked at, in this order: the folder ``environments/`` (installed as
+Three places are looked at, in this order: the folder ``environments/`` beside this package (installed as
 ``megatron_rl_environments``), the entry points of group ``megatron_rl.environments`` that other
-packages declare, and, for a reference that has a colon, ``package.module:Class``.
+packages declare, and, for a reference that has a colon, ``package.module:Class``, also from the current directory.
+
+An author's module may hang, exit or crash here: callers that must not use ``loading``.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,7 +26,7 @@ from types import ModuleType
 import megatron_rl
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.naming import suggestion
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, one_line, shorten
 
 PACKAGE = "megatron_rl_environments"
 ENTRY_POINT_GROUP = "megatron_rl.environments"
@@ -31,6 +34,14 @@ NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 """Names appear in URLs and in metric keys."""
 NEW_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 """A name that is also a module's."""
+MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+Begin = Callable[[str], None]
+"""Told what comes next, before an author's code runs."""
+
+
+def ignore(_: str) -> None:
+    """The ``Begin`` of who does not care."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,8 @@ class BrokenEnvironment:
     """An environment that could not be imported."""
 
     name: str
+    reason: str
+    """One line."""
     traceback: str
 
 
@@ -49,38 +62,43 @@ class Discovery:
     broken: tuple[BrokenEnvironment, ...]
 
 
-def discover() -> Discovery:
-    """Imports every environment there is; one that raises is reported and does not hide the others."""
+def discover(begin: Begin = ignore, skip: Collection[str] = ()) -> Discovery:
+    """Imports every environment but those to ``skip``; one that raises is reported and does not hide the others."""
     environments: dict[str, type[Environment]] = {}
     broken = []
     for name, load in _candidates():
+        if name in skip:
+            continue
+        begin(name)
         try:
             for found in load():
+                found.description()
                 environments.setdefault(_checked_name(found), found)
-        except (Exception, SystemExit):  # noqa: BLE001 - an author's module may raise anything
-            broken.append(BrokenEnvironment(name, traceback.format_exc()))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an author's module may raise anything
+            broken.append(BrokenEnvironment(name, _reason(error), traceback.format_exc()))
     return Discovery(dict(sorted(environments.items())), tuple(broken))
 
 
-def find_environment(reference: str) -> type[Environment]:
+def find_environment(reference: str, begin: Begin = ignore) -> type[Environment]:
     """The class named by ``reference``: ``module:Class``, or a name in any case, with or without ``Agent``.
 
     Of a dotted name (``examples.rl.environments.dapo_agent.DAPOAgent``) only the last part counts.
     """
     if ":" in reference:
+        begin("its module was imported")
         return _import_class(reference)
     wanted = canonical(reference.rpartition(".")[2])
-    direct = _import_folder(wanted)
+    direct = _import_folder(wanted, begin)
     if direct is not None:
         return direct
-    discovery = discover()
+    discovery = discover(lambda name: begin(f"module {name!r} was imported in search of it"))
     for name, environment in discovery.environments.items():
         if canonical(name) == wanted:
             return environment
     for broken in discovery.broken:
         if canonical(broken.name) == wanted:
-            raise ConfigError([f"environment {broken.name!r} fails to import:\n{broken.traceback}"])
-    raise ConfigError([f"unknown environment {reference!r}{suggestion(wanted, discovery.environments)}"])
+            raise ConfigError([f"environment {broken.name!r} cannot be imported: {broken.reason}"])
+    raise ConfigError([f"unknown environment {shorten(reference)}{suggestion(wanted, discovery.environments)}"])
 
 
 def _candidates() -> Iterator[tuple[str, Callable[[], list[type[Environment]]]]]:
@@ -93,22 +111,35 @@ def _candidates() -> Iterator[tuple[str, Callable[[], list[type[Environment]]]]]
         yield point.name, lambda point=point: [_checked_class(point.load(), point.value)]
 
 
+def is_listed(module: Path) -> bool:
+    """Whether ``module``, an ``__init__.py``, lies in the folder of environments."""
+    package = _environments_package()
+    return package is not None and str(module.resolve().parent.parent) in map(os.path.realpath, package.__path__)
+
+
 def _environments_package() -> ModuleType | None:
-    """The installed package, or the folder beside ``megatron_rl`` loaded under the package's name."""
-    if PACKAGE in sys.modules or importlib.util.find_spec(PACKAGE):
-        return importlib.import_module(PACKAGE)
-    init = Path(megatron_rl.__file__).resolve().parent.parent / "environments" / "__init__.py"
-    if not init.is_file():
-        return None
-    folder = str(init.parent)
-    spec = importlib.util.spec_from_file_location(PACKAGE, init, submodule_search_locations=[folder])
+    """The folder beside ``megatron_rl`` under the package's name, else the installed package.
+
+    The folder comes first: with one virtual environment for two checkouts, the installed package is the folder
+    of the other.
+    """
+    root = Path(megatron_rl.__file__).resolve().parent.parent
+    init = root / "environments" / "__init__.py"
+    if (root / PACKAGE).is_dir() or not init.is_file():
+        return importlib.import_module(PACKAGE) if importlib.util.find_spec(PACKAGE) else None
+    present = sys.modules.get(PACKAGE)
+    if present is not None and present.__file__ == str(init):
+        return present
+    spec = importlib.util.spec_from_file_location(PACKAGE, init, submodule_search_locations=[str(init.parent)])
     module = importlib.util.module_from_spec(spec)
+    for name in [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]:
+        del sys.modules[name]
     sys.modules[PACKAGE] = module
     spec.loader.exec_module(module)
     return module
 
 
-def _import_folder(wanted: str) -> type[Environment] | None:
+def _import_folder(wanted: str, begin: Begin) -> type[Environment] | None:
     """The environment ``wanted`` out of the module of the same name.
 
     Tried before full discovery so that a run never imports what the other environments depend on.
@@ -118,10 +149,11 @@ def _import_folder(wanted: str) -> type[Environment] | None:
     module = next((found.name for found in modules if canonical(found.name) == wanted), None)
     if module is None or module.startswith("_"):
         return None
+    begin("its module was imported")
     try:
         classes = _classes_of_folder(module)
     except (Exception, SystemExit) as error:
-        raise _import_failure(module) from error
+        raise ConfigError([f"environment {module!r} cannot be imported: {_reason(error)}"]) from error
     return next((found for found in classes if canonical(found.name) == wanted), None)
 
 
@@ -144,10 +176,9 @@ def _classes_of_folder(name: str) -> list[type[Environment]]:
 
 def _import_class(reference: str) -> type[Environment]:
     module_name, _, class_name = reference.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise _import_failure(reference) from error
+    if not MODULE_NAME.fullmatch(module_name) or not class_name.isidentifier():
+        raise ConfigError([f"{shorten(reference)} names no class; write package.module:Class"])
+    module = _import_module(module_name, reference)
     if class_name not in vars(module):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
         raise ConfigError([f"{module_name} has no class {class_name!r}{suggestion(class_name, classes)}"])
@@ -156,9 +187,35 @@ def _import_class(reference: str) -> type[Environment]:
     return found
 
 
-def _import_failure(reference: str) -> ConfigError:
-    """Of the exception being handled."""
-    return ConfigError([f"environment {reference!r} fails to import:\n{traceback.format_exc()}"])
+def _import_module(module_name: str, reference: str) -> ModuleType:
+    if module_name.partition(".")[0] == PACKAGE:
+        _environments_package()
+    here = os.getcwd()
+    if not {here, ""} & set(sys.path):  # as `python -m` has it, and a script does not
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError([f"environment {reference!r} cannot be imported: {_reason(error)}"]) from error
+        where = f"it is looked for in {here} and among the installed packages (PYTHONPATH adds folders)"
+        raise ConfigError([f"environment {reference!r}: there is no module {error.name!r}; {where}"]) from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError([f"environment {reference!r} cannot be imported: {_reason(error)}"]) from error
+
+
+def _reason(error: BaseException) -> str:
+    """``KeyError: 'gold' (parity.py:12)``: type, text and the last line that is the author's."""
+    if isinstance(error, ConfigError):
+        return one_line(str(error))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_authors(frame.filename)]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return one_line(f"{type(error).__name__}: {error}") + place
+
+
+def _is_authors(filename: str) -> bool:
+    library = filename.startswith(os.path.dirname(os.__file__)) and "site-packages" not in filename
+    return not library and not filename.startswith("<frozen") and filename != __file__
 
 
 def _checked_class(value: object, reference: str) -> type[Environment]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from megatron_rl.environments.address import get_json, read_address
+from megatron_rl.environments.loading.supervise import LOAD_SECONDS
 from megatron_rl.errors import EnvironmentFault
 
 STOP_SECONDS = 5.0
@@ -25,6 +26,8 @@ PROBE_SECONDS = 5.0
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, 0)
 """Exit statuses of a server that somebody, or the kernel short of memory, has ended; 0 is its answer to SIGTERM."""
 LOG_TAIL_LINES = 15
+LOADING = ", now loading: "
+"""In a line of the server's log that names what may not come back."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +45,13 @@ class EnvironmentServerProcess:
         directory: str | Path,
         *,
         port: int = 0,
-        start_timeout: float = 60.0,
+        start_timeout: float = LOAD_SECONDS,
         max_restarts: int = 3,
         hung_seconds: float = HUNG_SECONDS,
     ) -> None:
         """``directory`` gets the server's log and its address file; port 0 takes a free one.
+
+        The start with all imports, and later the reading of each split, may take ``start_timeout`` seconds.
 
         After ``max_restarts`` in a row, without an answer or ten seconds of health in between, it is given up.
         A healthy server that was killed is restarted however often: nothing says that the next will not work.
@@ -172,6 +177,8 @@ class EnvironmentServerProcess:
             str(self._port),
             "--address-file",
             str(self.address_file),
+            "--load-timeout",
+            str(self._start_timeout),
         ]
         # what this process can import the server can, wherever the trainer's script was started from
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
@@ -209,6 +216,8 @@ class EnvironmentServerProcess:
     def _fault(self, what: str) -> EnvironmentFault:
         """The error with the end of the server's log."""
         lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        # what was loaded is of interest only where nothing came after it
+        lines = [line for line in lines[:-1] if LOADING not in line] + lines[-1:]
         return EnvironmentFault("\n".join([f"{what}; see {self.log_file}:", *lines[-LOG_TAIL_LINES:]]))
 
 

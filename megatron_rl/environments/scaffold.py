@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import keyword
+from collections.abc import Collection
 from pathlib import Path
 
-from megatron_rl.environments.loader import NEW_NAME, canonical, discover
+from megatron_rl.environments.loader import NEW_NAME, canonical
 from megatron_rl.errors import ConfigError
 
 ENVIRONMENT = '''\
@@ -57,9 +58,12 @@ def test_a_wrong_answer_and_a_cut_one_score_nothing():
 '''
 
 
-def write_environment(name: str, folder: Path) -> tuple[Path, Path]:
-    """Writes ``folder/name`` and returns its module and its test; ``ConfigError`` for a name that is no good."""
-    _refuse_bad_name(name)
+def write_environment(name: str, folder: Path, taken: Collection[str]) -> tuple[Path, Path]:
+    """Writes ``folder/name`` and returns its module and its test.
+
+    ``ConfigError`` for a name that is no good, or would select one of those ``taken``.
+    """
+    _refuse_bad_name(name, taken)
     target = folder / name
     if target.exists() or target.with_suffix(".py").exists():
         raise ConfigError([f"{target} exists already; choose another name, or remove it"])
@@ -78,13 +82,11 @@ def class_name(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-def _refuse_bad_name(name: str) -> None:
+def _refuse_bad_name(name: str, taken: Collection[str]) -> None:
     if not NEW_NAME.fullmatch(name) or keyword.iskeyword(name):
         why = "it becomes a module and a metric name"
         advice = "use lower-case letters, digits and _, beginning with a letter"
         raise ConfigError([f"{name!r} cannot name an environment, because {why}; {advice}"])
-    discovery = discover()
-    taken = [*discovery.environments, *(broken.name for broken in discovery.broken)]
     for other in taken:
         if canonical(other) == canonical(name):
             raise ConfigError([f"an environment {other!r} exists, and {name!r} would select it; choose another name"])

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.checks import task_problems
+from megatron_rl.environments.checks import survey_tasks
 from megatron_rl.environments.grading.sample import grade_one, step_one
+from megatron_rl.environments.loader import Begin, ignore
+from megatron_rl.errors import shorten
 from megatron_rl.types import GradeResult, Split, Task, Transcript, Turn
 
 TIMED_SECONDS = 2.0
@@ -30,12 +32,13 @@ class Check:
     detail: str
 
 
-def run_checks(environment: Environment, limit: int = 100) -> list[Check]:
+def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore) -> list[Check]:
     """All checks, the graded ones on the first ``limit`` tasks of each split."""
-    problems = task_problems(environment)
+    problems = survey_tasks(environment, begin).problems
     if problems:
         return [Check("tasks", False, "; ".join(problems))]
     splits: tuple[Split, ...] = ("test",) if environment.evaluation_only else ("train", "test")
+    begin("its gold answers and demonstrations were read")
     tasks = [task for split in splits for task in islice(environment.tasks(split), limit)]
     gold = [(task, turns) for task in tasks if (turns := environment.gold_turns(task)) is not None]
     shown = [
@@ -43,44 +46,56 @@ def run_checks(environment: Environment, limit: int = 100) -> list[Check]:
         for split in splits
         for row in islice(environment.demonstrations(split), limit)
     ]
+    empty = [(task, [""]) for task in tasks]
     lowest, highest = environment.reward_range
+    player = _Player(environment, begin)
     return [
         Check("tasks", True, f"the first {len(tasks)} of {', '.join(splits)}"),
-        _rewards("gold answers", environment, gold, highest),
-        _rewards("demonstrations", environment, shown, highest),
-        _rewards("empty answers", environment, [(task, [""]) for task in tasks], lowest),
-        _agreement(environment, [*gold, *shown, *((task, [""]) for task in tasks)]),
-        _speed(environment, [*gold, *shown] or [(task, [""]) for task in tasks]),
+        _rewards("gold answers", player, gold, highest),
+        _rewards("demonstrations", player, shown, highest),
+        _rewards("empty answers", player, empty, lowest),
+        _agreement(player, [*gold, *shown, *empty]),
+        _speed(player, [*gold, *shown] or empty),
     ]
 
 
-def _rewards(
-    name: str, environment: Environment, answers: Sequence[Played], wanted: float
-) -> Check:
+@dataclass(frozen=True)
+class _Player:
+    environment: Environment
+    begin: Begin
+
+    def play(self, task: Task, turns: Sequence[str]) -> GradeResult:
+        """``play``, announced."""
+        self.begin(f"it graded {_shown(turns)} to task {shorten(task.id)}")
+        return play(self.environment, task, turns)
+
+
+def _rewards(name: str, player: _Player, answers: Sequence[Played], wanted: float) -> Check:
     """Every answer must get exactly the reward ``wanted``."""
     if not answers:
         return Check(name, None, "the environment has none")
     for task, turns in answers:
-        result = play(environment, task, turns)
+        result = player.play(task, turns)
         if result.reward != wanted:
             got = result.reward if result.status == "ok" else f"{result.code}: {result.message}"
-            return Check(name, False, f"{_shown(turns)} to task {task.id!r} gets {got}, not {wanted:g}")
+            return Check(name, False, f"{_shown(turns)} to task {shorten(task.id)} gets {got}, not {wanted:g}")
     return Check(name, True, f"{len(answers)} at {wanted:g}")
 
 
-def _agreement(environment: Environment, answers: Sequence[Played]) -> Check:
+def _agreement(player: _Player, answers: Sequence[Played]) -> Check:
     for task, turns in answers:
-        first, second = (play(environment, task, turns) for _ in range(2))
+        first, second = (player.play(task, turns) for _ in range(2))
         if first != second:
-            return Check("graded twice", False, f"{_shown(turns)} to task {task.id!r} gets {first}, then {second}")
+            where = f"{_shown(turns)} to task {shorten(task.id)}"
+            return Check("graded twice", False, f"{where} gets {first}, then {second}")
     return Check("graded twice", True, f"{len(answers)} agree")
 
 
-def _speed(environment: Environment, answers: Sequence[Played]) -> Check:
+def _speed(player: _Player, answers: Sequence[Played]) -> Check:
     """Grades a second in one thread; run last, when what the grader imports is loaded."""
     start, count = time.perf_counter(), 0
     for task, turns in answers:
-        play(environment, task, turns)
+        play(player.environment, task, turns)
         count += 1
         if time.perf_counter() - start > TIMED_SECONDS:
             break
@@ -107,4 +122,4 @@ def play(environment: Environment, task: Task, turns: Sequence[str]) -> GradeRes
 
 
 def _shown(turns: Sequence[str]) -> str:
-    return ", then ".join(map(repr, turns))
+    return ", then ".join(map(shorten, turns))

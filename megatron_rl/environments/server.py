@@ -32,6 +32,8 @@ from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.graders import PooledGrading
 from megatron_rl.environments.lifeline import follow_parent
 from megatron_rl.environments.listening import hosts_of, listen_tcp, listen_unix, make_server
+from megatron_rl.environments.loading.supervise import LOAD_SECONDS
+from megatron_rl.environments.process import LOADING
 from megatron_rl.environments.serving import Admission, create_app
 from megatron_rl.errors import ConfigError
 
@@ -48,16 +50,19 @@ def serve(
     address_file: str | Path | None = None,
     allow_remote: bool = False,
     unix_socket: str | Path | None = None,
+    load_seconds: float = LOAD_SECONDS,
 ) -> None:
     """Serves the environments of a YAML list until SIGTERM or the parent's death.
 
     Port 0 takes a free one; ``address_file`` then tells clients where, and with which token. Without it the
-    token is left in a private folder that the log names. ``unix_socket`` takes the place of host and port.
+    token is left in a private folder that the log names. ``unix_socket`` takes the place of host and port. Reading
+    the tasks of a split may take ``load_seconds``.
     """
     follow_parent()
     _refuse_remote(host, allow_remote)
     sys.setswitchinterval(SWITCH_SECONDS)
-    specs = {spec.name: spec for spec in load_environment_specs(config_path)}
+    # the log's last line names the module, should it hang or end the process
+    specs = {spec.name: spec for spec in load_environment_specs(config_path, begin=_log)}
     environments = {name: spec.create() for name, spec in specs.items()}
     token, admission = secrets.token_urlsafe(32), Admission()
     with contextlib.ExitStack() as stack:
@@ -74,8 +79,9 @@ def serve(
         grading = PooledGrading(specs, environments)
         stack.callback(grading.close)
         app = create_app(
-            environments, token, grading, hosts=hosts, admission=admission, pool_counters=grading.counters
-        )
+            environments, token, grading, hosts=hosts, admission=admission, pool_counters=grading.counters,
+            weights={name: spec.weight for name, spec in specs.items()}, list_seconds=load_seconds,
+        )  # fmt: skip
 
         def closing() -> None:
             admission.close()
@@ -87,6 +93,10 @@ def serve(
         stack.enter_context(_announced(address, address_file))
         server.run()
     logger.info("stopped")
+
+
+def _log(_: int, where: str, name: str, doing: str) -> None:
+    logger.info("%s%senvironment %r (%s)", where, LOADING, name, doing)
 
 
 @contextlib.contextmanager

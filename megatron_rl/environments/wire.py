@@ -36,6 +36,8 @@ MAX_EXTRACTED = 500
 
 MAX_DEPTH = 64
 """What is deeper than Python's own limit of about 1000 could be read and then not be written again."""
+MAX_VALUES = 1_000_000
+"""At one depth; a few lists that hold each other many times are more than any memory when they are written."""
 
 
 class WireError(ValueError):
@@ -70,7 +72,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_bounds(value: object, texts: bool = True) -> None:
-    """``ValueError`` for a value nested too deeply, or with ``texts`` one that holds a lone surrogate.
+    """``ValueError`` for a value nested too deeply or too large, or with ``texts`` one that holds a lone surrogate.
 
     Not by recursion, which has a depth limit of its own.
     """
@@ -88,6 +90,8 @@ def check_bounds(value: object, texts: bool = True) -> None:
                 below += item
             elif texts and isinstance(item, str):
                 _check_text(item)
+            if len(below) > MAX_VALUES:
+                raise ValueError(f"more than {MAX_VALUES:,} values")
         level, depth = below, depth + 1
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_rl.config import RLConfig
-from megatron_rl.environments.base import Environment
-from megatron_rl.environments.config import set_up_environments
-from megatron_rl.environments.data import DatasetEnvironment
+from megatron_rl.environments.loading import Surveyed, surveyed
 from megatron_rl.errors import ConfigError
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Split
 
 
 def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[str]:
@@ -16,16 +15,17 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
     path = config.environment.langrl_env_config
     if path is None:
         return []  # already reported as a missing flag
+    alone = config.training.eval_only
+    supervised = not config.training.perform_rl_step and not alone
     try:
-        environments = set_up_environments(path)
+        environments = surveyed(path, config.environment.rl_environment_load_timeout, demonstrations=supervised)
     except ConfigError as error:
         return list(error.problems)
-    trained = {name: item for name, item in environments.items() if not item.evaluation_only}
-    alone = config.training.eval_only
+    trained = [item for item in environments if not item.evaluation_only]
     if not trained and not alone:
         return [f"{path}: every environment is evaluation_only, so there is nothing to train on; add one that is not"]
     problems: list[str] = []
-    if not config.training.perform_rl_step and not alone:
+    if supervised:
         problems += _demonstrations(path, trained)
     if config.training.perform_rl_step:
         problems += _overlong(config.rollout.rl_max_new_tokens, trained)
@@ -36,47 +36,44 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
     return problems
 
 
-def _demonstrations(path: str, trained: dict[str, Environment]) -> list[str]:
-    for name, environment in trained.items():
-        try:
-            if any(True for _ in environment.demonstrations("train")):
-                return []
-        except Exception as error:  # noqa: BLE001 - an author's code may raise anything
-            return [f"{name}: demonstrations raises {type(error).__name__}: {error}"]
+def _demonstrations(path: str, trained: Sequence[Surveyed]) -> list[str]:
+    if any(item.demonstrates for item in trained):
+        return []
+    names = ", ".join(item.name for item in trained)
     return [
-        f"{path}: no environment gives demonstrations ({', '.join(trained)}), which supervised training needs; "
+        f"{path}: no environment gives demonstrations ({names}), which supervised training needs; "
         "add --perform-rl-step to train by RL, or an environment that has some"
     ]
 
 
-def _overlong(longest: int | None, environments: dict[str, Environment]) -> list[str]:
+def _overlong(longest: int | None, environments: Sequence[Surveyed]) -> list[str]:
     """A length punishment that no answer can reach is a mistake in one of two numbers."""
-    return [
-        f"{name}: overlong_buffer {item.overlong.buffer} of max_response_tokens {item.overlong.max_tokens} begins "
-        f"beyond the {longest} tokens of --rl-max-new-tokens; make max_response_tokens {longest}"
-        for name, item in environments.items()
-        if isinstance(item, DatasetEnvironment) and longest and longest <= item.overlong.free_tokens
-    ]
-
-
-def _held_out(environments: dict[str, Environment]) -> list[str]:
-    return [
-        f"{name}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
-        for name, environment in environments.items()
-        if not any(True for _ in environment.tasks("test"))
-    ]
-
-
-def _chat_prompts(environments: dict[str, Environment], tokenizer: Tokenizer) -> list[str]:
-    """A prompt that is a list of messages needs a chat template to become text."""
     problems = []
-    for name, environment in environments.items():
-        splits: tuple[Split, ...] = ("test",) if environment.evaluation_only else ("train", "test")
-        tasks = (task for split in splits for task in environment.tasks(split))
-        chat = next((task for task in tasks if not isinstance(task.prompt, str)), None)
-        if chat is not None:
+    for item in environments:
+        if item.overlong is None or not longest:
+            continue
+        buffer, max_tokens, free_tokens = item.overlong
+        if longest <= free_tokens:
             problems.append(
-                f"{name}: task {chat.id!r} is a chat, and tokenizer {tokenizer.name!r} has no chat template; "
-                'set "chat_template" in its tokenizer_config.json, or use the tokenizer of a chat model'
+                f"{item.name}: overlong_buffer {buffer} of max_response_tokens {max_tokens} begins "
+                f"beyond the {longest} tokens of --rl-max-new-tokens; make max_response_tokens {longest}"
             )
     return problems
+
+
+def _held_out(environments: Sequence[Surveyed]) -> list[str]:
+    return [
+        f"{item.name}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
+        for item in environments
+        if not item.test_tasks
+    ]
+
+
+def _chat_prompts(environments: Sequence[Surveyed], tokenizer: Tokenizer) -> list[str]:
+    """A prompt that is a list of messages needs a chat template to become text."""
+    return [
+        f"{item.name}: task {item.first_chat!r} is a chat, and tokenizer {tokenizer.name!r} has no chat template; "
+        'set "chat_template" in its tokenizer_config.json, or use the tokenizer of a chat model'
+        for item in environments
+        if item.first_chat is not None
+    ]

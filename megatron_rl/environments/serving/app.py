@@ -10,6 +10,7 @@ from flask_restful import Api
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.catalog import Catalog
 from megatron_rl.environments.graders import GradeSamples, grade_in_process
+from megatron_rl.environments.loading.supervise import LOAD_SECONDS
 from megatron_rl.environments.replay import ReplayCache
 from megatron_rl.environments.serving.admission import Admission
 from megatron_rl.environments.serving.counters import Counters
@@ -36,10 +37,13 @@ def create_app(
     hosts: Collection[str] | None = None,
     admission: Admission | None = None,
     pool_counters: Callable[[], dict[str, int]] = dict,
+    weights: Mapping[str, float] | None = None,
+    list_seconds: float = LOAD_SECONDS,
 ) -> Flask:
     """The application that serves ``environments`` to whoever presents ``token``.
 
-    ``hosts`` are the values of the Host header that are answered, any if None.
+    ``hosts`` are the values of the Host header that are answered, any if None. ``weights`` are the shares of the
+    training prompts, 1 each if None; reading the tasks of a split may take ``list_seconds``.
     """
     admission, counters = admission or Admission(), Counters()
     app = Flask("megatron_rl.environments", static_folder=None)
@@ -47,7 +51,8 @@ def create_app(
     guard(app, token, hosts, admission, counters)
     api = _JsonApi(app)
     replays = ReplayCache(REPLAYED_REQUESTS)
-    service = Service(Catalog(environments), replays, grade, admission, counters, pool_counters)
+    catalog = Catalog(environments, list_seconds)
+    service = Service(catalog, weights or {}, replays, grade, admission, counters, pool_counters)
     shared = {"resource_class_kwargs": {"service": service}}
     one = "/v1/environments/<string:name>"
     api.add_resource(Health, "/v1/health", endpoint="health")

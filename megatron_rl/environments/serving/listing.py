@@ -10,8 +10,7 @@ from typing import Any, get_args
 from flask import request
 from flask_restful import Resource, abort
 
-from megatron_rl.environments.base import Environment
-from megatron_rl.environments.serving.service import Serving
+from megatron_rl.environments.serving.service import Service, Serving
 from megatron_rl.environments.wire import demonstration_to_json, task_to_json
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Split
@@ -42,7 +41,7 @@ class EnvironmentList(Serving):
 
     def get(self) -> dict[str, Any]:
         """One summary each."""
-        return {"items": [_summary(name, item) for name, item in self.service.catalog.environments.items()]}
+        return {"items": [_summary(self.service, name) for name in self.service.catalog.environments]}
 
 
 class OneEnvironment(Serving):
@@ -51,7 +50,7 @@ class OneEnvironment(Serving):
     def get(self, name: str) -> dict[str, Any]:
         """Its summary and the range of its rewards."""
         environment = self.service.environment(name)
-        return {**_summary(name, environment), "reward_range": list(environment.reward_range)}
+        return {**_summary(self.service, name), "reward_range": list(environment.reward_range)}
 
 
 class Tasks(Serving):
@@ -72,9 +71,11 @@ class Demonstrations(Serving):
         return _page(partial(self.service.catalog.demonstrations, name), demonstration_to_json)
 
 
-def _summary(name: str, environment: Environment) -> dict[str, Any]:
+def _summary(service: Service, name: str) -> dict[str, Any]:
+    environment = service.catalog.environments[name]
     return {
         "name": name,
+        "weight": service.weights.get(name, 1.0),
         "environment": environment.name,
         "description": environment.description(),
         "evaluation_only": environment.evaluation_only,

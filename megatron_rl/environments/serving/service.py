@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ class Service:
     """The environments and what is done with them."""
 
     catalog: Catalog
+    weights: Mapping[str, float]
     replays: ReplayCache
     grade: GradeSamples
     admission: Admission

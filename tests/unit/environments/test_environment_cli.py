@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from megatron_rl.environments import loader, selftest
+from megatron_rl.environments import selftest
 from megatron_rl.environments.__main__ import main
+from megatron_rl.environments.loading import Found
 
 
 def test_list_shows_names_and_descriptions(capsys):
@@ -55,15 +56,11 @@ def test_mistakes_are_one_line(capsys, arguments, message):
 
 
 def test_list_names_a_broken_environment_among_the_others(capsys, monkeypatch):
-    broken = loader.BrokenEnvironment("torn", "Traceback ...\n  File x\nKeyError: 'gold'\n")
-    found = loader.discover()
-    monkeypatch.setattr(
-        "megatron_rl.environments.__main__.discover", lambda: loader.Discovery(found.environments, (broken,))
-    )
+    torn = Found({"arithmetic": "Adds."}, {"torn": "cannot be imported: KeyError: 'gold'"}, {"torn": "Traceback ..."})
+    monkeypatch.setattr("megatron_rl.environments.__main__.found", lambda seconds: torn)
     assert main(["list"]) == 0
     captured = capsys.readouterr()
-    assert "arithmetic  Adds" in captured.out
-    assert "torn        cannot be imported: KeyError: 'gold'" in captured.out
+    assert captured.out == "arithmetic  Adds.\ntorn        cannot be imported: KeyError: 'gold'\n"
     assert "Traceback" in captured.err
 
 

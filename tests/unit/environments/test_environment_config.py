@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.catalog import Catalog
+from megatron_rl.environments.checks import MAX_PROBLEMS, task_problems
 from megatron_rl.environments.config import check_environments, load_environment_specs
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, EnvironmentFault
+from megatron_rl.types import Task
 
 
 @pytest.fixture
@@ -122,6 +128,52 @@ def test_bad_weights(problems, weight):
     assert problem.startswith("1: weight is")
 
 
+ANCHORS = "- a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
+"""Lists of lists, 9**10 texts in all: one message that showed them had 358 MB."""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("- environment: arithmetic\n  weight: 1" + "0" * 400, "1: weight is 1000"),
+        ("- environment: arithmetic\n  weight: 0x1" + "0" * 5000, "1: weight is <int with a number of thousands"),
+        ("- environment: arithmetic\n  weight: 1.0e+400", "1: weight is inf; it must be from 0 to 1e+09"),
+        ("- environment: arithmetic\n  weight: 1" + "0" * 5000, " not valid YAML: Exceeds the limit"),
+        ("- environment: arithmetic\n  grade_deadline: 1" + "0" * 400, "1: grade_deadline is 1000"),
+        ("- environment: arithmetic\n  name: " + "x" * 10**5, "1: name is 'xxx"),
+        ("- " + "[" * 2000 + "]" * 2000, " not valid YAML: nested hundreds of levels deep"),
+        ("- environment: arithmetic\n  args: " + "{a: " * 2000 + "1" + "}" * 2000, " not valid YAML: nested"),
+        ("- environment: arithmetic\n  args: " + "{a: " * 90 + "1" + "}" * 90, "1: args is {'a': {'a': {'a'"),
+        (ANCHORS + "  environment: arithmetic\n  args: {x: *a9}\n", "1: unknown key 'a0'"),
+        (ANCHORS + "  environment: *a9\n  weight: *a9\n  name: *a9\n  args: *a9\n", "1: unknown key 'a0'"),
+        ("- &a [*a]\n", "1: an entry must be a mapping such as 'environment: NAME', not [[[[[..."),
+        ("- environment: arithmetic\n  args: {seed: &a [*a]}\n", "1: args is {'seed': [[[[...]]]]}; it must be plain JSON"),
+        ("- environment: arithmetic\n  args: {seed: 2020-01-01}\n", "1: args is {'seed': datetime.date(2020, 1, 1)};"),
+        ("- environment: arithmetic\n  args: {seed: .nan}\n", "1: args is {'seed': nan}; it must be plain JSON"),
+        ("- environment: arithmetic\n  args: {seed: " + "x" * 200_000 + "}\n", "1: args has 200,0"),
+        ("- environment: arithmetic\n" * 2000, " has 2,000 entries; at most 1,000"),
+        ("- environment: nothing\n" * 40, "1: unknown environment 'nothing'"),
+        ("- environment: " + "x" * 10**6, "1: unknown environment 'xxx"),
+        ("# " + "x" * 2**20, "has more than 1 MiB"),
+        ("- {environment: arithmetic, " + ", ".join(f"k{n}: 1" for n in range(1000)) + "}", "1: unknown key 'k0'"),
+    ],
+)
+def test_a_hostile_list_gets_few_short_lines(problems, text, shown):
+    found = problems(text)
+    assert shown in found[0]
+    assert len(found) <= 31
+    assert all(len(problem) <= 1000 and "\n" not in problem for problem in found)
+
+
+def test_a_list_that_is_no_file_is_refused(tmp_path):
+    for path in ("/dev/zero", tmp_path, "x" * 5000, "a\0b"):
+        with pytest.raises(ConfigError, match="cannot read the environment list") as error:
+            load_environment_specs(path)
+        assert len(str(error.value)) < 1000
+
+
 def test_weights_of_training_entries_must_not_sum_to_zero(problems, tmp_path):
     [problem] = problems(
         "- {environment: arithmetic, weight: 0}\n- {environment: arithmetic, evaluation_only: true}\n"
@@ -172,6 +224,57 @@ def test_check_walks_all_rows(tmp_path, hostile_path):
         "arithmetic: arithmetic cannot be set up with its options: "
         "ValueError: 2 <= min_terms <= max_terms must hold, got 9 and 5"
     )
+
+
+class Rows(Environment):
+    """Gives the rows it is told to."""
+
+    name = "rows"
+
+    def __init__(self, rows) -> None:
+        self._rows = rows
+
+    def tasks(self, split):
+        return self._rows()
+
+    def grade(self, task, transcript):
+        return 0.0
+
+
+def endless_tasks():
+    return (Task(str(number), "2+2=") for number in itertools.count())
+
+
+def test_tasks_without_an_end_are_refused(monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.checks.MAX_ROWS", 50)
+    assert task_problems(Rows(endless_tasks)) == [
+        "train has more than 50 rows, or no end; give fewer",
+    ]
+    found = task_problems(Rows(lambda: itertools.repeat("no task")))
+    assert len(found) == MAX_PROBLEMS + 1
+    assert found[MAX_PROBLEMS] == f"... and {50 + 1 - MAX_PROBLEMS} more"
+
+
+def test_tasks_larger_than_memory_are_refused(monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.checks.MAX_BYTES", 10_000)
+    [problem] = task_problems(Rows(lambda: [Task(str(n), "x" * 999) for n in range(100)]))[:1]
+    assert problem == "train has more than 9.31323e-06 GiB in its first 10 rows; give less"
+
+
+def test_a_row_of_shared_lists_is_not_written_out():
+    value = ["x"] * 10
+    for _ in range(30):
+        value = [value] * 10
+    [problem] = task_problems(Rows(lambda: [Task("a", "2+2=", {"v": value})]))[:1]
+    assert problem == "train row 0 cannot be sent: more than 1,000,000 values"
+
+
+def test_the_server_stops_reading_at_its_deadline_and_bounds(monkeypatch):
+    with pytest.raises(EnvironmentFault, match="tasks of 'a': has given 1 rows in 0 s and goes on"):
+        Catalog({"a": Rows(endless_tasks)}, seconds=0.0).tasks("a", "train")
+    monkeypatch.setattr("megatron_rl.environments.checks.MAX_ROWS", 50)
+    with pytest.raises(EnvironmentFault, match="tasks of 'a': has more than 50 rows, or no end"):
+        Catalog({"a": Rows(endless_tasks)}, seconds=60.0).tasks("a", "train")
 
 
 def test_check_reports_what_the_list_is_refused_with(tmp_path):

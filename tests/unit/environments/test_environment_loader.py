@@ -24,7 +24,8 @@ class Good(Environment):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Puts a package of that name on the path, as if environments had been installed."""
+    """Puts a package of that name on the path beside the library, as a wheel installs both."""
+    monkeypatch.setattr("megatron_rl.__file__", str(tmp_path / "megatron_rl" / "__init__.py"))
     for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
         monkeypatch.delitem(sys.modules, name)
     folder = tmp_path / PACKAGE
@@ -42,8 +43,21 @@ def test_the_folder_beside_the_library_is_found():
     assert "arithmetic" in discover().environments
 
 
-def test_an_installed_package_is_preferred(installed):
+def test_an_installed_package_is_found(installed):
     assert list(discover().environments) == ["good"]
+
+
+def test_the_checkout_that_runs_wins_over_an_installed_one(installed, monkeypatch, tmp_path):
+    """One virtual environment for two checkouts: the installed package is the folder of the other."""
+    assert find_environment("good").description() == "Is good."
+    folder = tmp_path / "checkout" / "environments"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "good.py").write_text(GOOD.format(name="good").replace("Is good", "Is here"))
+    monkeypatch.setattr("megatron_rl.__file__", str(tmp_path / "checkout" / "megatron_rl" / "__init__.py"))
+    assert find_environment("good").description() == "Is here."
+    assert find_environment(f"{PACKAGE}.good:Good").description() == "Is here."
+    assert discover().environments["good"].description() == "Is here."
 
 
 @pytest.mark.parametrize(
@@ -64,10 +78,18 @@ def test_a_broken_environment_does_not_hide_the_others(installed, source, shown)
     [broken] = discovery.broken
     assert broken.name == "broken"
     assert "Traceback" in broken.traceback
-    assert shown in broken.traceback
+    assert shown in broken.reason
     assert find_environment("good").name == "good"
-    with pytest.raises(ConfigError, match="'broken' fails to import:\nTraceback"):
+    with pytest.raises(ConfigError, match="environment 'broken' cannot be imported: ") as error:
         find_environment("Broken")
+    assert shown in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_line_that_raised_is_named(installed):
+    (installed / "broken.py").write_text("import json\n\njson.loads('{')\n")
+    with pytest.raises(ConfigError, match=r"JSONDecodeError: .* \(broken\.py:3\)"):
+        find_environment("broken")
 
 
 def test_a_folder_may_hold_environments_of_other_names(installed):
@@ -101,7 +123,16 @@ def test_entry_points_of_other_packages_are_found(installed, tmp_path):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("no_such_module_x:Class", "No module named"),
+        ("no_such_module_x:Class", "there is no module 'no_such_module_x'; it is looked for in /"),
+        ("no_such_module_x.y:Class", "there is no module 'no_such_module_x'; "),
+        ("json.no_such_module_x:Class", "there is no module 'json.no_such_module_x'; "),
+        ("json.decoder.deeper:Class", "there is no module 'json.decoder.deeper'"),
+        ("hostile_environments:", "'hostile_environments:' names no class; write package.module:Class"),
+        (":Class", "':Class' names no class"),
+        ("..module:Class", "'..module:Class' names no class"),
+        ("..module", "unknown environment '..module'"),
+        ("hostile_environments:Steady.name", "names no class"),
+        ("a b:Class", "'a b:Class' names no class"),
         ("hostile_environments:Stedy", "did you mean 'Steady'"),
         ("pathlib:Path", "is not an Environment"),
         ("megatron_rl.environments.base:Environment", "lacks grade"),
@@ -111,8 +142,20 @@ def test_entry_points_of_other_packages_are_found(installed, tmp_path):
     ],
 )
 def test_unknown_references(installed, hostile_path, reference, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         find_environment(reference)
+    assert "\n" not in str(error.value)
+
+
+def test_a_module_of_the_current_directory_is_found(tmp_path, monkeypatch):
+    """``python -m`` looks there and a script does not: a list that passes the test must train, too."""
+    (tmp_path / "only_here_x.py").write_text(GOOD.format(name="only_here"))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(Path.cwd()))])
+    with pytest.raises(ConfigError, match="there is no module 'only_here_x'"):
+        find_environment("only_here_x:Good")
+    monkeypatch.chdir(tmp_path)
+    assert find_environment("only_here_x:Good").name == "only_here"
+    monkeypatch.delitem(sys.modules, "only_here_x")
 
 
 def test_the_server_side_imports_no_torch():

@@ -105,7 +105,8 @@ def test_a_conversation_over_rest(client: EnvironmentClient) -> None:
     assert (first.reward, first.verdict, first.continuation) == (0.0, "no_answer", REPLY)
     assert (right.reward, right.verdict, right.extracted, right.continuation) == (1.0, "correct", "1702", None)
     assert (wrong.reward, wrong.verdict, wrong.metrics) == (0.0, "wrong", {"calls": 1.0})
-    assert client.max_turns("calculator") == 3
+    [served] = client.environments()
+    assert (served.name, served.weight, served.evaluation_only, served.max_turns) == ("calculator", 1.0, False, 3)
 
 
 class TestCalculator:

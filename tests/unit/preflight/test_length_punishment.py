@@ -14,7 +14,8 @@ CASES = [(4, 12, True), (4, 13, False), (4, 16, False), (0, 1, False)]
 def test_the_buffer_must_be_within_reach(tmp_path, buffer, longest, refused):
     """Of 16 tokens the last 4 are punished: the 13th is the first."""
     path = tmp_path / "list.yaml"
-    path.write_text(f"- {{environment: countdown, args: {{overlong_buffer: {buffer}, max_response_tokens: 16}}}}\n")
+    options = f"train_tasks: 8, test_tasks: 2, overlong_buffer: {buffer}, max_response_tokens: 16"
+    path.write_text(f"- {{environment: countdown, args: {{{options}}}}}\n")
     problems = environment_problems(tiny_config(langrl_env_config=path, rl_max_new_tokens=longest), tokenizer=None)
     wanted = f"countdown: overlong_buffer 4 of max_response_tokens 16 begins beyond the {longest} tokens of"
     assert [problem.startswith(wanted) for problem in problems] == [True] * refused
