@@ -84,7 +84,7 @@ def bounded(rows: Iterable[object], seconds: float | None = None) -> Iterator[ob
         if size > MAX_BYTES:
             raise TooMuch([f"has more than {MAX_BYTES / 2**30:g} GiB in its first {number + 1:,} rows; give less"])
         if seconds is not None and time.monotonic() - start > seconds:
-            raise TooMuch([f"has given {number + 1:,} rows in {seconds:g} s and goes on; give fewer, or give them faster"])
+            raise TooMuch([f"has given {number + 1:,} rows in {seconds:g} s and goes on; give fewer, or faster"])
         yield row
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.loader import NAME_PATTERN, find_environment
 from megatron_rl.environments.naming import suggestion
 from megatron_rl.environments.wire import check_bounds, dumps
-from megatron_rl.errors import ConfigError, one_line, shorten
+from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 
 KEYS = (
     *("environment", "agent_type", "args", "agent_args", "weight"),
@@ -40,8 +40,6 @@ MAX_LIST = 2**20
 """Bytes of the YAML file. The safe loader's time grows faster than the file."""
 MAX_ARGS = 100_000
 """Characters of one entry's args as JSON, which every worker gets; rows of a data set belong into a file."""
-MAX_PROBLEMS = 30
-"""Lines that are shown."""
 
 MAX_ENTRIES = 1_000
 
@@ -106,15 +104,8 @@ def load_environment_specs(
     if trained and sum(trained) == 0 and not skip:
         problems.append(f"{path}: the weights sum to 0; give at least one entry a positive weight")
     if problems:
-        raise ConfigError(few(problems))
+        raise ConfigError(problem_lines(problems))
     return _with_distinct_names(specs, explicit)
-
-
-def few(problems: Sequence[str]) -> list[str]:
-    """The first ``MAX_PROBLEMS``, each on one line and cut, and how many there are beyond."""
-    hidden = len(problems) - MAX_PROBLEMS
-    shown = [one_line(problem, 1000) for problem in problems[:MAX_PROBLEMS]]
-    return [*shown, f"... and {hidden} more problems"] if hidden > 0 else shown
 
 
 def check_environments(path: str | Path) -> list[str]:
@@ -154,7 +145,7 @@ def prepare_environments(
             found = list(error.problems)
         problems += [f"{spec.name}: {problem}" for problem in found]
     if problems:
-        raise ConfigError(few(problems))
+        raise ConfigError(problem_lines(problems))
     return prepared
 
 
@@ -211,7 +202,7 @@ def _refuse_repeated_keys(path: Path, node: yaml.SequenceNode) -> None:
             line = item.start_mark.line + 1
             problems += [f"{path}:{line}: {shorten(key)} is given twice" for key, n in counts.items() if n > 1]
     if problems:
-        raise ConfigError(few(problems))
+        raise ConfigError(problem_lines(problems))
 
 
 def _parse_entry(entry: object, begin: Callable[[str, str], None]) -> EnvironmentSpec:
