@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -32,9 +34,8 @@ logger = logging.getLogger(__name__)
 Work = Callable[[], None]
 """Device work on static buffers: the same kernels on the same addresses, however often it is called."""
 
-_LARGEST_SMALL_SIZE = 16
 _STEP = 8
-"""Sizes above the small ones are multiples of it, but for the last."""
+"""Sizes between powers of two are multiples of it, but for the last."""
 _SHORTEST_REACH = 256
 
 
@@ -61,16 +62,21 @@ class Recorder(Protocol):
 
 
 def graph_sizes(slots: int, most: int) -> tuple[int, ...]:
-    """At most ``most`` batch sizes up to ``slots``: 4, 8, 16, then even steps.
+    """At most ``most`` batch sizes up to ``slots``: powers of two, then the widest gaps between them are halved.
 
-    The engine never decodes fewer than `FEWEST_ROWS` rows. The small sizes take at most half of ``most``.
+    The engine never decodes fewer than `FEWEST_ROWS` rows. Where not all powers fit, the small ones are left out: a
+    step of few rows reads the weights, whether it computes 4 rows or 32.
     """
-    powers = [size for size in (FEWEST_ROWS, 8, _LARGEST_SMALL_SIZE) if size < slots]
-    small = powers[max(0, len(powers) - most // 2) :]
-    start = small[-1] if small else 0
-    share = -(-(slots - start) // (most - len(small)))
-    step = -(-share // _STEP) * _STEP
-    return (*small, *range(start + step, slots, step), slots)
+    powers = [2**exponent for exponent in range(FEWEST_ROWS.bit_length() - 1, slots.bit_length())]
+    smaller = [size for size in powers if size < slots]
+    sizes = [*smaller[max(0, len(smaller) - most + 1) :], slots]
+    while len(sizes) < most:
+        gaps = [(after - before, before) for before, after in pairwise(sizes)]
+        gap, before = max(gaps, default=(0, 0), key=itemgetter(0))
+        if gap < 2 * _STEP:
+            break
+        bisect.insort(sizes, before + gap // 2 // _STEP * _STEP)
+    return tuple(sizes)
 
 
 def graph_reaches(max_length: int) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class Harvest:
     def stop(self, slots: Sequence[int]) -> None:
         """The rows go idle."""
         if slots:
-            self._state.alive[torch.tensor(slots, device=self._state.device)] = False
+            self._state.stop(slots)
 
     def _ending(
         self, ids: tuple[int, ...], stop: Sequence[str], alive: bool

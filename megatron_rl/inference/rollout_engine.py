@@ -57,7 +57,8 @@ class RolloutEngine:
         first_layer = policy.gpt.decoder.layers[0].layer_number
         self._context = RolloutContext(self._cache, policy.attention, policy.rope, first_layer, policy.dtype)
         self._model = RolloutForward(policy, self._context)
-        self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device)
+        paged = policy.attention.cache.layout == "pages"
+        self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device, paged)
         self._scheduler = Scheduler(
             slots, options.prefill_token_budget, self._layout.storage, options.steps_per_host_read
         )
@@ -113,7 +114,7 @@ class RolloutEngine:
         """See `Engine.abort`."""
         self._scheduler.clear()
         self._requests.clear()
-        self._state.alive.fill_(False)
+        self._state.stop()
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:

@@ -20,8 +20,12 @@ class SlotState:
     [slots, max_new + 1]; the last column takes the writes of finished rows.
     """
 
-    def __init__(self, slots: int, max_new_tokens: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, max_new_tokens: int, vocab_size: int, device: torch.device, paged: bool = False
+    ) -> None:
+        """``paged``: the cache is of pages, and a row without a sequence has none of its own."""
         self.device = device
+        self._paged = paged
         self.vocab_size = vocab_size
         self.trash = max_new_tokens
         for name in _INT_FIELDS:
@@ -113,6 +117,17 @@ class SlotState:
             self.count[rows], self.position[rows] = count, position
         self.token[rows] = tokens[-1]
         self.alive[rows] = alive & (added < room) & ~ends.any(0)
+
+    def stop(self, slots: Sequence[int] | None = None) -> None:
+        """The rows, or all of them, go idle: they are computed until their slots are filled or closed.
+
+        Without pages of its own a row goes on with one key, and not with as many as it had. In a slot it stays where
+        it was: its first cells may be the beginning of another sequence.
+        """
+        rows = slice(None) if slots is None else torch.tensor(slots, device=self.device)
+        self.alive[rows] = False
+        if self._paged:
+            self.position[rows] = 0
 
     def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy whole rows (compaction)."""

@@ -59,6 +59,24 @@ def assert_same(policy: PolicyModel, engine: RolloutEngine, wanted: list[Generat
 # -- pages, pieces, pre-emption ------------------------------------------------------------------
 
 
+def test_a_row_without_pages_reads_one_key_and_a_slot_keeps_its_place(either: PolicyModel, paged: PolicyModel) -> None:
+    """Rows end one after the other and are moved only when an eighth has: the idle ones are computed meanwhile."""
+    engine, seen = rollout_engine(either, stop_ids=(), max_batch_size=16), []
+    wanted = [request(PROMPT, 1, index, max_new_tokens=4 + 6 * (index % 3)) for index in range(16)]
+    with rollout_mode(either), torch.inference_mode():
+        engine.begin(1, 0)
+        for one in wanted:
+            engine.submit(one)
+        while engine.has_unfinished:
+            engine.step()
+            state = engine._state
+            seen += state.position[~state.alive].tolist()
+            assert (state.position[state.alive] >= len(PROMPT)).all()
+    assert len(seen) > 0
+    assert max(seen) == 0 if either is paged else max(seen) >= len(PROMPT)
+
+
+
 @pytest.mark.parametrize(
     "options",
     [
