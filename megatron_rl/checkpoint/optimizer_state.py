@@ -88,15 +88,15 @@ def _step_counters_offered(part: DistributedOptimizer) -> Iterator[None]:
 
 
 def _separate_step_counters(optimization: Optimization) -> None:
-    """Give every parameter its own step counter.
+    """Give every parameter its own step counter, on its own device: there the fused Adam counts.
 
     megatron loads one tensor into all of them; the next step would then count it up once for
     every parameter, and Adam's bias correction would be silently wrong.
     """
     for part in optimization.optimizer.chained_optimizers:
-        for values in part.optimizer.state.values():
+        for parameter, values in part.optimizer.state.items():
             if torch.is_tensor(values.get("step")):
-                values["step"] = values["step"].clone()
+                values["step"] = values["step"].to(parameter.device, copy=True)
 
 
 def _without(mapping: dict[str, Any], *keys: str) -> dict[str, Any]:

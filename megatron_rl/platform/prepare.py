@@ -49,7 +49,9 @@ def prepare() -> None:
 def _close_gaps() -> None:
     """Places where megatron-core 0.16.1 needs a package it should not need."""
     import megatron.core.transformer.attention as attention
+    from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.utils import local_multi_tensor_l2_norm
 
     # Dynamic-batching attention asserts flash-attn; our SelfAttention supplies the kernel.
     attention.HAVE_FA3 = True
@@ -59,3 +61,14 @@ def _close_gaps() -> None:
     # Without Transformer Engine the router's linear raises NameError on this name.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # Without Transformer Engine and Apex the host reads the norm of every parameter's gradient.
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm_without_a_read
+
+
+def _norm_without_a_read(
+    _chunk_size: int, _overflow: torch.Tensor, tensors: list[list[torch.Tensor]], _per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """As Apex's ``multi_tensor_l2norm``: the norm of all tensors together, [1] fp32 on their device."""
+    norms = torch._foreach_norm(tensors[0], 2, torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None

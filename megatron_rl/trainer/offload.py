@@ -22,6 +22,21 @@ from megatron_rl.trainer.optimizer import Optimization
 
 logger = logging.getLogger(__name__)
 
+SMALLEST_PIECE = 2**20
+"""Bytes of the host's memory; what is left below it is one piece of any size."""
+
+
+def pieces(size: int) -> list[int]:
+    """``size`` bytes as powers of two, the largest first.
+
+    torch rounds pinned memory up to a power of two, so that 17 GiB in one piece would take 32.
+    """
+    found = []
+    while size >= SMALLEST_PIECE:
+        found.append(1 << (size.bit_length() - 1))
+        size -= found[-1]
+    return found + [size] * (size > 0)
+
 
 def state_storages(optimization: Optimization) -> list[torch.UntypedStorage]:
     """Where moments and fp32 main parameters lie on the device; weights of the model are not among them.
@@ -34,7 +49,7 @@ def state_storages(optimization: Optimization) -> list[torch.UntypedStorage]:
         for values in part.optimizer.state.values():
             tensors += [value for value in values.values() if torch.is_tensor(value)]
     device = optimization.policy.device
-    # A step counter is one number, on the host in torch's Adam.
+    # A step counter is one number.
     found = storages_of(
         (tensor for tensor in tensors if tensor.device == device and tensor.numel() > 1),
         without=[*optimization.wrapped.parameters(), *_gradients(optimization)],
@@ -56,8 +71,8 @@ def _gradients(optimization: Optimization) -> list[torch.Tensor]:
 class _Away:
     storage: torch.UntypedStorage
     size: int
-    values: torch.Tensor | None
-    """[size] uint8 on the host; None where zeros come back."""
+    values: list[torch.Tensor] | None
+    """Pieces of uint8 on the host, ``size`` together; None where zeros come back."""
 
 
 class OptimizerOffload:
@@ -66,7 +81,7 @@ class OptimizerOffload:
     def __init__(self, optimization: Optimization) -> None:
         self._optimization = optimization
         self._pinned = optimization.policy.device.type == "cuda"
-        self._host: list[torch.Tensor] = []
+        self._host: list[list[torch.Tensor]] = []
         self._away: list[_Away] = []
         self._told: tuple[int, int] | None = None
         optimization.bring_state_home = self.come_home
@@ -107,23 +122,29 @@ class OptimizerOffload:
             if one.values is None:
                 home.zero_()
             else:
-                home.copy_(one.values, non_blocking=True)
+                for part, values in zip(home.split([v.nbytes for v in one.values]), one.values, strict=True):
+                    part.copy_(values, non_blocking=True)
             del self._away[0]
 
-    def _send(self, storage: torch.UntypedStorage, values: torch.Tensor | None) -> None:
+    def _send(self, storage: torch.UntypedStorage, values: list[torch.Tensor] | None) -> None:
         size = storage.nbytes()
         if values is not None:
-            values.copy_(as_bytes(storage), non_blocking=True)
+            sizes = [piece.nbytes for piece in values]
+            for piece, part in zip(values, as_bytes(storage).split(sizes), strict=True):
+                piece.copy_(part, non_blocking=True)
+                del part  # lest it hold the storage
         # The allocator gives this memory out again in the order of the stream: after the copy has read it.
         release(storage)
         self._away.append(_Away(storage, size, values))
 
-    def _host_memory(self, index: int, size: int) -> torch.Tensor:
+    def _host_memory(self, index: int, size: int) -> list[torch.Tensor]:
         """Kept from rollout to rollout, because pinning is slow; sizes change when the moments come to be."""
         if index == len(self._host):
-            self._host.append(torch.empty(0, dtype=torch.uint8))
-        if self._host[index].nbytes != size:
-            self._host[index] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            self._host.append([])
+        if sum(piece.nbytes for piece in self._host[index]) != size:
+            self._host[index] = [
+                torch.empty(piece, dtype=torch.uint8, device="cpu", pin_memory=self._pinned) for piece in pieces(size)
+            ]
         return self._host[index]
 
     def _tell(self, states: int) -> None:

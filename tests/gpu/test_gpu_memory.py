@@ -49,7 +49,7 @@ def test_the_state_leaves_the_device_and_comes_back_bit_for_bit(one_rank, change
             with mover.away():
                 assert before - _allocated() >= size > 0
                 taken = torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # what was there is overwritten
-                assert all(values.is_pinned() for values in mover._host)
+                assert all(piece.is_pinned() for pieces in mover._host for piece in pieces)
                 del taken
             assert abs(_allocated() - before) <= 512 * len(storages)
         for optimization in (plain, moved):

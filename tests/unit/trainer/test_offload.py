@@ -82,6 +82,32 @@ def test_training_with_and_without_is_the_same_to_the_bit(
         assert equal(state_of(plain), state_of(moved))
 
 
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        (0, []),
+        (1000, [1000]),
+        (2**20, [2**20]),
+        (17 * 2**30, [2**34, 2**30]),
+        (2**31 - 1, [2**exponent for exponent in range(30, 19, -1)] + [2**20 - 1]),
+    ],
+)
+def test_pinned_memory_is_taken_in_powers_of_two(size: int, wanted: list[int]) -> None:
+    assert offload.pieces(size) == wanted
+    rounded = sum(1 << max(0, piece - 1).bit_length() for piece in wanted)
+    assert rounded - size < 2**20, "torch rounds each piece up to a power of two"
+
+
+def test_a_state_of_many_pieces_comes_back(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "pieces", lambda size: [size - size // 3, size // 3])  # sizes here are powers of two
+    optimization = tiny_optimization(bf16=True, use_distributed_optimizer=True)
+    train(one_rank, optimization, seed=1)
+    before, mover = state_of(optimization), OptimizerOffload(optimization)
+    with mover.away():
+        assert {len(pieces) for pieces in mover._host} == {2}
+    assert equal(state_of(optimization), before)
+
+
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_all_of_the_state_and_none_of_the_weights_leaves(
     one_rank: ParallelGroups, changes: dict[str, object]
@@ -183,7 +209,7 @@ def test_host_memory_is_taken_once(one_rank: ParallelGroups) -> None:
     def addresses(then: Callable[[], None]) -> list[int]:
         with mover.away():
             then()
-        return [values.data_ptr() for values in mover._host]
+        return [piece.data_ptr() for pieces in mover._host for piece in pieces]
 
     first = addresses(lambda: None)
     assert len(first) == len(set(first)) > 10

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.checkpoint.optimizer_state import _separate_step_counters
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.accumulate import MicroLoss, update
+from megatron_rl.trainer.optimizer import _build_optimizer, _wrap
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import PackedBatch
 from tests.support.samples import gradients_of, random_samples, tiny_optimization
+from tests.support.tiny import tiny_config, tiny_policy
 
 RATE, BETA1, BETA2, EPSILON, DECAY = 1e-2, 0.8, 0.9, 1e-3, 0.1
 ADAM = {
@@ -65,7 +71,42 @@ def test_bf16_keeps_what_is_too_small_for_bf16(one_rank: ParallelGroups) -> None
     assert (weight != before).float().mean() > 2 * after_one
 
 
-def test_the_fused_kernel_is_used_on_a_cpu(one_rank: ParallelGroups) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_fused_kernel_is_used(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    policy, config = tiny_policy(tiny_config(**ADAM)), tiny_config(**ADAM)
+    wrapped = _wrap(policy, config)
+    first = next(wrapped.parameters())
+    monkeypatch.setattr(type(wrapped), "parameters", lambda self: iter([SimpleNamespace(device=torch.device(device))]))
+    built = _build_optimizer(wrapped, config, first.dtype)
+    groups = built.chained_optimizers[0].optimizer.param_groups
+    assert [group["fused"] for group in groups] == [True] * len(groups)
+
+
+def test_a_loaded_step_counter_lies_where_the_fused_kernel_counts() -> None:
+    """megatron loads one counter, on the host, for all; "meta" stands for another device."""
+    parameters = [torch.nn.Parameter(torch.zeros(2, device=device)) for device in ("cpu", "cpu", "meta")]
+    counter = torch.tensor(7.0)
+    state = {parameter: {"step": counter} for parameter in parameters}
+    part = SimpleNamespace(optimizer=SimpleNamespace(state=state))
+    _separate_step_counters(SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=[part])))
+    first, second, third = (state[parameter]["step"] for parameter in parameters)
+    assert third.device.type == "meta"
+    assert first.add_(1) == 8 and second == 7 and counter == 7
+
+
+def test_the_norm_of_the_gradients_is_read_by_the_host_once(one_rank: ParallelGroups) -> None:
+    """megatron's own stand-in for the kernels of Transformer Engine reads one norm a parameter."""
     optimization = tiny_optimization(**ADAM)
-    groups = optimization.optimizer.chained_optimizers[0].optimizer.param_groups
-    assert [group["fused"] for group in groups] == [optimization.policy.device.type == "cpu"] * len(groups)
+    train(one_rank, optimization, seed=1)
+    expected = torch.cat([p.grad.flatten().double() for p in optimization._parameters()]).norm()
+    reads = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            reads.extend([function] if "_local_scalar_dense" in str(function) else [])
+            return function(*args, **kwargs or {})
+
+    with Reads():
+        norm = optimization.optimizer.get_grad_norm()
+    assert len(reads) == 1
+    assert norm == pytest.approx(expected.item(), rel=1e-6)
