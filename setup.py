@@ -39,6 +39,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.8"],
         "test": [
             "pytest>=8.0",
+            "pytest-xdist>=3.8",
             "ruff>=0.9",
             "import-linter>=2.1",
             'triton>=3.6; sys_platform == "linux"',

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from safetensors.torch import load_file
 
 from megatron_rl.families.family import SMALL
 from tests.e2e.test_hugging_face import SHAPE_FLAGS
+from tests.support.forks import run_python
 from tests.support.hugging_face import write_model
-from tests.support.ranks import REPOSITORY
 from tests.support.runs import run
 
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -27,8 +26,7 @@ def model(workshop) -> Path:
 
 
 def _convert(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/checkpoint/convert.py", "--model-type", "GPT", *map(str, options)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    return run_python("tools/checkpoint/convert.py", "--model-type", "GPT", *options)
 
 
 def _to_core(source: Path, target: Path, *options: object) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,6 @@
 """Runs that are killed at a named moment and started again.
 
-One coordinator imports everything once and forks the ranks of every launch, so that a launch takes two seconds and
-not ten. A rank that dies takes the others along, as it does under torchrun.
+A rank that dies takes the others along, as it does under torchrun.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import REPOSITORY, free_port, rank_environment
+from tests.support.forks import Fork
+from tests.support.ranks import free_port, rank_environment
 
 KILLED = -signal.SIGKILL
 MARK = "TESTS_KILLS_FOLDER"
@@ -51,17 +49,48 @@ class Story:
 def tell(stories: Sequence[Story], folder: Path, ranks: int, timeout: float) -> dict[str, list[list[int]]]:
     """The exit codes of every launch of each story, rank by rank; output goes to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    job, answer = folder / "job.json", folder / "answer.json"
-    job.write_text(json.dumps({"ranks": ranks, "stories": [asdict(story) for story in stories]}))
-    subprocess.run(
-        [sys.executable, "-m", "tests.support.kills", str(job), str(answer)],
-        cwd=REPOSITORY,
-        env=rank_environment(0, ranks, 0) | {MARK: str(folder)},
-        stdin=subprocess.DEVNULL,
-        check=True,
-        timeout=timeout,
-    )
-    return json.loads(answer.read_text())
+    end = time.monotonic() + timeout
+    codes: dict[str, list[list[int]]] = {}
+    for story in stories:
+        codes[story.name] = []
+        for number, kill in enumerate([*story.kills, None]):
+            launched = _launch(story, kill, ranks, folder / f"{story.name}.{number}", end)
+            codes[story.name].append(launched)
+            if launched == [0] * ranks:
+                break  # it came to its end before the kill
+    return codes
+
+
+def _launch(story: Story, kill: Kill | None, ranks: int, log: Path, end: float) -> list[int]:
+    port = free_port()
+    forks = [_start(story, kill, rank, ranks, port, log) for rank in range(ranks)]
+    deadline = time.monotonic() + kill.seconds if kill is not None and kill.seconds else None
+    try:
+        while None in (codes := [fork.poll() for fork in forks]):
+            assert time.monotonic() < end, f"{story.name} hangs at {kill}, see {log}.*"
+            late = deadline is not None and time.monotonic() > deadline
+            if late:
+                forks[kill.rank].kill()
+                deadline = None
+            elif any(codes):  # of None and 0
+                _kill(forks)
+            time.sleep(0.005)
+    finally:
+        _kill(forks)
+    return [fork.wait() for fork in forks]
+
+
+def _kill(forks: Sequence[Fork]) -> None:
+    for fork in forks:
+        fork.kill()
+
+
+def _start(story: Story, kill: Kill | None, rank: int, ranks: int, port: int, log: Path) -> Fork:
+    own = kill if kill is not None and kill.rank == rank else None
+    job = json.dumps([list(story.argv), own and asdict(own), story.omit])
+    environment = rank_environment(rank, ranks, port) | {MARK: str(log.parent)}
+    with log.with_name(f"{log.name}.{rank}.log").open("wb") as stream:
+        return Fork(["-m", "tests.support.kills", job], environment, stream, stream, rank)
 
 
 def points() -> dict[str, tuple[Any, str, str]]:
@@ -155,68 +184,16 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _main(job: Path, answer: Path) -> None:
-    import megatron_rl.build
-    import megatron_rl.main  # noqa: F401 - what the forks need
+def _main() -> int:
+    """What each rank's process does."""
+    from megatron_rl.main import main
 
-    told = json.loads(job.read_text())
-    codes = {}
-    for story in told["stories"]:
-        codes[story["name"]] = []
-        for number, kill in enumerate([*story["kills"], None]):
-            log = job.parent / f"{story['name']}.{number}"
-            launched = _launch(story["argv"], kill and Kill(**kill), told["ranks"], log, story["omit"])
-            codes[story["name"]].append(launched)
-            if launched == [0] * told["ranks"]:
-                break  # it came to its end before the kill
-    answer.write_text(json.dumps(codes))
-
-
-def _launch(argv: Sequence[str], kill: Kill | None, ranks: int, log: Path, omit: str) -> list[int]:
-    port = free_port()
-    children = [_fork(argv, kill, rank, ranks, port, log, omit) for rank in range(ranks)]
-    deadline = time.monotonic() + kill.seconds if kill is not None and kill.seconds else None
-    codes: dict[int, int] = {}
-    while len(codes) < ranks:
-        for rank, child in enumerate(children):
-            if rank not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
-                codes[rank] = os.waitstatus_to_exitcode(ended[1])
-        late = deadline is not None and time.monotonic() > deadline
-        if late or any(code != 0 for code in codes.values()):
-            doomed = [kill.rank] if late and kill.rank not in codes else range(ranks)
-            for rank in doomed:
-                if rank not in codes:
-                    os.kill(children[rank], signal.SIGKILL)
-            deadline = None
-        time.sleep(0.005)
-    return [codes[rank] for rank in range(ranks)]
-
-
-def _fork(
-    argv: Sequence[str], kill: Kill | None, rank: int, ranks: int, port: int, log: Path, omit: str
-) -> int:
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        with log.with_name(f"{log.name}.{rank}.log").open("wb") as stream:
-            os.dup2(stream.fileno(), 1)
-            os.dup2(stream.fileno(), 2)
-        os.environ.update(rank_environment(rank, ranks, port))
-        if kill is not None and kill.point and kill.rank == rank:
-            arm(kill, *(points() | background_points())[kill.point])
-        if omit:
-            forget(omit)
-        from megatron_rl.main import main
-
-        code = main(["train_rl.py", *argv])
-    except BaseException:  # noqa: BLE001 - the fork must not go on as the coordinator
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    argv, kill, omit = json.loads(sys.argv[1])
+    if kill and kill["point"]:
+        arm(Kill(**kill), *(points() | background_points())[kill["point"]])
+    if omit:
+        forget(omit)
+    return main(["train_rl.py", *argv])
 
 
 def random_kills(count: int, ranks: int, longest: float, seed: int) -> list[Kill]:
@@ -225,6 +202,5 @@ def random_kills(count: int, ranks: int, longest: float, seed: int) -> list[Kill
     return [Kill(draw.randrange(ranks), seconds=draw.uniform(0.05, longest)) for _ in range(count)]
 
 
-
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(_main())

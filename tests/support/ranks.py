@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.forks import REPOSITORY, Fork
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A loopback port nobody has right now.
+
+    Below 32768, where the kernel takes no port of its own accord: until the port is used, which takes seconds, no
+    connection that somebody opens can get it.
+    """
+    draw = random.SystemRandom()
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", draw.randrange(10_000, 32_768)))
+            return probe.getsockname()[1]
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -48,14 +57,9 @@ def run_ranks(function: str, world_size: int, timeout: float = 240.0, **argument
         for rank in range(world_size):
             answer, log = Path(folder) / f"{rank}.json", Path(folder) / f"{rank}.log"
             given = [function, str(answer), json.dumps(arguments), str(max(timeout - 5, 1))]
-            command = [sys.executable, "-m", "tests.support.ranks", *given]
-            process = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                env=rank_environment(rank, world_size, port),
-                stdout=log.open("wb"),
-                stderr=subprocess.STDOUT,
-            )
+            with log.open("wb") as output:
+                command = ["-m", "tests.support.ranks", *given]
+                process = Fork(command, rank_environment(rank, world_size, port), output, output, rank)
             started.append((process, answer, log))
         try:
             for process, _, _ in started:
@@ -70,7 +74,22 @@ def run_ranks(function: str, world_size: int, timeout: float = 240.0, **argument
         finally:
             for process, _, _ in started:
                 process.kill()
+                process.wait()
         return [json.loads(answer.read_text()) for _, answer, _ in started]
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[tuple[int, int]]:
+    """In a function of `run_ranks` that needs torch's process group alone: rank and number of ranks."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
 
 
 def _main() -> None:

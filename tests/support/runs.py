@@ -1,7 +1,7 @@
 """Whole runs, as a user starts them, in as few processes as possible.
 
-A rank's process needs seconds to import torch and megatron-core, a tiny run takes one: commands that may
-share a process are given to `run_many` together. Where a fresh process matters (a resume), call it twice.
+A first run in a process takes longer than the next ones: commands that may share a process are given to `run_many`
+together. Where a fresh process matters (a resume), call it twice.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from resource import RLIMIT_FSIZE, setrlimit
 from typing import Any
 
-from tests.support.ranks import REPOSITORY, free_port, rank_environment
+from tests.support.forks import Fork
+from tests.support.ranks import free_port, rank_environment
 
 TINY: dict[str, Any] = {
     "num-layers": 2, "hidden-size": 32, "ffn-hidden-size": 64, "num-attention-heads": 4,
@@ -67,20 +67,15 @@ def run_many(
     A list that begins with the path of a script, ``tools/x.py``, runs that one's ``main``, on rank 0 alone.
     ``largest_file``: bytes that a file can have, as of ``ulimit -f``; what is written beyond fails.
     """
-    limit = (largest_file, largest_file)
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
         job.write_text(json.dumps([list(argv) for argv in commands]))
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.support.runs", str(job)],
-                cwd=REPOSITORY,
-                env=rank_environment(rank, ranks, 0),
-                stdin=subprocess.DEVNULL,
-                preexec_fn=None if largest_file is None else lambda: setrlimit(RLIMIT_FSIZE, limit),
-            )
-            for rank in range(ranks)
-        ]
+        argv = ["-m", "tests.support.runs", str(job)]
+        started = []
+        for rank in range(ranks):
+            with (Path(folder) / f"start.{rank}.log").open("wb") as log:
+                environment = rank_environment(rank, ranks, 0)
+                started.append(Fork(argv, environment, log, log, rank, largest_file=largest_file))
         try:
             for process in started:
                 process.wait(timeout)
@@ -94,7 +89,7 @@ def run_many(
 
 
 def run(argv: Sequence[str], ranks: int = 1, timeout: float = 120.0) -> Outcome:
-    """One run in fresh processes."""
+    """One run in a fresh process a rank."""
     return run_many([argv], ranks, timeout)[0]
 
 
@@ -116,8 +111,10 @@ def _outcome(folder: Path, index: int, ranks: int) -> Outcome:
     codes, texts = [], []
     for rank in range(ranks):
         code, log = folder / f"{index}.{rank}.code", folder / f"{index}.{rank}.log"
+        if not log.exists():
+            log = folder / f"start.{rank}.log"
         codes.append(int(code.read_text()) if code.exists() else -1)
-        texts.append(log.read_text(errors="replace") if log.exists() else "")
+        texts.append(log.read_text(errors="replace"))
     return Outcome(tuple(codes), "".join(texts))
 
 

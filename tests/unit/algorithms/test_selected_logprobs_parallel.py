@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_rl.algorithms.fused_logprobs import projected_logprobs
 from megatron_rl.algorithms.logprobs import selected_logprobs
+from tests.support.ranks import joined, run_ranks
 
 NUM_RANKS = 2
 SHARD = 6
@@ -16,22 +16,16 @@ POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 2])
 
 
 def test_two_ranks_equal_one() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_rank, args=(store.port,), nprocs=NUM_RANKS)
+    run_ranks("tests.unit.algorithms.test_selected_logprobs_parallel:on_rank", NUM_RANKS)
 
 
-def _rank(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    try:
+def on_rank() -> None:
+    with joined() as (rank, _):
         # 12: all columns are real. 9: the second rank has padding. 5: it has nothing else.
         for vocab_size in (12, 9, 5):
             for scale in (1.0, 300.0):
                 _compare(rank, vocab_size, scale)
                 _compare_fused(rank, vocab_size, scale)
-    finally:
-        dist.destroy_process_group()
 
 
 def _compare(rank: int, vocab_size: int, scale: float) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.attention.selection import available_backends, get_backend
-from tests.support.ranks import REPOSITORY
+from tests.support.forks import run_python
 
 
 def test_every_backend_is_measured_or_says_why_not(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.benchmark.attention", "--quick", "--json", str(tmp_path / "a.json")]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    result = run_python("-m", "tools.benchmark.attention", "--quick", "--json", tmp_path / "a.json")
     assert result.returncode == 0, result.stderr[-3000:]
     record = json.loads((tmp_path / "a.json").read_text())
     measured = {row["backend"] for row in record["decode"]}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import REPOSITORY
+from tests.support.forks import run_python
 from tools.benchmark.checkpoint import WAYS, summarise
 
 FIRST = {"copy": 1.0, "save": 4.0, "read": 0.5, "load": 1.0, "verified load": 2.0}
@@ -34,9 +32,8 @@ def test_the_medians_and_the_ratios_of_each_round() -> None:
 
 def test_by_its_path_from_the_command_line(tmp_path: Path) -> None:
     record_path = tmp_path / "c.json"
-    command = [sys.executable, "tools/benchmark/checkpoint.py", "--shape", "32x1", "--vocab", "16", "--rounds", "1",
-               "--updates", "2", "--folder", str(tmp_path), "--json", str(record_path)]  # fmt: skip
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    small = ["--shape", "32x1", "--vocab", "16", "--rounds", "1", "--updates", "2", "--folder", tmp_path]
+    result = run_python("tools/benchmark/checkpoint.py", *small, "--json", record_path)
     assert result.returncode == 0, result.stderr[-3000:]
     record = json.loads(record_path.read_text())
     assert set(record["megabytes_per_second"]) == set(WAYS)

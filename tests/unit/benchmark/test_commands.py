@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.ranks import REPOSITORY
+from tests.support.forks import run_python
 
 SMALL = ["--shape", "32x1", "--vocab", "16", "--prompt-tokens", "3", "--new-tokens", "5", "--rounds", "1"]
 
 
 def benchmark(module: str, record: Path, *arguments: str) -> dict[str, Any]:
     """Run it in a process of its own, because it makes process groups of its own."""
-    command = [sys.executable, "-m", f"tools.benchmark.{module}", *SMALL, *arguments, "--json", str(record)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    result = run_python("-m", f"tools.benchmark.{module}", *SMALL, *arguments, "--json", record)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "tokens / CPU s" in result.stdout
     return json.loads(record.read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import current_platform
-from tests.support.ranks import REPOSITORY
+from tests.support.forks import run_python
 from tools.benchmark import gpu
 from tools.benchmark.on_gpu import sections, worker
 from tools.benchmark.on_gpu.measure import REHEARSAL, Bench, guarded, one_line, seconds, without_effect
@@ -89,8 +88,7 @@ def test_every_share_is_of_the_measured_ceiling(rehearsal: Collection) -> None:
 @on_cpu
 def test_the_command(tmp_path: Path) -> None:
     """In a process of its own, by its path."""
-    command = [sys.executable, "tools/benchmark/gpu.py", "requantise", "--json", str(tmp_path / "g.json")]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    result = run_python("tools/benchmark/gpu.py", "requantise", "--json", tmp_path / "g.json")
     assert result.returncode == 0, result.stderr[-3000:]
     assert "mean nothing" in result.stdout and "targets" in result.stdout
     record = json.loads((tmp_path / "g.json").read_text())

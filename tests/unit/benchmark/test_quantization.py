@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl.quantization.products import cpu_multiplies_int8
-from tests.support.ranks import REPOSITORY
+from tests.support.forks import run_python
 from tools.benchmark import quantization
 from tools.benchmark.common import cpu_capability, hardware, summarise
 
@@ -24,8 +22,7 @@ needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU seconds")
 
 def run(start: list[str], *arguments: str) -> str:
     """In a process of its own, because it makes process groups of its own."""
-    command = [sys.executable, *start, *arguments]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    result = run_python(*start, *arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 

@@ -36,7 +36,7 @@ def config(tmp_path):
     return path
 
 
-def wait_gone(pid: int, seconds: float = 5.0) -> None:
+def wait_gone(pid: int, seconds: float = 60.0) -> None:
     """Waits until no process of that id runs; a zombie does not run."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

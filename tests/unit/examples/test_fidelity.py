@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import read_config
+from tests.support.forks import run_python
 
 ROOT = Path(__file__).parents[3]
 FILES = ["--tokenizer-model", "T", "--langrl-env-config", "E", "--run-dir", "R"]
@@ -77,7 +77,6 @@ def test_results_are_collected_by_recipe_and_correction(example, tmp_path: Path)
 
 
 def test_an_unknown_setting_is_refused_in_one_line():
-    command = [sys.executable, "examples/fidelity/study.py", "--settings", "hardest"]
-    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    outcome = run_python("examples/fidelity/study.py", "--settings", "hardest")
     assert outcome.returncode == 2
     assert "--settings hardest: there are easy and hard" in outcome.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from megatron_rl.export.command import main
+from tests.support.forks import Fork, run_python
 from tests.unit.export.conftest import read_tensors, write_model, write_tensors
 
 ROOT = Path(__file__).parents[3]
@@ -76,9 +76,7 @@ def test_the_summary_warns_of_dimensions_128_does_not_divide(tmp_path: Path, cap
 
 def _run(*flags: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
     code = f"import runpy, sys; sys.argv = sys.argv[1:]; {prefix}; runpy.run_path(sys.argv[0], run_name='__main__')"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, str(SCRIPT), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    return run_python("-c", code, SCRIPT, *flags)
 
 
 def test_the_script_converts_and_says_one_line_when_it_cannot(source: Path, tmp_path: Path) -> None:
@@ -106,15 +104,14 @@ def test_a_signal_leaves_nothing(source: Path, tmp_path: Path, number: signal.Si
     """The writes wait, so that the signal comes in the middle of one."""
     wait = "import os, time; w = os.pwrite; os.pwrite = lambda *a: (time.sleep(0.05), w(*a))[1]"
     code = f"import runpy, sys; sys.argv = sys.argv[1:]; {wait}; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, str(SCRIPT), *_flags(source, tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        until = time.monotonic() + 120
-        while not (tmp_path / "out.tmp" / "model.safetensors").exists():
-            assert time.monotonic() < until and process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert errors.splitlines() == ["interrupted; nothing was written"]
+    with (tmp_path / "log").open("wb") as log:
+        fork = Fork(["-c", code, str(SCRIPT), *_flags(source, tmp_path / "out")], os.environ, log, log)
+    until = time.monotonic() + 120
+    while not (tmp_path / "out.tmp" / "model.safetensors").exists():
+        assert time.monotonic() < until and fork.poll() is None
+        time.sleep(0.01)
+    os.kill(fork.pid, number)
+    assert fork.wait(120) == 130
+    assert (tmp_path / "log").read_text().splitlines() == ["interrupted; nothing was written"]
+    (tmp_path / "log").unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]

@@ -68,7 +68,10 @@ def _peak(what: str, source: Path, output: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
-@pytest.mark.parametrize("what", ["fp8_block", "fp8_channel", "int8", "all at once"])
+@pytest.mark.parametrize(
+    "what",
+    ["fp8_block", "all at once", *(pytest.param(what, marks=pytest.mark.long) for what in ("fp8_channel", "int8"))],
+)
 def test_the_peak_is_below_twice_the_largest_shard(source: Path, tmp_path: Path, what: str) -> None:
     """Control: all shards in memory at once are above it."""
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ class Gate:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.entered.set()
-        self.released.wait(10)
+        self.released.wait(60)
         self.rows.append(step)
 
     def close(self) -> None:
@@ -68,9 +67,8 @@ def test_close_leaves_a_stuck_writer_behind(gate: Gate, caplog: pytest.LogCaptur
     writer.write(0, {})
     assert gate.entered.wait(10)
     writer.write(1, {})
-    started = time.monotonic()
     writer.close()
-    assert time.monotonic() - started < 2
+    assert gate.rows == [], "it was waited for"
     assert "stuck did not finish in 0 s; left behind" in caplog.text
 
 
@@ -178,14 +176,15 @@ def test_hanging_wandb_never_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     released = threading.Event()
 
     def init(**arguments: object) -> FakeRun:
-        released.wait(10)
+        released.wait(60)
+        ended.append(True)
         return FakeRun()
 
+    ended: list[bool] = []
     install_wandb(monkeypatch, init)
-    started = time.monotonic()
     writer = open_wandb(WandbRun("project", "name", tmp_path), open_timeout_s=0.0)
     for step in range(100):
         writer.write(step, {"a": 1.0})
     writer.close()
-    assert time.monotonic() - started < 2
+    assert ended == []
     released.set()

@@ -7,30 +7,24 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_rl.errors import TrainingError
 from megatron_rl.packing.exchange import exchange_samples
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import Sample
+from tests.support.ranks import joined, run_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_exchange(num_ranks: int) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_rank, args=(num_ranks, store.port), nprocs=num_ranks)
+    run_ranks("tests.unit.packing.test_exchange:on_rank", num_ranks)
 
 
-def _rank(rank: int, num_ranks: int, port: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    try:
+def on_rank() -> None:
+    with joined() as (rank, num_ranks):
         _every_sample_arrives(rank, num_ranks)
         _ranks_may_have_nothing(rank, num_ranks)
         _bad_destinations_are_refused(num_ranks)
-    finally:
-        dist.destroy_process_group()
 
 
 def _every_sample_arrives(rank: int, num_ranks: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_rl.parallel.collectives import (
     any_rank,
@@ -15,24 +14,19 @@ from megatron_rl.parallel.collectives import (
     max_over,
     sum_over,
 )
+from tests.support.ranks import joined, run_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_on_ranks(num_ranks: int) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_rank, args=(num_ranks, store.port), nprocs=num_ranks)
+    run_ranks("tests.unit.parallel.test_collectives:on_rank", num_ranks)
 
 
-def _rank(rank: int, num_ranks: int, port: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    try:
+def on_rank() -> None:
+    with joined() as (rank, num_ranks):
         _flags_and_sums(rank, num_ranks)
         _vectors(rank, num_ranks)
         _json(rank, num_ranks)
-    finally:
-        dist.destroy_process_group()
 
 
 def _flags_and_sums(rank: int, num_ranks: int) -> None:

@@ -139,16 +139,22 @@ def test_the_engine_steps_while_a_grade_is_pending(harness: Harness) -> None:
 
 
 def test_grading_time_hides_behind_generation(harness: Harness) -> None:
-    """Four grades of 50 ms and 20 steps of 10 ms: one after the other they would take 400 ms."""
+    """Three grades of 50 ms end during 20 steps of 10 ms; only the last group's is waited for."""
     engine = ScriptedEngine(finish_at=[1, 2, 3, 20], step_seconds=0.01)
+    graded_at: dict[str, int] = {}
 
     async def slow(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
-        await asyncio.sleep(0.05)
+        task = items[0][0].id
+        await asyncio.sleep(0.3 if task == "3" else 0.05)
+        graded_at[task] = engine.steps
         return [GOOD] * len(items)
 
+    begin = time.perf_counter()
     result = harness.run(engine, slow)
+    took = time.perf_counter() - begin
+    assert max(graded_at[task] for task in "012") < graded_at["3"] == 20
     assert result.generate_seconds >= 0.2
-    assert 0.03 < result.grade_wait_seconds < 0.15  # only the last group's grade is waited for
+    assert 0.1 < result.grade_wait_seconds <= took - result.generate_seconds
 
 
 def test_groups_come_back_in_the_order_of_the_requests(harness: Harness) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.types import PackedBatch, Sample
+from tests.support.ranks import joined, run_ranks
 
 CPU = torch.device("cpu")
 BIN_TOKENS = 64
@@ -61,20 +61,14 @@ def contents(updates: list[list[PackedBatch]]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_over_ranks(num_ranks: int) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_rank, args=(num_ranks, store.port), nprocs=num_ranks)
+    run_ranks("tests.unit.trainer.test_batch_builder:on_rank", num_ranks)
 
 
-def _rank(rank: int, num_ranks: int, port: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    try:
+def on_rank() -> None:
+    with joined() as (rank, num_ranks):
         builder = BatchBuilder(BIN_TOKENS, 4, CPU, DataGroup(dist.group.WORLD))
         _everything_arrives_once_and_balanced(builder, rank, num_ranks)
         _fewer_samples_than_ranks(builder, rank)
-    finally:
-        dist.destroy_process_group()
 
 
 def _everything_arrives_once_and_balanced(builder: BatchBuilder, rank: int, num_ranks: int) -> None:
