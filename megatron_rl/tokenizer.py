@@ -36,7 +36,7 @@ class Tokenizer:
         """Ids of a prompt; chat messages go through the tokenizer's chat template."""
         if isinstance(prompt, str):
             return self.encode(prompt)
-        return self.encode(self._render(prompt))
+        return self.encode(self.render(prompt))
 
     def encode_reply(self, prompt: Prompt, messages: Sequence[Message], ended: bool) -> list[int]:
         """Ids that follow a turn of the model: ``messages``, and the beginning of its next turn.
@@ -52,7 +52,7 @@ class Tokenizer:
             return self.encode("".join(message["content"] for message in messages))
         conversation = [*prompt, {"role": "assistant", "content": _SPOKEN}, *messages]
         try:
-            rendered = self._render(conversation)
+            rendered = self.render(conversation)
         except Exception as error:  # a template raises whatever its author chose
             roles = ", ".join(message["role"] for message in messages)
             raise EnvironmentFault(f"the chat template cannot render a reply of {roles}: {error}") from error
@@ -61,7 +61,8 @@ class Tokenizer:
             raise EnvironmentFault(f"the chat template shows a turn of the model {len(after)} times; once is needed")
         return self.encode(after[0].removeprefix(self.decode_token(self.end_token_id)) if ended else after[0])
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
+        """Text of chat messages and of the beginning of the next turn; raises what the template raises."""
         return self._backend.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron_rl.config import RLConfig
 from megatron_rl.environments.loading import Surveyed, surveyed
 from megatron_rl.errors import ConfigError
+from megatron_rl.preflight.chat_template import template_problems
 from megatron_rl.tokenizer import Tokenizer
 
 
@@ -31,7 +32,7 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
         problems += _overlong(config.rollout.rl_max_new_tokens, trained)
     if config.training.eval_interval is not None:
         problems += _held_out(environments)
-    if tokenizer is not None and not tokenizer.has_chat_template:
+    if tokenizer is not None:
         problems += _chat_prompts(environments, tokenizer)
     return problems
 
@@ -70,7 +71,10 @@ def _held_out(environments: Sequence[Surveyed]) -> list[str]:
 
 
 def _chat_prompts(environments: Sequence[Surveyed], tokenizer: Tokenizer) -> list[str]:
-    """A prompt that is a list of messages needs a chat template to become text."""
+    """A prompt that is a list of messages needs a chat template to become text, and one that does so."""
+    if tokenizer.has_chat_template:
+        chats = any(item.first_chat is not None for item in environments)
+        return template_problems(tokenizer) if chats else []
     return [
         f"{item.name}: task {item.first_chat!r} is a chat, and tokenizer {tokenizer.name!r} has no chat template; "
         'set "chat_template" in its tokenizer_config.json, or use the tokenizer of a chat model'

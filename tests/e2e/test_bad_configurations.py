@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def endless_tokenizer(workshop) -> Path:
 
 
 @pytest.fixture(scope="module")
+def curious_tokenizer(workshop) -> Path:
+    """The tokenizer with a chat template that reaches for attributes."""
+    folder = shutil.copytree(workshop.tokenizer, workshop.folder / "curious")
+    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
+    return folder
+
+
+@pytest.fixture(scope="module")
 def larger_tokenizer(workshop) -> Path:
     """The tokenizer with three more tokens."""
     folder = workshop.folder / "larger"
@@ -49,7 +58,7 @@ def larger_tokenizer(workshop) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cases(workshop, warm_start, used_port, endless_tokenizer, larger_tokenizer):
+def cases(workshop, warm_start, used_port, endless_tokenizer, larger_tokenizer, curious_tokenizer):
     """Name -> command and the parts its one line must have."""
     nowhere, taken = workshop.folder / "nowhere", workshop.folder / "a_file"
     taken.touch()
@@ -96,6 +105,11 @@ def cases(workshop, warm_start, used_port, endless_tokenizer, larger_tokenizer):
         "no list in it": (rl("x", langrl_env_config=mapping), ["must be a list"]),
         "no demonstrations": (workshop.supervised("x", langrl_env_config=silent), ["no environment gives"]),
         "no chat template": (rl("x", langrl_env_config=chat), ["task 'train-0' is a chat", "chat_template"]),
+        "chat template": (rl("x", langrl_env_config=chat, tokenizer_model=curious_tokenizer),
+                          ["chat template of tokenizer", "SecurityError", "use the tokenizer of a chat model"]),
+        "too wide": (rl("x", hidden_size=2**18, ffn_hidden_size=2**20, num_layers=16),
+                     ["weights, gradients and optimizer state take", "more than any machine has"]),
+        "root": (rl("x", run_dir="/"), ["/ is the root of the file system", "name a directory"]),
         "advantage": (rl("x", rl_advantage="gpro"), ["'gpro'", "did you mean", "grpo"]),
         "loss": (rl("x", rl_policy_loss="clap"), ["'clap'", "did you mean clip"]),
         "correction": (rl("x", rl_correction="tis"), ["'tis'", "did you mean token_tis"]),
