@@ -32,7 +32,8 @@ class PromptSource:
 
     Each epoch of an environment is a permutation seeded by (seed, environment, epoch), so the
     cursor is the count and every rank that runs the same source draws the same tasks. The
-    environment of a draw is the one furthest behind its share.
+    environment of a draw is the one furthest behind its share, as if the list had been the same all
+    along: one that is added at a resume gets its share from there on, and does not catch up.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class PromptSource:
         self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
         self._drawn = {pool.environment: 0 for pool in self._pools}
+        self._shares = dict(self._drawn)
+        """What each would have drawn of as many draws with this list and these weights from the start."""
         self._order: dict[str, tuple[int, list[int]]] = {}
         self._misses = {pool.environment: 0 for pool in self._pools}
         self.skipped_too_long = 0
@@ -81,6 +84,9 @@ class PromptSource:
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue where `state` was taken; environments new to the run start at 0."""
         self._drawn = {name: int(state.get(name, 0)) for name in self._drawn}
+        self._shares = dict.fromkeys(self._drawn, 0)
+        for _ in range(sum(self._drawn.values())):  # 2 s for a million
+            self._next_pool()
 
     def _skip(self, pool: TaskPool) -> None:
         """Counted by environment: beside a healthy one, one without a fitting prompt would go unnoticed."""
@@ -93,13 +99,15 @@ class PromptSource:
             )
 
     def _next_pool(self) -> TaskPool:
-        """The pool whose drawn count is furthest below its share of all draws."""
-        total = sum(self._drawn.values()) + 1
+        """The pool that is furthest below its share of all draws; counted."""
+        total = sum(self._shares.values()) + 1
         weights = sum(pool.weight for pool in self._pools)
-        return max(
+        chosen = max(
             self._pools,
-            key=lambda pool: total * pool.weight / weights - self._drawn[pool.environment],
+            key=lambda pool: total * pool.weight / weights - self._shares[pool.environment],
         )
+        self._shares[chosen.environment] += 1
+        return chosen
 
     def _take(self, pool: TaskPool) -> SourcedTask:
         drawn = self._drawn[pool.environment]

@@ -78,6 +78,25 @@ def test_an_environment_added_on_resume_starts_at_its_beginning() -> None:
     assert resumed.state() == {"a": 3, "new": 0}
 
 
+def drawn_from(prompts: PromptSource, count: int) -> Counter[str]:
+    return Counter(draw.source.environment for draw in prompts.draw(count))
+
+
+def test_an_environment_added_on_resume_gets_its_share_and_no_more() -> None:
+    """And so do changed weights: 40 draws were of ``a`` alone, of the next 40 half are."""
+    first = source(pool("a", 5))
+    first.draw(40)
+    resumed = source(pool("a", 5), pool("new", 5))
+    resumed.load_state(first.state())
+    assert drawn_from(resumed, 40) == {"a": 20, "new": 20}
+    weighted = source(pool("a", 5, weight=3.0), pool("new", 5))
+    weighted.load_state(resumed.state())
+    assert drawn_from(weighted, 40) == {"a": 30, "new": 10}
+    again = source(pool("a", 5, weight=3.0), pool("new", 5))
+    again.load_state(weighted.state())
+    assert again.draw(13) == weighted.draw(13), "what came before the change is not in the state, nor needed"
+
+
 def test_too_long_prompts_are_skipped_and_counted() -> None:
     prompts = source(pool("a", 10), longest=4)
     draws = prompts.draw(8)
