@@ -51,7 +51,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
         samples = run.samples.build(rollouts.groups, numbers)
         failures = failures_of(rollouts.groups, run.groups.data_group)
         refuse_failures(samples, failures.counts, run.config.environment.rl_max_failed_share, failures.example)
-        updates = run.batches.updates(samples.samples, run.minibatches, seed)
+        updates = run.batches.updates(samples.samples, run.config.training.global_batch_size, seed)
     parity: dict[str, float] = {}
     with naming_memory(run, "update"):
         if run.parity.is_due(step):
@@ -75,6 +75,8 @@ def rl_step(run: Run, step: int) -> StepResult | None:
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds
     metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
     total = len(updates) * run.config.algorithm.grpo_iterations
+    metrics["training/updates"] = float(total)
+    metrics["training/samples_per_update"] = samples.advantages.numel() / max(1, len(updates))
     return StepResult(
         metrics,
         applied_updates=total - outcome.skipped_updates,
@@ -147,6 +149,7 @@ def _book(run: Run, result: StepResult) -> None:
     """Count a finished step."""
     progress = run.progress
     progress.step += 1
+    run.optimization.schedule.go_to(progress.step)
     progress.tokens += result.tokens
     gap = result.metrics.get("training/rollout_logprob_gap_max", 0.0)
     progress.logprob_gap_max = max(progress.logprob_gap_max, gap)

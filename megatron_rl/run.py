@@ -84,11 +84,6 @@ class Run:
             with phase:
                 yield
 
-    @property
-    def minibatches(self) -> int:
-        """Optimizer updates in one pass over a rollout."""
-        return max(1, self.config.updates_per_rollout // self.config.algorithm.grpo_iterations)
-
     def requests_of_this_rank(self, draws: Sequence[Draw]) -> list[GenerationRequest]:
         """This data-parallel rank's groups, in the order drawn; every rank has drawn the same list.
 

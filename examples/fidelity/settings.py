@@ -54,7 +54,7 @@ class Setting:
             f"--grpo-clamp-eps-upper 0.28 --grpo-kl-beta 0.0 --rl-temperature 1.0 "
             f"--rl-max-new-tokens {self.new_tokens} --micro-batch-size {samples // self.updates_per_step} "
             f"--global-batch-size {samples // self.updates_per_step} "
-            f"--train-iters {self.steps * self.updates_per_step} "
+            f"--train-iters {self.steps} "
             f"--lr {self.lr} --min-lr {0.3 * self.lr:g} --lr-decay-style linear --lr-warmup-iters 5 --weight-decay 0.0 "
             f"--eval-interval {max(1, self.steps // 4)} --rl-prompts-per-eval {self.held_out} "
             f"--rl-samples-per-eval-prompt 8 --log-interval 1 --rl-rollout-quantization {recipe}"

@@ -195,8 +195,8 @@ class CheckpointManager:
             self._load_weights(directory, policy)
             optimization.optimizer.reload_model_params()
             logger.info("the optimizer starts without moments")
-        # The schedule is a function of the update's number, so it goes on without an optimizer state too.
-        optimization.scheduler.step(increment=state.updates)
+        # The schedule is a function of the step's number, so it goes on without an optimizer state too.
+        optimization.schedule.go_to(state.step)
         if with_random_state and not load_random_state(directory, self._groups.rank):
             logger.info("rank %d is new to this run: its generators start from the seed", self._groups.rank)
         logger.info("resumed from %s (step %d)", directory, state.step)

@@ -37,9 +37,9 @@ class RunState:
     """Everything a resumed run continues from besides tensors."""
 
     step: int
-    """Finished steps."""
+    """Finished steps; the learning-rate schedule continues here."""
     updates: int
-    """Optimizer updates applied; the learning-rate schedule continues here."""
+    """Optimizer updates applied."""
     policy_version: int
     cursor: dict[str, int] = field(default_factory=dict)
     """Draws per environment (or demonstrations)."""

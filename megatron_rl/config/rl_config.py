@@ -31,7 +31,7 @@ class RLConfig:
     """Everything a run is told. ``resolve`` turns what was typed into what is used.
 
     Of 64 ranks with tensor-parallel size 8 there are 8 replicas; 64 prompts of 16 completions are
-    1024 samples a step; with a global batch of 512 and 1 iteration that is 2 updates a rollout.
+    1024 samples a step; with a global batch of 512 and 1 iteration that is 2 updates a step.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -76,43 +76,35 @@ class RLConfig:
 
     @property
     def updates_per_rollout(self) -> int:
-        """Optimizer updates that one step makes: iterations x samples of a rollout / global batch."""
+        """Optimizer updates of a step whose samples are all used: iterations x samples of a rollout / global batch."""
         if not self.training.perform_rl_step:
             return 1
         samples_trained = self.algorithm.grpo_iterations * self.samples_per_step
         return max(1, samples_trained // (self.training.global_batch_size or 1))
 
     @property
-    def total_updates(self) -> int:
-        """Optimizer updates of the whole run, from --train-iters or --train-samples."""
-        training = self.training
-        if training.train_iters is not None:
-            return training.train_iters
-        return (training.train_samples or 0) // (training.global_batch_size or 1)
-
-    @property
     def total_steps(self) -> int:
-        """Steps of the whole run; the last rollout may be used for fewer updates."""
-        return -(-self.total_updates // self.updates_per_rollout)
+        """Steps of the whole run, from --train-iters or --train-samples."""
+        return self._steps(self.training.train_iters, self.training.train_samples)
 
     @property
-    def lr_warmup_updates(self) -> int:
-        """Updates of learning-rate warm-up, whichever of the three flags gave it."""
+    def lr_warmup_steps(self) -> int:
+        """Steps of learning-rate warm-up, whichever of the three flags gave it."""
         schedule = self.schedule
         if schedule.lr_warmup_fraction is not None:
-            return int(schedule.lr_warmup_fraction * self.lr_decay_updates)
-        return self._updates(schedule.lr_warmup_iters, schedule.lr_warmup_samples)
+            return int(schedule.lr_warmup_fraction * self.lr_decay_steps)
+        return self._steps(schedule.lr_warmup_iters, schedule.lr_warmup_samples)
 
     @property
-    def lr_decay_updates(self) -> int:
-        """Updates after which the learning rate is at its minimum."""
-        decay = self._updates(self.schedule.lr_decay_iters, self.schedule.lr_decay_samples)
-        return decay or self.total_updates
+    def lr_decay_steps(self) -> int:
+        """Steps after which the learning rate is at its minimum."""
+        decay = self._steps(self.schedule.lr_decay_iters, self.schedule.lr_decay_samples)
+        return decay or self.total_steps
 
     @property
-    def lr_wsd_decay_updates(self) -> int:
-        """Updates of the last phase of WSD; 0 for other styles."""
-        return self._updates(self.schedule.lr_wsd_decay_iters, self.schedule.lr_wsd_decay_samples)
+    def lr_wsd_decay_steps(self) -> int:
+        """Steps of the last phase of WSD; 0 for other styles."""
+        return self._steps(self.schedule.lr_wsd_decay_iters, self.schedule.lr_wsd_decay_samples)
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -141,9 +133,9 @@ class RLConfig:
         per_token = 2 * (model.num_layers or 0) * heads * (model.kv_channels or 0) * self.kv_number_bytes
         return tokens * per_token / 2**30
 
-    def _updates(self, iters: int | None, samples: int | None) -> int:
-        """A length given in updates or, with --train-samples, in samples."""
-        return iters or (samples or 0) // (self.training.global_batch_size or 1)
+    def _steps(self, iters: int | None, samples: int | None) -> int:
+        """A length given in steps or, with --train-samples, in samples."""
+        return iters or (samples or 0) // (self.samples_per_step or 1)
 
 
 @functools.cache

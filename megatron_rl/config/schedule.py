@@ -1,4 +1,4 @@
-"""The learning rate over the run: counted in updates with --train-iters, in samples with --train-samples."""
+"""The learning rate over the run: counted in steps with --train-iters, in samples with --train-samples."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_rl.config.fields import flag
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Warm-up and decay of the learning rate."""
+    """Warm-up and decay of the learning rate, which all updates of a step share."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("linear")
     """Shape of the decay from --lr to --min-lr."""
     min_lr: float = flag(0.0, ge=0)
     """Learning rate at the end of the decay."""
     lr_warmup_iters: int = flag(0, ge=0)
-    """Updates of linear warm-up."""
+    """Steps of linear warm-up."""
     lr_warmup_samples: int = flag(0, ge=0)
     """Samples of linear warm-up."""
     lr_warmup_fraction: float | None = flag(None, ge=0, lt=1)
@@ -25,12 +25,12 @@ class ScheduleConfig:
     lr_warmup_init: float = flag(0.0, ge=0)
     """Learning rate at the start of the warm-up."""
     lr_decay_iters: int | None = flag(None, ge=1)
-    """Updates after which --min-lr is reached. Without it --train-iters."""
+    """Steps after which --min-lr is reached. Without it --train-iters."""
     lr_decay_samples: int | None = flag(None, ge=1)
     """Samples after which --min-lr is reached. Without it --train-samples."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
     """Shape of the last phase of WSD."""
     lr_wsd_decay_iters: int | None = flag(None, ge=1)
-    """Updates of the last phase of WSD."""
+    """Steps of the last phase of WSD."""
     lr_wsd_decay_samples: int | None = flag(None, ge=1)
     """Samples of the last phase of WSD."""

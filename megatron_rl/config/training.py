@@ -16,13 +16,16 @@ class TrainingConfig:
     perform_rl_step: bool = flag(False, common=True)
     """Train by reinforcement; without it, on the environments' demonstrations."""
     train_iters: int | None = flag(None, ge=1, common=True)
-    """Optimizer updates of the run; or give --train-samples."""
+    """Steps of the run: in RL a rollout with all its updates, else one update. Or give --train-samples."""
     train_samples: int | None = flag(None, ge=1)
-    """Samples of the run; or give --train-iters."""
+    """Samples of the run, those of a rollout counted once; or give --train-iters."""
     micro_batch_size: int = flag(1, ge=1)
     """Sequences of full length in a micro-batch; sets --rl-sequence-packing-bin-size."""
     global_batch_size: int | None = flag(None, ge=1, common=True)
-    """Samples of an optimizer update. Without it those of a rollout; supervised: a micro-batch a replica."""
+    """Most samples of an optimizer update; where samples are dropped, a rollout makes fewer updates.
+
+    Without it those of a rollout; supervised: a micro-batch a replica.
+    """
     seq_length: int | None = flag(None, ge=2, common=True)
     """Longest training sequence in tokens, prompt included."""
     rl_sequence_packing_bin_size: int | None = flag(None, ge=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.types import PackedBatch, Sample
 
+logger = logging.getLogger(__name__)
+
 
 class BatchBuilder:
     """Splits a step's samples into updates, gives every rank about the same tokens, and packs."""
@@ -25,22 +28,29 @@ class BatchBuilder:
         self._round_to = round_to
         self._device = device
         self._groups = groups
+        self._told = not groups.is_main
 
     def updates(
-        self, samples: Sequence[Sample], num_updates: int, seed: int
+        self, samples: Sequence[Sample], batch_size: int, seed: int
     ) -> list[list[PackedBatch]]:
-        """Micro-batches of each of at most ``num_updates`` optimizer steps; collective.
+        """Micro-batches of each optimizer update of one pass over a step's samples; collective.
 
-        Samples are shuffled by ``seed`` into equal updates, then balanced by tokens over the
-        ranks and exchanged, so a rank trains on samples it did not generate. Without samples there
-        are no updates: an empty one would still move the weights by momentum and weight decay.
+        As few updates as hold all samples of the job with at most ``batch_size`` each, and equal to one sample: where
+        groups were dropped there are fewer updates, not smaller ones. 100 samples and a ``batch_size`` of 64 are two
+        updates of 50: 64 and 36 would be two of the same step size, one of them noisier. Fewer samples than
+        ``batch_size`` are one update, no samples none: an empty one would still move the weights by momentum and
+        weight decay.
+
+        Samples are shuffled by ``seed``, then balanced by tokens over the ranks and exchanged, so a rank trains on
+        samples it did not generate.
         """
         ids, lengths = self._global_lengths(samples)
         if not ids:
             return []
         order = list(range(len(ids)))
         random.Random(seed).shuffle(order)
-        num_updates = max(1, min(num_updates, len(order)))
+        num_updates = -(-len(order) // batch_size)
+        self._tell_small(len(order), batch_size)
         update_of: dict[int, int] = {}
         rank_of: dict[int, int] = {}
         for update in range(num_updates):
@@ -64,6 +74,18 @@ class BatchBuilder:
         return [
             collate([samples[i] for i in members], self._device, self._round_to) for members in bins
         ]
+
+    def _tell_small(self, count: int, batch_size: int) -> None:
+        """Once in a launch: that updates are noisier than asked for is in the metrics of every step."""
+        if 2 * count >= batch_size or self._told:
+            return
+        self._told = True
+        logger.warning(
+            "an update has %d samples instead of --global-batch-size %d: the others of its step carry no signal or have no "
+            "grade; see training/signal_share and training/samples_per_update, and use tasks that are neither too easy nor "
+            "too hard, or more of them a step",
+            count, batch_size,
+        )  # fmt: skip
 
     def _global_lengths(self, samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
         """Ids and lengths of all ranks' samples, the same list on every rank."""

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from megatron_rl.config import RLConfig
 from megatron_rl.models import PolicyModel
-from megatron_rl.trainer.schedule import build_schedule
+from megatron_rl.trainer.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Optimization:
         self._empty_cache_level = config.training.empty_unused_memory_level
         self.wrapped = _wrap(policy, config)
         self.optimizer = _build_optimizer(self.wrapped, config, policy.dtype)
-        self.scheduler = build_schedule(self.optimizer, config)
+        self.schedule = Schedule(self.optimizer, config)
+        """Whoever counts the steps moves it on."""
         self.updates_begun = 0
         """Times that this process has begun to write an update into the weights."""
         self.bring_state_home: Callable[[], None] = _stays_home
@@ -82,7 +83,6 @@ class Optimization:
             clip_grads_with_norm_(self._parameters(), self._clip, torch.tensor(norm), foreach=True)
         zeros = self.optimizer.count_zeros() if self._count_zeros else None
         applied = self.optimizer.step_with_ready_grads()
-        self.scheduler.step(increment=1)
         for notify in self.on_update:
             notify()
         return UpdateOutcome(bool(applied), norm, zeros, learning_rate)

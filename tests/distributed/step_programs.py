@@ -40,7 +40,7 @@ def odd_batches(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[
         stages = {"usual": samples, "few": few, "none": [], "poisoned": poisoned, "after": samples}
         reports[name] = {}
         for stage, kept in stages.items():
-            updates = run.batches.updates(kept, num_updates=1, seed=1)
+            updates = run.batches.updates(kept, batch_size=64, seed=1)
             outcome = run.trainer.step(updates)
             with rollout_mode(run.policy, run.optimization.wrapped):
                 save_weights(Path(folder) / f"{name}.{stage}.pt", run)

@@ -13,7 +13,7 @@ from tests.support.checkpoints import state_of
 from tests.support.runs import Outcome, rows_of, run_many
 
 TWO_PASSES = {
-    "grpo_iterations": 2, "global_batch_size": 8, "train_iters": 12,
+    "grpo_iterations": 2, "global_batch_size": 8, "rl_keep_zero_variance_groups": True,
     "grpo_clamp_eps_lower": 0.02, "grpo_clamp_eps_upper": 0.02,
 }  # fmt: skip
 """Two halves of a rollout of 16, twice: 4 updates a step, 3 steps; narrow enough for some ratios to be clipped."""
@@ -80,6 +80,15 @@ def test_no_two_algorithms_are_the_same(rows):
             assert rows[one][-1]["actor/grad_norm"] != rows[other][-1]["actor/grad_norm"], (one, other)
     for name in ("dual_clip", "kl", "kl_k1", "entropy", "sequence_mean", "constant", "stop_strings", "sgd"):
         assert rows[name][-1]["actor/grad_norm"] != rows["base"][-1]["actor/grad_norm"], name
+
+
+def test_the_learning_rate_is_the_steps_however_many_updates_it_makes(rows):
+    """From the peak an equal part down each step, 0 only after the last; with four updates a step as with one."""
+    peak = rows["base"][0]["actor/lr"]
+    for name in ("base", "loss_clip", "samples"):
+        rates = [row["actor/lr"] for row in rows[name]]
+        assert rates == pytest.approx([peak, peak * 2 / 3, peak / 3]), name
+    assert {row["training/updates"] for row in rows["loss_clip"]} == {4}
 
 
 def test_ratios_are_clipped_only_after_the_first_update(rows):

@@ -11,7 +11,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import facts_of, rows_of, run_many
 
 LAST = Path("checkpoints") / "step_0000004"
-TWO_UPDATES = {"global_batch_size": 8, "train_iters": 8, "save_interval": 2}
+TWO_UPDATES = {"global_batch_size": 8, "rl_keep_zero_variance_groups": True, "save_interval": 2}
 OFFLOAD = {"rl_offload_optimizer_during_inference": True}
 PROMPTS = 4
 """Groups that the engine is given in a rollout, over all ranks."""

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "rl_bf16_two_replicas": (2, "rl", {"use_distributed_optimizer": True, "bf16": True}),
     "rl_one_rank": (
         1, "rl",
-        {"grpo_iterations": 2, "global_batch_size": 8, "train_iters": 16, "grpo_kl_beta": 0.05},
+        {"grpo_iterations": 2, "global_batch_size": 8, "rl_keep_zero_variance_groups": True, "grpo_kl_beta": 0.05},
     ),
     "rl_bf16_one_rank": (1, "rl", {"bf16": True}),
     "rl_sgd_one_rank": (1, "rl", {"optimizer": "sgd", "weight_decay": 0.1}),

@@ -65,7 +65,7 @@ class OurStep:
         with rollout_mode(self._policy, self._optimization.wrapped):
             rollouts = self._rollouter.run(requests, seed, self._step)
         samples = self._samples.build(rollouts.groups, [request.index for request in requests])
-        updates = self._batches.updates(samples.samples, 1, seed)
+        updates = self._batches.updates(samples.samples, config.training.global_batch_size, seed)
         outcome = self._trainer.step(updates)
         self.metrics = rollout_metrics(rollouts.groups, self._groups.data_group)
         self.metrics |= reward_metrics(samples) | outcome.metrics

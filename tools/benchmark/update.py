@@ -101,7 +101,7 @@ def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) ->
     batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
 
     def update(samples: Sequence[Sample]) -> tuple[float, float]:
-        metrics = trainer.step(batches.updates(samples, 1, seed=0)).metrics
+        metrics = trainer.step(batches.updates(samples, len(samples), seed=0)).metrics
         return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
 
     return update

@@ -20,9 +20,9 @@ def _global_batch(config: RLConfig, world_size: int) -> Iterator[str]:
             f"--global-batch-size {batch} is not divisible by {replicas} data-parallel replicas: each takes "
             f"an equal share; use {nearest_multiples(batch, replicas)}"
         )
-    samples = config.training.train_samples
-    if samples is not None and samples < batch:
-        yield f"--train-samples {samples} is less than one update of {batch} samples; use at least {batch}"
+    samples, of_a_step = config.training.train_samples, config.samples_per_step
+    if samples is not None and samples < of_a_step:
+        yield f"--train-samples {samples} is less than one step of {of_a_step} samples; use at least {of_a_step}"
 
 
 def _groups(config: RLConfig, world_size: int) -> Iterator[str]:

@@ -118,10 +118,10 @@ def _schedule_unit(config: RLConfig) -> Iterator[str]:
 
 def _schedule_phases(config: RLConfig) -> Iterator[str]:
     schedule = config.schedule
-    warmup, decay, last = config.lr_warmup_updates, config.lr_decay_updates, config.lr_wsd_decay_updates
+    warmup, decay, last = config.lr_warmup_steps, config.lr_decay_steps, config.lr_wsd_decay_steps
     if decay and warmup >= decay:
         yield (
-            f"the learning rate warms up for {warmup} updates but decays after {decay}; "
+            f"the learning rate warms up for {warmup} steps but decays after {decay}; "
             f"use a warm-up of at most {decay - 1}, or a longer decay"
         )
     if schedule.lr_decay_style != "WSD":
@@ -134,7 +134,7 @@ def _schedule_phases(config: RLConfig) -> Iterator[str]:
         )
     elif decay and warmup + last > decay:
         yield (
-            f"--lr-decay-style WSD: a warm-up of {warmup} and a last phase of {last} updates do not fit a "
+            f"--lr-decay-style WSD: a warm-up of {warmup} and a last phase of {last} steps do not fit a "
             f"decay of {decay}; use a last phase of at most {max(0, decay - warmup)}"
         )
 

@@ -70,7 +70,7 @@ def test_its_values_arrive(flags):
     assert (model.rotary_base, model.add_bias_linear, model.add_qkv_bias) == (1000000, False, True)
     assert (algorithm.grpo_clamp_eps_lower, algorithm.grpo_clamp_eps_upper) == (0.2, 0.28)
     assert (config.samples_per_step, config.updates_per_rollout) == (1024, 1)
-    assert config.total_updates == 47683
+    assert config.total_steps == 47683
     # 2 x 64 layers x 1 head a rank x 128 channels x 2 bytes a token.
     assert config.kv_cache_gib(12000) == pytest.approx(12000 * 32768 / 2**30)
 

@@ -93,30 +93,36 @@ def test_megatron_spellings_of_sampling_switched_off(config):
 
 
 @pytest.mark.parametrize(
-    ("changes", "updates_per_rollout", "total_updates", "total_steps"),
+    ("changes", "updates_per_rollout", "total_steps"),
     [
-        ({}, 1, 100, 100),
-        ({"global_batch_size": "16"}, 2, 100, 50),
-        ({"global_batch_size": "8", "grpo_iterations": "2"}, 8, 100, 13),
-        ({"train_iters": None, "train_samples": "330"}, 1, 10, 10),
+        ({}, 1, 100),
+        ({"global_batch_size": "16"}, 2, 100),
+        ({"global_batch_size": "8", "grpo_iterations": "2"}, 8, 100),
+        ({"train_iters": None, "train_samples": "330"}, 1, 10),
+        ({"train_iters": None, "train_samples": "330", "global_batch_size": "8", "grpo_iterations": "2"}, 8, 10),
     ],
 )
-def test_updates_and_steps(config, changes, updates_per_rollout, total_updates, total_steps):
+def test_iters_and_samples_count_steps(config, changes, updates_per_rollout, total_steps):
+    """Not updates: of those a step makes several, and fewer where groups are dropped."""
     resolved = resolve(config(**changes), 1)
     assert resolved.samples_per_step == 32
     assert resolved.updates_per_rollout == updates_per_rollout
-    assert (resolved.total_updates, resolved.total_steps) == (total_updates, total_steps)
+    assert resolved.total_steps == resolved.lr_decay_steps == total_steps
 
 
-def test_schedule_in_updates(config):
+def test_schedule_in_steps(config):
     by_iters = resolve(config(lr_warmup_iters="5", lr_decay_iters="50"), 1)
-    assert (by_iters.lr_warmup_updates, by_iters.lr_decay_updates) == (5, 50)
+    assert (by_iters.lr_warmup_steps, by_iters.lr_decay_steps) == (5, 50)
     by_fraction = resolve(config(lr_warmup_fraction="0.1"), 1)
-    assert (by_fraction.lr_warmup_updates, by_fraction.lr_decay_updates) == (10, 100)
+    assert (by_fraction.lr_warmup_steps, by_fraction.lr_decay_steps) == (10, 100)
     by_samples = resolve(
-        config(train_iters=None, train_samples="3200", lr_warmup_samples="320", lr_wsd_decay_samples="640"), 1
+        config(
+            train_iters=None, train_samples="3200", lr_warmup_samples="320", lr_wsd_decay_samples="640",
+            global_batch_size="8",
+        ),
+        1,
     )
-    lengths = (by_samples.lr_warmup_updates, by_samples.lr_decay_updates, by_samples.lr_wsd_decay_updates)
+    lengths = (by_samples.lr_warmup_steps, by_samples.lr_decay_steps, by_samples.lr_wsd_decay_steps)
     assert lengths == (10, 100, 20)
 
 

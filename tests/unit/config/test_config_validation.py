@@ -83,7 +83,7 @@ ONE_PROBLEM = [
         ["1000000 x --grpo-group-size 1000", "1,000,000,000 samples", "10,000,000"],
     ),
     ({"grpo_group_size": "1"}, 1, ["--grpo-group-size 1", "2 or more"]),
-    ({"train_iters": None, "train_samples": "31"}, 1, ["--train-samples 31", "update of 32", "at least 32"]),
+    ({"train_iters": None, "train_samples": "31"}, 1, ["--train-samples 31", "step of 32", "at least 32"]),
     (
         {"inference_max_seq_length": "256", "max_position_embeddings": "200",
          "rl_sequence_packing_bin_size": "256"}, 1,

@@ -162,7 +162,7 @@ def updated(groups: ParallelGroups, rollouts: Sequence[RolloutGroup]) -> tuple[l
     run = toy_run(tiny_config(rl_advantage="dr_grpo", rl_keep_zero_variance_groups=True), groups)
     try:
         samples = run.samples.build(rollouts, range(len(rollouts)))
-        assert run.trainer.step(run.batches.updates(samples.samples, 1, seed=5)).skipped_updates == 0
+        assert run.trainer.step(run.batches.updates(samples.samples, 64, seed=5)).skipped_updates == 0
         return [sample.advantage for sample in samples.samples], weights_of(run.policy)
     finally:
         run.rollouter.close()

@@ -23,6 +23,7 @@ class DataGroup:
     """As much of `ParallelGroups` as a batch builder asks for."""
 
     data_group: dist.ProcessGroup
+    is_main: bool = True
 
     @property
     def data_size(self) -> int:
@@ -75,8 +76,8 @@ def _everything_arrives_once_and_balanced(builder: BatchBuilder, rank: int, num_
     samples = make_samples(40)
     # The first rank has generated nearly everything: balancing is up to the builder.
     mine = [s for s in samples if (s.sample_id % 10 == 0) == (rank == num_ranks - 1) and rank in (0, num_ranks - 1)]
-    updates = builder.updates(mine, num_updates=4, seed=3)
-    again = builder.updates(mine, num_updates=4, seed=3)
+    updates = builder.updates(mine, batch_size=10, seed=3)
+    again = builder.updates(mine, batch_size=10, seed=3)
     assert contents(updates) == contents(again)
 
     everybody: list = [None] * num_ranks
@@ -103,21 +104,49 @@ def _updates_of_one_rank(samples: list[Sample]) -> list[list[int]]:
 
 def _fewer_samples_than_ranks(builder: BatchBuilder, rank: int) -> None:
     one = make_samples(1) if rank == 1 else []
-    updates = builder.updates(one, num_updates=4, seed=3)
+    updates = builder.updates(one, batch_size=10, seed=3)
     assert len(updates) == 1  # on every rank, also where it is empty
     counts: list = [None] * dist.get_world_size()
     dist.all_gather_object(counts, len(updates[0]))
     assert sorted(counts) == [0] * (len(counts) - 1) + [1]
-    assert builder.updates([], num_updates=4, seed=3) == []
+    assert builder.updates([], batch_size=10, seed=3) == []
 
 
 def test_one_rank_updates_are_equal_parts(one_rank: ParallelGroups) -> None:
     builder = BatchBuilder(BIN_TOKENS, 1, CPU, one_rank)
-    updates = contents(builder.updates(make_samples(40), num_updates=4, seed=3))
+    updates = contents(builder.updates(make_samples(40), batch_size=10, seed=3))
     flat = [sorted(i for batch in update for i in batch) for update in updates]
     assert flat == _updates_of_one_rank(make_samples(40))
-    other = contents(builder.updates(make_samples(40), num_updates=4, seed=4))
+    other = contents(builder.updates(make_samples(40), batch_size=10, seed=4))
     assert [sorted(i for batch in update for i in batch) for update in other] != flat
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "sizes"),
+    [
+        (8, 64, [8]),
+        (64, 64, [64]),
+        (65, 64, [33, 32]),  # not 64 and 1
+        (100, 64, [50, 50]),
+        (128, 64, [64, 64]),
+        (10, 3, [3, 3, 2, 2]),
+    ],
+)
+def test_dropped_samples_make_fewer_updates_of_at_most_the_batch_size(
+    one_rank: ParallelGroups, count: int, batch_size: int, sizes: list[int]
+) -> None:
+    updates = BatchBuilder(BIN_TOKENS, 1, CPU, one_rank).updates(make_samples(count), batch_size, seed=3)
+    assert [sum(len(batch.sample_ids) for batch in update) for update in updates] == sizes
+
+
+def test_an_update_below_half_the_batch_size_is_told_once(
+    one_rank: ParallelGroups, caplog: pytest.LogCaptureFixture
+) -> None:
+    builder = BatchBuilder(BIN_TOKENS, 1, CPU, one_rank)
+    for count in (0, 32, 31, 8):
+        builder.updates(make_samples(count), 64, seed=3)
+    (record,) = caplog.records
+    assert "an update has 31 samples instead of --global-batch-size 64" in record.getMessage()
 
 
 def test_bins_keep_to_the_token_limit_and_the_rounding(one_rank: ParallelGroups) -> None:

@@ -97,7 +97,7 @@ def test_groups_without_signal_never_reach_the_model(one_rank: ParallelGroups) -
     batches = BatchBuilder(64, 1, torch.device("cpu"), one_rank)
 
     def step(rollouts: list[RolloutGroup]) -> None:
-        setup.trainer.step(batches.updates(builder.build(rollouts, range(len(rollouts))).samples, 1, seed=1))
+        setup.trainer.step(batches.updates(builder.build(rollouts, range(len(rollouts))).samples, 64, seed=1))
 
     useful = graded_group([0.0, 1.0], lengths=[2, 3])
     step([graded_group([1.0, 1.0]), useful, graded_group([0.0, 0.0])])

@@ -1,4 +1,4 @@
-"""The learning rate of every update, against numbers worked out by hand. The peak is 0.8."""
+"""The learning rate of every step, against numbers worked out by hand. The peak is 0.8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.trainer.schedule import build_schedule
+from megatron_rl.trainer.schedule import Schedule
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import tiny_config
 
@@ -15,14 +15,14 @@ PEAK = 0.8
 
 
 def rates(count: int, **changes: object) -> list[float]:
-    """The rates the first ``count`` updates run at."""
+    """The rates the first ``count`` steps run at."""
     config = tiny_config(**{"lr": PEAK, "train_iters": count, **changes})
     optimizer = SimpleNamespace(param_groups=[{}])
-    schedule = build_schedule(optimizer, config)
-    seen = []
-    for _ in range(count):
+    schedule = Schedule(optimizer, config)
+    seen = [optimizer.param_groups[0]["lr"]]
+    for finished in range(1, count):
+        schedule.go_to(finished)
         seen.append(optimizer.param_groups[0]["lr"])
-        schedule.step(increment=1)
     return seen
 
 
@@ -45,7 +45,23 @@ def rates(count: int, **changes: object) -> list[float]:
         ({"lr_decay_style": "cosine", "lr_decay_iters": 6}, [0.8, 0.746410, 0.6, 0.4, 0.2]),
         # Over after 2; from there on --min-lr.
         ({"lr_decay_style": "linear", "lr_decay_iters": 2, "min_lr": 0.2}, [0.8, 0.5, 0.2, 0.2, 0.2]),
-        # The last phase of 4 starts after update 1.
+        # Two steps of warm-up, then sqrt(2 / n) of the peak at step n, as Megatron has it: sqrt(2/3), sqrt(1/2) ...
+        (
+            {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 2},
+            [0.4, 0.8, 0.653197, 0.565685, 0.505964],
+        ),
+        # Without warm-up, and with one step of it, sqrt(1 / n); never below --min-lr.
+        ({"lr_decay_style": "inverse-square-root"}, [0.8, 0.565685, 0.461880, 0.4, 0.357771]),
+        (
+            {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 1, "min_lr": 0.45},
+            [0.8, 0.565685, 0.461880, 0.45, 0.45],
+        ),
+        # From 0.2 a third of the way to 0.8 each, then sqrt(3 / n) of the peak.
+        (
+            {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 3, "lr_warmup_init": 0.2},
+            [0.4, 0.6, 0.8, 0.692820, 0.619677],
+        ),
+        # The last phase of 4 starts after step 1.
         (
             {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "linear"},
             [0.8, 0.8, 0.6, 0.4, 0.2],
@@ -67,17 +83,20 @@ def test_rates(changes: dict[str, object], expected: list[float]) -> None:
     assert rates(5, **changes) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("style", ["linear", "cosine", "constant"])
-def test_no_update_is_without_effect(style: str) -> None:
+@pytest.mark.parametrize("style", ["linear", "cosine", "constant", "inverse-square-root"])
+def test_no_step_is_without_effect(style: str) -> None:
     """Also in a run of one update, and with --min-lr 0."""
     for count in (1, 3):
         assert min(rates(count, lr_decay_style=style)) > 0
     assert min(rates(5, lr_decay_style=style, lr_warmup_iters=3)) > 0
 
 
-def test_an_update_reports_the_rate_it_ran_at(one_rank: ParallelGroups) -> None:
+def test_all_updates_of_a_step_run_at_its_rate_and_report_it(one_rank: ParallelGroups) -> None:
+    """Of 4 steps; whatever was applied or skipped before, the rate of the fourth is a quarter of the peak."""
     optimization = tiny_optimization(lr=PEAK, train_iters=4, lr_decay_style="linear")
-    assert [optimization.step().learning_rate for _ in range(3)] == pytest.approx([0.8, 0.6, 0.4])
+    assert [optimization.step().learning_rate for _ in range(3)] == pytest.approx([0.8, 0.8, 0.8])
+    optimization.schedule.go_to(finished_steps=3)
+    assert [optimization.step().learning_rate for _ in range(2)] == pytest.approx([0.2, 0.2])
 
 
 def test_optimizer_constants_reach_the_optimizer(one_rank: ParallelGroups) -> None:

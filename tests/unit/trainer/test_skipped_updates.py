@@ -50,7 +50,6 @@ def test_the_poisoned_update_is_skipped(one_rank: ParallelGroups, kind: str) -> 
     trainer = trainer_of(one_rank, optimization)
     assert trainer.step([[HEALTHY]]).skipped_updates == 0
     weights, state = weights_of(optimization.policy), optimizer_state(optimization)
-    rate = optimization.optimizer.param_groups[0]["lr"]
     assert state
 
     outcome = trainer.step([[HEALTHY, POISONED]])
@@ -58,7 +57,6 @@ def test_the_poisoned_update_is_skipped(one_rank: ParallelGroups, kind: str) -> 
     assert not math.isfinite(outcome.metrics["actor/grad_norm"])
     assert all_equal(weights_of(optimization.policy), weights)
     assert all_equal(optimizer_state(optimization), state)
-    assert optimization.optimizer.param_groups[0]["lr"] == rate
 
     assert trainer.step([[HEALTHY]]).skipped_updates == 0
     assert not all_equal(weights_of(optimization.policy), weights)

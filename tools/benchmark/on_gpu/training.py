@@ -113,7 +113,7 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
                 rollouts = rollouter.run(requests, step, step)
             with timer.phase("advantages"):
                 samples = builder.build(rollouts.groups, [request.index for request in requests]).samples
-                updates = batches.updates(samples, 2, step)
+                updates = batches.updates(samples, batch // 2, step)
             trainer.step(updates)
             wait(bench.device)
             took, phases = time.perf_counter() - started, timer.collect()
