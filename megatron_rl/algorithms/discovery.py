@@ -1,34 +1,34 @@
 """Finds algorithms by their file: ``losses/clip.py`` is the loss ``clip``. Nothing is registered.
 
-An extension is a module of ``advantages``, ``losses`` or ``corrections`` that defines ``compute``; other
-modules there (helpers) are passed over. A dash in a name stands for an underscore of the file. Corrections can
-be composed: ``token_tis+veto``.
+An extension is a module of ``advantages``, ``losses`` or ``corrections`` that defines ``compute``; other modules
+there (helpers) are passed over, by ``config.extensions``. A dash in a name stands for an underscore of the file.
+Corrections can be composed: ``token_tis+veto``.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import pkgutil
 from types import ModuleType
 from typing import Any, Literal, cast, get_args, overload
 
 from megatron_rl.algorithms.corrections.composition import compose
 from megatron_rl.algorithms.interfaces import AdvantageMethod, CorrectionFunction, LossFunction
+from megatron_rl.config.extensions import extension_names
 from megatron_rl.errors import ConfigError
 
 Kind = Literal["advantages", "losses", "corrections"]
 
 
 def available(kind: Kind) -> tuple[str, ...]:
-    """Names of all extensions of a kind, sorted, spelt as their files.
+    """Names of all extensions of a kind, sorted, spelt as their files: those that the help lists.
 
     Raises:
         ConfigError: there is no such kind.
     """
-    package = importlib.import_module(_package_name(kind))
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    return tuple(name for name in names if _compute_function(kind, name) is not None)
+    if kind not in get_args(Kind):
+        raise ConfigError([_unknown("kind of algorithm", kind, kind, get_args(Kind))])
+    return extension_names(f"algorithms/{kind}", "compute")
 
 
 def advantage(name: str) -> AdvantageMethod:
@@ -79,17 +79,7 @@ def _module(kind: Kind, name: str) -> ModuleType:
     wanted = name.replace("-", "_")
     if wanted not in known:
         raise ConfigError([_unknown(f"algorithm in {kind}/ named", name, wanted, known)])
-    return importlib.import_module(f"{_package_name(kind)}.{wanted}")
-
-
-def _package_name(kind: str) -> str:
-    if kind not in get_args(Kind):
-        raise ConfigError([_unknown("kind of algorithm", kind, kind, get_args(Kind))])
-    return f"megatron_rl.algorithms.{kind}"
-
-
-def _compute_function(kind: str, name: str) -> Any:
-    return vars(importlib.import_module(f"{_package_name(kind)}.{name}")).get("compute")
+    return importlib.import_module(f"megatron_rl.algorithms.{kind}.{wanted}")
 
 
 def _unknown(what: str, name: str, wanted: str, known: tuple[str, ...]) -> str:

@@ -176,7 +176,11 @@ class AdvantageMethod(Protocol):
 
 
 class LossFunction(Protocol):
-    """``losses/<name>.py: compute``."""
+    """``losses/<name>.py: compute``.
+
+    The file may also say what holds where no flag was given: ``DEFAULT_CLAMP = (lower, upper)``, else 0.2 and 0.2, and
+    ``DEFAULT_AGGREGATION``, else ``token-mean``. Both are read without importing it, so they are literals.
+    """
 
     def __call__(
         self,

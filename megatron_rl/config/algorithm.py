@@ -7,6 +7,10 @@ from typing import Literal
 
 from megatron_rl.config.fields import flag
 
+ADVANTAGES = ("algorithms/advantages", "compute")
+LOSSES = ("algorithms/losses", "compute")
+CORRECTIONS = ("algorithms/corrections", "compute")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
@@ -18,21 +22,27 @@ class AlgorithmConfig:
     """Completions of each prompt; advantages compare them (Megatron's default: 2)."""
     grpo_iterations: int = flag(1, ge=1, le=1000)
     """Passes over each rollout (Megatron's default: 2)."""
-    grpo_clamp_eps_lower: float = flag(0.2, gt=0, lt=1)
-    """The probability ratio is clipped at 1 - this (Megatron's default: 0.01)."""
-    grpo_clamp_eps_upper: float = flag(0.2, gt=0)
-    """The probability ratio is clipped at 1 + this (Megatron's default: 0.01)."""
+    grpo_clamp_eps_lower: float | None = flag(None, gt=0, le=1)
+    """The probability ratio is clipped at 1 - this; 1 leaves that side open (Megatron's default: 0.01).
+
+    Without it what the policy loss states: clip 0.2, cispo 1, gspo 3e-4.
+    """
+    grpo_clamp_eps_upper: float | None = flag(None, gt=0)
+    """The probability ratio is clipped at 1 + this (Megatron's default: 0.01).
+
+    Without it what the policy loss states: clip and cispo 0.2, gspo 4e-4.
+    """
     grpo_kl_beta: float = flag(0.0, ge=0, le=1000)
     """Weight of the KL term; 0 also saves the reference pass (Megatron's default: 0.001)."""
     grpo_entropy_term_weight: float = flag(0.0)
     """Weight of the entropy bonus."""
-    rl_advantage: str = flag("grpo")
-    """Advantage of a sample within its group: grpo, dr_grpo, rloo, or what is installed."""
-    rl_policy_loss: str = flag("clip")
-    """Policy loss, by name."""
+    rl_advantage: str = flag("grpo", names_of=ADVANTAGES)
+    """Advantage of a sample, against the others of its group or of the step."""
+    rl_policy_loss: str = flag("clip", names_of=LOSSES)
+    """Policy loss of a token."""
     rl_kl_estimator: Literal["k1", "k2", "k3"] = flag("k3")
     """Estimator of the KL to the reference."""
-    rl_correction: str | None = flag(None)
+    rl_correction: str | None = flag(None, names_of=CORRECTIONS)
     """Correction of the gap between engine and trainer log-probs: names joined by +.
 
     Without it token_tis where rollouts are quantised, else none.
@@ -47,10 +57,13 @@ class AlgorithmConfig:
     """veto rejects a sequence with one smaller ratio trainer / engine."""
     rl_dual_clip: float | None = flag(None, gt=1)
     """Bound of the loss at negative advantages, in advantages; without it none."""
-    rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] = flag("token-mean")
-    """Denominator of the loss over the global batch."""
+    rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = flag(None)
+    """Denominator of the loss over the global batch.
+
+    Without it what the policy loss states: clip and cispo token-mean, gspo sequence-mean.
+    """
     calculate_per_token_loss: bool = flag(False)
-    """Megatron's spelling of --rl-loss-aggregation token-mean, the default."""
+    """Megatron's spelling of --rl-loss-aggregation token-mean."""
     rl_keep_zero_variance_groups: bool = flag(False)
     """Keep groups whose rewards are all equal, which carry no signal, instead of dropping them."""
     grpo_filter_groups_with_same_reward: bool = flag(

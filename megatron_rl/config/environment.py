@@ -17,7 +17,7 @@ class EnvironmentConfig:
     langrl_inference_server_type: Literal["inplace_megatron", "inplace_megatron_chat"] = flag(
         "inplace_megatron"
     )
-    """How environments reach the model; only inplace_megatron, the training model itself, is built."""
+    """What generates rollouts; only inplace_megatron, the training model in its own process, is built."""
     rl_prompts_per_eval: int = flag(64, ge=1, le=1_000_000)
     """Prompts of an evaluation, for each environment (Megatron's default: 32)."""
     rl_samples_per_eval_prompt: int = flag(8, ge=1, le=100_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from megatron_rl.config.extensions import extension_names
 from megatron_rl.config.fields import Flag
 from megatron_rl.config.rl_config import all_flags, section_classes
 
@@ -69,8 +70,12 @@ def default_of(flag: Flag) -> str:
 
 
 def meaning_of(flag: Flag) -> str:
-    """The field's docstring; for a flag that switches its field off, what it switches off."""
-    return f"Switches off: {flag.help[:1].lower()}{flag.help[1:]}" if flag.declaration.off else flag.help
+    """The field's docstring; for a flag that switches its field off, what it switches off; the names it takes."""
+    if flag.declaration.off:
+        return f"Switches off: {flag.help[:1].lower()}{flag.help[1:]}"
+    if flag.declaration.names_of is None:
+        return flag.help
+    return f"{flag.help} There are: {', '.join(extension_names(*flag.declaration.names_of))}."
 
 
 def other_spellings(flag: Flag) -> tuple[str, ...]:

@@ -7,13 +7,15 @@ from typing import Literal
 
 from megatron_rl.config.fields import flag
 
+RECIPES = ("quantization/recipes", "RECIPE")
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
     """Number formats of the linear layers in rollouts, and the gate that watches over them."""
 
-    rl_rollout_quantization: str = flag("none", common=True)
-    """Format of the linear layers in rollouts: none, fp8, fp8_block, fp8_block_pow2, fp8_tensor, int8, int8_smooth."""
+    rl_rollout_quantization: str = flag("none", common=True, names_of=RECIPES)
+    """Format of the linear layers in rollouts."""
     rl_quantization_skip: tuple[str, ...] = flag(())
     """Linear layers that stay unquantised: patterns such as layers.0.* or *.linear_fc2, first:N, last:N."""
     rl_kv_cache_dtype: Literal["auto", "bf16", "fp8"] = flag("auto")

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.algorithm import LOSSES
+from megatron_rl.config.extensions import stated
 from megatron_rl.config.rl_config import RLConfig
 
 MOST_DECODED_AT_ONCE = 256
@@ -20,7 +22,7 @@ def resolve(config: RLConfig, world_size: int) -> RLConfig:
     ``validate`` says so.
     """
     config = _training(_model(_evaluation(config)), world_size)
-    for step in (_kernels, _parallel, _schedule, _quantization, _correction, _paths):
+    for step in (_kernels, _parallel, _schedule, _quantization, _policy_loss, _correction, _paths):
         config = step(config)
     return _rollout(config, world_size)
 
@@ -110,6 +112,20 @@ def _quantization(config: RLConfig) -> RLConfig:
     if "rl_train_forward" not in config.typed:
         settings = replace(settings, rl_train_forward="quantized")
     return replace(config, quantization=settings)
+
+
+def _policy_loss(config: RLConfig) -> RLConfig:
+    """Clip ranges of one loss mean nothing in another: those of a sequence's ratio are a thousandth of a token's."""
+    algorithm, folder = config.algorithm, LOSSES[0]
+    lower, upper = stated(folder, algorithm.rl_policy_loss, "DEFAULT_CLAMP") or (0.2, 0.2)
+    aggregation = stated(folder, algorithm.rl_policy_loss, "DEFAULT_AGGREGATION") or "token-mean"
+    filled = _fill(
+        algorithm,
+        grpo_clamp_eps_lower=lower,
+        grpo_clamp_eps_upper=upper,
+        rl_loss_aggregation="token-mean" if algorithm.calculate_per_token_loss else aggregation,
+    )
+    return replace(config, algorithm=filled)
 
 
 def _correction(config: RLConfig) -> RLConfig:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import pkgutil
 
+from megatron_rl.config.extensions import extension_names
+from megatron_rl.config.quantization import RECIPES
 from megatron_rl.errors import ConfigError
 from megatron_rl.quantization import recipes
 from megatron_rl.quantization.recipe import Recipe
 
 
 def available_recipes() -> tuple[str, ...]:
-    """Names of all recipes, sorted."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(recipes.__path__)))
+    """Names of all recipes, sorted: those that the help lists."""
+    return extension_names(*RECIPES)
 
 
 def get_recipe(name: str) -> Recipe:

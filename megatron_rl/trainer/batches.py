@@ -81,11 +81,11 @@ class BatchBuilder:
             return
         self._told = True
         logger.warning(
-            "an update has %d samples instead of --global-batch-size %d: the others of its step carry no signal or have no "
-            "grade; see training/signal_share and training/samples_per_update, and use tasks that are neither too easy nor "
-            "too hard, or more of them a step",
-            count, batch_size,
-        )  # fmt: skip
+            "an update has %d samples instead of --global-batch-size %d: the step's others carry no signal or no grade "
+            "(training/signal_share); use tasks that are neither too easy nor too hard, or more of them a step",
+            count,
+            batch_size,
+        )
 
     def _global_lengths(self, samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
         """Ids and lengths of all ranks' samples, the same list on every rank."""

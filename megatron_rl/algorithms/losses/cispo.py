@@ -8,6 +8,9 @@ from torch import Tensor
 from megatron_rl.algorithms.interfaces import LossConfig, PolicyLoss
 from megatron_rl.algorithms.ratios import log_ratio
 
+DEFAULT_CLAMP = (1.0, 0.2)
+"""The paper leaves the lower side open and gives no number for the upper one."""
+
 
 def compute(
     current_logprobs: Tensor,
@@ -20,9 +23,8 @@ def compute(
 ) -> PolicyLoss:
     """``-sg[clip(rho, 1 - eps_lower, 1 + eps_upper)] A log pi_current``; a clipped token keeps its gradient.
 
-    The paper leaves the lower side open: ``clamp_eps_lower=1``. The value is no distance of any kind, only
-    its gradient means something. Args and result as in ``interfaces.LossFunction``; a token counts as clipped
-    whatever the sign of its advantage; dual clip does not apply.
+    The value is no distance of any kind, only its gradient means something. Args and result as in
+    ``interfaces.LossFunction``; a token counts as clipped whatever the sign of its advantage; dual clip does not apply.
     """
     del sequence_index, num_sequences  # tokens are independent; the signature is that of every loss
     lower, upper = 1 - config.clamp_eps_lower, 1 + config.clamp_eps_upper

@@ -9,6 +9,9 @@ from megatron_rl.algorithms.interfaces import LossConfig, PolicyLoss
 from megatron_rl.algorithms.ratios import log_ratio
 from megatron_rl.algorithms.surrogate import clipped_surrogate
 
+DEFAULT_CLAMP = (3e-4, 4e-4)
+DEFAULT_AGGREGATION = "sequence-mean"
+
 
 def compute(
     current_logprobs: Tensor,
@@ -23,8 +26,8 @@ def compute(
 
     Each token's ratio has the value ``s`` and the gradient ``s * grad log pi`` of that token alone
     (GSPO-token there); reduced with ``sequence-mean`` this is the gradient of the sequence-level objective.
-    The ratio is a geometric mean: clip ranges are two orders of magnitude below those of token ratios (3e-4
-    and 4e-4).
+    The ratio is a geometric mean: the paper's clip range, the default, is three orders of magnitude below that of
+    token ratios.
 
     Args and result as in ``interfaces.LossFunction``; the clip counts are of tokens in clipped sequences.
     """

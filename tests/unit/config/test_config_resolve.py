@@ -110,6 +110,25 @@ def test_iters_and_samples_count_steps(config, changes, updates_per_rollout, tot
     assert resolved.total_steps == resolved.lr_decay_steps == total_steps
 
 
+@pytest.mark.parametrize(
+    ("changes", "clamp", "aggregation"),
+    [
+        ({}, (0.2, 0.2), "token-mean"),
+        # Of the papers: GSPO's range is of the ratio of a sequence, CISPO's has no lower bound.
+        ({"rl_policy_loss": "gspo"}, (3e-4, 4e-4), "sequence-mean"),
+        ({"rl_policy_loss": "cispo"}, (1.0, 0.2), "token-mean"),
+        ({"rl_policy_loss": "gspo", "grpo_clamp_eps_upper": "0.01"}, (3e-4, 0.01), "sequence-mean"),
+        ({"rl_policy_loss": "gspo", "rl_loss_aggregation": "token-mean"}, (3e-4, 4e-4), "token-mean"),
+        ({"rl_policy_loss": "gspo", "calculate_per_token_loss": True}, (3e-4, 4e-4), "token-mean"),
+        ({"grpo_clamp_eps_lower": "1"}, (1.0, 0.2), "token-mean"),
+    ],
+)
+def test_a_policy_loss_has_its_own_clip_range_and_denominator(config, changes, clamp, aggregation):
+    algorithm = resolve(config(**changes), 1).algorithm
+    assert (algorithm.grpo_clamp_eps_lower, algorithm.grpo_clamp_eps_upper) == clamp
+    assert algorithm.rl_loss_aggregation == aggregation
+
+
 def test_schedule_in_steps(config):
     by_iters = resolve(config(lr_warmup_iters="5", lr_decay_iters="50"), 1)
     assert (by_iters.lr_warmup_steps, by_iters.lr_decay_steps) == (5, 50)
