@@ -153,7 +153,8 @@ def _paths(config: RLConfig) -> RLConfig:
 def _rollout(config: RLConfig, world_size: int) -> RLConfig:
     rollout = config.rollout
     longest = rollout.inference_max_seq_length or config.training.seq_length
-    share = math.ceil(_samples_generated(config) / config.data_parallel_size(world_size))
+    prompts, samples = _generated(config)
+    share = math.ceil(prompts / config.data_parallel_size(world_size)) * samples  # a group stays on one rank
     filled = _fill(
         rollout,
         inference_max_seq_length=longest,
@@ -167,11 +168,12 @@ def _rollout(config: RLConfig, world_size: int) -> RLConfig:
     )
 
 
-def _samples_generated(config: RLConfig) -> int:
-    """Completions wanted at once: a rollout's, or in supervised training an evaluation's."""
-    environment = config.environment
-    evaluated = environment.rl_prompts_per_eval * environment.rl_samples_per_eval_prompt
-    return config.samples_per_step if config.training.perform_rl_step else evaluated
+def _generated(config: RLConfig) -> tuple[int, int]:
+    """Prompts and completions of each wanted at once: a rollout's, or in supervised training an evaluation's."""
+    environment, algorithm = config.environment, config.algorithm
+    if config.training.perform_rl_step:
+        return algorithm.grpo_prompts_per_step or 0, algorithm.grpo_group_size or 0
+    return environment.rl_prompts_per_eval, environment.rl_samples_per_eval_prompt
 
 
 def _fill(section: Any, **derived: Any) -> Any:

@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rl_loss_aggregation": "sequence-mean",
         "rl_temperature": 0.7,
     },
+    "one_group": {"grpo_prompts_per_step": 1, "global_batch_size": 2},  # of two replicas one generates nothing
     "experts": {**EXPERTS, "num_experts": 4, "moe_ffn_hidden_size": 24},
     "supervised": SUPERVISED,
     "supervised_experts": {**SUPERVISED, **EXPERTS, "num_experts": 6, "moe_router_topk": 3},

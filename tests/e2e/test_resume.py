@@ -24,7 +24,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         },
     ),
     "rl_tensor_parallel": (2, "rl", TENSOR_PARALLEL),
-    "rl_bf16_two_replicas": (2, "rl", {"use_distributed_optimizer": True, "bf16": True}),
+    "rl_bf16_two_replicas": (
+        2, "rl",  # one group: a replica generates nothing
+        {
+            "use_distributed_optimizer": True, "bf16": True, "grpo_prompts_per_step": 1,
+            "rl_keep_zero_variance_groups": True,
+        },
+    ),
     "rl_one_rank": (
         1, "rl",
         {"grpo_iterations": 2, "global_batch_size": 8, "rl_keep_zero_variance_groups": True, "grpo_kl_beta": 0.05},

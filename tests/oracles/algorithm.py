@@ -48,6 +48,13 @@ class Settings:
     clip_grad: float = 1.0
 
 
+OF_A_LOSS = {
+    "gspo": {"grpo_clamp_eps_lower": 3e-4, "grpo_clamp_eps_upper": 4e-4, "rl_loss_aggregation": "sequence-mean"},
+    "cispo": {"grpo_clamp_eps_lower": 1.0},
+}
+"""Documented defaults where a loss has its own."""
+
+
 def advantages(groups: Sequence[Sequence[float | None]], kind: str) -> list[list[float]]:
     """Of the rewards of every group; None is a failed grade, which takes no part."""
     everything = [reward for group in groups for reward in group if reward is not None]

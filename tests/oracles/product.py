@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tests.oracles.algorithm import Settings
+from tests.oracles.algorithm import OF_A_LOSS, Settings
 from tests.oracles.models import write_model
 from tests.support.runs import Outcome, command, rows_of, run_many
 from tests.support.tiny import write_tokenizer
 
-TWO_UPDATES = {"global_batch_size": 8, "train_iters": 2}
-TWO_PASSES = {"global_batch_size": 8, "grpo_iterations": 2, "train_iters": 4}
+TWO_UPDATES = {"global_batch_size": 8}
+TWO_PASSES = {"global_batch_size": 8, "grpo_iterations": 2}
 NARROW = {"grpo_clamp_eps_lower": 0.02, "grpo_clamp_eps_upper": 0.05}
 """Two updates move most tokens beyond this clip range."""
 ALWAYS: Mapping[str, Any] = {
@@ -53,7 +53,8 @@ class Case:
     def settings(self) -> Settings:
         """What the oracle is told: the flags that it knows."""
         known = {setting.name for setting in fields(Settings)}
-        return Settings(**{name: value for name, value in {**ALWAYS, **self.flags}.items() if name in known})
+        own = OF_A_LOSS.get(self.flags.get("rl_policy_loss", "clip"), {})
+        return Settings(**{name: value for name, value in {**ALWAYS, **own, **self.flags}.items() if name in known})
 
     @property
     def number_of_groups(self) -> int:

@@ -11,34 +11,28 @@ MOST_SAMPLES = 10_000_000
 
 
 def _global_batch(config: RLConfig, world_size: int) -> Iterator[str]:
+    """In RL any number of groups and samples is dealt to the ranks by tokens."""
     batch, replicas = config.training.global_batch_size, config.data_parallel_size(world_size)
-    if batch is None:
+    if batch is None or config.training.perform_rl_step:
         return
-    whole_rollout = config.training.perform_rl_step and batch == config.samples_per_step  # see _groups
-    if batch % replicas and world_size % config.model_parallel_size == 0 and not whole_rollout:
+    if batch % replicas and world_size % config.model_parallel_size == 0:
         yield (
             f"--global-batch-size {batch} is not divisible by {replicas} data-parallel replicas: each takes "
             f"an equal share; use {nearest_multiples(batch, replicas)}"
         )
+
+
+def _length(config: RLConfig) -> Iterator[str]:
     samples, of_a_step = config.training.train_samples, config.samples_per_step
     if samples is not None and samples < of_a_step:
         yield f"--train-samples {samples} is less than one step of {of_a_step} samples; use at least {of_a_step}"
 
 
-def _groups(config: RLConfig, world_size: int) -> Iterator[str]:
-    algorithm, replicas = config.algorithm, config.data_parallel_size(world_size)
-    prompts, group = algorithm.grpo_prompts_per_step, algorithm.grpo_group_size
-    if not config.training.perform_rl_step:
-        return
-    if group == 1:
+def _groups(config: RLConfig) -> Iterator[str]:
+    if config.training.perform_rl_step and config.algorithm.grpo_group_size == 1:
         yield (
             "--grpo-group-size 1: an advantage compares the completions of one prompt, and one alone has "
             "none; use 2 or more"
-        )
-    if prompts is not None and prompts % replicas and world_size % config.model_parallel_size == 0:
-        yield (
-            f"--grpo-prompts-per-step {prompts} is not divisible by {replicas} data-parallel replicas: each "
-            f"samples an equal share; use {nearest_multiples(prompts, replicas)}"
         )
 
 
@@ -88,5 +82,5 @@ def _lengths(config: RLConfig) -> Iterator[str]:
         )
 
 
-WORLD_RULES: tuple[WorldRule, ...] = (_global_batch, _groups)
-RULES: tuple[Rule, ...] = (_samples, _updates, _lengths)
+WORLD_RULES: tuple[WorldRule, ...] = (_global_batch,)
+RULES: tuple[Rule, ...] = (_length, _groups, _samples, _updates, _lengths)

@@ -17,6 +17,8 @@ def test_derived_defaults_of_an_rl_run(config):
     assert (training.global_batch_size, training.rl_sequence_packing_bin_size) == (32, 128)
     assert (rollout.inference_max_seq_length, rollout.rl_max_new_tokens) == (128, 127)
     assert rollout.inference_max_batch_size == 16  # 32 samples on 2 replicas
+    uneven = resolve(config(grpo_prompts_per_step="3"), 2).rollout
+    assert uneven.inference_max_batch_size == 8  # two groups of four on one of them
     assert (resolved.schedule.lr_decay_iters, resolved.schedule.lr_decay_samples) == (100, None)
 
 

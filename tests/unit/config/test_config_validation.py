@@ -67,11 +67,7 @@ ONE_PROBLEM = [
         ["--rl-sequence-packing-bin-size 4100 (from", "--seq-length", "parallel size 8", "4096 or 4104"],
     ),
     ({"overlap_param_gather": True, "overlap_grad_reduce": True}, 1, ["add --use-distributed-optimizer"]),
-    (
-        {"grpo_prompts_per_step": "6", "global_batch_size": "24"}, 4,
-        ["--grpo-prompts-per-step 6", "4 data-parallel replicas", "4 or 8"],
-    ),
-    ({"global_batch_size": "2"}, 4, ["--global-batch-size 2 ", "4 data-parallel replicas", "use 4"]),
+    ({"perform_rl_step": None, "global_batch_size": "2"}, 4, ["--global-batch-size 2 ", "4 data-parallel", "use 4"]),
     ({"perform_rl_step": None, "global_batch_size": "30"}, 4, ["--global-batch-size 30", "28 or 32"]),
     (
         {"global_batch_size": "12"}, 1,
@@ -254,6 +250,13 @@ def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, rank
         ({"calculate_per_token_loss": True}, 1),
         ({"min_lr": "1e-3", "lr_warmup_init": "1e-3"}, 1),
         ({"train_iters": None, "train_samples": "32"}, 1),
+        # Dealt to the ranks by tokens: 2, 2, 1 and 1 groups; then a rank without a group or a sample.
+        ({"grpo_prompts_per_step": "6"}, 4),
+        ({"grpo_prompts_per_step": "6", "global_batch_size": "6"}, 4),
+        ({"grpo_prompts_per_step": "7", "grpo_group_size": "3"}, 2),
+        ({"grpo_prompts_per_step": "2"}, 4),
+        ({"global_batch_size": "2"}, 4),
+        ({"grpo_clamp_eps_lower": "1"}, 1),
         ({"rl_kv_cache_dtype": "bf16", "bf16": True, "rl_inference_engine": "mcore"}, 1),
         (
             {"rl_kv_cache_dtype": "fp8", "rl_mismatch_action": "fallback", "rl_rollout_quantization": "int8"}, 1,
@@ -268,19 +271,14 @@ def test_what_stands_just_inside_a_rule_is_allowed(problems, changes, ranks):
 
 
 def test_all_broken_rules_come_at_once(problems):
-    found = problems(4, fp16=True, ckpt_format="torch", async_save=True, grpo_prompts_per_step="6", min_lr="1")
+    found = problems(4, fp16=True, ckpt_format="torch", async_save=True, global_batch_size="12", min_lr="1")
     starts = [line.split()[0] for line in found]
-    assert starts == ["--fp16", "--async-save", "--min-lr", "--grpo-prompts-per-step"]
+    assert starts == ["--global-batch-size", "--fp16", "--async-save", "--min-lr"]
 
 
 def test_no_batch_is_called_uneven_when_the_ranks_do_not_fit_the_model(problems):
-    found = problems(7, tensor_model_parallel_size="2")
+    found = problems(7, tensor_model_parallel_size="2", perform_rl_step=None, global_batch_size="32")
     assert [line.split(" is ")[0] for line in found] == ["world size 7"]
-
-
-def test_an_uneven_rollout_is_reported_once(problems):
-    found = problems(2, grpo_prompts_per_step="7", grpo_group_size="3")
-    assert [line.split(" is ")[0] for line in found] == ["--grpo-prompts-per-step 7"]
 
 
 def test_bounds_hold_for_configurations_built_in_code():
