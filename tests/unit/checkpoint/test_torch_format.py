@@ -94,6 +94,7 @@ def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_weights_moments_and_counters_come_back_bit_for_bit(one_rank, tmp_path: Path, variant: str) -> None:
     config = tiny_config(**VARIANTS[variant])
     policy, optimization = _built(config, seed=1, updates=3)
+    optimization.schedule.go_to(finished_steps=2)  # the rate of step 3, not of update 4
     CheckpointManager(tmp_path, 0, one_rank, "torch").save(_state(config, 2, 3), policy, optimization, {})
     other_policy, other = _built(config, seed=2)
     manager = CheckpointManager(tmp_path, 0, one_rank, "torch")
