@@ -46,6 +46,10 @@ class KVNumbers:
         """What is read is what was written."""
         return self.stored == self.dtype
 
+    def scales(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """[groups] fp32 of keys and of values; empty unless codes are stored."""
+        return () if self.key_scales is None else (self.key_scales[layer], self.value_scales[layer])
+
     def begin(self) -> None:
         """A rollout begins: the next prompts set the scales."""
         self._due = [True] * len(self._due)

@@ -13,6 +13,7 @@ from megatron_rl.attention.backend import NewTokens
 from megatron_rl.attention.product import FEWEST_ROWS
 from megatron_rl.attention.rope import RopeTable, rotate
 from megatron_rl.inference.kv_cache import Cache
+from megatron_rl.models import RolloutOps
 
 
 class RolloutContext(BaseInferenceContext):
@@ -27,7 +28,13 @@ class RolloutContext(BaseInferenceContext):
     """The tokens that megatron zeroes where the layers run in fp8: none are padding here."""
 
     def __init__(
-        self, cache: Cache, attention: Attention, rope: RopeTable, first_layer: int, dtype: torch.dtype
+        self,
+        cache: Cache,
+        attention: Attention,
+        rope: RopeTable,
+        first_layer: int,
+        dtype: torch.dtype,
+        ops: RolloutOps,
     ) -> None:
         super().__init__(materialize_only_last_token_logits=True)
         self.max_sequence_length = cache.shape.max_length
@@ -36,6 +43,8 @@ class RolloutContext(BaseInferenceContext):
         self._rope = rope
         self._first_layer = first_layer
         self._dtype = dtype
+        self.ops = ops
+        """What the layers do between their products."""
         self._prompts: PackedPlan | None = None
         self._last_tokens: torch.Tensor | None = None
 
@@ -104,6 +113,26 @@ class RolloutContext(BaseInferenceContext):
         if self._prompts is not None:
             return self._prompts.attend(layer, query, *numbers.round_trip(index, key, value))
         return self._attend(query, self._cache, index, self._plan)
+
+    # -- asked by RolloutLayer -----------------------------------------------------------------
+
+    @property
+    def stores_heads(self) -> bool:
+        """See `RolloutPlan`. Prompts attend to their own rotated keys, and may set the cache's scales."""
+        return self.ops.stores_heads and self._last_tokens is None and self._kernels.cache.layout == "pages"
+
+    def attend_mixed(
+        self, layer: int, mixed: torch.Tensor, query_norm: torch.nn.Module | None, key_norm: torch.nn.Module | None
+    ) -> torch.Tensor:
+        """See `RolloutPlan`."""
+        from megatron_rl.models.kernels.rotate_store import HeadNorms, Pages, rotate_store
+
+        cache, index = self._cache, layer - self._first_layer
+        scales = cache.numbers.scales(index)
+        pages = Pages(cache.keys[index], cache.values[index], self._cells, *scales)
+        norms = None if query_norm is None else HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps)
+        query = rotate_store(mixed, self._cos, self._sin, pages, norms)
+        return self._attend(query, cache, index, self._plan)
 
     # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------
 

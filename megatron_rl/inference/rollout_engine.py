@@ -35,7 +35,7 @@ from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.inference.waiting import FIRST_TURN, LATER_TURN, PREEMPTED, Waiting
-from megatron_rl.models import PolicyModel, RolloutForward
+from megatron_rl.models import PolicyModel, RolloutForward, ops_for
 from megatron_rl.types import Completion, GeneratedGroup, GenerationRequest
 
 
@@ -55,7 +55,9 @@ class RolloutEngine:
         self._layout = make_layout(policy, options)
         self._cache, slots = self._layout.cache, self._layout.num_slots
         first_layer = policy.gpt.decoder.layers[0].layer_number
-        self._context = RolloutContext(self._cache, policy.attention, policy.rope, first_layer, policy.dtype)
+        self._context = RolloutContext(
+            self._cache, policy.attention, policy.rope, first_layer, policy.dtype, ops_for(policy.device)
+        )
         self._model = RolloutForward(policy, self._context)
         paged = policy.attention.cache.layout == "pages"
         self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device, paged)

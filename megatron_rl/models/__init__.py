@@ -5,8 +5,9 @@ from megatron_rl.models.attention_choice import attention_of, kv_cache_dtype
 from megatron_rl.models.gpt import PolicyModel, build_model, build_transformer_config
 from megatron_rl.models.mode import rollout_mode
 from megatron_rl.models.rollout_forward import RolloutForward
+from megatron_rl.models.rollout_ops import RolloutOps, ops_for
 
 __all__ = [
-    "PolicyModel", "RolloutForward", "attention_of", "build_model", "build_transformer_config", "kv_cache_dtype",
-    "rollout_mode",
+    "PolicyModel", "RolloutForward", "RolloutOps", "attention_of", "build_model", "build_transformer_config",
+    "kv_cache_dtype", "ops_for", "rollout_mode",
 ]  # fmt: skip

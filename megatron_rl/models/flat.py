@@ -15,7 +15,7 @@ from megatron_rl.attention.rope import rotate
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.layer import RolloutLayer
 from megatron_rl.models.linear import WholeColumnLinear, WholeRowLinear
-from megatron_rl.models.spec import TorchNorm
+from megatron_rl.models.norm import TorchNorm
 
 
 def can_be_flat(policy: PolicyModel) -> bool:

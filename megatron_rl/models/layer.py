@@ -7,7 +7,7 @@ run on the same numbers, so that on a CPU the result is the training forward's t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
@@ -15,6 +15,27 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.attention import AttentionPlan, PlannedSelfAttention
+from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, add, is_rms
+
+
+class RolloutPlan(AttentionPlan, Protocol):
+    """What layers ask of a rollout's context."""
+
+    ops: RolloutOps
+
+    @property
+    def stores_heads(self) -> bool:
+        """Whether `attend_mixed` is there for this forward pass."""
+        ...
+
+    def attend_mixed(
+        self, layer: int, mixed: torch.Tensor, query_norm: torch.nn.Module | None, key_norm: torch.nn.Module | None
+    ) -> torch.Tensor:
+        """Norms, rotation, cache and attention of ``mixed`` [T, groups, share + 2, D] -> ``[T, 1, heads * D]``.
+
+        A group's queries, its key and its value lie side by side.
+        """
+        ...
 
 
 class RolloutLayer(TransformerLayer):
@@ -42,6 +63,11 @@ class RolloutLayer(TransformerLayer):
         self.has_plain_heads = (
             not self.config.qk_layernorm and self.config.num_query_groups >= attention.world_size
         )
+        self._head_norms = (attention.q_layernorm, attention.k_layernorm) if self.config.qk_layernorm else (None, None)
+        self.has_storable_heads = self.config.num_query_groups >= attention.world_size and (
+            not self.config.qk_layernorm or all(map(is_rms, self._head_norms))
+        )
+        """Whether a kernel knows everything between the projection and the cache."""
         self._groups = attention.num_query_groups_per_partition
         self._head_width = attention.hidden_size_per_attention_head
 
@@ -51,20 +77,38 @@ class RolloutLayer(TransformerLayer):
         """See megatron's layer; the short way where a rollout asks for it."""
         short = self.has_short_way and not self.training and not torch.is_grad_enabled()
         if short and hasattr(inference_context, "attend"):
-            return self.decode(hidden_states.squeeze(1), inference_context)[:, None], None
+            return add(*self.decode(hidden_states.squeeze(1), None, inference_context))[:, None], None
         return super().forward(hidden_states, *stock, inference_context=inference_context, **others)
 
-    def decode(self, hidden: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """``[T, hidden]`` -> ``[T, hidden]``; for evaluation without gradients only."""
-        attended = plan.attend(self.layer_number, *self._heads(self.input_layernorm.forward(hidden), plan))
-        output, bias = call_linear(self.self_attention.linear_proj, attended.view(hidden.shape[0], -1))
-        hidden = _add(output, bias, hidden)
-        normed = self.pre_mlp_layernorm.forward(hidden)
-        output, bias = self._plain_mlp(normed) if self.has_plain_mlp else self.mlp(normed[:, None])
-        return _add(output.view(hidden.shape), bias, hidden)
+    def decode(
+        self, hidden: torch.Tensor, pending: Pending | None, plan: RolloutPlan
+    ) -> tuple[torch.Tensor, Pending]:
+        """The residual stream ``[T, hidden]`` and what is still to be added to it, before and after the layer.
+
+        For evaluation without gradients only. Adding is left to the norm that follows, so that a kernel can do both.
+        """
+        attention, ops = self.self_attention, plan.ops
+        hidden, normed = ops.add_norm(hidden, pending, self.input_layernorm, attention.linear_qkv)
+        attended = self._attended(normed, plan).view(hidden.shape[0], -1)
+        pending = Pending(*call_linear(attention.linear_proj, attended))
+        if self.has_plain_mlp:
+            hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, self.mlp.linear_fc1)
+            return hidden, Pending(*self._plain_mlp(normed, ops))
+        hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, None)
+        output, bias = self.mlp(normed[:, None])
+        return hidden, Pending(output.view(hidden.shape), bias)
+
+    def _attended(self, normed: LinearInput, plan: RolloutPlan) -> torch.Tensor:
+        """The normed ``[T, hidden]`` -> ``[T, 1, heads * D]``."""
+        attention = self.self_attention
+        if plan.stores_heads and self.has_storable_heads:
+            mixed, _ = call_linear(attention.linear_qkv, normed)
+            heads = mixed.view(mixed.shape[0], self._groups, -1, self._head_width)
+            return plan.attend_mixed(self.layer_number, heads, *self._head_norms)
+        return plan.attend(self.layer_number, *self._heads(normed, plan))
 
     def _heads(
-        self, normed: torch.Tensor, plan: AttentionPlan
+        self, normed: LinearInput, plan: AttentionPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> rotated query and key, and value, ``[T, 1, heads, D]`` each."""
         attention = self.self_attention
@@ -78,20 +122,15 @@ class RolloutLayer(TransformerLayer):
         query = turned[:, :, :-1].reshape(mixed.shape[0], 1, -1, self._head_width)
         return query, turned[:, :, -1].unsqueeze(1), parts[:, :, -1].unsqueeze(1)
 
-    def _plain_mlp(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _plain_mlp(self, normed: LinearInput, ops: RolloutOps) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[T, hidden]`` -> ``[T, hidden]`` and the bias that is left to the caller."""
         inner, bias = call_linear(self.mlp.linear_fc1, normed)
         if bias is not None:
             inner.add_(bias)
-        if self.config.gated_linear_unit:
-            gate, up = inner.chunk(2, -1)
-            inner = self.config.activation_func(gate).mul_(up)
-        else:
-            inner = self.mlp.activation_func(inner)
-        return call_linear(self.mlp.linear_fc2, inner)
+        return call_linear(self.mlp.linear_fc2, ops.activate(inner, self.config, self.mlp.linear_fc2))
 
 
-def call_linear(module: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def call_linear(module: torch.nn.Module, tokens: LinearInput) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``module(tokens)`` without the dispatch to hooks where none is registered.
 
     ``forward`` is looked up on the instance: quantised rollouts put theirs there.
@@ -99,10 +138,3 @@ def call_linear(module: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Te
     if module._forward_hooks or module._forward_pre_hooks:
         return module(tokens)
     return module.forward(tokens)
-
-
-def _add(output: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-    """``output + bias + residual`` in megatron's order, in the memory of ``output``."""
-    if bias is not None:
-        output.add_(bias)
-    return output.add_(residual)

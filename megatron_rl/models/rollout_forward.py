@@ -7,12 +7,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as functional
 
-from megatron_rl.attention import AttentionPlan
 from megatron_rl.models.gpt import PolicyModel
-from megatron_rl.models.layer import RolloutLayer
+from megatron_rl.models.layer import RolloutLayer, RolloutPlan
 
 
-class RolloutPlan(AttentionPlan, Protocol):
+class ForwardPlan(RolloutPlan, Protocol):
     """What the forward pass asks of a rollout's context."""
 
     def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -26,7 +25,7 @@ class RolloutForward:
     On a CPU both ways give the same bits. Call it in evaluation mode and without gradients.
     """
 
-    def __init__(self, policy: PolicyModel, plan: RolloutPlan) -> None:
+    def __init__(self, policy: PolicyModel, plan: ForwardPlan) -> None:
         self._policy, self._plan = policy, plan
         self.is_short = _is_known(policy)
         """Whether the short way is taken."""
@@ -41,9 +40,11 @@ class RolloutForward:
         gpt, plan = self._policy.gpt, self._plan
         embedding = gpt.embedding.word_embeddings
         hidden = functional.embedding(token_ids, embedding.weight) if self._is_whole else embedding(token_ids)
+        pending = None
         for layer in gpt.decoder.layers:
-            hidden = layer.decode(hidden, plan)
-        chosen = plan.last_token_logits(gpt.decoder.final_layernorm.forward(hidden)[None])
+            hidden, pending = layer.decode(hidden, pending, plan)
+        _, normed = plan.ops.add_norm(hidden, pending, gpt.decoder.final_layernorm, None)
+        chosen = plan.last_token_logits(normed[None])
         tied = gpt.share_embeddings_and_output_weights
         weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
         if self._is_whole:

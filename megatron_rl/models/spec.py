@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.nn.functional as functional
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -18,33 +14,7 @@ from megatron_rl.attention import PlannedSelfAttention
 from megatron_rl.models import transformer_engine
 from megatron_rl.models.layer import RolloutLayer
 from megatron_rl.models.linear import use_whole_linears
-
-
-class TorchNorm(torch.nn.Module):
-    """RMSNorm or LayerNorm whose parameters are marked for sequence parallelism.
-
-    megatron's own torch norm refuses sequence parallelism. The mark makes ``finalize_model_grads``
-    add up the weight's gradient over the tensor-parallel ranks, which each see a slice of tokens.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.bias: torch.nn.Parameter | None = None
-        if config.normalization == "LayerNorm":
-            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-            self.bias.sequence_parallel = config.sequence_parallel
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
-        shape = (hidden_states.shape[-1],)
-        if self.bias is None:
-            return functional.rms_norm(hidden_states, shape, self.weight, self.eps)
-        return functional.layer_norm(hidden_states, shape, self.weight, self.bias, self.eps)
+from megatron_rl.models.norm import TorchNorm
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:

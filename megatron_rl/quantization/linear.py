@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_rl.quantization.recipe import QuantizedWeight, Recipe, Split
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, Split
 
 
 class TensorRanks:
@@ -73,14 +73,28 @@ class QuantizedLinear:
         """Back to the module's own forward."""
         del self.module.forward
 
+    @property
+    def packing(self) -> Packing | None:
+        """How a kernel may quantise what `forward` is given; None where it has to be given numbers."""
+        return self.recipe.packing(self.weight, self.ranks)
+
     def forward(
-        self, input_: torch.Tensor, weight: Any = None, runtime_gather_output: bool | None = None
+        self,
+        input_: torch.Tensor | PackedActivations,
+        weight: Any = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the module's: [T, 1, in] -> [T, 1, out] and the bias if the caller adds it."""
+        """As the module's: [T, 1, in] -> [T, 1, out] and the bias if the caller adds it.
+
+        Activations that are packed already, [T, in], are a rollout's: without gradients and sequence parallelism.
+        """
         del weight, runtime_gather_output  # only the output layer is given them, and it is not quantised
         self.calls += 1
         module = self.module
-        product = self._scattered(self._product(self._gathered(input_)))
+        if isinstance(input_, PackedActivations):
+            product = self.recipe.multiply(input_, self.weight)
+        else:
+            product = self._scattered(self._product(self._gathered(input_)))
         if module.skip_bias_add:
             return product, module.bias
         return (product if module.bias is None else product + module.bias), None
@@ -105,6 +119,17 @@ class QuantizedLinear:
         if self.ranks is not None and self.module.sequence_parallel:
             return scatter_to_sequence_parallel_region(product, group=self.group)
         return product
+
+
+def packing_for(module: torch.nn.Module) -> Packing | None:
+    """How a kernel may quantise the input of ``module`` now.
+
+    None where it is not quantised, or watched: hooks see numbers.
+    """
+    layer = getattr(vars(module).get("forward"), "__self__", None)
+    if not isinstance(layer, QuantizedLinear) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    return layer.packing
 
 
 class StraightThrough(torch.autograd.Function):

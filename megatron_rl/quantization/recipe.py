@@ -13,7 +13,15 @@ from typing import ClassVar, Protocol
 import torch
 
 from megatron_rl.errors import QuantizationError
+<<<<<<< HEAD
 from megatron_rl.quantization.storage import Split
+=======
+from megatron_rl.quantization.formats import TILE
+
+Split = Literal["columns", "rows"]
+"""How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
+(``RowParallelLinear``), where each rank's product is a part of the sum."""
+>>>>>>> e8b2ef4 (Fuse what a layer does between its products in rollouts on CUDA: 11 launches a layer in bf16 and 12 in fp8)
 
 
 class Ranks(Protocol):
@@ -54,6 +62,35 @@ class QuantizedWeight:
         """Codes, scales and smoothing; without the operand, which only CPUs need."""
         stored = (self.codes, self.scales, self.smoothing)
         return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a product wants its activations, for a kernel that quantises them as it makes them."""
+
+    code_type: torch.dtype
+    columns: int
+    """Of the codes: K, rounded up to what the product takes; zeros from K on."""
+    in_segments: bool = False
+    """One scale a 128 columns instead of one a token."""
+    power_of_two: bool = False
+
+    def allocate(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Empty codes [T, columns] and fp32 scales, [T, 1] or [T, columns / 128], the latter column by column."""
+        codes = torch.empty(tokens, self.columns, dtype=self.code_type, device=device)
+        if self.in_segments:
+            return codes, torch.empty(self.columns // TILE, tokens, dtype=torch.float32, device=device).t()
+        return codes, torch.empty(tokens, 1, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class PackedActivations:
+    """Activations [T, K] that are quantised already, to the numbers that `Recipe.matmul` would have made of them."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+    """Of the activations, and of the product."""
 
 
 class Recipe(ABC):
@@ -110,6 +147,18 @@ class Recipe(ABC):
         ``ranks`` are given where each holds a part of K (rows split): scales of activations are
         then shared and products added up over them, so that the result is the one of a single rank.
         """
+
+    def packing(self, q: QuantizedWeight, ranks: Ranks | None) -> Packing | None:
+        """How a kernel may quantise the activations of ``q`` for `multiply`; None where only `matmul` can.
+
+        For products on CUDA with Triton.
+        """
+        del q, ranks
+        return None
+
+    def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
+        """`matmul` of what was quantised as `packing` says: [T, N] in the dtype of the activations."""
+        raise QuantizationError(f"{self.name} quantises activations itself")
 
     @abstractmethod
     def round_trip(

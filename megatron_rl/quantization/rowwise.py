@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from megatron_rl.quantization import formats, kernels, products
-from megatron_rl.quantization.recipe import QuantizedWeight, Ranks, Recipe, Split
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Ranks, Recipe, Split
 from megatron_rl.quantization.storage import stored_shape
 
 
@@ -95,13 +95,38 @@ class RowRecipe(Recipe):
     ) -> torch.Tensor:
         """See `Recipe.matmul`."""
         tokens = x.reshape(-1, q.columns)
-        if self._integer and x.is_cuda and ranks is None and kernels.available():
+        if x.is_cuda and ranks is None and kernels.available():
             codes, scale = self._packed_activations(tokens, q, None)
-            return products.int8_linear(codes, scale, q, bias, x.dtype).view(*x.shape[:-1], q.rows)
-        product = self._on_cuda(tokens, q, ranks) if x.is_cuda else self._on_cpu(tokens, q, ranks)
-        if bias is not None:
-            product = product + bias
-        return product.to(x.dtype).view(*x.shape[:-1], q.rows)
+            product = self._whole_product(codes, scale, q, bias, x.dtype)
+        else:
+            product = self._on_cuda(tokens, q, ranks) if x.is_cuda else self._on_cpu(tokens, q, ranks)
+            product = (product if bias is None else product + bias).to(x.dtype)
+        return product.view(*x.shape[:-1], q.rows)
+
+    def packing(self, q: QuantizedWeight, ranks: Ranks | None) -> Packing | None:
+        """See `Recipe.packing`. Scales that ranks share, and smoothing, are not the kernels'."""
+        if ranks is not None or q.smoothing is not None:
+            return None
+        return Packing(self.code_type, q.codes.shape[1])
+
+    def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
+        """See `Recipe.multiply`."""
+        return self._whole_product(x.codes, x.scales, q, None, x.dtype)
+
+    def _whole_product(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        q: QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """On CUDA, of a weight that no other rank has a part of the sum of; no cast where ``dtype`` is bf16."""
+        if self._integer:
+            return products.int8_linear(codes, scale, q, bias, dtype)
+        if bias is None:
+            return products.fp8_row_product(codes, scale, q, dtype)
+        return (products.fp8_row_product(codes, scale, q, torch.float32) + bias).to(dtype)
 
     def _on_cpu(self, tokens: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None) -> torch.Tensor:
         codes, scale = self._activation_codes(tokens, q, ranks)

@@ -11,8 +11,13 @@ import torch
 
 from megatron_rl.quantization import formats, kernels, products
 from megatron_rl.quantization.formats import TILE
+<<<<<<< HEAD
 from megatron_rl.quantization.recipe import QuantizedWeight, Ranks, Recipe, Split
 from megatron_rl.quantization.storage import stored_shape, tile_problem
+=======
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Ranks, Recipe, Split
+from megatron_rl.quantization.storage import stored_shape
+>>>>>>> e8b2ef4 (Fuse what a layer does between its products in rollouts on CUDA: 11 launches a layer in bf16 and 12 in fp8)
 
 
 class TiledRecipe(Recipe):
@@ -101,7 +106,8 @@ class TiledRecipe(Recipe):
         tokens = x.reshape(-1, q.columns)
         if x.is_cuda:
             codes, scales = self._packed_activations(tokens, q)
-            product = products.fp8_tile_product(codes, scales, q, torch.float32)
+            exact = ranks is not None or bias is not None  # fp32 for sums; else no cast there and back
+            product = products.fp8_tile_product(codes, scales, q, torch.float32 if exact else x.dtype)
         else:
             product = torch.mm(self.round_trip(tokens.float(), q), q.operand.t())
         if ranks is not None:
@@ -109,6 +115,16 @@ class TiledRecipe(Recipe):
         if bias is not None:
             product = product + bias
         return product.to(x.dtype).view(*x.shape[:-1], q.rows)
+
+    def packing(self, q: QuantizedWeight, ranks: Ranks | None) -> Packing | None:
+        """See `Recipe.packing`."""
+        if ranks is not None:  # their products are added up in fp32
+            return None
+        return Packing(formats.FP8, q.codes.shape[1], in_segments=True, power_of_two=self.powers_of_two)
+
+    def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
+        """See `Recipe.multiply`."""
+        return products.fp8_tile_product(x.codes, x.scales, q, x.dtype)
 
     def _segments(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Values / scale [T, S, 128] fp32, and the scales [T, S, 1]."""

@@ -30,7 +30,7 @@ def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) ->
 def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> torch.Tensor:
     from megatron_rl.attention.kernels.paged_decode import decode
 
-    return decode(query, *_stored(cache, layer), cache.table, plan, *_scales(cache, layer))
+    return decode(query, *_stored(cache, layer), cache.table, plan, *cache.numbers.scales(layer))
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,11 @@ def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: _Extend) -> t
     from megatron_rl.attention.kernels.paged_extend import extend
 
     borders = plan.table, plan.cu_seqlens, plan.first_positions, plan.longest
-    return extend(query, *_stored(cache, layer), *borders, *_scales(cache, layer))
+    return extend(query, *_stored(cache, layer), *borders, *cache.numbers.scales(layer))
 
 
 def _stored(cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return cache.keys[layer], cache.values[layer]
-
-
-def _scales(cache: KVCache, layer: int) -> tuple[torch.Tensor, ...]:
-    numbers = cache.numbers
-    return () if numbers.key_scales is None else (numbers.key_scales[layer], numbers.value_scales[layer])
 
 
 def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:

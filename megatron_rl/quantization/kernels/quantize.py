@@ -40,12 +40,12 @@ _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _magnitude_bits(values):
+def magnitude_bits(values):
     return values.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS
 
 
 @triton.jit
-def _scale_of(amax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def scale_of(amax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """`formats.scale_of`, then perhaps `formats.power_of_two`."""
     scale = tl.div_rn(tl.maximum(amax_bits, _FLOOR_BITS).to(tl.float32, bitcast=True), LARGEST)
     if POWER_OF_TWO:
@@ -55,20 +55,29 @@ def _scale_of(amax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _codes_of(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
+def e4m3_of(scaled):
+    """E4M3 of fp32 numbers within +-448, to nearest even.
+
+    The number is exact before its cast: Triton's interpreter truncates in casts, and its rounding mode "rtne" loses
+    the carry into the exponent.
+    """
+    exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & _EXPONENT_BITS, _E4M3_SMALLEST_NORMAL_BITS)
+    magic = exponent.to(tl.float32, bitcast=True) * _E4M3_MAGIC
+    return ((scaled + magic) - magic).to(tl.float8e4nv)
+
+
+@triton.jit
+def codes_of(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
     """`formats.integer_codes` or `formats.fp8_codes`.
 
     Both round by arithmetic of their own. The integer is read off the sum's bits, so that no optimisation can
-    cancel the magic number. The E4M3 number is exact before its cast: Triton's interpreter truncates in casts,
-    and its rounding mode "rtne" loses the carry into the exponent.
+    cancel the magic number.
     """
     scaled = tl.minimum(tl.maximum(tl.div_rn(values, scale), -LARGEST), LARGEST)
     if INTEGER:
         codes = ((scaled + _INTEGER_MAGIC).to(tl.int32, bitcast=True) - _INTEGER_MAGIC_BITS).to(tl.int8)
     else:
-        exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & _EXPONENT_BITS, _E4M3_SMALLEST_NORMAL_BITS)
-        magic = exponent.to(tl.float32, bitcast=True) * _E4M3_MAGIC
-        codes = ((scaled + magic) - magic).to(tl.float8e4nv)
+        codes = e4m3_of(scaled)
     return codes
 
 
@@ -97,9 +106,9 @@ def rows_kernel(
     if given_scales is not None:
         scale = tl.load(given_scales + row)
     else:
-        scale = _scale_of(tl.max(_magnitude_bits(x), 0), LARGEST, False)
+        scale = scale_of(tl.max(magnitude_bits(x), 0), LARGEST, False)
     tl.store(scales + row, scale)
-    tl.store(codes + row * code_stride + column, _codes_of(x, scale, LARGEST, INTEGER), mask=column < code_columns)
+    tl.store(codes + row * code_stride + column, codes_of(x, scale, LARGEST, INTEGER), mask=column < code_columns)
 
 
 @triton.jit(do_not_specialize=["rows", "code_rows"])
@@ -132,18 +141,18 @@ def blocks_kernel(
     if WHOLE:
         group = block
         real = block * ROWS < rows
-        amax_bits = tl.max(tl.max(_magnitude_bits(x), 1), 0)
+        amax_bits = tl.max(tl.max(magnitude_bits(x), 1), 0)
     else:
         group = row
         real = row < rows
-        amax_bits = tl.max(_magnitude_bits(x), 1)[:, None]
+        amax_bits = tl.max(magnitude_bits(x), 1)[:, None]
     if given_scales is not None:
         scale = tl.load(given_scales + group * given_row_stride + tile, mask=real, other=1.0)
     else:
-        scale = _scale_of(amax_bits, LARGEST, POWER_OF_TWO)
+        scale = scale_of(amax_bits, LARGEST, POWER_OF_TWO)
     tl.store(scales + group * scale_row_stride + tile * scale_column_stride, scale, mask=real)
     written = (row < code_rows) & (column < code_columns)
-    tl.store(codes + row * code_stride + column, _codes_of(x, scale, LARGEST, False), mask=written)
+    tl.store(codes + row * code_stride + column, codes_of(x, scale, LARGEST, False), mask=written)
 
 
 def launch_rows(

@@ -7,7 +7,6 @@ on the device are invisible there; the tape, which records on a CPU, refuses the
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -17,19 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.attention import choose
-from megatron_rl.attention.backend import DeviceFacts
-from megatron_rl.inference.context import RolloutContext
-from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
-from megatron_rl.inference.kv_cache import CacheShape
-from megatron_rl.inference.paged_cache import PagedCache
-from megatron_rl.inference.slot_cache import SlotCache
-from megatron_rl.inference.slot_state import SlotState
-from megatron_rl.models import PolicyModel, RolloutForward
+from megatron_rl.inference.decode import SamplingKinds
+from tests.support.meta import META, meta_step
 from tests.support.tape import TapeRecorder
-from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
-
-META = torch.device("meta")
+from tests.support.tiny import tiny_config, tiny_policy
 
 
 class _HostTensors(TorchDispatchMode):
@@ -45,22 +35,6 @@ class _HostTensors(TorchDispatchMode):
         if any(isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in leaves):
             self.seen.append(function.overloadpacket.__name__)
         return result
-
-
-def meta_step(policy: PolicyModel, backend: str) -> tuple[DecodeBurst, SlotState]:
-    """A decode step for 6 slots of 48 tokens, with nothing behind any of its tensors; takes the model's values."""
-    gpt = policy.gpt.to(META).eval()
-    rope = copy.copy(policy.rope)
-    rope.cos, rope.sin = rope.cos.to(META), rope.sin.to(META)
-    shape = CacheShape.of(gpt, 48, policy.dtype)
-    attention = choose(backend, DeviceFacts("cpu"))
-    paged = attention.cache.layout == "pages"
-    cache = PagedCache(shape, 6, 16, policy.dtype, META) if paged else SlotCache(shape, 6, policy.dtype, META)
-    context = RolloutContext(cache, attention, rope, 1, policy.dtype)
-    state = SlotState(6, 48, VOCABULARY, META)
-
-    is_stop = torch.zeros(VOCABULARY, dtype=torch.bool, device=META)
-    return DecodeBurst(context, state, RolloutForward(policy, context), Drawer(state, is_stop, None)), state
 
 
 MODELS = {

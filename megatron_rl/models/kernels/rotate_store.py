@@ -1,0 +1,170 @@
+"""A decode step's heads: norms of query and key, rotation, key and value into the cache's pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_rl.quantization.kernels.quantize import e4m3_of
+
+_LARGEST = tl.constexpr(448.0)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """One layer of a paged cache."""
+
+    keys: torch.Tensor
+    """[pages, page_length, groups, D] of the model's dtype, bf16, or E4M3 codes in uint8, as ``values``."""
+    values: torch.Tensor
+    cells: torch.Tensor
+    """[T] int64: page x page_length + place of each token."""
+    key_scales: torch.Tensor | None = None
+    """[groups] fp32, with codes only; as ``value_scales``."""
+    value_scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm of the heads of query and key, [D] each."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    epsilon: float
+
+
+def rotate_store(
+    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: Pages, norms: HeadNorms | None
+) -> torch.Tensor:
+    """``mixed`` [T, groups, share + 2, D], a group's queries, key and value -> query [T, 1, groups x share, D].
+
+    ``cos`` and ``sin`` [T, ..., R] as `RopeTable.at` gives them. Rounded where eager torch rounds.
+    """
+    tokens, groups, heads, width = mixed.shape
+    rotated = cos.shape[-1]
+    query = torch.empty(tokens, 1, groups * (heads - 2), width, dtype=mixed.dtype, device=mixed.device)
+    half, rest = rotated // 2, width - rotated
+    block = triton.next_power_of_2(heads) * triton.next_power_of_2(width)
+    if tokens:
+        rotate_store_kernel[(tokens, groups)](
+            mixed,
+            cos,
+            sin,
+            None if norms is None else norms.query,
+            None if norms is None else norms.key,
+            query,
+            pages.keys,
+            pages.values,
+            pages.cells,
+            pages.key_scales,
+            pages.value_scales,
+            0.0 if norms is None else norms.epsilon,
+            mixed.stride(0),
+            mixed.stride(1),
+            mixed.stride(2),
+            groups,
+            SHARE=heads - 2,
+            WIDTH=width,
+            HALF=half,
+            REST=rest,
+            HEADS=triton.next_power_of_2(heads),
+            HALF_BLOCK=triton.next_power_of_2(half),
+            REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
+            num_warps=min(max(block // 512, 1), 8),
+        )
+    return query
+
+
+@triton.jit
+def rotate_store_kernel(
+    mixed,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    query,
+    keys,
+    values,
+    cells,
+    key_scales,
+    value_scales,
+    epsilon,
+    token_stride,
+    group_stride,
+    head_stride,
+    groups,
+    SHARE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    """One program a token and group. Heads come in two rotated halves and a rest that is not rotated."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    head = tl.arange(0, HEADS)[:, None]
+    near = tl.arange(0, HALF_BLOCK)[None, :]
+    in_half = near < HALF
+    far = near + HALF
+    beyond = tl.arange(0, REST_BLOCK)[None, :] + 2 * HALF
+    in_rest = beyond < WIDTH
+    is_real = head < SHARE + 2
+    dtype = mixed.dtype.element_ty
+    source = mixed + token * token_stride + group * group_stride + head * head_stride
+    left = tl.load(source + near, mask=is_real & in_half, other=0.0).to(tl.float32)
+    right = tl.load(source + far, mask=is_real & in_half, other=0.0).to(tl.float32)
+    rest = tl.load(source + beyond, mask=is_real & in_rest, other=0.0).to(tl.float32)
+    if query_norm is not None:
+        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1) + tl.sum(rest * rest, 1)
+        inverse = tl.rsqrt(squares / WIDTH + epsilon)[:, None]
+        left = _normed(left, inverse, query_norm, key_norm, near, in_half, head, SHARE).to(dtype).to(tl.float32)
+        right = _normed(right, inverse, query_norm, key_norm, far, in_half, head, SHARE).to(dtype).to(tl.float32)
+        rest = _normed(rest, inverse, query_norm, key_norm, beyond, in_rest, head, SHARE).to(dtype).to(tl.float32)
+    angles = token * 2 * HALF
+    cos_left = tl.load(cos + angles + near, mask=in_half, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos + angles + far, mask=in_half, other=0.0).to(tl.float32)
+    sin_left = tl.load(sin + angles + near, mask=in_half, other=0.0).to(tl.float32)
+    sin_right = tl.load(sin + angles + far, mask=in_half, other=0.0).to(tl.float32)
+    is_turned = head <= SHARE
+    turned_left = (left * cos_left).to(dtype).to(tl.float32) + right * sin_left
+    turned_right = (right * cos_right).to(dtype).to(tl.float32) + left * sin_right
+    left = tl.where(is_turned, turned_left, left).to(dtype)
+    right = tl.where(is_turned, turned_right, right).to(dtype)
+    rest = rest.to(dtype)
+    is_query = head < SHARE
+    place = query + ((token * groups + group) * SHARE + head) * WIDTH
+    tl.store(place + near, left, mask=is_query & in_half)
+    tl.store(place + far, right, mask=is_query & in_half)
+    tl.store(place + beyond, rest, mask=is_query & in_rest)
+    cell = (tl.load(cells + token) * groups + group) * WIDTH + head * 0
+    is_key, is_value = head == SHARE, head == SHARE + 1
+    tl.store(keys + cell + near, _stored(left, keys, key_scales, group), mask=is_key & in_half)
+    tl.store(keys + cell + far, _stored(right, keys, key_scales, group), mask=is_key & in_half)
+    tl.store(keys + cell + beyond, _stored(rest, keys, key_scales, group), mask=is_key & in_rest)
+    tl.store(values + cell + near, _stored(left, values, value_scales, group), mask=is_value & in_half)
+    tl.store(values + cell + far, _stored(right, values, value_scales, group), mask=is_value & in_half)
+    tl.store(values + cell + beyond, _stored(rest, values, value_scales, group), mask=is_value & in_rest)
+
+
+@triton.jit
+def _normed(numbers, inverse, query_norm, key_norm, column, inside, head, SHARE: tl.constexpr):
+    of_query = tl.load(query_norm + column, mask=inside, other=0.0).to(tl.float32)
+    of_key = tl.load(key_norm + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(head > SHARE, numbers, numbers * inverse * tl.where(head < SHARE, of_query, of_key))
+
+
+@triton.jit
+def _stored(numbers, cache, scales, group):
+    """As `KVNumbers.pack`."""
+    if scales is None:
+        stored = numbers.to(cache.dtype.element_ty)
+    else:
+        scaled = tl.div_rn(numbers.to(tl.float32), tl.load(scales + group))
+        codes = e4m3_of(tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)).to(tl.uint8, bitcast=True)
+        stored = tl.where(scaled == scaled, codes, 0x7F)  # a NaN stays one
+    return stored

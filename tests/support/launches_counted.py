@@ -1,0 +1,78 @@
+"""How many kernels a piece of rollout code launches on a GPU, counted without one.
+
+Everything runs on the meta device, which claims to be CUDA while it is counted: an operator of torch that computes
+something is a kernel, and so is a launch of one of our Triton kernels. Views and allocations launch nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_OURS = (
+    "megatron_rl.attention.kernels.paged_decode",
+    "megatron_rl.models.kernels.add_norm",
+    "megatron_rl.models.kernels.gate",
+    "megatron_rl.models.kernels.rotate_store",
+    "megatron_rl.quantization.kernels.int8_matmul",
+    "megatron_rl.quantization.kernels.quantize",
+)
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach"}
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if not function.is_view and name not in _FREE:
+            self._seen[name] += 1
+        return function(*args, **kwargs or {})
+
+
+class _Kernel:
+    """In the place of a Triton kernel."""
+
+    def __init__(self, name: str, seen: Counter[str]) -> None:
+        self._name, self._seen = name, seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*_: Any, **__: Any) -> None:
+            self._seen[self._name] += 1
+
+        return launch
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Inside, launches are counted by name."""
+    from triton.runtime.jit import KernelInterface
+
+    from megatron_rl.quantization import kernels, products
+
+    seen: Counter[str] = Counter()
+
+    def product(codes: torch.Tensor, scales: Any, q: Any, dtype: torch.dtype) -> torch.Tensor:
+        seen["scaled_mm"] += 1
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(codes.shape[0], q.rows, dtype=dtype, device="meta")
+
+    with pytest.MonkeyPatch.context() as patch, _Operators(seen):
+        for module in map(importlib.import_module, _OURS):
+            for name, value in vars(module).items():
+                if isinstance(value, KernelInterface):
+                    patch.setattr(module, name, _Kernel(name, seen))
+        patch.setattr(products, "fp8_row_product", product)
+        patch.setattr(products, "fp8_tile_product", product)
+        patch.setattr(kernels, "available", lambda: True)
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+        yield seen
