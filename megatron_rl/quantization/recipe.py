@@ -13,15 +13,8 @@ from typing import ClassVar, Protocol
 import torch
 
 from megatron_rl.errors import QuantizationError
-<<<<<<< HEAD
-from megatron_rl.quantization.storage import Split
-=======
 from megatron_rl.quantization.formats import TILE
-
-Split = Literal["columns", "rows"]
-"""How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
-(``RowParallelLinear``), where each rank's product is a part of the sum."""
->>>>>>> e8b2ef4 (Fuse what a layer does between its products in rollouts on CUDA: 11 launches a layer in bf16 and 12 in fp8)
+from megatron_rl.quantization.storage import Split
 
 
 class Ranks(Protocol):

@@ -11,13 +11,8 @@ import torch
 
 from megatron_rl.quantization import formats, kernels, products
 from megatron_rl.quantization.formats import TILE
-<<<<<<< HEAD
-from megatron_rl.quantization.recipe import QuantizedWeight, Ranks, Recipe, Split
-from megatron_rl.quantization.storage import stored_shape, tile_problem
-=======
 from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Ranks, Recipe, Split
-from megatron_rl.quantization.storage import stored_shape
->>>>>>> e8b2ef4 (Fuse what a layer does between its products in rollouts on CUDA: 11 launches a layer in bf16 and 12 in fp8)
+from megatron_rl.quantization.storage import stored_shape, tile_problem
 
 
 class TiledRecipe(Recipe):
