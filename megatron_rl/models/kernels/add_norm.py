@@ -43,7 +43,8 @@ def add_norm(
     return residual if output is None else output, sink.written
 
 
-@triton.jit
+# The stride between columns of scales is the number of tokens: no compilation for each kind of number.
+@triton.jit(do_not_specialize=["scale_row_stride", "scale_column_stride"])
 def add_norm_kernel(
     residual,
     output,

@@ -31,7 +31,8 @@ def gate_up(inner: torch.Tensor, packing: Packing | None) -> torch.Tensor | Pack
     return sink.written
 
 
-@triton.jit
+# The stride between columns of scales is the number of tokens: no compilation for each kind of number.
+@triton.jit(do_not_specialize=["scale_row_stride", "scale_column_stride"])
 def gate_kernel(
     inner,
     columns,

@@ -78,7 +78,8 @@ def rotate_store(
     return query
 
 
-@triton.jit
+# A step's cells and a layer's scales come at 8 or 4 bytes: no compilation for each alignment.
+@triton.jit(do_not_specialize_on_alignment=["cells", "key_scales", "value_scales"])
 def rotate_store_kernel(
     mixed,
     cos,
