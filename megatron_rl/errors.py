@@ -29,14 +29,14 @@ def shorten(value: object, limit: int = MAX_VALUE) -> str:
         text = short.repr(value)
     except ValueError:  # more digits than sys.get_int_max_str_digits()
         text = f"<{type(value).__name__} with a number of thousands of digits>"
-    return _cut("".join(sign if sign.isprintable() else " " for sign in text), limit)
+    return cut("".join(sign if sign.isprintable() else " " for sign in text), limit)
 
 
 def one_line(text: str, limit: int = MAX_LINE) -> str:
     """``text`` without line breaks and control characters, its middle left out beyond ``limit`` characters."""
     if len(text) > 2 * limit:
         text = f"{text[:limit]} ... {text[-limit:]}"
-    return _cut("".join(sign if sign.isprintable() else " " for sign in " ".join(text.split())), limit)
+    return cut("".join(sign if sign.isprintable() else " " for sign in " ".join(text.split())), limit)
 
 
 def problem_lines(problems: Sequence[str]) -> list[str]:
@@ -46,7 +46,8 @@ def problem_lines(problems: Sequence[str]) -> list[str]:
     return [*lines, f"... and {hidden} more, not shown; mend these first"] if hidden else lines
 
 
-def _cut(line: str, limit: int) -> str:
+def cut(line: str, limit: int) -> str:
+    """``line`` without its middle where it has more than ``limit`` characters: what and what instead stay."""
     if len(line) <= limit:
         return line
     end = (limit - 5) // 3

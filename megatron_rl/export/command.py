@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.errors import ConfigError, MegatronRLError, one_line
 from megatron_rl.export.conversion import ConversionReport, convert
 from megatron_rl.export.selection import by_kind
 from megatron_rl.export.target import TargetFormat, target_format, target_formats
@@ -33,10 +33,10 @@ def main(argv: Sequence[str]) -> int:
         for line in summary(report, target, flags.output_fp8_hf_path):
             logger.info("%s", line)
     except ConfigError as error:
-        logger.error("%s", error)
+        logger.error("%s", one_line(str(error)))
         return CONFIGURATION_ERROR
     except MegatronRLError as error:
-        logger.error("%s", error)
+        logger.error("%s", one_line(str(error)))
         return RUN_ERROR
     except OSError as error:  # what no boundary expected: a disk that goes away while reading
         logger.error("%s: %s", error.filename or "input or output", error.strerror or error)

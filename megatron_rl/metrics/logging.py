@@ -7,7 +7,11 @@ import sys
 import warnings
 from typing import TextIO
 
+from megatron_rl.errors import cut
+
 ROOT = "megatron_rl"
+LONGEST_MESSAGE = 20_000
+"""Characters: the table of a large model's layers, and not the value of megabytes that an error may quote."""
 
 NOISY_LOGGERS = (
     "asyncio",
@@ -48,6 +52,7 @@ class _RankFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         shortened = logging.makeLogRecord(record.__dict__)
         shortened.name = record.name.removeprefix(f"{ROOT}.")
+        shortened.msg, shortened.args = cut(record.getMessage(), LONGEST_MESSAGE), None
         return super().format(shortened)
 
 

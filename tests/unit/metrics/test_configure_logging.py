@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.metrics.logging import NOISY_LOGGERS, ROOT, configure_logging
+from megatron_rl.metrics.logging import LONGEST_MESSAGE, NOISY_LOGGERS, ROOT, configure_logging
 
 LOOP = logging.getLogger("megatron_rl.loop")
 
@@ -52,6 +52,14 @@ def test_verbose_lowers_the_level_by_one() -> None:
 def test_configuring_twice_does_not_repeat_lines() -> None:
     configure_logging(0, stream=io.StringIO())
     assert len(lines(rank=0)) == 2
+
+
+def test_a_message_of_megabytes_is_cut() -> None:
+    stream = io.StringIO()
+    configure_logging(0, stream=stream)
+    LOOP.error("tensor %s is missing; download it again", "x" * 10**6)
+    assert len(stream.getvalue()) < LONGEST_MESSAGE + 100
+    assert "tensor xxx" in stream.getvalue() and stream.getvalue().endswith("xxx is missing; download it again\n")
 
 
 def test_third_party_chatter_is_quiet_but_warnings_of_others_pass() -> None:
