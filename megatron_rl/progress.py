@@ -46,7 +46,8 @@ class Progress:
         self.updates += applied
         if applied:
             self.policy_version += 1
-        self.consecutive_skips = 0 if not skipped else self.consecutive_skips + skipped
+        # Of several updates a step some are applied: then weights and gradients are finite, whatever their order was.
+        self.consecutive_skips = 0 if applied else self.consecutive_skips + skipped
         if self.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
             raise TrainingError(
                 f"{self.consecutive_skips} updates in a row had a non-finite gradient and were skipped; the batches "

@@ -12,14 +12,12 @@ from megatron_rl.algorithms.interfaces import Baseline
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What each sample sees of its group: ``[B]`` fp64 unless stated. Masked samples count nowhere."""
+    """What each sample sees of its group: ``[B]`` fp64. Masked samples count nowhere."""
 
-    usable: Tensor
-    """[B] bool: valid, and at least one other sample of the group is valid too."""
     count: Tensor
     """Valid samples in the group."""
     centred: Tensor
-    """Reward minus the group's mean; 0 where not usable."""
+    """Reward minus the group's mean; 0 where masked, and where no other sample of the group is valid."""
     std: Tensor
     """Standard deviation over the group with ddof 1; 0 for fewer than two valid samples."""
 
@@ -39,10 +37,9 @@ def group_statistics(rewards: Tensor, valid: Tensor, group_index: Tensor) -> Gro
     count = _group_sum(valid.double(), group_index, num_groups)
     mean = _group_sum(known, group_index, num_groups) / count.clamp_min(1)
 
-    usable = valid & (count >= 2)[group_index]
-    centred = torch.where(usable, known - mean[group_index], 0.0)
+    centred = torch.where(valid, known - mean[group_index], 0.0)
     variance = _group_sum(centred.square(), group_index, num_groups) / (count - 1).clamp_min(1)
-    return GroupStatistics(usable, count[group_index], centred, variance.sqrt()[group_index])
+    return GroupStatistics(count[group_index], centred, variance.sqrt()[group_index])
 
 
 def groups_with_signal(baseline: Baseline, rewards: Tensor, valid: Tensor, group_index: Tensor) -> Tensor:

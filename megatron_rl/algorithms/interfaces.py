@@ -179,7 +179,8 @@ class LossFunction(Protocol):
     """``losses/<name>.py: compute``.
 
     The file may also say what holds where no flag was given: ``DEFAULT_CLAMP = (lower, upper)``, else 0.2 and 0.2, and
-    ``DEFAULT_AGGREGATION``, else ``token-mean``. Both are read without importing it, so they are literals.
+    ``DEFAULT_AGGREGATION``, else ``token-mean``; and ``HAS_DUAL_CLIP = False`` if it does not read ``dual_clip``. They
+    are read without importing it, so they are literals.
     """
 
     def __call__(

@@ -45,7 +45,7 @@ def config_hash(config: RLConfig) -> str:
 
 
 def notes(config: RLConfig) -> list[str]:
-    """One line for each flag that the user set and that has no effect here, with the reason."""
+    """One line for each flag that the user set and that has no effect, or not the one it promises, with the reason."""
     used = [flag for flag in all_flags() if flag.note and flag.name in config.typed]
     lines = [f"{flag.spelling} has no effect: {flag.note}" for flag in used]
     if config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1:
@@ -54,6 +54,11 @@ def notes(config: RLConfig) -> list[str]:
         lines.append(
             f"--rl-evaluate-unquantized leaves the KV cache in {config.kv_cache_dtype}, in evaluations too "
             "(--rl-kv-cache-dtype)"
+        )
+    if config.algorithm.grpo_kl_beta > 0 and config.algorithm.rl_kl_estimator == "k1":
+        lines.append(
+            "--rl-kl-estimator k1 does not hold the policy to the reference: the gradient of k1 is 0 in expectation; "
+            "use k2 or k3"
         )
     if config.kernels.cuda_graph_impl == "transformer_engine":
         lines.append(

@@ -10,6 +10,7 @@ from megatron_rl.algorithms.ratios import log_ratio
 
 DEFAULT_CLAMP = (1.0, 0.2)
 """The paper leaves the lower side open and gives no number for the upper one."""
+HAS_DUAL_CLIP = False
 
 
 def compute(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_rl.config.algorithm import LOSSES
+from megatron_rl.config.extensions import stated
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules.wording import Rule
 
@@ -71,6 +73,15 @@ def _loss_aggregation(config: RLConfig) -> Iterator[str]:
         )
 
 
+def _dual_clip(config: RLConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.rl_dual_clip is not None and stated(LOSSES[0], algorithm.rl_policy_loss, "HAS_DUAL_CLIP") is False:
+        yield (
+            f"--rl-policy-loss {algorithm.rl_policy_loss} has no dual clip and would ignore --rl-dual-clip "
+            f"{algorithm.rl_dual_clip:g}; leave it out, or use clip or gspo"
+        )
+
+
 RULES: tuple[Rule, ...] = (
-    _kv_cache, _server_type, _whole_distribution, _mcore_engine, _overcommit, _loss_aggregation,
+    _kv_cache, _server_type, _whole_distribution, _mcore_engine, _overcommit, _loss_aggregation, _dual_clip,
 )

@@ -54,6 +54,12 @@ def test_sequence_parallel_without_ranks_is_noted(config):
     assert notes(config(sequence_parallel=True, tensor_model_parallel_size="2")) == []
 
 
+def test_a_penalty_without_a_gradient_is_noted(config):
+    (line,) = notes(config(grpo_kl_beta="0.1", rl_kl_estimator="k1"))
+    assert line.startswith("--rl-kl-estimator k1 does not hold")
+    assert notes(config(grpo_kl_beta="0.1")) == notes(config(rl_kl_estimator="k1")) == []
+
+
 def test_graph_flags_are_noted_where_they_do_nothing(config):
     """On a CPU the engine says so: the configuration does not know the device."""
     assert notes(config(enable_cuda_graph=True, inference_num_cuda_graphs="4")) == []

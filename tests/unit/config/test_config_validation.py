@@ -79,6 +79,10 @@ ONE_PROBLEM = [
         ["1000000 x --grpo-group-size 1000", "1,000,000,000 samples", "10,000,000"],
     ),
     ({"grpo_group_size": "1"}, 1, ["--grpo-group-size 1", "2 or more"]),
+    (
+        {"rl_policy_loss": "cispo", "rl_dual_clip": "3"}, 1,
+        ["--rl-policy-loss cispo has no dual clip", "--rl-dual-clip 3", "use clip or gspo"],
+    ),
     ({"train_iters": None, "train_samples": "31"}, 1, ["--train-samples 31", "step of 32", "at least 32"]),
     (
         {"inference_max_seq_length": "256", "max_position_embeddings": "200",
@@ -257,6 +261,7 @@ def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, rank
         ({"grpo_prompts_per_step": "2"}, 4),
         ({"global_batch_size": "2"}, 4),
         ({"grpo_clamp_eps_lower": "1"}, 1),
+        ({"rl_policy_loss": "gspo", "rl_dual_clip": "3"}, 1),
         ({"rl_kv_cache_dtype": "bf16", "bf16": True, "rl_inference_engine": "mcore"}, 1),
         (
             {"rl_kv_cache_dtype": "fp8", "rl_mismatch_action": "fallback", "rl_rollout_quantization": "int8"}, 1,

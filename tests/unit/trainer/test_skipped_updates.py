@@ -80,3 +80,21 @@ def test_three_in_a_row_end_the_run() -> None:
     assert (progress.updates, progress.policy_version) == (2, 2)
     with pytest.raises(TrainingError, match="3 updates in a row"):
         progress.count_updates(applied=0, skipped=1)
+
+
+def test_one_bad_update_of_four_in_every_step_is_not_three_in_a_row() -> None:
+    progress = Progress()
+    for _ in range(2 * MAX_CONSECUTIVE_SKIPS):
+        progress.count_updates(applied=3, skipped=1)
+    assert (progress.updates, progress.consecutive_skips) == (6 * MAX_CONSECUTIVE_SKIPS, 0)
+    with pytest.raises(TrainingError, match="4 updates in a row"):
+        progress.count_updates(applied=0, skipped=4)
+
+
+def test_a_step_without_updates_is_no_good_one_in_between() -> None:
+    progress = Progress()
+    for _ in range(MAX_CONSECUTIVE_SKIPS - 1):
+        progress.count_updates(applied=0, skipped=1)
+    progress.count_updates(applied=0, skipped=0)
+    with pytest.raises(TrainingError, match="3 updates in a row"):
+        progress.count_updates(applied=0, skipped=1)
