@@ -3,21 +3,34 @@
 #
 #   bash tools/setup.sh [extra ...]        extras: test, te
 #
-# PYTHON=python3.12 picks the interpreter; TORCH="" keeps a torch that is already importable from it (for
-# example in an NGC container, with VENV_FLAGS=--system-site-packages).
+# PYTHON=python3.12 picks the interpreter. One that has everything already (setup.py's versions, on PYTHONPATH too) is
+# used as it is: nothing is installed, no network is needed, and .venv/bin only leads to it. INSTALL=1 installs anyway.
+# TORCH="" keeps a torch that is already importable (for example in an NGC container, with
+# VENV_FLAGS=--system-site-packages) while the rest is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-pick_python() {
+suitable() {
     for candidate in "${PYTHON:-}" python3.12 python3.11 python3; do
         [ -n "$candidate" ] || continue
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
             echo "$candidate"
-            return
         fi
     done
-    echo "Python 3.11 or 3.12 is needed; none of PYTHON, python3.12, python3.11, python3 is one." >&2
-    exit 1
+}
+
+lead_to() {
+    mkdir -p .venv/bin
+    # The checkout is not installed, so it is put on the path.
+    local start="#!/usr/bin/env bash
+export PYTHONPATH=$(printf %q "$PWD")\${PYTHONPATH:+:\$PYTHONPATH}
+exec $(printf %q "$1")"
+    printf '%s "$@"\n' "$start" > .venv/bin/python
+    cp .venv/bin/python .venv/bin/python3
+    printf '%s -m torch.distributed.run "$@"\n' "$start" > .venv/bin/torchrun
+    chmod +x .venv/bin/python .venv/bin/python3 .venv/bin/torchrun
+    touch .venv/as-it-is
+    echo "$1 has everything: nothing is installed" >&2
 }
 
 extras=$(IFS=,; echo "$*")
@@ -25,7 +38,21 @@ wanted=$(cat setup.py constraints.txt | cksum; echo "$extras")
 if [ -x .venv/bin/python ] && [ "$(cat .venv/.installed-"${extras:-base}" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
-[ -x .venv/bin/python ] || "$(pick_python)" -m venv ${VENV_FLAGS:-} .venv
+if [ ! -x .venv/bin/python ] || [ -f .venv/as-it-is ]; then
+    mapfile -t found < <(suitable)
+    if [ ${#found[@]} = 0 ]; then
+        echo "Python 3.11 or 3.12 is needed; none of PYTHON, python3.12, python3.11, python3 is one." >&2
+        exit 1
+    fi
+    for candidate in "${found[@]}"; do
+        if [ -z "${INSTALL:-}" ] && "$candidate" tools/has_everything.py "$@" 2>/dev/null; then
+            lead_to "$("$candidate" -c 'import sys; print(sys.executable)')"
+            exit 0
+        fi
+    done
+    rm -rf .venv
+    "${found[0]}" -m venv ${VENV_FLAGS:-} .venv
+fi
 echo "installing into .venv (about a minute) ..." >&2
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 # torch first and alone: on a machine without a GPU nothing later may replace it by a CUDA build.
