@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.attention import kernels
+
 # Constants of the splitmix64 finaliser (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _GAMMA = -7046029254386353131
 _MIX_1 = -4658895280553007687
@@ -72,17 +74,32 @@ def draw(
     of the tokens to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
     were drawn from: tempered, and renormalised over the top-k / top-p support where that is on.
     """
-    if params.any_tempered:
-        logits = logits / params.temperature[:, None]
+    temperature = params.temperature if params.any_tempered else None
+    greedy = params.greedy if params.any_greedy else None
     if params.any_filter:
+        if temperature is not None:
+            logits, temperature = logits / temperature[:, None], None
         logits = _keep_support(logits, params.top_k, params.top_p)
+    if logits.is_cuda and kernels.problem("cuda") is None:
+        from megatron_rl.inference.sampling_kernel import draw_by_chunks
+
+        return draw_by_chunks(logits, numbers, temperature, greedy)
+    return draw_by_columns(logits, numbers, temperature, greedy)
+
+
+def draw_by_columns(
+    logits: torch.Tensor, numbers: torch.Tensor, temperature: torch.Tensor | None, greedy: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In plain torch; arguments and results as of `sampling_kernel.draw_by_chunks`."""
+    if temperature is not None:
+        logits = logits / temperature[:, None]
     # In place: on a CPU a third fresh buffer of [N, V] costs more in page faults than in additions.
     largest = logits.amax(-1, keepdim=True)
     cumulative = logits.sub(largest).exp_().cumsum_(-1)
     total = cumulative[:, -1:]
     token = torch.searchsorted(cumulative, numbers[:, None] * total).clamp_max_(logits.shape[-1] - 1)
-    if params.any_greedy:
-        token = torch.where(params.greedy[:, None], logits.argmax(-1, keepdim=True), token)
+    if greedy is not None:
+        token = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), token)
     # Never by way of log Z = largest + log total: that rounds at the size of the logits, see decisions/001.
     logprob = logits.gather(-1, token).sub_(largest).sub_(total.log())
     return token[:, 0], logprob[:, 0]

@@ -1,0 +1,115 @@
+"""The draw of `sampler.draw` on a GPU, in two kernels that read the logits once: the vocabulary in chunks of 4096.
+
+    chunks   largest logit, where it is, sum of exp   [N, chunks]
+    pick     the chunk that the number falls into, then the token within it
+
+Adding up a row of 150,000 columns with ``cumsum`` is 149 passes of one block of threads, whatever the batch. Importing
+this module imports Triton. Its twin in plain torch is `sampler.draw_by_columns`; tokens differ where a number falls
+within rounding of a border between two tokens, log-probs by 1e-5.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 4096
+
+
+def draw_by_chunks(
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [N] int64 and their log-probs [N] fp32, from ``logits`` [N, V] fp32 of any row stride.
+
+    ``numbers`` [N] fp32 in (0, 1]; ``temperature`` [N] fp32 where not all are 1; ``greedy`` [N] bool where some rows
+    take the largest. -inf stands for what is not to be drawn. The host reads nothing.
+    """
+    rows, columns = logits.shape
+    chunks = triton.cdiv(columns, CHUNK)
+    largest, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device).unbind()
+    places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    chunks_kernel[(rows, chunks)](
+        logits, temperature, largest, sums, places, columns, logits.stride(0), chunks, CHUNK=CHUNK, num_warps=8
+    )
+    pick_kernel[(rows,)](
+        logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs,
+        columns, logits.stride(0), chunks, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+# Every other row of an odd number of columns begins at 4 bytes, every other row of a table of numbers at 8: see
+# `attention.kernels.paged_decode`.
+
+
+@triton.jit(
+    do_not_specialize=["columns", "stride", "chunks"],
+    do_not_specialize_on_alignment=["logits", "temperature", "largest", "sums", "places"],
+)
+def chunks_kernel(logits, temperature, largest, sums, places, columns, stride, chunks, CHUNK: tl.constexpr):
+    """A program is (row, chunk)."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < columns, other=float("-inf"))
+    if temperature is not None:
+        x = tl.div_rn(x, tl.load(temperature + row))
+    best = tl.max(x, 0)
+    place = row * chunks + chunk
+    tl.store(largest + place, best)
+    tl.store(places + place, tl.min(tl.where(x == best, column, columns), 0))
+    # A chunk of -inf alone adds nothing, and -inf - -inf would be NaN.
+    tl.store(sums + place, tl.sum(tl.exp(x - tl.where(best == float("-inf"), 0.0, best)), 0))
+
+
+@triton.jit(
+    do_not_specialize=["columns", "stride", "chunks"],
+    do_not_specialize_on_alignment=["logits", "numbers", "temperature", "greedy", "largest", "sums", "places"],
+)
+def pick_kernel(
+    logits, numbers, temperature, greedy, largest, sums, places, tokens, logprobs, columns, stride, chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """A program is a row."""
+    row = tl.program_id(0)
+    each = tl.arange(0, CHUNKS)
+    known = each < chunks
+    of_chunk = tl.load(largest + row * chunks + each, mask=known, other=float("-inf"))
+    best = tl.max(of_chunk, 0)
+    masses = tl.load(sums + row * chunks + each, mask=known, other=0.0) * tl.exp(of_chunk - best)
+    total = tl.sum(masses, 0)
+    target = tl.load(numbers + row) * total
+    chunk = _first_to_reach(target, masses, each)
+    before = tl.sum(tl.where(each < chunk, masses, 0.0), 0)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    start = logits + row.to(tl.int64) * stride
+    x = tl.load(start + column, mask=column < columns, other=float("-inf"))
+    if temperature is not None:
+        x = tl.div_rn(x, tl.load(temperature + row))
+    token = chunk * CHUNK + _first_to_reach(target - before, tl.exp(x - best), tl.arange(0, CHUNK))
+    if greedy is not None:
+        where = tl.load(places + row * chunks + each, mask=known, other=columns)
+        first = tl.min(tl.where(of_chunk == best, where, columns), 0)
+        token = tl.where(tl.load(greedy + row) != 0, first, token)
+    token = tl.minimum(token, columns - 1)  # logits that are NaN: some token, and a log-prob that is NaN
+    logit = tl.load(start + token)
+    if temperature is not None:
+        logit = tl.div_rn(logit, tl.load(temperature + row))
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, logit - best - tl.log(total))
+
+
+@triton.jit
+def _first_to_reach(target, masses, index):
+    """The first ``index`` with a mass at which the sum of ``masses`` reaches ``target``, or else the last with one.
+
+    Sums of a parallel scan do not quite ascend, so that a step between two of them may be rounding and no mass.
+    """
+    reached = (tl.cumsum(masses, 0) >= target) & (masses > 0)
+    last = tl.max(tl.where(masses > 0, index, 0), 0)
+    return tl.min(tl.where(reached, index, last), 0)
