@@ -3,8 +3,8 @@
     python -m tools.benchmark.attention [--json FILE]      on a CUDA device
     python -m tools.benchmark.attention --quick            a small one on any device, for tests
 
-One layer's attention alone, heads of a 7B model, lengths equal or drawn from 1 to the longest. On CUDA each step is a
-replay of a captured graph. Wall-clock medians between device synchronisations.
+One layer's attention alone, heads of a 7B model, lengths equal, drawn from 1 to the longest, or short ones in a cache
+for long ones. On CUDA each step is a replay of a captured graph. Wall-clock medians between device synchronisations.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ class Sizes:
     width: int = 128
     rows: tuple[int, ...] = (1, 8, 32, 128)
     longest: tuple[int, ...] = (1024, 8192)
+    roomy: tuple[tuple[int, int], ...] = ((16384, 1024),)
+    """(longest, what all rows have): early in a rollout of long answers."""
     repeats: int = 9
     inner: int = 20
     """Steps between two synchronisations."""
 
 
-QUICK = Sizes(heads=4, groups=2, width=16, rows=(2,), longest=(64,), repeats=1, inner=1)
+QUICK = Sizes(heads=4, groups=2, width=16, rows=(2,), longest=(64,), roomy=((128, 32),), repeats=1, inner=1)
 TITLES = ("backend", "cache", "rows", "longest", "lengths", "us", "GB/s", "of a copy")
 
 
@@ -70,30 +72,34 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         if problem is not None:
             skipped[f"{name} {_name(stored)}"] = problem
             continue
-        for count, longest, ragged in itertools.product(sizes.rows, sizes.longest, (False, True)):
-            row = _one(backend, sizes, count, longest, ragged, dtype, stored, platform.device)
+        equal = [(longest, longest) for longest in sizes.longest]
+        ragged = [(longest, None) for longest in sizes.longest]
+        for count, (longest, length) in itertools.product(sizes.rows, (*equal, *ragged, *sizes.roomy)):
+            row = _one(backend, sizes, count, longest, length, dtype, stored, platform.device)
             rows.append(row | {"of_copy": row["bytes_per_second"] / copied})
     return {"copy_bytes_per_second": copied, "decode": rows, "skipped": skipped}
 
 
 def _one(
-    backend: Backend, sizes: Sizes, count: int, longest: int, ragged: bool,
+    backend: Backend, sizes: Sizes, count: int, longest: int, length: int | None,
     dtype: torch.dtype, stored: torch.dtype, device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
+    """``length`` of all rows; None draws one for each."""
     torch.manual_seed(0)
     cache = _cache(backend, sizes, count, longest, dtype, stored, device)
-    lengths = torch.randint(1, longest + 1, (count,)) if ragged else torch.full((count,), longest)
+    lengths = torch.randint(1, longest + 1, (count,)) if length is None else torch.full((count,), length)
     positions = lengths.to(device) - 1
     query = torch.randn(count, 1, sizes.heads, sizes.width, device=device).to(dtype)
     kernel = backend.cache
     # What a model's layers share is prepared once a step.
-    plan = kernel.prepare_decode(cache, positions, longest)
+    plan = kernel.prepare_decode(cache, positions, length or longest)
     step = _replayed(lambda: kernel.decode(query, cache, 0, plan), device)
     took = seconds(step, device, sizes.repeats, sizes.inner)
     read = 2 * int(lengths.sum()) * sizes.groups * sizes.width * stored.itemsize
     return {
         "backend": backend.name, "cache": _name(stored), "rows": count, "longest": longest,
-        "lengths": "ragged" if ragged else "equal", "seconds": took, "bytes_per_second": read / took,
+        "lengths": {None: "ragged", longest: "equal"}.get(length, f"{length} each"),
+        "seconds": took, "bytes_per_second": read / took,
     }  # fmt: skip
 
 

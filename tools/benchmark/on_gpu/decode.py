@@ -26,7 +26,8 @@ from tools.benchmark.on_gpu.shapes import (
     roofline_ms,
 )
 
-GRAPHS = ("--enable-cuda-graph",)
+GRAPHS = ("--enable-cuda-graph", "--inference-dynamic-batching-num-cuda-graphs=8")
+"""Captures of the batches that are measured, the powers of two, and few others."""
 ATTENTION_BATCHES = (32, 256)
 
 
@@ -79,7 +80,8 @@ def attention(bench: Bench) -> Iterator[Row]:
             continue
         for context in (sizes.context, sizes.long_context):
             batches = [batch for batch in sizes.batches if batch in ATTENTION_BATCHES] or sizes.batches[-1:]
-            rows = decode_rows(bench, sizes.attention, BF16, batches, context, (f"--attention-backend={name}",))
+            flags = (f"--attention-backend={name}", *(() if graphs_problem(bench) else GRAPHS))
+            rows = decode_rows(bench, sizes.attention, BF16, batches, context, flags)
             yield from guarded(rows, labels)
 
 
@@ -90,7 +92,9 @@ def _by_variant(bench: Bench, shape: ModelShape) -> Iterator[Row]:
         if missing is not None:
             yield {**labels, "skipped": missing}
             continue
-        rows = decode_rows(bench, shape, variant.format, bench.sizes.batches, bench.sizes.context, variant.flags)
+        most = bench.sizes.batches[-1] if variant.graphs else bench.sizes.largest_eager
+        batches = [batch for batch in bench.sizes.batches if batch <= most]
+        rows = decode_rows(bench, shape, variant.format, batches, bench.sizes.context, variant.flags)
         yield from guarded(rows, labels)
 
 

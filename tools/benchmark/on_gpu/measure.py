@@ -29,7 +29,9 @@ class Sizes:
     middle: ModelShape = MIDDLE
     large: ModelShape = LARGE.cut(16)
     attention: ModelShape = MIDDLE.cut(4)
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    largest_eager: int = 32
+    """Eager steps wait for the host; more rows show nothing new."""
     distinct_prompts: int = 32
     """Larger batches are groups that share these prompts, as in GRPO."""
     context: int = 1024

@@ -9,7 +9,8 @@ from tools.benchmark.on_gpu.measure import Row
 from tools.benchmark.on_gpu.sections import SectionRecord
 
 ROOFLINE_RATIO = 1.3
-GRAPH_SPEEDUP = 2.0
+GRAPH_SPEEDUP = {"decode_0.5B": 2.0, "decode_7B": 1.2}
+"""A 7B's step of 4 ms leaves the host little to wait for; a 0.5B's is shorter than its launches."""
 REQUANTISE_MS = 7.0
 BATCH = 32
 
@@ -42,12 +43,12 @@ def targets(sections: Mapping[str, SectionRecord]) -> list[Target]:
         ratios = [row["ratio"] for row in middle if row["format"] == kind and row["batch"] == BATCH and row["ratio"]]
         claim = f"7B decode at batch {BATCH}, context 1k: times the roofline"
         claims.append(Target(claim, kind, ROOFLINE_RATIO, min(ratios, default=None)))
-    for name in ("decode_0.5B", "decode_7B"):
+    for name, speedup in GRAPH_SPEEDUP.items():
         rows = _rows(sections, name)
         for kind in _formats(rows) or ["bf16"]:
             of = f"{name.removeprefix('decode_')} {kind}"
             claim = f"CUDA graphs over eager, the least at batch <= {BATCH}"
-            claims.append(Target(claim, of, GRAPH_SPEEDUP, _graph_speedup(rows, kind), smaller_is_better=False))
+            claims.append(Target(claim, of, speedup, _graph_speedup(rows, kind), smaller_is_better=False))
     times = [row["ms"] for row in _rows(sections, "requantise", "ms") if row["recipe"] == "fp8"]
     claims.append(Target("re-quantisation of the 7B: ms", "fp8", REQUANTISE_MS, min(times, default=None)))
     return claims
