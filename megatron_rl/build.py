@@ -20,16 +20,14 @@ from megatron_rl.build_engine import build_engine
 from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.build_memory import PhaseMemory
 from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
-from megatron_rl.checkpoint import CheckpointManager, RunState, holds_checkpoint
-from megatron_rl.checkpoint.hf import load_hf
+from megatron_rl.build_weights import start_weights
+from megatron_rl.checkpoint import CheckpointManager
 from megatron_rl.config import RLConfig
-from megatron_rl.families import read_model
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.models import PolicyModel, build_model
+from megatron_rl.models import build_model
 from megatron_rl.parallel import ParallelGroups, seed_everything
 from megatron_rl.platform import Platform
-from megatron_rl.preflight import resumes
 from megatron_rl.progress import Progress
 from megatron_rl.reporting import Reporter
 from megatron_rl.rollout import Evaluator, PromptSource, RequestFactory, Rollouter
@@ -70,7 +68,8 @@ def build_run(
             Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups, config.checkpoint.ckpt_format
         )
         stack.callback(checkpoints.abandon)
-        optimization, reference, saved = _start_weights(config, policy, checkpoints, groups)
+        start = start_weights(config, policy, checkpoints, groups)
+        optimization, reference, saved = start.optimization, start.reference, start.saved
         quantization = build_quantization(config, policy, optimization, reference, groups, directory, timer, stack)
         factory = _request_factory(config)
         source = _source(config, environments, tokenizer, factory)
@@ -136,6 +135,7 @@ def build_run(
             timer=timer,
             stop=stop,
             progress=progress,
+            origin=start.origin,
             expected_lengths=expected_lengths,
         )
         dist.barrier()  # nobody stops the environment server while another rank still grades
@@ -148,42 +148,6 @@ def _no_engine() -> None:
 def _temperature(config: RLConfig) -> float:
     """Supervised loss is that of the plain distribution."""
     return config.rollout.rl_temperature if config.training.perform_rl_step else 1.0
-
-
-def _start_weights(
-    config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
-) -> tuple[Optimization, ReferencePolicy | None, RunState | None]:
-    """Weights, then the reference made of them, then the optimizer, then what a resume restores.
-
-    The reference of a resumed run is thus again the policy the run started from.
-    """
-    checkpoint = config.checkpoint
-    own = checkpoints.newest() if resumes(config) else None
-    elsewhere = checkpoint.load
-    if elsewhere is not None and (resumes(config) or not holds_checkpoint(elsewhere)):
-        elsewhere = None
-    weights = checkpoint.pretrained_checkpoint
-    if elsewhere is not None and checkpoint.finetune:
-        weights = elsewhere
-    if weights is not None:
-        checkpoints.start_from_weights(weights, policy)
-    elif checkpoint.load_hf is not None:
-        load_hf(read_model(checkpoint.load_hf), policy, groups)
-    penalised = config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
-    reference = ReferencePolicy(policy) if penalised else None
-    optimization = Optimization(policy, config)
-    saved = None
-    if own is None and elsewhere is not None and not checkpoint.finetune:
-        own = checkpoints.find(elsewhere)
-    if own is not None:
-        saved = checkpoints.resume(
-            own,
-            policy,
-            optimization,
-            with_optimizer=not checkpoint.no_load_optim,
-            with_random_state=not checkpoint.no_load_rng,
-        )
-    return optimization, reference, saved
 
 
 def _request_factory(config: RLConfig) -> RequestFactory:

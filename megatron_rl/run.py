@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_rl.build_environments import EnvironmentAccess
 from megatron_rl.checkpoint import CheckpointManager, RunState
+from megatron_rl.checkpoint.origin import Origin, weights_fingerprint
 from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import SaveError
@@ -27,7 +28,7 @@ from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.reporting import Reporter
 from megatron_rl.rollout import Draw, Evaluator, PromptSource, RequestFactory, Rollouter, RolloutResult
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
-from megatron_rl.rollout.journal import RolloutJournal, StepJournal, weights_fingerprint
+from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
@@ -73,6 +74,8 @@ class Run:
     timer: PhaseTimer
     stop: StopRequest
     progress: Progress
+    origin: Origin | None
+    """What the run started from; None of a run that an earlier version began."""
     expected_lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
     """Of the training tasks; the evaluator has its own."""
 
@@ -122,7 +125,7 @@ class Run:
             "recipe": self.quantization.recipe,
             "kv_cache": self.config.kv_cache_dtype,
             "environments": self._environment_list,
-            "weights": weights_fingerprint(self.policy.gpt, self.groups.model_group),
+            "weights": weights_fingerprint(self.policy, self.groups),
         }
         return self.journal.open(step, header)
 
@@ -188,6 +191,7 @@ class Run:
             padded_vocab_size=self.policy.padded_vocab_size,
             architecture=architecture_of(config),
             optimizer_form=optimizer_form_of(config),
+            origin=self.origin.state() if self.origin is not None else {},
             rollout_recipe_asked=config.quantization.rl_rollout_quantization,
             rollout_recipe=self.quantization.recipe,
             expected_lengths=self.expected_lengths.state(),

@@ -170,11 +170,12 @@ class CheckpointManager:
         """The checkpoint a user means by ``path``."""
         return self._agreed(lambda: find_checkpoint(path))
 
-    def start_from_weights(self, path: str, policy: PolicyModel) -> None:
-        """`--pretrained-checkpoint` or `--load` with `--finetune`: weights only."""
+    def start_from_weights(self, path: str, policy: PolicyModel) -> Path:
+        """`--pretrained-checkpoint` or `--load` with `--finetune`: weights only. Returns the checkpoint they are of."""
         directory = self.find(path)
         self._load_weights(directory, policy)
         logger.info("weights from %s", directory)
+        return directory
 
     def resume(
         self,

@@ -66,6 +66,8 @@ class RunState:
     """The one in use: the parity gate may have fallen back to a safer one."""
     optimizer_form: dict[str, Any] = field(default_factory=dict)
     """What decides which tensors the optimizer state consists of."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What the run started from, see `Origin`; empty where an earlier version saved it."""
     expected_lengths: dict[str, Any] = field(default_factory=dict)
     """How long completions became, by environment and task: resumed, groups go to the same ranks again."""
     expected_held_out_lengths: dict[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ class CheckpointConfig:
     save: str | None = flag(None, path=True)
     """Directory of this run's checkpoints. Without it run-dir/checkpoints."""
     load: str | None = flag(None, path=True)
-    """Directory of checkpoints to continue from, if it has one."""
+    """Directory of checkpoints whose run is continued, where this run has none of its own."""
     pretrained_checkpoint: str | None = flag(None, path=True, common=True)
     """Weights to start from where nothing is continued: a directory of checkpoints, or one of them."""
     load_hf: str | None = flag(None, path=True, common=True)

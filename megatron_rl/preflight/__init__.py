@@ -9,7 +9,14 @@ from __future__ import annotations
 from megatron_rl.config import RLConfig
 from megatron_rl.preflight.algorithms import algorithm_problems
 from megatron_rl.preflight.attention import attention_problems
-from megatron_rl.preflight.checkpoints import checkpoint_problems, resumes
+from megatron_rl.preflight.checkpoints import (
+    checkpoint_problems,
+    first_weights,
+    reference_weights,
+    resumes,
+    run_to_continue,
+    wants_reference,
+)
 from megatron_rl.preflight.environments import environment_problems
 from megatron_rl.preflight.hugging_face import hugging_face_problems
 from megatron_rl.preflight.output import output_problems
@@ -17,7 +24,9 @@ from megatron_rl.preflight.quantization import quantization_problems
 from megatron_rl.preflight.services import service_problems
 from megatron_rl.preflight.text import tokenizer_problems
 
-__all__ = ["preflight", "resumes"]
+__all__ = [
+    "first_weights", "preflight", "reference_weights", "resumes", "run_to_continue", "wants_reference",
+]  # fmt: skip
 
 
 def preflight(config: RLConfig) -> list[str]:

@@ -1,16 +1,25 @@
-"""What is loaded at the start."""
+"""What is loaded at the start: which run goes on, which weights a run begins with, and whether they are there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # megatron-core takes seconds, which --help and wrong flags need not wait for
+    from megatron_rl.checkpoint.origin import Origin
+    from megatron_rl.checkpoint.run_state import RunState
 
 
 def resumes(config: RLConfig) -> bool:
-    """Whether the run continues what its own directory holds: asked for, or `--load` names `--save`."""
+    """Whether the run continues what its own directory holds, if it holds something.
+
+    Either that was asked for, or `--load` names `--save`.
+    """
     checkpoint = config.checkpoint
     if checkpoint.resume:
         return True
@@ -22,42 +31,113 @@ def _loads_what_it_saves(config: RLConfig) -> bool:
     return None not in (load, save) and Path(load).resolve() == Path(save).resolve()
 
 
+def run_to_continue(config: RLConfig) -> tuple[str, str] | None:
+    """Flag and directory of the run that goes on; None where one begins. Its own checkpoints come before `--load`."""
+    from megatron_rl.checkpoint.layout import holds_checkpoint, step_entries
+
+    checkpoint = config.checkpoint
+    if resumes(config) and checkpoint.save is not None and step_entries(Path(checkpoint.save)):
+        return "--resume", checkpoint.save
+    if checkpoint.load is not None and not checkpoint.finetune and holds_checkpoint(checkpoint.load):
+        return "--load", checkpoint.load
+    return None
+
+
+def first_weights(config: RLConfig) -> tuple[str, Origin]:
+    """Flag and place of what a run begins with, not yet read. It means the same at every start of the run."""
+    from megatron_rl.checkpoint import holds_checkpoint
+    from megatron_rl.checkpoint.origin import Origin
+
+    checkpoint = config.checkpoint
+    load = checkpoint.load
+    if checkpoint.finetune and load is not None and not _loads_what_it_saves(config) and holds_checkpoint(load):
+        return "--load", Origin.at("checkpoint", load)
+    if checkpoint.pretrained_checkpoint is not None:
+        return "--pretrained-checkpoint", Origin.at("checkpoint", checkpoint.pretrained_checkpoint)
+    if checkpoint.load_hf is not None:
+        return "--load-hf", Origin.at("hugging_face", checkpoint.load_hf)
+    return "", Origin("drawn")
+
+
+def reference_weights(config: RLConfig, directory: Path, state: RunState) -> Origin:
+    """The weights that the run saved in ``directory`` started from, and where this start is to read them.
+
+    Where the flags name another place than the run was started with, the weights lie there now.
+
+    Raises:
+        CheckpointError: neither the checkpoint nor a flag says where.
+    """
+    from megatron_rl.checkpoint.origin import Origin
+
+    recorded, (_, named) = Origin.from_state(state.origin), first_weights(config)
+    if recorded is None:
+        if named.kind == "drawn":
+            raise CheckpointError(
+                f"checkpoint {str(directory)!r} of an earlier version does not say what its run started from, which is "
+                "the reference of --grpo-kl-beta; name it with --pretrained-checkpoint or --load-hf, or use "
+                "--grpo-kl-beta 0"
+            )
+        return named
+    if named.kind == "drawn" or named.given == recorded.given:
+        return recorded
+    return replace(named, weights=recorded.weights)
+
+
 def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[str]:
     """Checkpoints that are absent, of another model, or of a run this one cannot continue.
 
     Checksums are compared when a checkpoint is loaded: at the size of a large model they take minutes.
     """
-    # imported here: megatron-core takes seconds, which --help and wrong flags need not wait for
     from megatron_rl.checkpoint import architecture_problems, continuation_problems, find_checkpoint
 
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    problems = []
-    for flag, path, continues in _to_load(config):
+    continued, problems = run_to_continue(config), []
+    for flag, path in [continued] if continued is not None else _weights_alone(config):
         try:
             directory = find_checkpoint(path, contents=False)
             found = architecture_problems(config, directory, vocab_size)
-            found += continuation_problems(config, directory) if continues else []
+            found += continuation_problems(config, directory) if continued is not None else []
+            found += _reference_problems(config, directory, vocab_size) if continued is not None and not found else []
         except CheckpointError as error:
             found = [str(error)]
         problems += [f"{flag}: {line}" for line in found]
     return problems
 
 
-def _to_load(config: RLConfig) -> list[tuple[str, str, bool]]:
-    """(flag, path, whether the run goes on from there rather than take its weights)."""
-    from megatron_rl.checkpoint import holds_checkpoint, list_checkpoints
+def _weights_alone(config: RLConfig) -> list[tuple[str, str]]:
+    """Flag and directory of the checkpoints a new run starts from; also of an empty `--load`, unless it may be."""
+    flag, origin = first_weights(config)
+    load = config.checkpoint.load
+    # Megatron's habit: the first start of a run names an empty --load, and where else to start from.
+    if load is not None and origin.kind == "drawn" and not _loads_what_it_saves(config):
+        return [("--load", load)]
+    return [(flag, origin.given)] if origin.kind == "checkpoint" else []
 
-    checkpoint = config.checkpoint
-    wanted = []
-    if checkpoint.pretrained_checkpoint is not None:
-        wanted.append(("--pretrained-checkpoint", checkpoint.pretrained_checkpoint, False))
-    if resumes(config):
-        if checkpoint.save is not None and list_checkpoints(Path(checkpoint.save)):
-            wanted.append(("--resume", checkpoint.save, True))
-    elif checkpoint.load is not None:
-        # Megatron's habit: the first start of a run names an empty --load, and where else to start from.
-        may_be_empty = checkpoint.pretrained_checkpoint is not None or checkpoint.load_hf is not None
-        may_be_empty = may_be_empty or _loads_what_it_saves(config)
-        if holds_checkpoint(checkpoint.load) or not may_be_empty:
-            wanted.append(("--load", checkpoint.load, not checkpoint.finetune))
-    return wanted
+
+def wants_reference(config: RLConfig) -> bool:
+    """Whether the run needs a reference policy."""
+    return config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
+
+
+def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | None) -> list[str]:
+    from megatron_rl.checkpoint import architecture_problems, find_checkpoint, read_run_state
+    from megatron_rl.families import read_model
+    from megatron_rl.families.files import weight_problems
+
+    if not wants_reference(config):
+        return []
+    origin = reference_weights(config, directory, read_run_state(directory))
+    try:
+        if origin.kind == "checkpoint":
+            found = architecture_problems(config, find_checkpoint(origin.path, contents=False), vocab_size)
+        else:
+            found = weight_problems(read_model(origin.path)) if origin.kind == "hugging_face" else []
+    except CheckpointError as error:
+        found = [str(error)]
+    except ConfigError as error:
+        found = list(error.problems)
+    return [
+        f"the reference of --grpo-kl-beta is what the run started from: {line}; if it lies elsewhere now, name that "
+        "place with --pretrained-checkpoint or --load-hf, or use --grpo-kl-beta 0"
+        for line in found
+    ]

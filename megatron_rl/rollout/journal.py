@@ -25,7 +25,6 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron_rl.environments.wire import result_to_json, results_from_json
 from megatron_rl.parallel import ParallelGroups
@@ -110,22 +109,6 @@ class StepJournal:
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.close()
-
-
-def weights_fingerprint(model: torch.nn.Module, model_group: dist.ProcessGroup) -> int:
-    """A sum of all weights' bit patterns, modulo 2^64: another update gives another number.
-
-    The same however the weights are sharded, unless the vocabulary is padded differently. Collective in a model
-    copy. Reads the device once: a step begins with it and is far longer.
-    """
-    total = torch.zeros([], dtype=torch.int64)
-    for number, parameter in enumerate(model.parameters(), start=1):
-        if param_is_not_tensor_parallel_duplicate(parameter):
-            bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[parameter.element_size()]
-            total = total.to(parameter.device) + number * parameter.detach().view(bits).sum(dtype=torch.int64)
-    total = total.cpu()
-    dist.all_reduce(total, group=model_group)
-    return int(total)
 
 
 def _encode(number: int, group: RolloutGroup) -> bytes:

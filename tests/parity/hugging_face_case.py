@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.hf import save_hf
 from megatron_rl.checkpoint.layout import commit, temporary_directory
+from megatron_rl.checkpoint.origin import fingerprints
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
 from megatron_rl.checkpoint.tensors import save_tensors
 from megatron_rl.config import RLConfig
@@ -37,7 +38,8 @@ def on_ranks(tensor_size: int, directories: list[str], folder: str) -> list[dict
         save_hf(policy, model, Path(folder) / f"saved.{index}", groups, max_file_bytes=20_000)
         _save_checkpoint(Path(folder) / f"checkpoints.{index}", config, policy, groups)
         parameters = {name: parameter.numel() for name, parameter in policy.gpt.named_parameters()}
-        reports.append({"read": read, "parameters": parameters, "rows": policy.padded_vocab_size})
+        reports.append({"read": read, "parameters": parameters, "rows": policy.padded_vocab_size,
+                        "fingerprints": fingerprints(policy, groups)})  # fmt: skip
     shut_down()
     return reports
 

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.hf import export_checkpoint
+from megatron_rl.checkpoint.origin import fingerprints
 from megatron_rl.families import get_family, read_model
 from megatron_rl.families.files import INDEX_FILE, stored_tensors
-from tests.support.hugging_face import EXAMPLES, batch_of, reference_logits, write_model
+from tests.support.hugging_face import EXAMPLES, batch_of, hf_run, loaded_policy, reference_logits, write_model
 from tests.support.ranks import run_ranks
 
 TOPOLOGIES = {"tensor": (2, 2), "tensor+data": (4, 2)}
@@ -75,6 +76,14 @@ class TestEachExample:
         for first in range(0, len(reads), loaded.tensor_size):
             together = sum(reads[first : first + loaded.tensor_size])
             assert together == stored + (loaded.tensor_size - 1) * replicated
+
+    def test_every_rank_knows_the_weights_by_the_fingerprint_of_one(self, loaded: Loaded, index: int, one_rank) -> None:
+        directory = loaded.directories[index]
+        config = hf_run(directory)
+        policy, _ = loaded_policy(config, read_model(directory).architecture.vocab_size)
+        assert [report[index]["fingerprints"] for report in loaded.reports] == (
+            [fingerprints(policy, one_rank)] * len(loaded.reports)
+        )
 
     def test_saved_again_it_has_the_same_bits(self, loaded: Loaded, index: int) -> None:
         _assert_same(loaded.directories[index], loaded.folder / f"saved.{index}")

@@ -133,6 +133,7 @@ def toy_run(
         timer=timer,
         stop=stop,
         progress=Progress(),
+        origin=None,
     )
 
 

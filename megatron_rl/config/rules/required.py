@@ -41,7 +41,8 @@ def _one_start(config: RLConfig) -> Iterator[str]:
     if checkpoint.load_hf is not None and checkpoint.pretrained_checkpoint is not None:
         yield (
             f"--load-hf {checkpoint.load_hf} and --pretrained-checkpoint {checkpoint.pretrained_checkpoint} both say "
-            "what to start from; keep one of them"
+            "what to start from; keep one of them, or take shape and tokenizer from the one and weights from the other "
+            f"with --hf-config {checkpoint.load_hf} in place of --load-hf"
         )
 
 

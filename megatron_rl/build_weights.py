@@ -1,0 +1,119 @@
+"""What a run starts or goes on from, and what its reference policy is.
+
+    begins       weights that a flag names, or random ones ─► reference ─► optimizer
+    goes on      the weights the run began with ─► reference ─► optimizer ─► its checkpoint into both
+                 (only if there is a reference)
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_rl.checkpoint import CheckpointManager, RunState, read_run_state
+from megatron_rl.checkpoint.hf import load_hf
+from megatron_rl.checkpoint.origin import Origin, fingerprints
+from megatron_rl.config import RLConfig
+from megatron_rl.errors import CheckpointError
+from megatron_rl.families import read_model
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.preflight import first_weights, reference_weights, resumes, run_to_continue, wants_reference
+from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.reference import ReferencePolicy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model is filled; what is made of it."""
+
+    optimization: Optimization
+    reference: ReferencePolicy | None
+    """None without a KL term."""
+    saved: RunState | None
+    """None where the run begins."""
+    origin: Origin | None
+    """What the run began with, be it at an earlier start; None of a run that an earlier version began."""
+
+
+def start_weights(
+    config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
+) -> Start:
+    """Fill the model as `run_to_continue` and `first_weights` say; collective.
+
+    The reference of a run that goes on is read again from what the run began with, and compared.
+
+    Raises:
+        CheckpointError: something is damaged or of another model, or the reference is not what the run began with.
+    """
+    directory = _to_continue(config, checkpoints)
+    if directory is None:
+        _, origin = first_weights(config)
+        origin = _read(origin, policy, checkpoints, groups)
+    elif wants_reference(config):
+        origin = _read_reference(config, directory, policy, checkpoints, groups)
+    else:
+        origin = Origin.from_state(read_run_state(directory).origin)
+    reference = ReferencePolicy(policy) if wants_reference(config) else None
+    optimization = Optimization(policy, config)
+    saved = None
+    if directory is not None:
+        saved = checkpoints.resume(
+            directory,
+            policy,
+            optimization,
+            with_optimizer=not config.checkpoint.no_load_optim,
+            with_random_state=not config.checkpoint.no_load_rng,
+        )
+    return Start(optimization, reference, saved, origin)
+
+
+def _to_continue(config: RLConfig, checkpoints: CheckpointManager) -> Path | None:
+    """The run's own newest checkpoint; where it has none yet, that of `--load`."""
+    own = checkpoints.newest() if resumes(config) else None
+    if own is not None:
+        return own
+    elsewhere = run_to_continue(config)
+    return None if elsewhere is None else checkpoints.find(elsewhere[1])
+
+
+def _read_reference(
+    config: RLConfig, directory: Path, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
+) -> Origin:
+    state = read_run_state(directory)
+    wanted = reference_weights(config, directory, state)
+    found = _read(wanted, policy, checkpoints, groups)
+    if not wanted.weights:  # an earlier version saved it without them
+        logger.warning("%s does not say what its run started from: the reference is %s", directory, found.path)
+    elif not wanted.is_of(found.weights):
+        raise CheckpointError(_another(directory, state, found))
+    logger.info("reference policy: %s", found.path or "the random weights that the run began with")
+    return replace(found, weights={**wanted.weights, **found.weights})
+
+
+def _another(directory: Path, state: RunState, found: Origin) -> str:
+    if found.kind == "drawn":
+        return (
+            f"the run of {str(directory)!r} began with random weights (seed {state.seed}, tensor-parallel size "
+            f"{state.world.get('tensor_model_parallel_size')}), which are the reference of --grpo-kl-beta, and this "
+            "start draws others; use the same --seed, layout and number format, or --grpo-kl-beta 0"
+        )
+    began_with = state.origin["path"] or "random weights"
+    return (
+        f"{found.path!r} has other weights than {began_with!r} had when the run of {str(directory)!r} began with them; "
+        "they are the reference of --grpo-kl-beta: name a directory that has them with --pretrained-checkpoint or "
+        "--load-hf, or use --grpo-kl-beta 0"
+    )
+
+
+def _read(origin: Origin, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups) -> Origin:
+    """Fill the model from there; returns where exactly, and the fingerprint of what was found."""
+    path = origin.path
+    if origin.kind == "checkpoint":
+        path = str(checkpoints.start_from_weights(path, policy))
+    elif origin.kind == "hugging_face":
+        load_hf(read_model(path), policy, groups)
+    return replace(origin, path=path, weights=fingerprints(policy, groups))
