@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.manifest import sync, verify, write_manifest, write_synced
-from megatron_rl.checkpoint.torch_files import is_foreign, tensor_size
+from megatron_rl.checkpoint.torch_files import is_foreign, tensor_size, unread_format
 from megatron_rl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,16 @@ def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
         if is_foreign(root):
             tensor_size(root)
         else:
-            verify(root, contents)
+            _check_own(root, contents)
         return root
     for nested in (root, root / "checkpoints"):
         if step_entries(nested):
             return newest_valid(nested, contents)
+    if (root / "release").is_dir():
+        raise CheckpointError(
+            f"{str(root)!r} holds weights that Megatron-LM's tools released (release/), which are not looked for; if "
+            "they are mp_rank_* directories, name them iter_0000001 and give that directory"
+        )
     raise CheckpointError(
         f"no checkpoint in {str(root)!r}; give a directory that holds step_* or iter_* directories, "
         "such as RUN_DIR/checkpoints"
@@ -120,19 +125,37 @@ def newest_valid(root: Path, contents: bool = True) -> Path:
     Raises:
         CheckpointError: all are damaged, or there is none.
     """
-    problems = []
-    for directory in reversed(step_entries(root)):
+    problems, entries = [], step_entries(root)
+    for directory in reversed(entries):
         try:
             if is_foreign(directory):
                 _check_foreign(directory)
             else:
-                verify(directory, contents)
+                _check_own(directory, contents)
         except CheckpointError as error:
             logger.warning("%s; trying the one before it", error)
             problems.append(str(error))
         else:
             return directory
+    if entries and all(is_foreign(directory) or unread_format(directory) for directory in entries):
+        raise CheckpointError("; ".join(problems))  # healthy, for all we know
     raise CheckpointError(f"no undamaged checkpoint in {str(root)!r}: " + "; ".join(problems or ["it is empty"]))
+
+
+def _check_own(directory: Path, contents: bool) -> None:
+    """Compare one of ours with its manifest.
+
+    Raises:
+        CheckpointError: it is damaged, or of Megatron-LM in a format that is not read.
+    """
+    saved_as = unread_format(directory)
+    if saved_as is not None:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} was written by Megatron-LM in its format {saved_as}, of which only "
+            "--ckpt-format torch is read here; convert it with Megatron-LM's --ckpt-convert-format torch "
+            "--ckpt-convert-save DIR on tensor-parallel ranks alone, or to Hugging Face's format and use --load-hf"
+        )
+    verify(directory, contents)
 
 
 def _check_foreign(directory: Path) -> None:

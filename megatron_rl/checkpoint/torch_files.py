@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -65,11 +66,25 @@ def is_megatron_layout(directory: Path) -> bool:
 
 
 def is_foreign(directory: Path) -> bool:
-    """Whether Megatron-LM itself wrote it: nothing but ranks' directories, so no checksums and no state of a run."""
+    """Whether Megatron-LM itself wrote it: ranks' directories, and neither checksums nor the state of a run."""
+    return _is_megatrons(directory) and any(directory.glob("mp_rank_*"))
+
+
+def unread_format(directory: Path) -> str | None:
+    """The format of what Megatron-LM wrote for any topology, such as ``torch_dist``, which is not read; else None."""
+    if not _is_megatrons(directory) or not (directory / "metadata.json").is_file():
+        return None
+    try:
+        found = json.loads((directory / "metadata.json").read_text())
+        return str(found["sharded_backend"])[:20]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _is_megatrons(directory: Path) -> bool:
     if not is_megatron_layout(directory) or not directory.is_dir():
         return False
-    names = [path.name for path in directory.iterdir()]
-    return bool(names) and all(name.startswith("mp_rank_") for name in names)
+    return not any((directory / name).exists() for name in ("manifest.json", "run_state.json"))
 
 
 def tensor_size(directory: Path) -> int:

@@ -261,8 +261,9 @@ def test_a_pointer_to_nowhere_in_megatrons_own_files_is_one_line(one_rank, tmp_p
     config = tiny_config()
     directory = _foreign(tmp_path, tiny_policy(config), config)
     (tmp_path / MEGATRON.pointer).write_text("40")
-    with pytest.raises(CheckpointError, match=r"names '40', not iter_0000012"):
+    with pytest.raises(CheckpointError, match=r"names '40', not iter_0000012") as caught:
         find_checkpoint(tmp_path)
+    assert "damaged" not in str(caught.value)
     assert find_checkpoint(directory) == directory
 
 
@@ -273,6 +274,42 @@ def test_a_truncated_one_of_megatrons_own_files_is_one_line(one_rank, tmp_path: 
     with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt' cannot be read") as caught:
         architecture_problems(config, find_checkpoint(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("named", ["root", "itself"])
+def test_a_healthy_one_in_a_format_that_is_not_read_is_not_called_damaged(tmp_path: Path, named: str) -> None:
+    """What Megatron-LM writes with its default --ckpt-format torch_dist."""
+    for step in (8, 12):
+        directory = tmp_path / f"iter_{step:07d}"
+        directory.mkdir()
+        (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        for name in (".metadata", "common.pt", "__0_0.distcp"):
+            (directory / name).write_bytes(b"x")
+    (tmp_path / MEGATRON.pointer).write_text("12")
+    with pytest.raises(CheckpointError, match="written by Megatron-LM in its format torch_dist") as caught:
+        find_checkpoint(tmp_path if named == "root" else tmp_path / "iter_0000012")
+    assert "--ckpt-convert-format torch" in str(caught.value)
+    assert "damaged" not in str(caught.value)
+
+
+def test_ours_without_its_manifest_is_damaged(saved) -> None:
+    root, _ = saved
+    for step in (2, 4):
+        (root / f"iter_{step:07d}" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no undamaged checkpoint"):
+        find_checkpoint(root)
+
+
+def test_released_weights_are_read_under_the_name_that_the_message_gives(one_rank, tmp_path: Path) -> None:
+    config = tiny_config()
+    directory = _foreign(tmp_path, tiny_policy(config), config)
+    (directory / "latest_notes.txt").write_text("a person's")
+    directory.rename(tmp_path / "release")
+    (tmp_path / MEGATRON.pointer).write_text("release")
+    with pytest.raises(CheckpointError, match=r"release/.*name them iter_0000001"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "release").rename(tmp_path / "iter_0000001")
+    assert find_checkpoint(tmp_path / "iter_0000001") == tmp_path / "iter_0000001"
 
 
 def test_a_kill_before_the_pointer_moves_leaves_it_where_it_was(saved, one_rank, monkeypatch) -> None:
