@@ -1,7 +1,8 @@
 #!/bin/bash
 # Qwen2.5-32B, GRPO with DAPO's clipping on DAPO-Math-17k: 8 nodes x 8 GPUs, tensor-parallel size 8.
 #
-# It is the command of Megatron-LM's own Qwen2.5-32B example: every flag of it is accepted. Flags without a
+# The flags are those of Megatron-LM's own Qwen2.5-32B example. Every name of them is known here, but not every value:
+# pipeline parallelism (PP above 1) is not built and is refused in a line before anything starts. Flags without a
 # meaning here are listed, with the reason, when the run starts; docs/flags.md has them all.
 #
 # Start it on every node:
@@ -9,9 +10,10 @@
 #   CHECKPOINT=/models/Qwen2.5-32B RUN_DIR=/runs/qwen32b \
 #   NNODES=8 NODE_RANK=0 MASTER_ADDR=node0 bash examples/qwen2p5_32b_grpo/run.sh
 #
-# CHECKPOINT is a Hugging Face directory or a converted checkpoint. Further flags are passed on and win:
-# `run.sh --train-samples 65536`. `python train_rl.py --check --check-world-size 64` with the flags below checks
-# them on one machine without a GPU.
+# CHECKPOINT is a Hugging Face directory (config.json, *.safetensors, tokenizer) or a directory of checkpoints, of this
+# project or of Megatron-LM in its format torch; the latter need TOKENIZER, a directory or a name on the hub. The same
+# command goes on with a run that was stopped. Further flags are passed on and win: `run.sh --train-samples 65536`.
+# `python train_rl.py --check --check-world-size 64` with the flags below checks them on one machine without a GPU.
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -54,7 +56,6 @@ MODEL=(
     --attention-dropout 0.0
     --hidden-dropout 0.0
     --tokenizer-type HuggingFaceTokenizer
-    --tokenizer-model unsloth/Qwen2.5-32B
     --make-vocab-size-divisible-by 128
 )
 
@@ -128,8 +129,15 @@ TRAINING=(
     --data-cache-path "$RUN_DIR/data_cache"
 )
 
+if [ -f "$CHECKPOINT/config.json" ]; then
+    START=(--load-hf "$CHECKPOINT" --tokenizer-model "${TOKENIZER:-$CHECKPOINT}")
+else
+    START=(--pretrained-checkpoint "$CHECKPOINT" --tokenizer-model "${TOKENIZER:-unsloth/Qwen2.5-32B}")
+fi
+
 CHECKPOINTS=(
-    --pretrained-checkpoint "$CHECKPOINT"
+    "${START[@]}"
+    --resume
     --save "$RUN_DIR/checkpoints"
     --load "$RUN_DIR/checkpoints"
     --finetune

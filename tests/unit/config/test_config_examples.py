@@ -1,14 +1,18 @@
-"""The Qwen2.5-32B command: its flags are read out of the script's text and must be valid for 64 ranks."""
+"""The Qwen2.5-32B command: the flags that its script gives must be valid for 64 ranks."""
 
 from __future__ import annotations
 
-import re
-import shlex
+import functools
+import json
+import os
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import load_config, notes, parse_config, validate
+from megatron_rl.config import load_config, notes, parse_config, read_config, validate
+from tests.unit.families.test_published_models import PUBLISHED
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo"
 
@@ -25,26 +29,18 @@ PROMISED = """
 """
 
 
-def script_flags(path: Path) -> list[str]:
-    """What stands between ``train_rl.py`` and ``"$@"``, with the defaults of the script's variables."""
-    text = path.read_text(encoding="utf-8")
-    variables: dict[str, str] = {}
-
-    def expand(word: str) -> str:
-        return re.sub(r"\$\{?(\w+)\}?", lambda match: variables[match[1]], word)
-
-    for name, default in re.findall(r"^(\w+)=\$\{\1:-(.*)\}$", text, re.MULTILINE):
-        variables[name] = default
-    arrays = {
-        name: [expand(word) for word in shlex.split(body)]
-        for name, body in re.findall(r"^(\w+)=\(\n(.*?)^\)$", text, re.MULTILINE | re.DOTALL)
-    }
-    words = shlex.split(text[text.index("\ntorchrun") :].replace("\\\n", " "))
-    flags: list[str] = []
-    for word in words[words.index("train_rl.py") + 1 :]:
-        array = re.fullmatch(r"\$\{(\w+)\[@\]\}", word)
-        flags += arrays[array[1]] if array else [] if word == "$@" else [expand(word)]
-    return flags
+@functools.cache
+def script_flags(script: Path, **variables: str) -> list[str]:
+    """What the script gives to ``train_rl.py``: it is run with a ``torchrun`` that only notes its arguments."""
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = Path(folder) / "torchrun"
+        launcher.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+        launcher.chmod(0o755)
+        environment = {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
+        words = subprocess.run(
+            ["bash", str(script)], cwd=script.parents[2], env=environment, check=True, capture_output=True, text=True
+        ).stdout.split("\0")
+    return words[words.index("train_rl.py") + 1 : -1]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +75,30 @@ def test_flags_without_effect_are_noted(flags):
     noted = {line.split()[0] for line in notes(parse_config(flags))}
     assert {"--mock-data", "--initialize-socket-comms", "--use-mcore-models"} <= noted
     assert not {"--sequence-parallel", "--grpo-group-size"} & noted
+
+
+def test_a_directory_of_checkpoints_is_where_it_starts(tmp_path):
+    flags = script_flags(EXAMPLE / "run.sh", CHECKPOINT=str(tmp_path), TOKENIZER="words")
+    config, problems = read_config(flags, 64)
+    assert problems == []
+    assert (config.checkpoint.pretrained_checkpoint, config.checkpoint.load_hf) == (str(tmp_path), None)
+    assert config.tokenizer.tokenizer_model == "words"
+
+
+def test_a_hugging_face_directory_is_where_it_starts_too(tmp_path):
+    """Every flag of the shape agrees with the config.json that the model is published with."""
+    config_json = PUBLISHED["Qwen2.5-32B"][0]
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
+    config, problems = read_config(script_flags(EXAMPLE / "run.sh", CHECKPOINT=str(tmp_path)), 64)
+    assert problems == []
+    assert (config.checkpoint.pretrained_checkpoint, config.checkpoint.load_hf) == (None, str(tmp_path))
+    assert config.tokenizer.tokenizer_model == str(tmp_path)
+    assert config.tokenizer.vocab_size == config_json["vocab_size"]
+
+
+def test_a_value_that_is_not_built_is_refused_in_a_line():
+    _, problems = read_config(script_flags(EXAMPLE / "run.sh", PP="2"), 64)
+    assert [line for line in problems if line.startswith("--pipeline-model-parallel-size 2")] == problems != []
 
 
 def test_a_wrong_size_would_be_seen(flags):
