@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.settings import advantage_config, correction_config, loss_config
-from megatron_rl.build_engine import build_engine
+from megatron_rl.build_engine import build_engine, stop_strings
 from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.build_memory import PhaseMemory
 from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
@@ -70,8 +70,10 @@ def build_run(
         stack.callback(checkpoints.abandon)
         start = start_weights(config, policy, checkpoints, groups)
         optimization, reference, saved = start.optimization, start.reference, start.saved
+        tokenizer = tokenizer.ending_also_at(start.end_token_ids)
+        _tell_ends(tokenizer)
         quantization = build_quantization(config, policy, optimization, reference, groups, directory, timer, stack)
-        factory = _request_factory(config)
+        factory = _request_factory(config, tokenizer)
         source = _source(config, environments, tokenizer, factory)
         progress = Progress()
         if saved is not None:
@@ -141,6 +143,16 @@ def build_run(
         dist.barrier()  # nobody stops the environment server while another rank still grades
 
 
+def _tell_ends(tokenizer: Tokenizer) -> None:
+    ends = ", ".join(f"{tokenizer.decode_token(number)} ({number})" for number in tokenizer.end_token_ids)
+    logger.info("an answer ends with %s", ends)
+    if tokenizer.passed_over:
+        logger.warning(
+            "eos_token_id names %s too, which tokenizer %s has no special tokens for; an answer does not end there",
+            tokenizer.passed_over, tokenizer.name,
+        )  # fmt: skip
+
+
 def _no_engine() -> None:
     """A supervised run without evaluation has nothing to generate with, and no rollouts."""
 
@@ -150,7 +162,7 @@ def _temperature(config: RLConfig) -> float:
     return config.rollout.rl_temperature if config.training.perform_rl_step else 1.0
 
 
-def _request_factory(config: RLConfig) -> RequestFactory:
+def _request_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
     rollout = config.rollout
     return RequestFactory(
         SamplingParams(
@@ -158,7 +170,7 @@ def _request_factory(config: RLConfig) -> RequestFactory:
             top_k=rollout.rl_top_k,
             top_p=rollout.rl_top_p,
             max_new_tokens=rollout.rl_max_new_tokens,
-            stop=tuple(rollout.rl_stop_strings or ()),
+            stop=stop_strings(config, tokenizer)[1],
         ),
         rollout.inference_max_seq_length,
     )

@@ -45,10 +45,17 @@ def build_engine(
         page_length=rollout.inference_dynamic_batching_block_size,
         kv_cache_dtype=kv_cache_dtype(config),
     )
+    by_id, _ = stop_strings(config, tokenizer)
+    ends = [*tokenizer.end_token_ids, *by_id]
     if rollout.rl_inference_engine == "mcore":
         from megatron_rl.inference.mcore import McoreEngine
 
-        return McoreEngine(policy, options, [tokenizer.end_token_id])
-    return RolloutEngine(
-        policy, options, [tokenizer.end_token_id], tokenizer.decode, groups.tensor_group
-    )
+        return McoreEngine(policy, options, ends)
+    return RolloutEngine(policy, options, ends, tokenizer.decode, groups.tensor_group)
+
+
+def stop_strings(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[int], tuple[str, ...]]:
+    """`--rl-stop-strings`: the ids of those that are special tokens, which text does not have, and the others."""
+    strings = config.rollout.rl_stop_strings
+    special = tokenizer.special_tokens if strings else {}
+    return [special[text] for text in strings if text in special], tuple(t for t in strings if t not in special)

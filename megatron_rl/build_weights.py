@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class Start:
     """None where the run begins."""
     origin: Origin | None
     """What the run began with, be it at an earlier start; None of a run that an earlier version began."""
+    end_token_ids: Sequence[int]
+    """What ended an answer in the run that the weights come from."""
 
 
 def start_weights(
@@ -68,7 +71,9 @@ def start_weights(
             with_optimizer=not config.checkpoint.no_load_optim,
             with_random_state=not config.checkpoint.no_load_rng,
         )
-    return Start(optimization, reference, saved, origin)
+    source = directory if directory is not None else Path(origin.path) if origin.kind == "checkpoint" else None
+    ends = read_run_state(source).end_token_ids if source is not None else ()
+    return Start(optimization, reference, saved, origin, ends)
 
 
 def _to_continue(config: RLConfig, checkpoints: CheckpointManager) -> Path | None:

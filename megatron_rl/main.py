@@ -18,7 +18,7 @@ from megatron_rl.errors import ConfigError, MegatronRLError, problem_lines
 from megatron_rl.estimate import estimate, estimate_problems, report_text, size_problems, vocabulary
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.preflight import preflight
+from megatron_rl.preflight import open_tokenizer, preflight
 from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
 from megatron_rl.watchdog import Watchdog
 
@@ -181,7 +181,6 @@ def _build_and_train(start: _Start, platform: Platform, groups: ParallelGroups) 
     from megatron_rl.build import build_run
     from megatron_rl.loop import train
     from megatron_rl.summary import summarise
-    from megatron_rl.tokenizer import load_tokenizer
 
     config = start.config
     if groups.is_main:
@@ -189,7 +188,7 @@ def _build_and_train(start: _Start, platform: Platform, groups: ParallelGroups) 
             logger.info("note: %s", note)
         for name, value in difference_from_defaults(config).items():
             logger.info("  %s = %s", name, value)
-    tokenizer = load_tokenizer(config.tokenizer.tokenizer_model)
+    tokenizer = open_tokenizer(config)
     try:
         with build_run(config, platform, groups, tokenizer, start.stop, list(start.argv)) as run:
             start.stop.started()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
+from megatron_rl.families.end_tokens import end_token_ids
 from megatron_rl.json_text import parse_json
 from megatron_rl.types import Message, Prompt
 
@@ -15,9 +17,10 @@ _SPOKEN = "THEMODELSTURN"
 
 
 class Tokenizer:
-    """Text to token ids and back, with the end-of-text token the policy is trained to emit."""
+    """Text to token ids and back, with the end-of-text tokens the policy may emit."""
 
-    def __init__(self, backend: Any, name: str) -> None:
+    def __init__(self, backend: Any, name: str, more_end_token_ids: Iterable[int] = ()) -> None:
+        """``more_end_token_ids`` end an answer too; those that are ordinary words here do not."""
         if backend.eos_token_id is None:
             raise ConfigError([
                 f"tokenizer {name!r} has no end-of-text token, so no answer could ever end; "
@@ -26,24 +29,55 @@ class Tokenizer:
         self._backend = backend
         self.name = name
         self.end_token_id: int = int(backend.eos_token_id)
+        """The one that closes a demonstration."""
         self.vocab_size: int = max(len(backend), self.end_token_id + 1)
+        more = [number for number in dict.fromkeys(more_end_token_ids) if number != self.end_token_id]
+        known = set(self.special_tokens.values()) if more else set()
+        self.end_token_ids: tuple[int, ...] = (self.end_token_id, *(number for number in more if number in known))
+        """All that end an answer, `end_token_id` first."""
+        self.passed_over: tuple[int, ...] = tuple(number for number in more if number not in known)
+        """Asked for, but no special tokens: a ``config.json`` may have the default of its class, an ordinary word."""
+
+    def ending_also_at(self, token_ids: Iterable[int]) -> Tokenizer:
+        """The same with further end tokens."""
+        return Tokenizer(self._backend, self.name, (*self.end_token_ids, *self.passed_over, *token_ids))
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Text -> id of the tokens that `decode` leaves out."""
+        named = zip(self._backend.all_special_tokens, self._backend.all_special_ids, strict=True)
+        added = self._backend.added_tokens_decoder.items()
+        return {**dict(named), **{token.content: number for number, token in added if token.special}}
+
+    @cached_property
+    def _beginning(self) -> list[int]:
+        """What plain text starts with: the beginning-of-text token where the tokenizer puts one, else nothing."""
+        bos = getattr(self._backend, "bos_token_id", None)
+        if bos is None:
+            return []
+        return [bos] if self._backend.encode("a", add_special_tokens=True)[:1] == [bos] else []
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; no special tokens are added."""
         return self._backend.encode(text, add_special_tokens=False)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt; chat messages go through the tokenizer's chat template."""
-        if isinstance(prompt, str):
-            return self.encode(prompt)
-        return self.encode(self.render(prompt))
+        """Ids of a prompt.
+
+        Chat messages go through the tokenizer's chat template, which has all special tokens there are. Plain text gets
+        the beginning-of-text token where the tokenizer gives one, unless it has it already.
+        """
+        if not isinstance(prompt, str):
+            return self.encode(self.render(prompt))
+        ids = self.encode(prompt)
+        return ids if ids[:1] == self._beginning else self._beginning + ids
 
     def encode_reply(self, prompt: Prompt, messages: Sequence[Message], ended: bool) -> list[int]:
         """Ids that follow a turn of the model: ``messages``, and the beginning of its next turn.
 
         The model's own tokens are never encoded again. For a plain-text ``prompt`` the messages' contents follow
         as they are; in a chat the template's text after the model's turn does. ``ended`` says that the turn
-        closes with the end-of-text token, which is then not repeated.
+        closes with an end token, which then stands for the one the template would close it with.
 
         Raises:
             EnvironmentFault: the chat template refuses the messages, or rewrites what the model said.
@@ -59,7 +93,13 @@ class Tokenizer:
         before, *after = rendered.split(_SPOKEN)
         if len(after) != 1:
             raise EnvironmentFault(f"the chat template shows a turn of the model {len(after)} times; once is needed")
-        return self.encode(after[0].removeprefix(self.decode_token(self.end_token_id)) if ended else after[0])
+        return self.encode(self._without_end_token(after[0]) if ended else after[0])
+
+    def _without_end_token(self, text: str) -> str:
+        for end in map(self.decode_token, self.end_token_ids):
+            if text.startswith(end):
+                return text.removeprefix(end)
+        return text
 
     def render(self, messages: Sequence[Message]) -> str:
         """Text of chat messages and of the beginning of the next turn; raises what the template raises."""
@@ -83,11 +123,13 @@ class Tokenizer:
         return self._backend.decode([token_id], clean_up_tokenization_spaces=False)
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenizer:
     """Load `--tokenizer-model`: a local directory or a name in the local hub cache.
 
+    ``config.json`` and ``generation_config.json`` there, and in ``model_directories``, may name more end tokens.
+
     Raises:
-        ConfigError: nothing usable is there, or it has no end-of-text token.
+        ConfigError: nothing usable is there, it has no end-of-text token, or `end_token_ids` raises.
     """
     if Path(path).is_dir():
         _check_settings(path)
@@ -101,7 +143,8 @@ def load_tokenizer(path: str) -> Tokenizer:
             f"--tokenizer-model {path!r} cannot be loaded ({reason}); give a directory with "
             "tokenizer.json and tokenizer_config.json, or a hub name when online"
         ]) from error
-    return Tokenizer(backend, path)
+    directories = dict.fromkeys([path, *model_directories])
+    return Tokenizer(backend, path, (number for directory in directories for number in end_token_ids(directory)))
 
 
 def _check_settings(directory: str) -> None:

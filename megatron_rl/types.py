@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "test"]
 FinishReason = Literal["stop", "length", "stop_string"]
+"""``stop`` is an end token, or a special token that ends an answer like a stop string."""
 Message = Mapping[str, str]
 """One chat turn: ``{"role": "user", "content": "..."}``."""
 Prompt = str | tuple[Message, ...]

@@ -53,6 +53,8 @@ class RunState:
     """False when saved before the first update or with `--no-save-optim`."""
     vocab_size: int = 0
     padded_vocab_size: int = 0
+    end_token_ids: list[int] = field(default_factory=list)
+    """What ended an answer: the flags of a run that starts from the weights need not name it again."""
     architecture: dict[str, Any] = field(default_factory=dict)
     world: dict[str, int] = field(default_factory=dict)
     """Parallel sizes of the run that saved it."""

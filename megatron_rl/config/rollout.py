@@ -25,7 +25,7 @@ class RolloutConfig:
     rl_max_new_tokens: int | None = flag(None, ge=1, common=True)
     """Longest completion in tokens. Without it what --inference-max-seq-length leaves."""
     rl_stop_strings: tuple[str, ...] = flag(())
-    """Texts that end a completion."""
+    """Texts that end a completion; one that is a special token is looked for by its id."""
     rl_decode_steps_per_sync: int = flag(8, ge=1)
     """Decode steps between two looks of the host at what has finished; on a CPU fewer where completions end often."""
     inference_max_batch_size: int | None = flag(None, ge=1, aliases=("--inference-max-requests",))

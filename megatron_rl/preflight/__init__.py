@@ -22,10 +22,11 @@ from megatron_rl.preflight.hugging_face import hugging_face_problems
 from megatron_rl.preflight.output import output_problems
 from megatron_rl.preflight.quantization import quantization_problems
 from megatron_rl.preflight.services import service_problems
-from megatron_rl.preflight.text import tokenizer_problems
+from megatron_rl.preflight.text import open_tokenizer, tokenizer_problems
 
 __all__ = [
-    "first_weights", "preflight", "reference_weights", "resumes", "run_to_continue", "wants_reference",
+    "first_weights", "open_tokenizer", "preflight", "reference_weights", "resumes", "run_to_continue",
+    "wants_reference",
 ]  # fmt: skip
 
 

@@ -202,7 +202,7 @@ class Conversations:
         if going_on is None or turn.last:
             return _Answer(index, sample, grade=result)
         said = conversation.last.token_ids
-        ended = bool(said) and said[-1] == self._tokenizer.end_token_id
+        ended = bool(said) and said[-1] in self._tokenizer.end_token_ids
         try:
             prompt = conversation.request.source.task.prompt
             reply = self._tokenizer.encode_reply(prompt, going_on.messages, ended)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 from megatron_rl import build
 from megatron_rl.build_engine import build_engine
@@ -39,6 +39,12 @@ class _Letters:
 
     eos_token_id = 0
     chat_template = None
+    all_special_tokens, all_special_ids = ("$",), (0,)
+
+    def __init__(self, special: Mapping[int, str] = MappingProxyType({})) -> None:
+        self.added_tokens_decoder = {
+            number: SimpleNamespace(content=text, special=True) for number, text in special.items()
+        }
 
     def __len__(self) -> int:
         return len(LETTERS)
@@ -52,7 +58,12 @@ class _Letters:
 
 def toy_tokenizer() -> Tokenizer:
     """One token a letter."""
-    return Tokenizer(_Letters(), "letters")
+    return letters_tokenizer({})
+
+
+def letters_tokenizer(special: Mapping[int, str]) -> Tokenizer:
+    """The same with further special tokens."""
+    return Tokenizer(_Letters(special), "letters")
 
 
 async def vowel_share(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
@@ -90,7 +101,7 @@ def toy_run(
     penalised = config.algorithm.grpo_kl_beta > 0
     reference = ReferencePolicy(policy) if penalised else None
     optimization = Optimization(policy, config)
-    factory = build._request_factory(config)
+    factory = build._request_factory(config, tokenizer)
     timer, stop = PhaseTimer(), StopRequest()
     scorer = Scorer(policy, groups.tensor_group, build._temperature(config))
     directory = SimpleNamespace(write_quantization=_ignore, quantization=Path("quantization.json"))

@@ -29,6 +29,7 @@ from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_ru
 from megatron_rl.config import ModelConfig, RLConfig, TokenizerConfig, resolve
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, Entry, HfModel
+from megatron_rl.families.end_tokens import end_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ def import_hf(
         policy_version=0,
         has_optimizer=False,
         vocab_size=tokenizer_size,
+        end_token_ids=list(end_token_ids(model.directory)),
         padded_vocab_size=padded,
         architecture=architecture_of(_config(model.architecture)),
     )

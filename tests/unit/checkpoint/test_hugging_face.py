@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.hf.reader import HfReader
 from megatron_rl.checkpoint.hf.save import write_hf
 from megatron_rl.checkpoint.hf.writer import HfWriter, plan_files
 from megatron_rl.checkpoint.layout import MEGATRON, commit, find_checkpoint, temporary_directory
-from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
+from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load_weights, save_tensors
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, rank_directory
 from megatron_rl.errors import CheckpointError
@@ -114,10 +114,12 @@ def test_what_is_not_weights_is_copied_and_nothing_is_overwritten(
 ) -> None:
     (model.directory / "tokenizer.json").write_text("{}")
     (model.directory / "notes.txt").write_text("private")
+    (model.directory / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
     policy, _ = loaded_policy(hf_run(model.directory), SMALL["vocab_size"])
     save_hf(policy, model, tmp_path / "back", one_rank)
     names = sorted(path.name for path in (tmp_path / "back").iterdir())
     assert names == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert (tmp_path / "back" / "generation_config.json").read_text() == '{"eos_token_id": [7, 5]}'
     with pytest.raises(CheckpointError, match="exists; choose another"):
         save_hf(policy, model, tmp_path / "back", one_rank)
 
@@ -162,9 +164,11 @@ def test_the_other_way_writes_what_a_run_would_have_saved(
     one_rank: ParallelGroups, tmp_path: Path, family: str
 ) -> None:
     write_model(tmp_path / "model", family, SETTINGS[family])
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
     model = read_model(tmp_path / "model")
     saved = _checkpoint(one_rank, model, tmp_path / "saved")
     converted = import_hf(model, tmp_path / "converted", torch.float32, vocab_divisible_by=8)
+    assert {7, 5} <= set(read_run_state(converted).end_token_ids)
     assert _described(saved) == _described(converted)
     policy, _ = loaded_policy(hf_run(model.directory), model.architecture.vocab_size)
     loaded = {name: parameter.clone() for name, parameter in policy.gpt.named_parameters()}

@@ -68,7 +68,7 @@ class Runs:
         state = RunState(
             step=step, updates=0, policy_version=0, mode=mode_of(config), has_optimizer=False,
             seed=config.training.seed, architecture=architecture_of(config), optimizer_form=optimizer_form_of(config),
-            padded_vocab_size=policy.padded_vocab_size,
+            padded_vocab_size=policy.padded_vocab_size, end_token_ids=[0, 5],
             origin={} if forget_origin or start.origin is None else start.origin.state(),
         )  # fmt: skip
         manager.save(state, policy, start.optimization, {})
@@ -162,6 +162,14 @@ def test_a_run_that_goes_on_elsewhere_takes_its_reference_along(runs, warm, resu
     finetuned = runs.start("C", load=runs.folder / "B", finetune=True)
     _is_of(finetuned, later, later)
     assert finetuned[0].saved is None
+
+
+def test_end_tokens_come_with_the_weights(runs, warm) -> None:
+    assert runs.start("A")[0].end_token_ids == ()
+    for flags in ({"load": runs.folder / "W"}, {"load": runs.folder / "W", "finetune": True}):
+        assert runs.start("B", **flags, grpo_kl_beta=0)[0].end_token_ids == [0, 5]
+    assert runs.start("C", pretrained_checkpoint=runs.folder / "W")[0].end_token_ids == [0, 5]
+    assert runs.start("W", resume=True, seed=5)[0].end_token_ids == [0, 5]
 
 
 def test_a_penalty_may_come_later_and_go(runs, warm) -> None:

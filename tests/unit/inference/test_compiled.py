@@ -216,6 +216,6 @@ def test_what_it_does_not_know_runs_eager(
 def test_the_flag_reaches_the_engine(policy: PolicyModel, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     monkeypatch.setattr(build_engine, "RolloutEngine", lambda _, options, *rest: built.append(options))
-    tokenizer, groups = SimpleNamespace(end_token_id=3, decode=None), SimpleNamespace(tensor_group=None)
+    tokenizer, groups = SimpleNamespace(end_token_ids=(3,), decode=None), SimpleNamespace(tensor_group=None)
     build_engine.build_engine(tiny_config(rl_compile_rollout=wanted), policy, tokenizer, groups)
     assert [options.compiled for options in built] == [wanted]

@@ -470,6 +470,6 @@ def test_the_flags_reach_the_engine(
 ) -> None:
     built = []
     monkeypatch.setattr(build_engine, "RolloutEngine", lambda _, options, *rest: built.append(options))
-    tokenizer, groups = SimpleNamespace(end_token_id=3, decode=None), SimpleNamespace(tensor_group=None)
+    tokenizer, groups = SimpleNamespace(end_token_ids=(3,), decode=None), SimpleNamespace(tensor_group=None)
     build_engine.build_engine(tiny_config(**flags), policy, tokenizer, groups)
     assert [options.num_cuda_graphs for options in built] == [most]

@@ -25,7 +25,7 @@ from megatron_rl.types import (
     Task,
     Turn,
 )
-from tests.support.toy import toy_tokenizer
+from tests.support.toy import letters_tokenizer, toy_tokenizer
 
 A, B, C, X, Y = 1, 2, 3, 24, 25
 END = 0
@@ -154,6 +154,17 @@ def test_tokens_logprobs_and_spans_of_two_turns(harness: Harness) -> None:
     # what the engine may know of it: the first turn will go on, the second holds the conversation up
     assert [(request.turn, request.goes_on) for request in engine.requests] == [(0, True), (1, True)]
     assert harness.asked == [(None, Turn("c", "stop", 2, 0, False)), (0, Turn("a", "stop", 2, 1, False))]
+
+
+def test_a_turn_ends_with_any_end_token(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns ``c$``, ``ce`` and ``cb``; with ``$`` and ``e`` the template's closing is not said again."""
+    ended = []
+    tokenizer = letters_tokenizer({5: "e"}).ending_also_at([5])
+    monkeypatch.setattr(tokenizer, "encode_reply", lambda prompt, messages, closed: ended.append(closed) or [X])
+    monkeypatch.setitem(globals(), "toy_tokenizer", lambda: tokenizer)
+    said = {(0, 0): (C, END), (0, 1): (C, 5), (0, 2): (C, B), (0, 3): (C,)}
+    harness.run(ScriptedEngine(said), replying("x", until=3))
+    assert ended == [True, True, False]
 
 
 def test_samples_of_a_group_part_ways(harness: Harness) -> None:
