@@ -7,6 +7,8 @@ ENVIRONMENTS = [
     "megatron_rl_environments" + name[len("environments"):]
     for name in find_packages(include=["environments", "environments.*"])
 ]
+LOADS_EXPORTS = ["accelerate>=1.1.0", "compressed-tensors>=0.15.0"]
+"""What transformers loads quantised exports with; the least versions are those it asks for."""
 
 setup(
     name="megatron-rl",
@@ -36,6 +38,7 @@ setup(
         "math-verify>=0.8",
     ],
     extras_require={
+        "export": LOADS_EXPORTS,
         "te": ["transformer-engine[pytorch]>=2.8"],
         "test": [
             "pytest>=8.0",
@@ -43,9 +46,7 @@ setup(
             "ruff>=0.9",
             "import-linter>=2.1",
             'triton>=3.6; sys_platform == "linux"',
-            # transformers loads the quantised exports with these
-            "accelerate>=1.10",
-            "compressed-tensors>=0.12",
+            *LOADS_EXPORTS,
         ],
     },
     entry_points={

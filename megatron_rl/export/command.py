@@ -28,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill cleans up like Ctrl-C
     flags = _parser().parse_args(argv)
     try:
-        target = target_format(flags.format, _truth(flags.force_pow_2_scale))
+        powers_of_two = flags.force_pow_2_scale
+        target = target_format(flags.format, None if powers_of_two is None else _truth(powers_of_two))
         report = convert(flags.input_bf16_hf_path, flags.output_fp8_hf_path, target, overwrite=flags.overwrite)
         for line in summary(report, target, flags.output_fp8_hf_path):
             logger.info("%s", line)
@@ -53,9 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-fp8-hf-path", type=Path, required=True, help="written whole or not at all")
     parser.add_argument(
         "--force-pow-2-scale",
-        default="False",
         metavar="True|False",
-        help="scales of fp8_block rounded up to powers of 2",
+        help="scales of fp8_block rounded up to powers of 2, its default; other formats have none",
     )
     parser.add_argument("--format", default="fp8_block", metavar="{" + ",".join(target_formats()) + "}")
     parser.add_argument("--overwrite", action="store_true", help="replace a model in the output directory")

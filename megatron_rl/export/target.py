@@ -94,8 +94,8 @@ def target_formats() -> tuple[str, ...]:
     return tuple(_FORMATS)
 
 
-def target_format(name: str, powers_of_two: bool) -> TargetFormat:
-    """The format of that name.
+def target_format(name: str, powers_of_two: bool | None = None) -> TargetFormat:
+    """The format of that name; with None its default, powers of two where it has them.
 
     Raises:
         ConfigError: there is none, or it has no scales that are powers of two.
@@ -104,6 +104,8 @@ def target_format(name: str, powers_of_two: bool) -> TargetFormat:
         near = difflib.get_close_matches(name, _FORMATS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError([f"there is no export format '{name}': {hint}available: {', '.join(_FORMATS)}"])
+    if powers_of_two is None:
+        powers_of_two = name == "fp8_block"
     if not powers_of_two:
         return _FORMATS[name]
     if name != "fp8_block":

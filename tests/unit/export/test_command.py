@@ -46,6 +46,16 @@ def test_the_truth_of_a_word(source: Path, tmp_path: Path, text: str) -> None:
     assert all(bool((torch.frexp(scale).mantissa == 0.5).all()) for scale in scales) is wanted
 
 
+@pytest.mark.parametrize(("form", "powers"), [("fp8_block", True), ("fp8_channel", False), ("int8", False)])
+def test_without_the_flag_tiles_have_powers_of_two(source: Path, tmp_path: Path, form: str, powers: bool) -> None:
+    assert main(_flags(source, tmp_path / "out", "--format", form)) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (config.get("scale_fmt") == "ue8m0") is powers
+    scales = [t.float() for name, t in read_tensors(tmp_path / "out").items() if "_scale" in name]
+    assert scales
+    assert all(bool((torch.frexp(scale).mantissa == 0.5).all()) for scale in scales) is powers
+
+
 @pytest.mark.parametrize("text", ["yes", "", "2", "None", "Falsee"])
 def test_another_word_is_an_error(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
     assert main(_flags(source, tmp_path / "out", "--force-pow-2-scale", text)) == 2

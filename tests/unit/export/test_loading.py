@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.utils import import_utils
 
 from megatron_rl.export import convert, target_format
 from tests.unit.export.conftest import read_tensors, write_model
@@ -80,6 +81,16 @@ def test_compressed_tensors_load_in_transformers(
         assert torch.allclose(loaded[name].float(), exact, rtol=2**-7, atol=0)
     for name in report.kept:
         assert torch.equal(loaded[name], written[name])
+
+
+def test_the_versions_given_are_those_that_transformers_asks_for() -> None:
+    root = Path(__file__).parents[3]
+    for name, least in (
+        ("accelerate", import_utils.ACCELERATE_MIN_VERSION),
+        ("compressed-tensors", import_utils.COMPRESSED_TENSORS_MIN_VERSION),
+    ):
+        assert f'"{name}>={least}"' in (root / "setup.py").read_text()
+        assert f"'{name}>={least}'" in (root / "docs" / "export.md").read_text()
 
 
 def _quantization_config(directory: Path) -> dict[str, object]:
