@@ -193,7 +193,7 @@ def _described(directory: Path) -> dict[str, object]:
 def test_a_checkpoint_of_another_model_is_refused(one_rank: ParallelGroups, model: HfModel, tmp_path: Path) -> None:
     _checkpoint(one_rank, model, tmp_path / "checkpoints")
     shutil.copytree(model.directory, tmp_path / "other")
-    config = model.config | {"num_hidden_layers": 3, "vocab_size": 100}
+    config = model.config | {"num_hidden_layers": 3, "vocab_size": 100, "layer_types": None}
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="num_layers 2.*means 3.*64 rows.*means 100"):
         export_checkpoint(tmp_path / "checkpoints", read_model(tmp_path / "other"), tmp_path / "back")
