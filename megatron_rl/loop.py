@@ -17,7 +17,7 @@ from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.no_signal import note_signal
 from megatron_rl.parallel.collectives import any_rank
 from megatron_rl.rescue import finished_steps_kept, naming_memory
-from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, failures_of, rollout_metrics
+from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, failures_of, no_results, rollout_metrics
 from megatron_rl.run import Run
 from megatron_rl.trainer.samples import refuse_failures, reward_metrics
 
@@ -159,13 +159,24 @@ def _book(run: Run, result: StepResult) -> None:
 
 
 def evaluate(run: Run) -> dict[str, float] | None:
-    """Held-out evaluation with the current weights; None when asked to stop meanwhile."""
+    """Held-out evaluation with the current weights; None when asked to stop meanwhile.
+
+    Raises:
+        EnvironmentFault: an environment has graded nothing, and the evaluation is all there is to this run.
+    """
     plain = run.config.quantization.rl_evaluate_unquantized
     with naming_memory(run, "rollout"), run.rollout_phase(quantized=not plain):
         outcome = run.evaluator.evaluate(run.rollouter, run.progress.policy_version)
     if outcome is None:
         return None
     run.reporter.evaluation_records(run.progress.step, outcome.groups, run.tokenizer.decode_token)
+    if outcome.ungraded:
+        failures = failures_of(outcome.groups, run.groups.data_group)
+        fault = no_results(outcome.ungraded, failures)
+        if run.config.training.eval_only:
+            raise fault
+        if run.groups.is_main:
+            logger.error("%s; the run goes on", fault)
     return outcome.metrics
 
 

@@ -58,6 +58,8 @@ class EvaluationResult:
     verdicts and go by the rewards."""
     groups: tuple[RolloutGroup, ...]
     """This rank's answers: for each task the sampled ones, then the greedy one."""
+    ungraded: tuple[str, ...] = ()
+    """Environments of which not a single sample was graded: there is no result."""
 
 
 class Evaluator:
@@ -101,7 +103,8 @@ class Evaluator:
         metrics: dict[str, float] = {}
         for index, name in enumerate(self._environments):
             metrics.update(self._summary(name, table[table[:, 2] == index]))
-        return EvaluationResult(metrics, result.groups)
+        ungraded = tuple(name for name in self._environments if f"val/{name}/reward" not in metrics)
+        return EvaluationResult(metrics, result.groups, ungraded)
 
     def _requests(self) -> list[GenerationRequest]:
         """This data-parallel rank's share by expected tokens; each task is sampled, then answered greedily."""
@@ -138,25 +141,24 @@ class Evaluator:
 
     def _summary(self, name: str, table: numpy.ndarray) -> dict[str, float]:
         _, _, _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct, answered, right = table.T
-        total = max(samples.sum(), 1)
-        metrics = {}
+        metrics = {"num_tasks": len(table), "failed_grades": self._samples * len(table) - samples.sum()}
         for k in powers_of_two_up_to(self._samples):
             enough = samples >= k
             if enough.any():
                 by_task = pass_at_k(samples[enough], correct[enough], k)
                 metrics[f"pass@{k}"] = by_task.mean()
-                if k == 1:
+                if k == 1 and len(by_task) > 1:
                     metrics["pass@1_ci95"] = confidence(by_task)
         if answered.any():  # else the environment extracts no answers; a task that nobody answered is not solved
             metrics["maj@k"] = right.sum() / (samples > 0).sum()
-        metrics |= {
-            "greedy": greedy_correct.sum() / max(greedy_graded.sum(), 1),
-            "reward": reward.sum() / total,
-            "response_length": tokens.sum() / total,
-            "truncated": truncated.sum() / total,
-            "num_tasks": len(table),
-            "failed_grades": self._samples * len(table) - samples.sum(),
-        }
+        if greedy_graded.any():
+            metrics["greedy"] = greedy_correct.sum() / greedy_graded.sum()
+        if total := samples.sum():
+            metrics |= {
+                "reward": reward.sum() / total,
+                "response_length": tokens.sum() / total,
+                "truncated": truncated.sum() / total,
+            }
         return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
 
 
@@ -183,12 +185,11 @@ def majority_is_correct(graded: Sequence[Rollout]) -> bool:
 
 
 def confidence(by_task: numpy.ndarray) -> float:
-    """Half the width of the 95 % interval of a mean over tasks (normal approximation; 0 for a single task).
+    """Half the width of the 95 % interval of a mean over two tasks or more (normal approximation).
 
     Tasks are the independent draws: the samples of one task succeed and fail together.
     """
-    count = len(by_task)
-    return 1.96 * float(by_task.std(ddof=1)) / count**0.5 if count > 1 else 0.0
+    return 1.96 * float(by_task.std(ddof=1)) / len(by_task) ** 0.5
 
 
 def powers_of_two_up_to(count: int) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference import EngineStatistics
 from megatron_rl.metrics.names import ROLLOUT_IDLE_SHARE, idle_share
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
@@ -121,6 +122,14 @@ def failures_of(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -
         total.update(counts)
         example = max(example, message, key=len)
     return Failures(dict(sorted(total.items())), example)
+
+
+def no_results(environments: Sequence[str], failures: Failures) -> EnvironmentFault:
+    """The error of an evaluation in which ``environments`` have graded nothing."""
+    counts = ", ".join(f"{code} {count}" for code, count in failures.counts.items())
+    names = ", ".join(map(repr, environments))
+    text = f"the evaluation has no result on {names}: every grade failed ({counts}); see logs/ of the run directory"
+    return EnvironmentFault(f"{text}; one of them: {failures.example}" if failures.example else text)
 
 
 def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[str, float]:

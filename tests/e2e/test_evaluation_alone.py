@@ -17,17 +17,20 @@ MODULE = "tests.support.e2e_environments"
 
 @pytest.fixture(scope="module")
 def outcomes(workshop, warm_start) -> dict[str, Outcome]:
-    """An evaluation on two environments, one on a list that nothing can be trained on, and a run that trains."""
+    """Evaluations of two environments, of a list that nothing can be trained on, of a bad one, and a run that trains."""
     two = workshop.environments(
         "two", [{"environment": f"{MODULE}:Digits"}, {"environment": f"{MODULE}:Unreliable", "weight": 0.5}]
     )
     held_out = workshop.environments(
         "held_out", [{"environment": f"{MODULE}:Digits", "evaluation_only": True, "weight": 0.0}]
     )
+    bad = {"environment": f"{MODULE}:Unreliable", "args": {"always": True}}
+    hopeless = workshop.environments("hopeless", [{"environment": f"{MODULE}:Digits"}, bad])
     evaluation = {"eval_only": True, "load": warm_start, "rl_samples_per_eval_prompt": 2, "rl_prompts_per_eval": 4}
     commands = {
         "alone": workshop.rl("alone", **evaluation, langrl_env_config=two, rl_log_rollouts=3),
         "held_out": workshop.rl("held_out", **evaluation, langrl_env_config=held_out),
+        "ungraded": workshop.rl("ungraded", **evaluation, langrl_env_config=hopeless),
         "trained": workshop.rl("trained", eval_interval=2, rl_prompts_per_eval=4, rl_log_rollouts=1),
     }
     return dict(zip(commands, run_many(list(commands.values())), strict=True))
@@ -80,3 +83,11 @@ def test_training_keeps_the_names_of_its_rollouts(outcomes, workshop):
     assert report_of(run_dir)["evaluation"]["step"] == 4
     assert not (run_dir / "evaluation.json").exists()
     assert rows_of(run_dir)[-1]["step"] == 4
+
+
+def test_an_evaluation_whose_grades_all_fail_has_no_result(outcomes, workshop):
+    output, run_dir = outcomes["ungraded"].check(1).output, workshop.run_dir("ungraded")
+    assert "the evaluation has no result on 'unreliable': every grade failed (invalid_reward " in output
+    assert "Traceback" not in output
+    assert not (run_dir / "evaluation.json").exists()
+    assert facts_of(run_dir)["status"] == "failed"

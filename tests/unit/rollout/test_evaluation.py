@@ -70,10 +70,18 @@ def test_a_failed_greedy_grade_is_left_out(one_rank: ParallelGroups) -> None:
 
 
 def test_nothing_graded_at_all(one_rank: ParallelGroups) -> None:
+    """A reward, a length or a greedy accuracy of 0 would be numbers that nobody has measured."""
     groups = [graded_group([None, None]), graded_group([None])]
-    metrics = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0).metrics
-    assert metrics["val/toy/failed_grades"] == 2.0
-    assert not any(name.startswith("val/toy/pass@") for name in metrics)
+    result = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0)
+    assert result.metrics == {"val/toy/failed_grades": 2.0, "val/toy/num_tasks": 1.0}
+    assert result.ungraded == ("toy",)
+
+
+def test_one_task_has_no_interval(one_rank: ParallelGroups) -> None:
+    groups = [graded_group([1.0, 0.0]), graded_group([None])]
+    result = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0)
+    assert (result.metrics["val/toy/pass@1"], result.ungraded) == (0.5, ())
+    assert "val/toy/pass@1_ci95" not in result.metrics
 
 
 def test_environments_are_kept_apart(one_rank: ParallelGroups) -> None:

@@ -37,7 +37,6 @@ def test_the_flags_of_a_training_command_do_not_stand_in_the_way():
 def test_the_interval_is_over_tasks():
     """Means 0, 0.5, 1: standard deviation 0.5, standard error 0.5 / sqrt(3) = 0.2887, times 1.96 = 0.5658."""
     assert confidence(numpy.array([0.0, 0.5, 1.0])) == pytest.approx(0.5658, abs=1e-4)
-    assert confidence(numpy.array([0.7])) == 0.0
 
 
 def test_the_table_has_a_row_for_each_environment():
