@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.preflight import open_tokenizer, preflight
 from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
-from megatron_rl.watchdog import Watchdog
+from megatron_rl.watchdog import Watchdog, describe
 
 if TYPE_CHECKING:  # torch is imported where it is first needed, so that --check and --help stay quick
     from megatron_rl.parallel import ParallelGroups
@@ -33,6 +34,8 @@ RUN_ERROR = 1
 NO_UPDATE = 3
 INTERRUPTED = 130
 
+SIGNS_OF_A_LOST_RANK = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+"""In the words of gloo and NCCL."""
 PATIENCE_WITH_RANK_0_S = 120.0
 PATIENCE_WITH_RUN_DIRECTORY_S = 5.0
 
@@ -92,6 +95,12 @@ def _run_or_tell(start: _Start) -> int:
         return CONFIGURATION_ERROR
     except MegatronRLError as error:
         logger.error("%s", error)
+        return RUN_ERROR
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in SIGNS_OF_A_LOST_RANK):
+            raise
+        where = describe(traceback.extract_tb(error.__traceback__))
+        logger.error("another rank has ended, see what it or the launcher says; noticed in %s", where)
         return RUN_ERROR
     except KeyboardInterrupt:
         logger.error("interrupted a second time: the steps since the last checkpoint are lost")

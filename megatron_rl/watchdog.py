@@ -62,7 +62,7 @@ class Watchdog:
             self._seen, self._still_s, self._told = seen, 0.0, False
             return
         self._still_s += seconds
-        what = f"no progress for {self._still_s:.0f} s in {describe(frame)}"
+        what = f"no progress for {self._still_s:.0f} s in {describe(traceback.extract_stack(frame))}"
         limit = f"{self._limit_s:.0f} s (--distributed-timeout-minutes)"
         if self._still_s >= self._limit_s:
             stack = "".join(traceback.format_stack(frame))
@@ -82,9 +82,8 @@ class Watchdog:
             before = now
 
 
-def describe(frame: FrameType) -> str:
+def describe(stack: traceback.StackSummary) -> str:
     """Innermost first: ``all_reduce < max_over (parallel/collectives.py:34) < run (rollout/rollouter.py:121)``."""
-    stack = traceback.extract_stack(frame)
     parts = [] if _is_ours(stack[-1].filename) else [stack[-1].name]
     for entry in reversed(stack):
         if _is_ours(entry.filename):
