@@ -1,7 +1,7 @@
 """The `megatron-rl` command: what `train_rl.py` does, by name.
 
     megatron-rl estimate FLAGS      bytes by phase, and nothing is started
-    torchrun ... -m megatron_rl.cli train FLAGS
+    torchrun --nproc-per-node=RANKS -m megatron_rl.cli train FLAGS
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_rl.main import main as run_flags
 _USAGE = """usage: megatron-rl {estimate,train} FLAGS
 
   estimate  print the bytes that the run of these flags takes on each rank, by phase
-  train     run it; on several ranks: torchrun ... -m megatron_rl.cli train FLAGS
+  train     run it; on several ranks: torchrun --nproc-per-node=RANKS -m megatron_rl.cli train FLAGS
 
 FLAGS are those of train_rl.py: megatron-rl train --help lists them.
 """

@@ -18,6 +18,7 @@ from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_c
 from megatron_rl.errors import ConfigError, MegatronRLError, problem_lines
 from megatron_rl.estimate import estimate, estimate_problems, report_text, size_problems, vocabulary
 from megatron_rl.metrics.logging import configure_logging
+from megatron_rl.metrics.provenance import typed_command
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.preflight import open_tokenizer, preflight
 from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
@@ -199,7 +200,7 @@ def _build_and_train(start: _Start, platform: Platform, groups: ParallelGroups) 
             logger.info("  %s = %s", name, value)
     tokenizer = open_tokenizer(config)
     try:
-        with build_run(config, platform, groups, tokenizer, start.stop, list(start.argv)) as run:
+        with build_run(config, platform, groups, tokenizer, start.stop, typed_command(start.argv)) as run:
             start.stop.started()
             with _watchdog(start, groups).watching():
                 status = train(run)

@@ -10,11 +10,17 @@ from megatron_rl.config.rl_config import all_flags, section_classes
 
 _WIDTH = 110
 _INDENT = 6
+_STARTS = (
+    "torchrun --nproc-per-node=RANKS train_rl.py",
+    "torchrun --nproc-per-node=RANKS -m megatron_rl.cli train",
+    "megatron-rl train",
+)
+"""From a checkout, installed, and installed on one rank."""
 
 
 def help_text(*, common_only: bool) -> str:
     """The common flags, or all of them, grouped by section."""
-    lines = ["usage: torchrun ... train_rl.py [--config FILE] [--flag VALUE ...]", ""]
+    lines = [f"usage: {start} [--config FILE] [--flag VALUE ...]" for start in _STARTS] + [""]
     for section, cls in section_classes().items():
         shown = [f for f in all_flags() if f.section == section and (f.declaration.common or not common_only)]
         if shown:

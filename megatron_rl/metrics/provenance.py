@@ -5,8 +5,14 @@ from __future__ import annotations
 import platform
 import socket
 import subprocess
+import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import psutil
+
+from megatron_rl.signals import by_torchrun
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "triton", "megatron-rl")
 GIT_TIMEOUT_S = 10.0
@@ -35,6 +41,28 @@ def git_commit(source: Path | None = None) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip() or None
+
+
+def typed_command(argv: Sequence[str]) -> list[str]:
+    """The words that start this again, the launcher's included; ``argv`` itself if no command line ends with its flags.
+
+    ``argv[0]`` is what Python makes of the program: it says nothing of ``torchrun``, ``-m`` or the interpreter.
+    """
+    flags = list(argv[1:])
+    for words in (_launcher(), sys.orig_argv):
+        if words[len(words) - len(flags) :] == flags and words:
+            return list(words)
+    return list(argv)
+
+
+def _launcher() -> list[str]:
+    """torchrun's command line; empty if this process is not torchrun's."""
+    if not by_torchrun():
+        return []
+    try:
+        return psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):  # it has ended, or may not be looked at
+        return []
 
 
 def host_name() -> str:

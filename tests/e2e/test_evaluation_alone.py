@@ -17,7 +17,7 @@ MODULE = "tests.support.e2e_environments"
 
 @pytest.fixture(scope="module")
 def outcomes(workshop, warm_start) -> dict[str, Outcome]:
-    """Evaluations of two environments, of a list that nothing can be trained on, of a bad one, and a run that trains."""
+    """Evaluations of two environments, of a list nothing can be trained on, of a bad one, and a run that trains."""
     two = workshop.environments(
         "two", [{"environment": f"{MODULE}:Digits"}, {"environment": f"{MODULE}:Unreliable", "weight": 0.5}]
     )
