@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tests.oracles.algorithm import OF_A_LOSS, Settings
+from tests.oracles.compare import Outputs, differences
 from tests.oracles.models import write_model
 from tests.support.runs import Outcome, command, rows_of, run_many
 from tests.support.tiny import write_tokenizer
@@ -51,15 +52,23 @@ class Case:
 
     @property
     def settings(self) -> Settings:
-        """What the oracle is told: the flags that it knows."""
+        """What the oracle is told: the flags that it knows, and what goes without saying."""
         known = {setting.name for setting in fields(Settings)}
-        own = OF_A_LOSS.get(self.flags.get("rl_policy_loss", "clip"), {})
-        return Settings(**{name: value for name, value in {**ALWAYS, **own, **self.flags}.items() if name in known})
+        unsaid = OF_A_LOSS.get(self.flags.get("rl_policy_loss", "clip"), {})
+        if "rl_rollout_quantization" in self.flags:
+            unsaid = {**unsaid, "rl_correction": "token_tis"}
+        flags = {**ALWAYS, **unsaid, **self.flags}
+        return Settings(**{name: value for name, value in flags.items() if name in known})
 
     @property
     def number_of_groups(self) -> int:
         """Of its step."""
         return {**ALWAYS, **self.flags}["grpo_prompts_per_step"]
+
+    @property
+    def number_of_steps(self) -> int:
+        """Each is a rollout and its updates."""
+        return {**ALWAYS, **self.flags}["train_iters"]
 
 
 @dataclass(frozen=True)
@@ -97,14 +106,21 @@ class Run:
         return self
 
     @property
-    def records(self) -> Path:
-        """Of its only step, or of its evaluation."""
-        return self.run_dir / "rollouts" / ("step_000001.jsonl" if self.case.trains else "eval_000000.jsonl")
+    def records(self) -> list[Path]:
+        """Of its steps, or of its evaluation."""
+        return sorted((self.run_dir / "rollouts").glob("step_*.jsonl" if self.case.trains else "eval_*.jsonl"))
 
     @property
-    def metrics(self) -> dict[str, Any]:
-        """Of its only step."""
-        return rows_of(self.run_dir)[-1]
+    def metrics(self) -> list[dict[str, Any]]:
+        """Of its steps, or of its evaluation."""
+        return rows_of(self.run_dir)
+
+    def differences(self, **otherwise: Any) -> list[str]:
+        """See ``compare.differences``; ``otherwise`` are settings that the oracle is told, and the run was not."""
+        self.check()
+        settings = replace(self.case.settings, **otherwise)
+        seen = Outputs(self.model, self.export, self.records, self.metrics)
+        return differences(seen, settings, "rl_rollout_quantization" in self.case.flags)
 
 
 class Workshop:

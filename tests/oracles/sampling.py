@@ -11,7 +11,7 @@ import torch
 
 from tests.oracles.algorithm import Settings
 from tests.oracles.models import distributions, read_model, vocabulary_of
-from tests.oracles.step import Sequence
+from tests.oracles.step import Record
 
 SMALLEST_CELL = 5.0
 """Expected draws of a cell of the chi-square statistic: fewer are added to a neighbour, as is usual."""
@@ -44,7 +44,7 @@ def truncated(logprobs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def greedy_choices(directory: Path, records: list[Sequence]) -> list[tuple[int, int]]:
+def greedy_choices(directory: Path, records: list[Record]) -> list[tuple[int, int]]:
     """Tokens of the greedy answers, and the likeliest ones."""
     model, vocabulary = read_model(directory), vocabulary_of(directory)
     found: list[tuple[int, int]] = []
@@ -56,7 +56,7 @@ def greedy_choices(directory: Path, records: list[Sequence]) -> list[tuple[int, 
 
 
 @torch.no_grad()
-def read_draws(directory: Path, records: list[Sequence], settings: Settings) -> tuple[list[Draws], float]:
+def read_draws(directory: Path, records: list[Record], settings: Settings) -> tuple[list[Draws], float]:
     """All draws by what came before them, and how far a recorded log-prob is off at most."""
     model, vocabulary = read_model(directory), vocabulary_of(directory)
     places: dict[tuple[int, ...], torch.Tensor] = {}

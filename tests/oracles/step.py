@@ -1,6 +1,6 @@
-"""One whole RL step from its recorded rollouts: log-probs, advantages, loss, gradient norm and the weights after it.
+"""Whole RL steps from their recorded rollouts: log-probs, advantages, loss, gradient norm and the weights after them.
 
-Read are the records and the model the step began with. Every sequence goes through the model alone.
+Read are the records and the model that the first step began with. Every sequence goes through the model alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.oracles.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Record:
     """One record, as far as it matters here."""
 
     group: int | None
@@ -46,68 +46,91 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What the step should have come to."""
+class StepResult:
+    """What one step should have come to."""
 
     logprobs: list[Tensor]
-    """Of each record's written tokens under the first weights, tempered, over the whole vocabulary."""
+    """Of each record's written tokens under the step's first weights, tempered, over the whole vocabulary."""
     advantages: list[float]
     in_loss: list[bool]
     metrics: dict[str, float]
     """Under the product's names."""
-    model: torch.nn.Module
-    """After the step."""
 
 
-def read_records(path: Path) -> list[Sequence]:
+def read_records(path: Path) -> list[Record]:
     """All records of a step or an evaluation, if `--rl-log-rollouts` was its number of groups or above."""
-    return [_sequence(json.loads(line)) for line in path.read_text().splitlines()]
+    return [_record(json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def _sequence(row: dict[str, Any]) -> Sequence:
+def _record(row: dict[str, Any]) -> Record:
     read = {i for start, end in row["environment_spans"] for i in range(start, end)}
     written = [i for i in range(len(row["token_ids"])) if i not in read]
     engine = torch.tensor(row["inference_logprobs"], dtype=torch.float64)[written]
     reward = row["reward"] if row["status"] == "ok" else None
     training = (row.get("advantage"), row.get("update"), row.get("greedy", False))  # an evaluation has no update
-    return Sequence(row.get("group"), row["prompt_ids"], row["token_ids"], written, engine, reward, *training)
+    return Record(row.get("group"), row["prompt_ids"], row["token_ids"], written, engine, reward, *training)
 
 
-def score(model: torch.nn.Module, sequence: Sequence, vocabulary: int, temperature: float) -> Scores:
+def score(model: torch.nn.Module, record: Record, vocabulary: int, temperature: float) -> Scores:
     """Log-probs of the written tokens and the entropy of the distributions they come from."""
-    rows = distributions(model, sequence.prompt + sequence.answer, vocabulary, temperature)
-    rows = rows[len(sequence.prompt) - 1 :][sequence.written]
-    drawn = torch.tensor([sequence.answer[i] for i in sequence.written])
+    rows = distributions(model, record.prompt + record.answer, vocabulary, temperature)
+    rows = rows[len(record.prompt) - 1 :][record.written]
+    drawn = torch.tensor([record.answer[i] for i in record.written])
     return Scores(rows.gather(1, drawn[:, None])[:, 0], -(rows.exp() * rows).sum(1))
 
 
-def recompute(directory: Path, records: list[Sequence], settings: Settings) -> Result:
-    """The step that began with the model in ``directory`` and drew ``records``."""
-    model, vocabulary = read_model(directory), vocabulary_of(directory)
-    with torch.no_grad():
-        start = [score(model, record, vocabulary, settings.rl_temperature).logprobs for record in records]
-    expected, in_loss = _advantages(records, settings)
-    updates: defaultdict[int, list[int]] = defaultdict(list)
-    for index, record in enumerate(records):
-        if record.update is not None:
-            updates[record.update].append(index)
-    optimizer, sums, norms = Optimizer(list(model.parameters()), settings), _Sums(), []
-    for _ in range(settings.grpo_iterations):
-        for number in sorted(updates):
-            members = updates[number]
+def recompute(
+    directory: Path, steps: list[list[Record]], settings: Settings
+) -> tuple[list[StepResult], torch.nn.Module]:
+    """What each step that drew its records should have come to, and the model after all of them.
+
+    The first one began with the model in ``directory``, which is the reference of the KL penalty in all of them.
+    """
+    run = _Run(read_model(directory), read_model(directory), vocabulary_of(directory), settings)
+    return [run.step(records) for records in steps], run.model
+
+
+class _Run:
+    """The model, the reference and the optimizer, which keep their state from step to step."""
+
+    def __init__(
+        self, model: torch.nn.Module, reference: torch.nn.Module, vocabulary: int, settings: Settings
+    ) -> None:
+        self.model = model
+        self._reference = reference
+        self._vocabulary = vocabulary
+        self._settings = settings
+        self._optimizer = Optimizer(list(model.parameters()), settings)
+
+    def step(self, records: list[Record]) -> StepResult:
+        """All updates on one rollout; "old" is the policy before the first of them."""
+        settings = self._settings
+        with torch.no_grad():
+            old = [self._score(self.model, record).logprobs for record in records]
+            reference = [self._score(self._reference, record).logprobs for record in records]
+        expected, in_loss = _advantages(records, settings)
+        updates: defaultdict[int, list[int]] = defaultdict(list)
+        for index, record in enumerate(records):
+            if record.update is not None:
+                updates[record.update].append(index)
+        sums, norms = _Sums(settings), []
+        for number in sorted(updates) * settings.grpo_iterations:
             total = torch.zeros([], dtype=torch.float64)
-            below = denominator(settings, [len(records[i].written) for i in members])
-            for i in members:
-                scores = score(model, records[i], vocabulary, settings.rl_temperature)
-                total = total + sums.add(settings, records[i], scores, start[i], expected[i])
+            for i in updates[number]:
+                fixed = Fixed(records[i].engine, old[i], reference[i], expected[i])
+                total = total + sums.add(self._score(self.model, records[i]), fixed)
+            below = denominator(settings, [len(records[i].written) for i in updates[number]])
             (total / below).backward()
             sums.denominator += below
-            norms.append(optimizer.step())
-    metrics = sums.metrics() | {"actor/grad_norm": sum(norms) / max(len(norms), 1), "actor/lr": settings.lr}
-    return Result(start, expected, in_loss, metrics, model)
+            norms.append(self._optimizer.step())
+        metrics = sums.metrics() | {"actor/grad_norm": sum(norms) / max(len(norms), 1), "actor/lr": settings.lr}
+        return StepResult(old, expected, in_loss, metrics)
+
+    def _score(self, model: torch.nn.Module, record: Record) -> Scores:
+        return score(model, record, self._vocabulary, self._settings.rl_temperature)
 
 
-def _advantages(records: list[Sequence], settings: Settings) -> tuple[list[float], list[bool]]:
+def _advantages(records: list[Record], settings: Settings) -> tuple[list[float], list[bool]]:
     """Advantage of each record, and whether it takes part: graded, and there is something to compare it with."""
     groups: defaultdict[int | None, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
@@ -123,33 +146,45 @@ def _advantages(records: list[Sequence], settings: Settings) -> tuple[list[float
     return values, in_loss
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """Of a sequence's written tokens, [L] each: what does not change during a step's updates."""
+
+    engine: Tensor
+    old: Tensor
+    reference: Tensor
+    advantage: float
+
+
 class _Sums:
     """Numerators of the metrics over all updates, and what divides them."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.denominator = 0
+        self._settings = settings
         self._sum: defaultdict[str, float] = defaultdict(float)
         self._gaps: list[Tensor] = []
         self._weights: list[Tensor] = []
 
-    def add(self, s: Settings, record: Sequence, scores: Scores, old: Tensor, advantage: float) -> Tensor:
-        """One sequence's part of the numerator of the loss. The reference is the model of the start, as ``old`` is."""
-        current, weight = scores.logprobs, token_weight(s, len(record.written))
-        loss = policy_loss(s, current, old, advantage)
-        trust, touched = correction(s, old, record.engine)
+    def add(self, scores: Scores, fixed: Fixed) -> Tensor:
+        """One sequence's part of the numerator of the loss."""
+        s, current = self._settings, scores.logprobs
+        weight = token_weight(s, len(current))
+        loss = policy_loss(s, current, fixed.old, fixed.advantage)
+        trust, touched = correction(s, fixed.old, fixed.engine)
         policy = (loss.value * trust).sum() * weight
         total = policy - s.grpo_entropy_term_weight * scores.entropy.sum() * weight
         if s.grpo_kl_beta:
-            penalty = kl(s.rl_kl_estimator, current, old).sum() * weight
+            penalty = kl(s.rl_kl_estimator, current, fixed.reference).sum() * weight
             total = total + s.grpo_kl_beta * penalty
             self._sum["kl"] += float(penalty.detach())
         self._sum["policy"] += float(policy.detach())
         self._sum["entropy"] += float(scores.entropy.detach().sum())
-        self._sum["moved"] += float((old - current.detach()).sum())
+        self._sum["moved"] += float((fixed.old - current.detach()).sum())
         self._sum["clipped"] += int(loss.clipped.sum())
         self._sum["dual"] += int(loss.dual_clipped.sum())
         self._sum["touched"] += int(touched.sum())
-        self._gaps.append(old - record.engine)
+        self._gaps.append(fixed.old - fixed.engine)
         self._weights.append(trust)
         return total
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.oracles import cases
-from tests.oracles.compare import differences
 from tests.oracles.models import read_model, vocabulary_of
 from tests.oracles.product import Run
 from tests.oracles.quantised import quantise
@@ -20,13 +19,14 @@ CHARACTERS = "0123456789+-=,#"
 
 def _check(run: Run) -> None:
     run.check()
-    quantized = "rl_rollout_quantization" in run.case.flags
-    records = read_records(run.records)
-    flags = run.case.settings
-    assert {record.group for record in records} == set(range(run.case.number_of_groups)), "all groups are recorded"
-    expected = {record.update for record in records} - {None}
-    assert len(expected) == (2 if "global_batch_size" in run.case.flags else 1)
-    assert differences(run.model, run.export, run.records, run.metrics, flags, quantized) == []
+    assert len(run.records) == run.case.number_of_steps
+    for path in run.records:
+        records = read_records(path)
+        assert {record.group for record in records} == set(range(run.case.number_of_groups)), "all groups are recorded"
+        updates = {record.update for record in records} - {None}
+        if run.case.environment != "Rare":  # dropped samples make fewer updates
+            assert len(updates) == (2 if "global_batch_size" in run.case.flags else 1)
+    assert run.differences() == []
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases.QUICK])
@@ -42,23 +42,23 @@ def test_every_step_of_the_table_is_what_the_oracle_makes_of_its_rollouts(table:
 
 def test_the_cases_reach_what_they_are_there_for(quick: dict[str, Run]) -> None:
     """A case in which nothing is clipped, rejected, dropped or answered compares nothing."""
-    metrics = {name: run.check().metrics for name, run in quick.items()}
+    metrics = {name: run.check().metrics[-1] for name, run in quick.items()}
     assert metrics["kl"]["actor/kl_loss"] > 1e-3
     for name in ("kl", "entropy", "talk"):
         assert 0.02 < metrics[name]["actor/pg_clipfrac"] < 0.98, name
     assert metrics["kl"]["actor/pg_clipfrac_lower"] > 0
     assert 0.05 < metrics["int8"]["rollout_corr/rollout_is_clipped"] < 0.95
     assert metrics["rare"]["training/failed_grades"] > 0
-    rare = read_records(quick["rare"].records)
+    rare = read_records(quick["rare"].records[0])
     rewards = [{record.reward for record in rare if record.group == group} - {None} for group in range(8)]
     assert 0 < sum(len(found) < 2 for found in rewards) < 8, "some groups are of one reward, some are not"
-    talk = [json.loads(line) for line in quick["talk"].records.read_text().splitlines()]
+    talk = [json.loads(line) for line in quick["talk"].records[0].read_text().splitlines()]
     assert sum(len(row["environment_spans"]) for row in talk) > 3
 
 
 def test_what_the_environment_said_is_what_it_says(quick: dict[str, Run]) -> None:
     """Spans, rewards and the mask come from the record: here from the rules of the environment and the tokens."""
-    for line in quick["talk"].check().records.read_text().splitlines():
+    for line in quick["talk"].check().records[0].read_text().splitlines():
         row = json.loads(line)
         turns, start = [], 0
         for begin, end in [*row["environment_spans"], (len(row["token_ids"]),) * 2]:
@@ -82,9 +82,9 @@ def _rollouts_are_of(run: Run, recipe: str) -> None:
     with torch.no_grad():
         gaps = torch.cat([
             (score(model, record, vocabulary, run.case.settings.rl_temperature).logprobs - record.engine).abs()
-            for record in read_records(run.check().records)
+            for record in read_records(run.check().records[0])
         ])  # fmt: skip
-    plain = run.metrics["training/rollout_logprob_gap_mean"]
+    plain = run.metrics[0]["training/rollout_logprob_gap_mean"]
     # A number between two codes may fall to the other side: a few tokens are off by more.
     assert float(gaps.median()) < 1e-5 and float(gaps.mean()) < plain / 10, (gaps.median(), gaps.mean(), plain)
 
