@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.config.algorithm import LOSSES
 from megatron_rl.config.extensions import stated
 from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.schedule import ScheduleConfig
 
 MOST_DECODED_AT_ONCE = 256
 """Bound of the default decode batch: beyond it, the KV cache grows faster than the throughput."""
@@ -36,7 +37,7 @@ def _evaluation(config: RLConfig) -> RLConfig:
         config,
         training=training,
         optimizer=_fill(config.optimizer, lr=1.0),
-        schedule=replace(config.schedule, lr_warmup_iters=0, lr_warmup_samples=0, lr_warmup_fraction=None),
+        schedule=ScheduleConfig(),  # that of a training command is of another length
         checkpoint=replace(config.checkpoint, finetune=True, resume=False),
     )
 

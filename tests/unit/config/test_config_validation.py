@@ -261,6 +261,12 @@ def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, rank
         ({"grpo_prompts_per_step": "2"}, 4),
         ({"global_batch_size": "2"}, 4),
         ({"grpo_clamp_eps_lower": "1"}, 1),
+        # The schedule of a training command does not matter to an evaluation.
+        ({"eval_only": True, "load": "x", "lr_decay_style": "WSD", "lr_wsd_decay_iters": "45", "min_lr": "1e-4"}, 1),
+        (
+            {"eval_only": True, "load": "x", "train_iters": None, "train_samples": "3200", "lr_decay_samples": "1600",
+             "lr_warmup_samples": "32"}, 1,
+        ),
         ({"rl_policy_loss": "gspo", "rl_dual_clip": "3"}, 1),
         ({"rl_kv_cache_dtype": "bf16", "bf16": True, "rl_inference_engine": "mcore"}, 1),
         (
