@@ -65,8 +65,8 @@ class AlgorithmConfig:
     calculate_per_token_loss: bool = flag(False)
     """Megatron's spelling of --rl-loss-aggregation token-mean."""
     rl_keep_zero_variance_groups: bool = flag(False)
-    """Keep groups whose rewards are all equal, which carry no signal, instead of dropping them."""
+    """Keep groups without a signal instead of dropping them: rewards all equal, with batch_norm in the whole step."""
     grpo_filter_groups_with_same_reward: bool = flag(
-        False, note="groups with equal rewards are dropped, unless --rl-keep-zero-variance-groups is given"
+        False, note="groups without a signal are dropped, unless --rl-keep-zero-variance-groups is given"
     )
     """Megatron's switch for dropping groups without signal."""
