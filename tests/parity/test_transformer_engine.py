@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Of a process of its own: which Transformer Engine there is, megatron-core asks once."""
-    return run_ranks("tests.parity.transformer_engine_case:on_rank", 1)[0]
+    return run_ranks("tests.parity.transformer_engine_case:on_rank", 1, fresh=True)[0]
 
 
 def test_the_layers_are_transformer_engines_with_our_attention(report: dict[str, Any]) -> None:
