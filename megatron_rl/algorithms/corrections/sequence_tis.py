@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
-from megatron_rl.algorithms.ratios import LOG_RATIO_LIMIT, log_ratio
+from megatron_rl.algorithms.ratios import log_ratio
 
 LEVEL = "sequence"
 
@@ -27,10 +27,9 @@ def compute(
     """
     in_loss = loss_mask > 0
     log_ratios = log_ratio(old_logprobs, inference_logprobs, loss_mask).double()
-    # In fp64, because index_add adds in no fixed order on a GPU. Bounded again: a sum of many tokens within
-    # the limit overflows exp all the same.
+    # In fp64, because index_add adds in no fixed order on a GPU. A sum that overflows exp is held at the cap.
     sums = log_ratios.new_zeros(num_sequences).index_add(0, sequence_index, log_ratios)
-    ratio = sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().float()[sequence_index]
+    ratio = sums.exp().float()[sequence_index]
     return Correction(
         weights=torch.where(in_loss, ratio.clamp_max(config.cap), 0.0), clipped=in_loss & (ratio > config.cap)
     )

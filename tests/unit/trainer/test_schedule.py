@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl.loop import StepResult, _book
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.progress import Progress
 from megatron_rl.trainer.schedule import Schedule
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import tiny_config
@@ -97,6 +99,17 @@ def test_all_updates_of_a_step_run_at_its_rate_and_report_it(one_rank: ParallelG
     assert [optimization.step().learning_rate for _ in range(3)] == pytest.approx([0.8, 0.8, 0.8])
     optimization.schedule.go_to(finished_steps=3)
     assert [optimization.step().learning_rate for _ in range(2)] == pytest.approx([0.2, 0.2])
+
+
+def test_every_finished_step_moves_the_schedule_on_whatever_it_updated(one_rank: ParallelGroups) -> None:
+    """Eight updates, none, one that was skipped: after three of four steps a quarter of the peak is left."""
+    optimization = tiny_optimization(lr=PEAK, train_iters=4, lr_decay_style="linear")
+    run = SimpleNamespace(progress=Progress(), optimization=optimization, groups=one_rank, config=tiny_config())
+    rates = []
+    for result in (StepResult(applied_updates=8), StepResult(), StepResult(skipped_updates=1)):
+        _book(run, result)
+        rates.append(optimization.step().learning_rate)
+    assert rates == pytest.approx([0.6, 0.4, 0.2])
 
 
 def test_optimizer_constants_reach_the_optimizer(one_rank: ParallelGroups) -> None:
