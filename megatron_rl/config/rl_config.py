@@ -75,14 +75,6 @@ class RLConfig:
         return (algorithm.grpo_prompts_per_step or 0) * (algorithm.grpo_group_size or 0)
 
     @property
-    def updates_per_rollout(self) -> int:
-        """Optimizer updates of a step whose samples are all used: iterations x samples of a rollout / global batch."""
-        if not self.training.perform_rl_step:
-            return 1
-        samples_trained = self.algorithm.grpo_iterations * self.samples_per_step
-        return max(1, samples_trained // (self.training.global_batch_size or 1))
-
-    @property
     def total_steps(self) -> int:
         """Steps of the whole run, from --train-iters or --train-samples."""
         return self._steps(self.training.train_iters, self.training.train_samples)

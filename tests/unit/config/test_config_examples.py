@@ -65,7 +65,7 @@ def test_its_values_arrive(flags):
     assert (model.num_attention_heads, model.num_query_groups, model.kv_channels) == (40, 8, 128)
     assert (model.rotary_base, model.add_bias_linear, model.add_qkv_bias) == (1000000, False, True)
     assert (algorithm.grpo_clamp_eps_lower, algorithm.grpo_clamp_eps_upper) == (0.2, 0.28)
-    assert (config.samples_per_step, config.updates_per_rollout) == (1024, 1)
+    assert config.samples_per_step == config.training.global_batch_size == 1024
     assert config.total_steps == 47683
     # 2 x 64 layers x 1 head a rank x 128 channels x 2 bytes a token.
     assert config.kv_cache_gib(12000) == pytest.approx(12000 * 32768 / 2**30)

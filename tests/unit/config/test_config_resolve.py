@@ -73,7 +73,6 @@ def test_supervised_batch_is_a_micro_batch_a_replica(config):
     resolved = resolve(config(perform_rl_step=None, micro_batch_size="3"), world_size=4)
     assert resolved.training.global_batch_size == 12
     assert resolved.samples_per_step == 12
-    assert resolved.updates_per_rollout == 1
     assert resolved.rollout.inference_max_batch_size == 128  # 64 x 8 evaluation completions on 4 replicas
 
 
@@ -95,20 +94,19 @@ def test_megatron_spellings_of_sampling_switched_off(config):
 
 
 @pytest.mark.parametrize(
-    ("changes", "updates_per_rollout", "total_steps"),
+    ("changes", "total_steps"),
     [
-        ({}, 1, 100),
-        ({"global_batch_size": "16"}, 2, 100),
-        ({"global_batch_size": "8", "grpo_iterations": "2"}, 8, 100),
-        ({"train_iters": None, "train_samples": "330"}, 1, 10),
-        ({"train_iters": None, "train_samples": "330", "global_batch_size": "8", "grpo_iterations": "2"}, 8, 10),
+        ({}, 100),
+        ({"global_batch_size": "16"}, 100),
+        ({"global_batch_size": "8", "grpo_iterations": "2"}, 100),
+        ({"train_iters": None, "train_samples": "330"}, 10),
+        ({"train_iters": None, "train_samples": "330", "global_batch_size": "8", "grpo_iterations": "2"}, 10),
     ],
 )
-def test_iters_and_samples_count_steps(config, changes, updates_per_rollout, total_steps):
+def test_iters_and_samples_count_steps(config, changes, total_steps):
     """Not updates: of those a step makes several, and fewer where groups are dropped."""
     resolved = resolve(config(**changes), 1)
     assert resolved.samples_per_step == 32
-    assert resolved.updates_per_rollout == updates_per_rollout
     assert resolved.total_steps == resolved.lr_decay_steps == total_steps
 
 

@@ -41,7 +41,7 @@ def test_every_command_is_valid(example, name: str, shorten: bool):
         aligned = correction == settings.ALIGNED
         assert (config.quantization.rl_train_forward == "quantized") == aligned
         assert config.algorithm.rl_correction == ("none" if aligned else correction)
-        assert config.updates_per_rollout == setting.updates_per_step
+        assert config.samples_per_step == setting.updates_per_step * config.training.global_batch_size
         assert config.total_steps == setting.steps
 
 
