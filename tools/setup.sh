@@ -29,6 +29,7 @@ exec $(printf %q "$1")"
     cp .venv/bin/python .venv/bin/python3
     printf '%s -m torch.distributed.run "$@"\n' "$start" > .venv/bin/torchrun
     chmod +x .venv/bin/python .venv/bin/python3 .venv/bin/torchrun
+    printf 'export PATH=%q:$PATH\n' "$PWD/.venv/bin" > .venv/bin/activate
     touch .venv/as-it-is
     echo "$1 has everything: nothing is installed" >&2
 }

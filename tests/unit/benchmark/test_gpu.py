@@ -259,5 +259,5 @@ def test_seconds_leaves_out_the_first_run() -> None:
     assert len(runs) == 9
 
 
-def test_the_whole_takes_less_than_eight_minutes() -> None:
-    assert sum(section.budget for section in SECTIONS.values()) + 40 <= gpu.SECONDS <= 480
+def test_the_whole_takes_less_than_twelve_minutes() -> None:
+    assert sum(section.budget for section in SECTIONS.values()) + 40 <= gpu.SECONDS <= 720

@@ -1,0 +1,97 @@
+"""The calls for a GPU: what is in them, and what a step that fails or hangs costs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import smoke
+from tools.benchmark import gpu_calls
+from tools.benchmark.gpu_calls import CALLS, SECONDS, Step, keep_kernels, rehearsed, run_call, take_kernels
+from tools.benchmark.on_gpu.sections import SECTIONS
+
+ROOT = Path(__file__).parents[3]
+
+
+def commands(call: str) -> str:
+    return "\n".join(" ".join(step.command) for step in CALLS[call])
+
+
+def test_every_file_of_tests_gpu_has_a_process_of_its_own() -> None:
+    files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    run = [step.command[-1] for step in CALLS["correctness"] if "pytest" in step.command]
+    assert len(run) == len(set(run))
+    assert files - set(run) == {"tests/gpu/test_gpu_transformer_engine.py"}, "not on a bare machine"
+
+
+def test_every_section_is_in_a_call_and_its_budget_in_the_steps_limit() -> None:
+    steps = [step for call in CALLS.values() for step in call if "tools.benchmark.gpu" in step.command]
+    measured = {name: step for step in steps for name in SECTIONS if name in step.command}
+    assert set(SECTIONS) - set(measured) == {"roofline"}, "the others measure it too"
+    for step in steps:
+        budget = sum(SECTIONS[name].budget for name in (*step.command, "roofline") if name in SECTIONS)
+        assert budget + 30 <= step.limit, step.name
+
+
+@pytest.mark.parametrize("call", ["numbers", "training", "large"])
+def test_a_call_fits_ten_minutes_even_if_every_step_hangs(call: str) -> None:
+    assert sum(step.limit for step in CALLS[call]) <= SECONDS < 600
+
+
+def test_a_step_that_fails_or_hangs_costs_its_limit_and_no_more(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_calls, "LEAST", 0.5)
+    hangs = "import subprocess, sys, time; print('begun', flush=True); subprocess.run(['sleep', '600'])"
+    steps = [
+        Step("passes", ("-m", "this", "{out}"), 60),
+        Step("fails", (sys.executable, "-c", "print('why'); raise SystemExit(3)"), 60),
+        Step("hangs", (sys.executable, "-c", hangs), 3),
+        Step("late", ("-m", "this"), 60),
+    ]
+    seen: list[str] = []
+    clock = time.monotonic
+
+    def on_end(ended: gpu_calls.Ended) -> None:
+        seen.append(ended.step.name)
+        if ended.step.name == "hangs":
+            monkeypatch.setattr(gpu_calls.time, "monotonic", lambda: clock() + 100)
+
+    started = clock()
+    log = tmp_path / "call.log"
+    results = run_call(steps, log, started + 90, {"out": "folder"}, on_end)
+    assert clock() - started < 60
+    assert [ended.verdict for ended in results] == ["ok", "FAIL", "out of time", "not begun"]
+    assert [ended.said for ended in results[1:]] == ["why", "begun", "no time was left"]
+    assert seen == [step.name for step in steps]
+    assert "===== passes" in log.read_text() and "-m this folder" in log.read_text()
+
+
+def test_compiled_kernels_travel(tmp_path: Path) -> None:
+    keep_kernels(tmp_path / "none.tar.gz", tmp_path / "absent")
+    assert not (tmp_path / "none.tar.gz").exists()
+    (tmp_path / "cache" / "AB").mkdir(parents=True)
+    (tmp_path / "cache" / "AB" / "kernel.cubin").write_bytes(b"code")
+    keep_kernels(tmp_path / "kernels.tar.gz", tmp_path / "cache")
+    take_kernels(tmp_path / "kernels.tar.gz", tmp_path / "other")
+    assert (tmp_path / "other" / "AB" / "kernel.cubin").read_bytes() == b"code"
+
+
+def test_a_rehearsal_is_small() -> None:
+    offload, attention = (
+        next(rehearsed(step).command for call in CALLS.values() for step in call if step.name == name)
+        for name in ("offload", "attention")
+    )
+    assert "--shape=128x2" in offload and not any("4096" in part for part in offload)
+    assert attention[attention.index("--quick") + 1] == "--json"
+
+
+def test_a_smoke_check_that_fails_is_one_line_and_the_others_go_on(monkeypatch, capsys) -> None:
+    ran = {"good": (True, "fine"), "bad": (False, "why")}
+    monkeypatch.setattr(smoke, "CHECKS", dict.fromkeys(ran))
+    monkeypatch.setattr(smoke, "_in_a_process", lambda name: (name, ran[name][0], 1.0, ran[name][1]))
+    assert smoke.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == ["ok    good, 1 s: fine", "FAIL  bad, 1 s: why"]
+    with pytest.raises(SystemExit, match="there is no check 'other'; use one of good, bad"):
+        smoke.main(["other"])
