@@ -20,7 +20,7 @@ from megatron_rl.estimate import estimate, estimate_problems, report_text, size_
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.provenance import typed_command
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.preflight import open_tokenizer, preflight
+from megatron_rl.preflight import backend_problems, open_tokenizer, preflight
 from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
 from megatron_rl.watchdog import Watchdog, describe
 
@@ -157,7 +157,7 @@ def _run(start: _Start) -> int:
     platform = current_platform()
     if not platform.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    if start.problems:  # rules about sizes: without them the process groups cannot even be built
+    if start.problems or backend_problems(config):  # the process groups cannot even be built
         if rank != 0:
             _wait_for_rank_0(start.stop)
         raise ConfigError([*start.problems, *(preflight(config) if rank == 0 else [])])

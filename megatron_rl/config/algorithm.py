@@ -34,7 +34,7 @@ class AlgorithmConfig:
     """
     grpo_kl_beta: float = flag(0.0, ge=0, le=1000)
     """Weight of the KL term; 0 also saves the reference pass (Megatron's default: 0.001)."""
-    grpo_entropy_term_weight: float = flag(0.0)
+    grpo_entropy_term_weight: float = flag(0.0, ge=-100, le=100)
     """Weight of the entropy bonus."""
     rl_advantage: str = flag("grpo", names_of=ADVANTAGES)
     """Advantage of a sample, against the others of its group or of the step."""

@@ -26,7 +26,7 @@ class EnvironmentConfig:
     """Port of the environment server on loopback; 0 takes any free one."""
     rl_environment_load_timeout: float = flag(300.0, gt=0, le=86_400)
     """Longest time in seconds that an environment may take to be imported, to be set up, or to list a split's tasks."""
-    rl_grade_timeout_seconds: float = flag(30.0, gt=0, le=86_400)
+    rl_grade_timeout_seconds: float = flag(30.0, ge=0.001, le=86_400)
     """Longest wait for the grades of one group; after it they count as failed."""
     rl_max_failed_share: float = flag(0.05, ge=0, le=1)
     """Stop the run when more than this share of a step's grades failed."""

@@ -28,7 +28,7 @@ class RolloutConfig:
     """Texts that end a completion; one that is a special token is looked for by its id."""
     rl_decode_steps_per_sync: int = flag(8, ge=1)
     """Decode steps between two looks of the host at what has finished; on a CPU fewer where completions end often."""
-    inference_max_batch_size: int | None = flag(None, ge=1, aliases=("--inference-max-requests",))
+    inference_max_batch_size: int | None = flag(None, ge=1, le=100_000, aliases=("--inference-max-requests",))
     """Completions decoded at once on a replica. Without it its share of a step, at most 256."""
     inference_max_seq_length: int | None = flag(None, ge=2)
     """Longest prompt and completion together. Without it --seq-length."""

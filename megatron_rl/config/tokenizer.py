@@ -18,7 +18,7 @@ class TokenizerConfig:
     """Tokenizer: a directory, or a name on the Hugging Face hub."""
     vocab_size: int | None = flag(None, ge=1, le=100_000_000)
     """Rows of the embedding, before padding, where the model has more than the tokenizer has tokens."""
-    make_vocab_size_divisible_by: int = flag(128, ge=1)
+    make_vocab_size_divisible_by: int = flag(128, ge=1, le=1_000_000)
     """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
     tokenizer_hf_include_special_tokens: bool = flag(
         False, note="the chat template says which special tokens a prompt starts with"

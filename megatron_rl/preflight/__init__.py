@@ -21,12 +21,12 @@ from megatron_rl.preflight.environments import environment_problems
 from megatron_rl.preflight.hugging_face import hugging_face_problems
 from megatron_rl.preflight.output import output_problems
 from megatron_rl.preflight.quantization import quantization_problems
-from megatron_rl.preflight.services import service_problems
+from megatron_rl.preflight.services import backend_problems, service_problems
 from megatron_rl.preflight.text import open_tokenizer, tokenizer_problems
 
 __all__ = [
-    "first_weights", "open_tokenizer", "preflight", "reference_weights", "resumes", "run_to_continue",
-    "wants_reference",
+    "backend_problems", "first_weights", "open_tokenizer", "preflight", "reference_weights", "resumes",
+    "run_to_continue", "wants_reference",
 ]  # fmt: skip
 
 

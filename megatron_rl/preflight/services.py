@@ -13,7 +13,19 @@ from megatron_rl.metrics.wandb import Mode, wandb_mode
 
 def service_problems(config: RLConfig) -> list[str]:
     """What the run needs of the machine and does not find."""
-    return [*_port(config), *_wandb(config)]
+    return [*backend_problems(config), *_port(config), *_wandb(config)]
+
+
+def backend_problems(config: RLConfig) -> list[str]:
+    """A communication library that this machine cannot use; with --check-world-size the run is for other machines."""
+    training, backend = config.training, config.parallel.distributed_backend
+    if backend != "nccl" or (training.check and training.check_world_size is not None):
+        return []
+    from megatron_rl.platform import current_platform  # brings torch, which most checks need not wait for
+
+    if current_platform().is_cuda:
+        return []
+    return ["--distributed-backend nccl, and there is no CUDA device here; use auto, which is gloo on the CPU"]
 
 
 def _port(config: RLConfig) -> list[str]:

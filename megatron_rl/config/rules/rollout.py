@@ -11,6 +11,11 @@ from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules.wording import Rule
 
 
+def _stop_strings(config: RLConfig) -> Iterator[str]:
+    if "" in config.rollout.rl_stop_strings:
+        yield "--rl-stop-strings has an empty text, which would end every answer at its first token; leave it out"
+
+
 def _kv_cache(config: RLConfig) -> Iterator[str]:
     given = config.rollout.inference_dynamic_batching_buffer_size_gb
     longest, model = config.rollout.inference_max_seq_length, config.model
@@ -83,5 +88,6 @@ def _dual_clip(config: RLConfig) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _kv_cache, _server_type, _whole_distribution, _mcore_engine, _overcommit, _loss_aggregation, _dual_clip,
+    _stop_strings, _kv_cache, _server_type, _whole_distribution, _mcore_engine, _overcommit, _loss_aggregation,
+    _dual_clip,
 )

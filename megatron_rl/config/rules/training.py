@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.rl_config import RLConfig
-from megatron_rl.config.rules.wording import Rule, divisors
+from megatron_rl.config.rules.wording import Rule, divisors, named
 
 
 def _precision(config: RLConfig) -> Iterator[str]:
@@ -43,6 +43,18 @@ def _positions(config: RLConfig) -> Iterator[str]:
             f"--position-embedding-type {kind} is not built yet in this version: the rollout engine rotates "
             "queries and keys; use --position-embedding-type rope"
         )
+
+
+def _rotation(config: RLConfig) -> Iterator[str]:
+    """Rotary positions turn pairs of numbers."""
+    model = config.model
+    if model.kv_channels is None:
+        return
+    rotated = int(model.kv_channels * model.rotary_percent)
+    if rotated < 2 or rotated % 2:
+        what = named(config, "kv_channels", model.kv_channels, "--hidden-size / --num-attention-heads")
+        share = f" at --rotary-percent {model.rotary_percent:g}" if model.rotary_percent < 1 else ""
+        yield f"{what}{share} gives {rotated} numbers of a head to rotate, which go in pairs; use an even number"
 
 
 def _attention_backend(config: RLConfig) -> Iterator[str]:
@@ -150,6 +162,6 @@ def _learning_rates(config: RLConfig) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _precision, _dropout, _optimizer, _positions, _attention_backend, _recompute, _checkpoint,
+    _precision, _dropout, _optimizer, _positions, _rotation, _attention_backend, _recompute, _checkpoint,
     _schedule_unit, _schedule_phases, _learning_rates,
 )

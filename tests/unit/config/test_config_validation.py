@@ -78,6 +78,9 @@ ONE_PROBLEM = [
         {"grpo_prompts_per_step": "1000000", "grpo_group_size": "1000"}, 1,
         ["1000000 x --grpo-group-size 1000", "1,000,000,000 samples", "10,000,000"],
     ),
+    ({"kv_channels": "7"}, 1, ["--kv-channels 7 gives 7 numbers", "in pairs", "even number"]),
+    ({"rotary_percent": "0.1"}, 1, ["--kv-channels 8 (from", "--rotary-percent 0.1 gives 0 numbers", "even number"]),
+    ({"rl_stop_strings=": True}, 1, ["--rl-stop-strings has an empty text", "leave it out"]),
     ({"grpo_group_size": "1"}, 1, ["--grpo-group-size 1", "2 or more"]),
     (
         {"rl_policy_loss": "cispo", "rl_dual_clip": "3"}, 1,

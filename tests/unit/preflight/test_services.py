@@ -9,6 +9,13 @@ from megatron_rl.preflight.services import service_problems
 from tests.support.tiny import tiny_config
 
 
+def test_nccl_needs_a_gpu() -> None:
+    (line,) = service_problems(tiny_config(distributed_backend="nccl"))
+    assert line.startswith("--distributed-backend nccl, and there is no CUDA device here; use auto")
+    elsewhere = {"check": True, "check_world_size": 1}
+    assert service_problems(tiny_config(distributed_backend="nccl", **elsewhere)) == []
+
+
 @pytest.mark.parametrize(
     ("flag", "variable", "problem"),
     [
