@@ -13,13 +13,14 @@ import logging
 import re
 from typing import Any
 
-from megatron_rl.environments.grading.text import final_part, last_boxes, marked_line, plain_signs, too_deep
+from megatron_rl.environments.grading.bounds import text_of_short_formulas, text_too_costly, too_costly
+from megatron_rl.environments.grading.text import final_part, last_boxes, marked_line, plain_signs
 from megatron_rl.types import Grade
 
 REWARDS = (0.0, 1.0)
 NEEDS_WORKER = True
 
-MAX_ANSWER = 1_000
+MAX_ANSWER = 400
 """Characters of an answer; the longest of MATH-500 has 53, and parse time grows with the square."""
 MAX_PROSE = 4_000
 """Characters that are searched when nothing marks the answer."""
@@ -61,7 +62,10 @@ def judge(completion: str, gold: str) -> Grade:
     parsed = _parsed(answer, boxed)
     if not parsed:
         return Grade(REWARDS[0], status="unparsable", extracted=answer)
-    right = _equal(_gold(gold), parsed)
+    wanted = _gold(gold)
+    if any(too_costly(_compared(found, wanted)) for found in parsed) and not _same(wanted, parsed):
+        return Grade(REWARDS[0], status="unparsable", extracted=answer)
+    right = _equal(wanted, parsed)
     return Grade(REWARDS[right], status="correct" if right else "wrong", extracted=answer)
 
 
@@ -104,7 +108,8 @@ def _parsed(answer: str, boxed: bool) -> list[Any]:
         return _parsed_tex(answer) + ([] if boxed else number)
     spaced = _AFTER_IDEOGRAPH.sub(" ", answer)
     if not boxed and _is_prose(spaced):
-        return parse(_BRACKETED.sub(r" \1 ", spaced), parsing_timeout=None)
+        prose = text_of_short_formulas(_BRACKETED.sub(r" \1 ", spaced), MAX_ANSWER)
+        return parse(prose, parsing_timeout=None)
     return _parsed_tex(answer)
 
 
@@ -139,7 +144,7 @@ def _without_delimiters(answer: str) -> str:
 
 def _too_large(answer: str) -> bool:
     longest = MAX_PROSE if _is_prose(answer[: MAX_PROSE + 1]) else MAX_ANSWER
-    return len(answer) > longest or too_deep(answer) or bool(re.search(rf"\d{{{MAX_DIGITS}}}", answer))
+    return len(answer) > longest or text_too_costly(answer) or bool(re.search(rf"\d{{{MAX_DIGITS}}}", answer))
 
 
 def _equal(gold: list[Any], parsed: list[Any]) -> bool:
@@ -148,6 +153,20 @@ def _equal(gold: list[Any], parsed: list[Any]) -> bool:
     if any(_almost(wanted, found) for wanted in gold[:1] for found in parsed[:1]):
         return False
     return bool(verify(gold, parsed, timeout_seconds=None))
+
+
+def _compared(found: Any, wanted: list[Any]) -> Any:
+    """What math-verify compares: of an equation, unless one is wanted, the last right side."""
+    from math_verify.grader import is_equation, take_last_relation
+
+    if is_equation(found) and not any(map(is_equation, wanted)):
+        return take_last_relation(found).rhs
+    return found
+
+
+def _same(gold: list[Any], parsed: list[Any]) -> bool:
+    """Whether an answer that would cost too much to compare is the gold answer as it stands: nothing is computed."""
+    return any(wanted == found for wanted in gold for found in parsed if not isinstance(found, str))
 
 
 def _almost(wanted: Any, found: Any) -> bool:

@@ -6,8 +6,6 @@ import re
 
 TAIL = 20_000
 """Characters of a completion that are read: answers stand at the end, and a megabyte of text costs seconds."""
-MAX_DEPTH = 64
-"""Nested brackets of an answer; parsers recurse, and ten thousand braces overflow the C stack."""
 MAX_BOXES = 64
 """Boxes looked at, from the end: thousands that never close would take time quadratic in their number."""
 
@@ -80,19 +78,6 @@ def marked_line(text: str) -> str | None:
     if not marks:
         return None
     return text[marks[-1].end() :].lstrip(" \t\r\n*").partition("\n")[0].strip().rstrip("*").strip()
-
-
-def too_deep(text: str) -> bool:
-    """Whether brackets nest deeper than any answer needs."""
-    depth = 0
-    for sign in text:
-        if sign in "([{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                return True
-        elif sign in ")]}":
-            depth -= 1
-    return False
 
 
 def _box_content(text: str, start: int) -> tuple[str | None, int]:
