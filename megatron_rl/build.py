@@ -15,7 +15,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.algorithms import discovery
-from megatron_rl.algorithms.settings import advantage_config, correction_config, loss_config
+from megatron_rl.algorithms.interfaces import AdvantageConfig
+from megatron_rl.algorithms.settings import correction_config, loss_config
 from megatron_rl.build_engine import build_engine, stop_strings
 from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.build_memory import PhaseMemory
@@ -195,7 +196,7 @@ def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
     algorithm = config.algorithm
     return SampleBuilder(
         discovery.advantage(algorithm.rl_advantage),
-        advantage_config(config),
+        AdvantageConfig(),
         algorithm.rl_keep_zero_variance_groups,
         groups,
     )

@@ -21,25 +21,16 @@ Baseline = Literal["group", "batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Settings of all advantages. Raises ``ConfigError`` with every broken bound."""
+    """Settings of all advantages. Raises ``ConfigError`` for a broken bound."""
 
-    group_size: int
-    """Samples drawn for a task. One sample has no baseline: at least 2."""
     epsilon: float = 1e-6
     """Added to a standard deviation before it divides; in units of reward."""
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.group_size < 2:
-            problems.append(
-                f"group_size is {self.group_size}: an advantage compares the samples of a group, so fewer "
-                "than two have none; use 2 or more"
-            )
         if not self.epsilon > 0:
-            problems.append(
-                f"epsilon is {self.epsilon}: it keeps a standard deviation of 0 from dividing; use 1e-6"
+            raise ConfigError(
+                [f"epsilon is {self.epsilon}: it keeps a standard deviation of 0 from dividing; use 1e-6"]
             )
-        _raise_all(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +146,8 @@ class AdvantageMethod(Protocol):
     """``advantages/<name>.py``: a module is one."""
 
     BASELINE: Baseline
-    """It decides which groups carry a signal: see ``groups.groups_with_signal``."""
+    """It decides which groups carry a signal, see ``groups.groups_with_signal``, and whether a group may be of one
+    sample. Read without importing the file too, so it is a literal."""
 
     def compute(
         self, rewards: Tensor, valid: Tensor, group_index: Tensor, config: AdvantageConfig

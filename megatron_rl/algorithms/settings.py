@@ -1,17 +1,12 @@
-"""From flags to the settings of advantage, loss and correction.
+"""From flags to the settings of loss and correction.
 
 Each raises ``ConfigError`` for values that make no sense, so that they are found before a model is built.
 """
 
 from __future__ import annotations
 
-from megatron_rl.algorithms.interfaces import AdvantageConfig, CorrectionConfig, LossConfig
+from megatron_rl.algorithms.interfaces import CorrectionConfig, LossConfig
 from megatron_rl.config import RLConfig
-
-
-def advantage_config(config: RLConfig) -> AdvantageConfig:
-    """Of `--rl-advantage`."""
-    return AdvantageConfig(group_size=config.algorithm.grpo_group_size)
 
 
 def loss_config(config: RLConfig) -> LossConfig:

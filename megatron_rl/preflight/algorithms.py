@@ -15,7 +15,7 @@ def algorithm_problems(config: RLConfig) -> list[str]:
         return []
     # imported here: it brings torch, which --help and wrong flags need not wait for
     from megatron_rl.algorithms import discovery
-    from megatron_rl.algorithms.settings import advantage_config, correction_config, loss_config
+    from megatron_rl.algorithms.settings import correction_config, loss_config
 
     algorithm = config.algorithm
     checks: list[tuple[str, Callable[[], object]]] = [
@@ -25,8 +25,6 @@ def algorithm_problems(config: RLConfig) -> list[str]:
         ("--rl-policy-loss", lambda: loss_config(config)),
         ("--rl-correction", lambda: correction_config(config)),
     ]
-    if (algorithm.grpo_group_size or 0) > 1:  # else a rule has said so
-        checks.append(("--rl-advantage", lambda: advantage_config(config)))
     problems = []
     for flag, check in checks:
         try:

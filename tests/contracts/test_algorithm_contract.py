@@ -10,6 +10,7 @@ from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.corrections.statistics import mismatch_statistics
 from megatron_rl.algorithms.groups import groups_with_signal
 from megatron_rl.algorithms.interfaces import AdvantageConfig, Correction, CorrectionConfig, LossConfig, PolicyLoss
+from megatron_rl.config.extensions import stated
 
 LOSS_CONFIG = LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28, dual_clip=3.0)
 MASK = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
@@ -32,10 +33,11 @@ class TestAdvantages:
     groups = torch.tensor([0, 0, 0, 1, 1, 2])
 
     def run(self, name: str, rewards: Tensor, valid: Tensor) -> Tensor:
-        return discovery.advantage(name).compute(rewards, valid, self.groups, AdvantageConfig(group_size=3))
+        return discovery.advantage(name).compute(rewards, valid, self.groups, AdvantageConfig())
 
     def test_it_says_what_it_compares_with(self, name: str) -> None:
         assert discovery.advantage(name).BASELINE in ("group", "batch")
+        assert stated("algorithms/advantages", name, "BASELINE") == discovery.advantage(name).BASELINE
 
     def test_shape_dtype_and_detachment(self, name: str) -> None:
         advantages = self.run(name, self.rewards, self.valid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_rl.algorithms import discovery
-from megatron_rl.algorithms.settings import advantage_config
+from megatron_rl.algorithms.interfaces import AdvantageConfig
 from megatron_rl.build_engine import build_engine
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
@@ -39,7 +39,7 @@ class OurStep:
         algorithm = config.algorithm
         self._samples = SampleBuilder(
             discovery.advantage(algorithm.rl_advantage),
-            advantage_config(config),
+            AdvantageConfig(),
             algorithm.rl_keep_zero_variance_groups,
             groups,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.config.algorithm import ADVANTAGES
+from megatron_rl.config.extensions import stated
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules.wording import Rule, WorldRule, named, nearest_divisors, nearest_multiples
 
@@ -29,10 +31,12 @@ def _length(config: RLConfig) -> Iterator[str]:
 
 
 def _groups(config: RLConfig) -> Iterator[str]:
-    if config.training.perform_rl_step and config.algorithm.grpo_group_size == 1:
+    algorithm = config.algorithm
+    compares_groups = stated(ADVANTAGES[0], algorithm.rl_advantage, "BASELINE") != "batch"
+    if config.training.perform_rl_step and algorithm.grpo_group_size == 1 and compares_groups:
         yield (
-            "--grpo-group-size 1: an advantage compares the completions of one prompt, and one alone has "
-            "none; use 2 or more"
+            f"--grpo-group-size 1: the advantage {algorithm.rl_advantage} compares the completions of one prompt, and "
+            "one alone has none; use 2 or more, or --rl-advantage batch_norm"
         )
 
 

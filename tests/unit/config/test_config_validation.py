@@ -271,6 +271,7 @@ def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, rank
              "lr_warmup_samples": "32"}, 1,
         ),
         ({"rl_policy_loss": "gspo", "rl_dual_clip": "3"}, 1),
+        ({"grpo_group_size": "1", "rl_advantage": "batch-norm"}, 1),  # compares with the whole step
         ({"rl_kv_cache_dtype": "bf16", "bf16": True, "rl_inference_engine": "mcore"}, 1),
         (
             {"rl_kv_cache_dtype": "fp8", "rl_mismatch_action": "fallback", "rl_rollout_quantization": "int8"}, 1,

@@ -93,7 +93,7 @@ def test_groups_without_signal_never_reach_the_model(one_rank: ParallelGroups) -
     setup = Setup(one_rank)
     seen: list[int] = []
     setup.optimization.policy.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
-    builder = SampleBuilder(discovery.advantage("grpo"), AdvantageConfig(group_size=2), False, one_rank)
+    builder = SampleBuilder(discovery.advantage("grpo"), AdvantageConfig(), False, one_rank)
     batches = BatchBuilder(64, 1, torch.device("cpu"), one_rank)
 
     def step(rollouts: list[RolloutGroup]) -> None:

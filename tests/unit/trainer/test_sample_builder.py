@@ -18,7 +18,7 @@ def build(
     groups: ParallelGroups, rollouts: list[RolloutGroup], keep: bool = False, advantage: str = "dr_grpo"
 ) -> StepSamples:
     """``dr_grpo`` is reward minus mean: easy to work out."""
-    builder = SampleBuilder(discovery.advantage(advantage), AdvantageConfig(group_size=2), keep, groups)
+    builder = SampleBuilder(discovery.advantage(advantage), AdvantageConfig(), keep, groups)
     return builder.build(rollouts, range(len(rollouts)))
 
 
@@ -68,6 +68,13 @@ def test_with_a_baseline_of_the_batch_groups_of_equal_rewards_stay(one_rank: Par
     assert (step.num_groups, step.num_groups_with_signal) == (4, 4)
     equal = build(one_rank, [graded_group([1.0, 1.0]), graded_group([1.0, 1.0])], advantage="batch_norm")
     assert (equal.samples, equal.num_groups_with_signal) == ((), 0)
+
+
+def test_groups_of_one_sample_have_a_baseline_in_the_batch(one_rank: ParallelGroups) -> None:
+    """Rewards 0 and 2: mean 1, standard deviation sqrt(2)."""
+    step = build(one_rank, [graded_group([0.0]), graded_group([2.0])], advantage="batch_norm")
+    assert [sample.advantage for sample in step.samples] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+    assert build(one_rank, [graded_group([0.0]), graded_group([2.0])], advantage="grpo").samples == ()
 
 
 def test_an_empty_completion_is_no_sample(one_rank: ParallelGroups) -> None:

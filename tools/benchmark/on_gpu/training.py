@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.algorithms import discovery
-from megatron_rl.algorithms.settings import advantage_config
+from megatron_rl.algorithms.interfaces import AdvantageConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import build_model
 from megatron_rl.parallel import seed_everything
@@ -102,7 +102,7 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
     tokenizer = number_tokenizer(shape.vocab)
     rollouter = Rollouter(rolling.engine, tokenizer, groups, _dummy_reward, StopRequest())
     advantage = discovery.advantage(config.algorithm.rl_advantage)
-    builder = SampleBuilder(advantage, advantage_config(config), False, groups)
+    builder = SampleBuilder(advantage, AdvantageConfig(), False, groups)
     batches = BatchBuilder(sizes.bin_tokens, 1, bench.device, groups)
     requests = make_requests(shape, sizes.prompts, sizes.group, sizes.answer_tokens, sizes.answer_tokens)
     try:
