@@ -226,6 +226,7 @@ def _watchdog(start: _Start, groups: ParallelGroups) -> Watchdog:
         threading.Timer(PATIENCE_WITH_RUN_DIRECTORY_S, os._exit, (RUN_ERROR,)).start()
         if groups.is_main:
             _mark_as_failed(Path(start.config.logging.run_dir), what)
+        _announce_launcher(RUN_ERROR, start.stop)
         os._exit(RUN_ERROR)
 
     limit_s = 60.0 * start.config.parallel.distributed_timeout_minutes

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 _PACKAGE = Path(__file__).parent
+_MAIN = str(_PACKAGE / "main.py")
 _LOOKS = 100
 """Looks within the limit."""
 _LONGEST_PAUSE_S = 5.0
@@ -83,10 +84,10 @@ class Watchdog:
 
 
 def describe(stack: traceback.StackSummary) -> str:
-    """Innermost first: ``all_reduce < max_over (parallel/collectives.py:34) < run (rollout/rollouter.py:121)``."""
+    """Innermost first, up to the loop: ``all_reduce < max_over (parallel/collectives.py:34) < ... < train (...)``."""
     parts = [] if _is_ours(stack[-1].filename) else [stack[-1].name]
     for entry in reversed(stack):
-        if _is_ours(entry.filename):
+        if _is_ours(entry.filename) and entry.filename != _MAIN:
             parts.append(f"{entry.name} ({Path(entry.filename).relative_to(_PACKAGE)}:{entry.lineno})")
     return " < ".join(parts)
 

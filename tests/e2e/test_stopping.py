@@ -89,6 +89,52 @@ def test_a_killed_rank_takes_the_others_along_and_the_last_save_is_resumed(works
     assert differences(run_dir / LAST, whole / LAST) == []
 
 
+@pytest.mark.long
+def test_a_rank_that_is_stopped_for_good_ends_the_job(workshop):
+    """The others say where they wait for it, and end within `--distributed-timeout-minutes`; torchrun ends the rank."""
+    run_dir = workshop.run_dir("hung")
+    with launched(workshop.rl("hung", train_iters=4000, distributed_timeout_minutes=1), run_dir, ranks=2) as launch:
+        launch.wait_for_step(3)
+        launch.signal_rank(1, signal.SIGSTOP)
+        assert launch.wait() == 1
+        assert launch.leftovers() == []
+        assert "no progress for 30 s in" in launch.output
+        assert "no progress for 60 s in" in launch.output
+        assert "< train (loop.py:" in launch.output
+    assert facts_of(run_dir)["status"] == "failed"
+    assert "no progress for 60 s" in facts_of(run_dir)["error"]
+
+
+@pytest.mark.long
+def test_a_rank_that_is_stopped_for_a_while_costs_nothing(workshop, whole):
+    environments = _environments(workshop, "paused", seconds=0.0)
+    flags = {"train_iters": STEPS, "langrl_env_config": environments, "use_distributed_optimizer": True}
+    run_dir = workshop.run_dir("paused")
+    with launched(workshop.rl("paused", **flags), run_dir, ranks=2) as launch:
+        for step, rank in ((2, 0), (5, 1)):
+            launch.wait_for_step(step)
+            launch.signal_rank(rank, signal.SIGSTOP)
+            time.sleep(15)
+            launch.signal_rank(rank, signal.SIGCONT)
+        assert launch.wait() == 0, launch.output[-3000:]
+    assert rows_of(run_dir) == rows_of(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_torchrun_while_the_ranks_start_is_a_clean_stop(workshop, number):
+    name = f"starting_{number.name}"
+    with launched(workshop.rl(name), workshop.run_dir(name), ranks=2) as launch:
+        launch.wait_until(lambda: "hidden_size" in launch.output, "the start of rank 0")
+        launch.signal_group(number)
+        assert launch.wait() == 1  # torchrun's own
+        assert launch.leftovers() == []
+        ours = launch.output.partition("a traceback of its own")[0]
+        assert f"stopped by {number.name} while it started: there is nothing to save" in ours
+        assert "Traceback" not in ours
+        assert "gloo" not in launch.output
+
+
 def test_a_killed_main_rank_leaves_no_environment_server(workshop):
     run_dir, slow = workshop.run_dir("killed_main"), _environments(workshop, "killed_main", seconds=0.05)
     with launched(workshop.rl("killed_main", train_iters=STEPS, langrl_env_config=slow), run_dir) as launch:
