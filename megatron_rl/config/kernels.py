@@ -51,7 +51,10 @@ class KernelConfig:
     )
     """Use Transformer Engine's random-state tracker, which CUDA graphs of its layers need."""
     use_cpu_initialization: bool = flag(False)
-    """Initialise weights on the CPU: the same numbers whatever the tensor-parallel size."""
+    """Draw weights on the CPU: the same numbers at any tensor-parallel size that pads the vocabulary alike.
+
+    Padding goes to a multiple of --make-vocab-size-divisible-by times the size: 128 on one rank and 64 on two agree.
+    """
     recompute_granularity: Literal["full", "selective"] | None = flag(None)
     """Recompute whole layers (full) or --recompute-modules (selective) in the backward pass."""
     recompute_activations: bool = flag(False)

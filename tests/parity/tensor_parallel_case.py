@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_rl.attention.kv_numbers import FP8, rounded_attention
+from megatron_rl.checkpoint.origin import weights_fingerprint
 from megatron_rl.inference import Engine, RolloutEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
@@ -31,8 +32,18 @@ def on_ranks(tensor_size: int) -> dict[str, dict[str, Any]]:
     parallel = {"tensor_model_parallel_size": tensor_size, "sequence_parallel": tensor_size > 1}
     groups = initialize(tiny_config(tensor_size, **parallel).parallel, current_platform())
     report = {name: report_of(groups, parallel | changes) for name, changes in MODELS.items()}
+    report["fingerprints"] = fingerprints_of(groups, parallel)
     shut_down()
     return report
+
+
+def fingerprints_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, int]:
+    """Of weights as they are drawn, by the rows that the vocabulary of 32 tokens is padded to."""
+    configs = {
+        rows: tiny_config(groups.world_size, **changes, make_vocab_size_divisible_by=rows // groups.tensor_size)
+        for rows in (32, 40)
+    }
+    return {str(rows): weights_fingerprint(tiny_policy(config), groups) for rows, config in configs.items()}
 
 
 def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.parallel import ParallelGroups
-from tests.parity.tensor_parallel_case import MODELS, report_of
+from tests.parity.tensor_parallel_case import MODELS, fingerprints_of, report_of
 from tests.support.ranks import run_ranks
 
 
@@ -15,6 +15,14 @@ from tests.support.ranks import run_ranks
 def two_ranks() -> list[dict[str, dict[str, Any]]]:
     """The report of each of the two ranks."""
     return run_ranks("tests.parity.tensor_parallel_case:on_ranks", 2, tensor_size=2)
+
+
+def test_ranks_that_pad_the_vocabulary_alike_draw_the_same_weights(
+    one_rank: ParallelGroups, two_ranks: list[dict[str, Any]]
+) -> None:
+    """32 tokens are padded to 40 rows by 40 on one rank and by 20 on two."""
+    first, second = (report["fingerprints"] for report in two_ranks)
+    assert first == second == fingerprints_of(one_rank, {})
 
 
 @pytest.mark.parametrize("model", MODELS)
