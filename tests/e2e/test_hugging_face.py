@@ -21,6 +21,7 @@ SHAPE_FLAGS = (
     "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "group-query-attention", "num-query-groups",
     "swiglu", "disable-bias-linear", "add-qkv-bias", "untie-embeddings-and-output-weights", "tokenizer-model",
 )  # fmt: skip
+ENDS = "an answer ends with <|end|> (0), <|stop|> (16)"
 LAYER = "model.layers.1.mlp.up_proj.weight"
 CONFIG: dict[str, dict[str, Any]] = {
     "unknown": {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
@@ -39,10 +40,14 @@ CONFIG: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(workshop) -> Path:
-    """A Qwen2 of the workshop's vocabulary with its tokenizer, in four files."""
+    """A Qwen2 of the workshop's vocabulary with its tokenizer, in four files; <|stop|> ends an answer too."""
     directory = workshop.folder / "model"
     write_model(directory, "qwen2", {**SMALL, "vocab_size": 20}, max_shard_size="20KB")
     shutil.copytree(workshop.tokenizer, directory, dirs_exist_ok=True)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 16, "content": "<|stop|>"})
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 16]}))
     return directory
 
 
@@ -189,9 +194,16 @@ def test_a_run_starts_from_it_and_resumes_from_its_own(workshop, model) -> None:
     flags = dict.fromkeys(SHAPE_FLAGS) | {"load_hf": model, "save_interval": 1, "resume": True}
     first = run(workshop.supervised("hf", **flags, train_iters=3, exit_interval=1)).check()
     assert "MiB read by this rank" in first.output
+    assert ENDS in first.output
     checkpoints = workshop.run_dir("hf") / "checkpoints"
     run(workshop.supervised("hf", **flags, train_iters=3)).check()
-    run(workshop.supervised("whole", **flags, train_iters=3)).check()
+    bare = workshop.folder / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("generation_config.json", "*.safetensors*"))
+    from_it = {"load_hf": None, "hf_config": bare, "pretrained_checkpoint": checkpoints}
+    commands = [workshop.supervised("whole", **flags, train_iters=3)]
+    commands.append(workshop.supervised("from_it", **flags | from_it, train_iters=1))
+    _, later = (outcome.check() for outcome in run_many(commands))
+    assert ENDS in later.output, "the checkpoint has not brought its end tokens"
     other = workshop.run_dir("whole") / "checkpoints"
     resumed, whole = weights(checkpoints / "step_0000003"), weights(other / "step_0000003")
     assert resumed.keys() == whole.keys()
