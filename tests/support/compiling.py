@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may take on sm_90."""
@@ -69,6 +72,28 @@ def compile_for_hopper(kernel, types: dict[str, str], constants: dict[str, objec
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return Compiled(made.asm["ptx"], made.metadata.shared, 32 * made.metadata.num_warps, made.asm["cubin"])
+
+
+def kind_of_call(kernel, types: dict[str, str], given: Mapping[str, int | float] = MappingProxyType({})) -> object:
+    """What Triton tells calls apart by: one of another kind is compiled anew.
+
+    ``given`` are addresses of pointers, 64 without one, and numbers, 3 without one.
+    """
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import MockTensor, create_function_from_signature
+
+    def argument(name: str) -> object:
+        if not types.get(name, "").startswith("*"):
+            return given.get(name, 3)
+        pointer = MockTensor(torch.float32)
+        pointer.data_ptr = lambda: given.get(name, 64)
+        return pointer
+
+    arguments = {p.name: 16 if p.is_constexpr else argument(p.name) for p in kernel.params}
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    return create_function_from_signature(inspect.signature(kernel.fn), kernel.params, backend)(**arguments)[1]
 
 
 def compiled(kernel, types: dict[str, str], constants: dict[str, object], **options) -> tuple[str, int]:

@@ -33,6 +33,8 @@ SHORTEST_SPLIT = 256
 _BLOCK = 64
 _SUMMED = 16
 """Parts that are added up at once."""
+_ROWS = 256
+"""Whose splits are found at once. A number that went with the batch would need a kernel for each size."""
 PROGRAMS_PER_PROCESSOR = 3
 """As many as fit at once (test_triton_paged_compile.py): one that had to wait for others would find no work left."""
 STAGES = 3
@@ -71,7 +73,7 @@ def find_splits(positions: torch.Tensor, longest: int) -> Splits:
     most = -(-longest // length)
     items = torch.empty(rows * most, dtype=torch.int32, device=positions.device)
     count = torch.empty(1, dtype=torch.int32, device=positions.device)
-    find_kernel[(1,)](positions, items, count, rows, SPLIT=length, SPLITS=most, BLOCK=triton.next_power_of_2(rows))
+    find_kernel[(1,)](positions, items, count, rows, SPLIT=length, SPLITS=most, BLOCK=_ROWS)
     return Splits(positions, items, count, length, most)
 
 
@@ -125,14 +127,17 @@ def _programs(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
 def find_kernel(positions, items, count, rows, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: the items of the rows, one row after the other."""
-    row = tl.arange(0, BLOCK)
-    length = tl.load(positions + row, mask=row < rows, other=-1).to(tl.int32) + 1
-    number = (length + SPLIT - 1) // SPLIT
-    first = tl.cumsum(number, 0) - number
-    for split in range(SPLITS):
-        tl.store(items + first + split, row * SPLITS + split, mask=split < number)
-    tl.store(count, tl.sum(number, 0))
+    """One program: the items of the rows, one row after the other, BLOCK rows at once."""
+    found = 0
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        length = tl.load(positions + row, mask=row < rows, other=-1).to(tl.int32) + 1
+        number = (length + SPLIT - 1) // SPLIT
+        first = found + tl.cumsum(number, 0) - number
+        for split in range(SPLITS):
+            tl.store(items + first + split, row * SPLITS + split, mask=split < number)
+        found += tl.sum(number, 0)
+    tl.store(count, found)
 
 
 @triton.jit(

@@ -111,7 +111,11 @@ def rows_kernel(
     tl.store(codes + row * code_stride + column, codes_of(x, scale, LARGEST, INTEGER), mask=column < code_columns)
 
 
-@triton.jit(do_not_specialize=["rows", "code_rows"])
+# Strides of scales go with the number of tokens: kernels of their own for 1 and for multiples of 16 would be compiled
+# in the middle of a run.
+@triton.jit(
+    do_not_specialize=["rows", "code_rows", "scale_row_stride", "scale_column_stride", "given_row_stride"]
+)
 def blocks_kernel(
     values,
     codes,

@@ -90,6 +90,14 @@ class KernelChecks:
         assert found.count.item() == 1 + 1 + 2 + 5
         assert found.items[:9].tolist() == [0, 5, 10, 11, 15, 16, 17, 18, 19]
 
+    def test_the_splits_of_many_rows(self):
+        from megatron_rl.attention.kernels.paged_decode import find_splits
+
+        lengths = [1 + 37 * row % 700 for row in range(300)]
+        found = find_splits(torch.tensor(lengths, device=self.device) - 1, 700)
+        wanted = [3 * row + split for row, length in enumerate(lengths) for split in range(-(-length // 256))]
+        assert found.items[: found.count.item()].tolist() == wanted
+
     @pytest.mark.parametrize(
         ("longest", "length", "most"),
         [(100, 256, 1), (1024, 256, 4), (16384, 256, 64), (16385, 320, 52), (131072, 2048, 64)],

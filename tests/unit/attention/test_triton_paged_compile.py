@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import re
 
 import pytest
 import torch
 
-from tests.support.compiling import SHARED_MEMORY, Compiled, compile_for_hopper
+from tests.support.compiling import SHARED_MEMORY, Compiled, compile_for_hopper, kind_of_call
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -91,30 +90,6 @@ def test_extend(share, groups, width, codes):
     assert made.shared <= SHARED_MEMORY
 
 
-def kinds_of(kernel, addresses: dict[str, int]) -> list[object]:
-    """What Triton tells calls apart by: a call of another kind is compiled anew."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import MockTensor, create_function_from_signature
-
-    kinds = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*i32": torch.int32, "*i64": torch.int64}
-    types = pointers(codes=False)
-
-    def tensor(name: str) -> MockTensor:
-        mock = MockTensor(kinds[types[name]])
-        mock.data_ptr = lambda: addresses.get(name, 64)
-        return mock
-
-    names = {parameter.name for parameter in kernel.params if not parameter.is_constexpr}
-    given = {name: tensor(name) if types.get(name, "").startswith("*") else 3 for name in names}
-    given |= {"scale": 0.5} if "scale" in names else {}
-    given |= {parameter.name: 16 for parameter in kernel.params if parameter.is_constexpr}
-    binder = create_function_from_signature(
-        inspect.signature(kernel.fn), kernel.params, make_backend(GPUTarget("cuda", 90, 32))
-    )
-    return binder(**given)[1]
-
-
 @pytest.mark.parametrize(
     ("kernel", "unaligned"),
     [
@@ -129,6 +104,7 @@ def test_a_pointer_in_the_middle_of_a_buffer_needs_no_second_kernel(kernel, unal
     from megatron_rl.attention.kernels import paged_decode, paged_extend
 
     kernel = getattr(paged_decode, kernel, None) or getattr(paged_extend, kernel)
-    assert kinds_of(kernel, unaligned) == kinds_of(kernel, {})
+    types = pointers(codes=False)
+    assert kind_of_call(kernel, types, unaligned) == kind_of_call(kernel, types)
     if "query" in kernel.arg_names:
-        assert kinds_of(kernel, {"query": 68}) != kinds_of(kernel, {}), "this test would see it"
+        assert kind_of_call(kernel, types, {"query": 68}) != kind_of_call(kernel, types), "this test would see it"

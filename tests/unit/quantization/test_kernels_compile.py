@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.support.compiling import SHARED_MEMORY, compiled
+from tests.support.compiling import SHARED_MEMORY, compiled, kind_of_call
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -42,6 +42,17 @@ def test_blocks(whole, rows):
     text, _ = compiled(blocks_kernel, pointers, constants, num_warps=8)
     assert "div.rn.f32" in text and "div.full" not in text
     assert "cvt.rn.satfinite.e4m3x2.f32" in text
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 4096])
+def test_any_number_of_tokens_takes_the_same_kernel(tokens):
+    """The scales of segments lie column by column, so their stride is the number of tokens."""
+    from megatron_rl.quantization.kernels.quantize import blocks_kernel
+
+    types = {"values": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
+    sizes = dict.fromkeys(("rows", "code_rows", "scale_column_stride"), tokens)
+    assert kind_of_call(blocks_kernel, types, sizes) == kind_of_call(blocks_kernel, types)
+    assert kind_of_call(blocks_kernel, types, {"columns": 4096}) != kind_of_call(blocks_kernel, types)
 
 
 @pytest.mark.parametrize(("tokens", "raw", "even"), [(1, True, True), (64, False, False), (512, False, True)])
