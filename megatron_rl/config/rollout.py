@@ -51,7 +51,7 @@ class RolloutConfig:
     """With --enable-cuda-graph: most batch sizes to capture; a batch is rounded up to the next of them."""
     inference_dynamic_batching: bool = flag(False, note="the rollout engine always batches dynamically")
     """Megatron's switch for dynamic batching."""
-    inference_dynamic_batching_block_size: int | None = flag(None, ge=1)
+    inference_dynamic_batching_block_size: int | None = flag(None, ge=1, le=65_536)
     """Tokens a page of the KV cache, on backends that have pages. Without it 64 (triton_paged, paged) or 256."""
     inference_dynamic_batching_buffer_guaranteed_fraction: float = flag(
         0.2, note="a completion is admitted only when its KV blocks are there, so none is reserved"

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, shorten
 from megatron_rl.export.tensor_file import TensorEntry, TensorReader
 from megatron_rl.json_text import parse_json
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_LONGEST_NAME = 255
 _WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
 )
@@ -73,8 +74,8 @@ def _indexed_shards(directory: Path) -> list[str]:
         raise CheckpointError(f"{directory / INDEX} has no weight_map of tensor names to files; fetch it again")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{directory / INDEX} names {name!r}, which is no safetensors file beside it")
+        if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
+            raise CheckpointError(f"{directory / INDEX} names {shorten(name)}, which is no safetensors file beside it")
         if not (directory / name).is_file():
             raise CheckpointError(f"shard {directory / name} is missing, {INDEX} names it; fetch it again")
     for name in names:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, shorten
 from megatron_rl.families.discovery import HfModel
 from megatron_rl.json_text import parse_json
 
@@ -21,6 +21,9 @@ INDEX_FILE = "model.safetensors.index.json"
 NUMBER_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 """Number formats that are read, and bytes a number."""
 _LONGEST_HEADER = 100_000_000
+_LONGEST_NAME = 255
+"""Characters of a file's name; of a longer one a file system says nothing but an error."""
+_MALFORMED = (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
 _PASSED_OVER = (".rotary_emb.inv_freq",)
 """Endings of tensors that older files have and every model computes itself."""
 
@@ -81,7 +84,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         tensors = {name: _stored(path, name, entry) for name, entry in header.items()}
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except _MALFORMED as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); download it again") from error
     size = path.stat().st_size
     if size != end:
@@ -134,11 +137,11 @@ def _may_be_there(name: str) -> bool:
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
         wanted = dict(parse_json(path.read_text(encoding="utf-8"))["weight_map"])
-        outside = next((name for name in wanted.values() if Path(name).name != name), None)
+        outside = next((name for name in wanted.values() if Path(name).name != name or len(name) > _LONGEST_NAME), None)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files ({error}); download it again") from error
     if outside is not None:
-        raise CheckpointError(f"{path} names {outside!r}, which is not a file beside it; download it again")
+        raise CheckpointError(f"{path} names {shorten(outside)}, which is not a file beside it; download it again")
     return wanted
 
 

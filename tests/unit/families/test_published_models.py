@@ -152,6 +152,27 @@ def test_tensors_whose_description_is_nested_too_deeply(tmp_path: Path, name: st
         stored_tensors(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        ({"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 4]}, "cannot convert float infinity"),
+        ({"dtype": "F32", "shape": [-1, 2], "data_offsets": [0, 8]}, "8 bytes for a shape of -1 x 2"),
+        ({"dtype": "F32", "shape": None, "data_offsets": [0, 8]}, "not iterable"),
+    ],
+)
+def test_headers_that_make_no_sense(tmp_path: Path, entry: dict[str, Any], fault: str) -> None:
+    text = json.dumps({"model.norm.weight": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(CheckpointError, match=f"is not a whole safetensors file .*{fault}"):
+        stored_tensors(tmp_path)
+
+
+def test_a_file_name_that_no_file_system_has(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 300 * "x"}}))
+    with pytest.raises(CheckpointError, match=r"names 'x+...x+', which is not a file beside it"):
+        stored_tensors(tmp_path)
+
+
 def test_several_of_them_come_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         _read(tmp_path, {**PUBLISHED["Llama-3.1-8B"][0], "mlp_bias": True, "hidden_act": "gelu"})
