@@ -5,8 +5,11 @@
 #
 # The model is tiny and random: it solves nothing, and every reward is -1. What is shown is that data, chat template,
 # tokenizer, graders, server, training and evaluation fit together, with every count. Without FILEs the data sets
-# come from the Hugging Face hub.
+# come from the Hugging Face hub; without a network:
+#
+#   bash examples/dapo_pipeline_check/run.sh --dapo environments/dapo/sample.jsonl --aime environments/aime/sample.jsonl
 set -euo pipefail
+HERE=$PWD
 cd "$(dirname "$0")/../.."
 usage() { echo "usage: bash examples/dapo_pipeline_check/run.sh [--dapo FILE] [--aime FILE] [--run-dir DIR]" >&2; exit 2; }
 DAPO='' AIME='' RUN_DIR=runs/dapo_pipeline_check
@@ -18,6 +21,9 @@ while [ $# -gt 0 ]; do
         *) echo "unknown argument: $1" >&2; usage ;;
     esac
 done
+# files are the caller's, wherever this is called from
+absolute() { case "$1" in '' | /*) echo "$1" ;; *) echo "$HERE/$1" ;; esac; }
+DAPO=$(absolute "$DAPO") AIME=$(absolute "$AIME")
 bash tools/setup.sh
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE
 mkdir -p "$RUN_DIR"
@@ -25,11 +31,12 @@ python examples/dapo_pipeline_check/make_tokenizer.py "$RUN_DIR/tokenizer"
 {
     echo "- agent_type: DAPOAgent"
     echo "  weight: 1.0"
-    if [ -n "$DAPO" ]; then echo "  agent_args: {path: '$DAPO'}"; fi
+    # of a few rows the usual 256th would be none
+    if [ -n "$DAPO" ]; then echo "  agent_args: {path: '${DAPO//\'/\'\'}', held_out: 8}"; fi
     echo "- agent_type: AIMEAgent"
     echo "  weight: 0.0"
     echo "  evaluation_only: true"
-    if [ -n "$AIME" ]; then echo "  agent_args: {path: '$AIME'}"; fi
+    if [ -n "$AIME" ]; then echo "  agent_args: {path: '${AIME//\'/\'\'}'}"; fi
 } > "$RUN_DIR/environments.yaml"
 
 exec torchrun --nproc-per-node="${NPROC:-2}" train_rl.py \

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import runpy
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import read_config
+from megatron_rl.environments.config import prepare_environments
 from megatron_rl.tokenizer import load_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "dapo_pipeline_check"
@@ -22,6 +24,22 @@ def test_the_command_is_valid_on_two_ranks():
     assert problems == []
     assert config.training.perform_rl_step
     assert config.training.train_iters == 3
+
+
+def test_the_shipped_samples_have_tasks_to_train_and_to_evaluate_on(tmp_path: Path):
+    """The script itself, but for the installation, the tokenizer and the launch; called from another folder."""
+    script = (EXAMPLE / "run.sh").read_text()
+    script = script.replace("bash tools/setup.sh", ":").replace("exec torchrun", "exec true")
+    script = script.replace("python examples/", "true examples/")
+    samples = tmp_path / "it's here"
+    samples.symlink_to(EXAMPLE.parents[1] / "environments")
+    command = ["bash", "-c", script, str(EXAMPLE / "run.sh"), "--run-dir", str(tmp_path / "run")]
+    files = ["--dapo", "it's here/dapo/sample.jsonl", "--aime", str(samples / "aime" / "sample.jsonl")]
+    subprocess.run([*command, *files], check=True, cwd=tmp_path)
+    dapo, aime = prepare_environments(tmp_path / "run" / "environments.yaml").values()
+    assert dapo.tasks.counts == {"train": 18, "test": 2}
+    assert aime.tasks.counts == {"test": 5}
+    assert aime.environment.evaluation_only
 
 
 @pytest.mark.parametrize("text", ["Answer: 33", "$\\frac{1}{2}$ \u2212 \u5927\u4e8e\n\t", "\x00\x7f \U0001f600"])
