@@ -167,8 +167,9 @@ def _in_a_process(name: str) -> tuple[str, bool, float, str]:
     except subprocess.TimeoutExpired:
         return name, False, time.monotonic() - started, f"still running after {LIMIT:.0f} s"
     lines = [line for line in (run.stdout if run.returncode == 0 else run.stderr).splitlines() if line.strip()]
-    reasons = [line for line in lines if "cublasLt" in line and "[Error]" in line][-3:] if run.returncode else []
-    said = "\n    ".join([*reasons, *lines[-1:]]) or "nothing"
+    logged = (run.stdout + run.stderr).splitlines() if run.returncode else []
+    reasons = [line[:300] for line in logged if "cublasLt" in line and "[Error]" in line][-3:]
+    said = "\n    ".join([*reasons, *(line[:300] for line in lines[-1:])]) or "nothing"
     return name, run.returncode == 0, time.monotonic() - started, said
 
 

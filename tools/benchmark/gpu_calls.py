@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[Step, ...]] = {
     "correctness": (
         Step("smoke", ("-m", "tests.gpu.smoke"), 150),
         *map(_tests, ("graphs", "quantization_kernels", "rollout_kernels", "quantization", "attention", "sampler")),
-        *map(_tests, ("engine", "memory", "primitives")),
+        *map(_tests, ("engine", "memory", "checkpoint", "primitives")),
     ),
     "numbers": (
         Step("attention", ("-m", "tools.benchmark.attention", "--json", "{out}/attention.json"), 120),
