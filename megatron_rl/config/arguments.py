@@ -20,7 +20,7 @@ from megatron_rl.config.rl_config import RLConfig, all_flags, section_classes
 from megatron_rl.config.sources import Setting, read_command_line, read_yaml
 from megatron_rl.config.validation import validate
 from megatron_rl.config.values import convert, refusal
-from megatron_rl.errors import ConfigError, shorten
+from megatron_rl.errors import MAX_PROBLEMS, ConfigError, shorten
 
 _LONGEST_FLAG = 100
 
@@ -99,7 +99,9 @@ def _read(argv: Sequence[str]) -> _Reading:
 def _apply(setting: Setting, reading: _Reading) -> None:
     known = _spellings().get(setting.spelling)
     if known is None:
-        reading.problems.append(_unknown(setting))
+        # what is not shown needs no comparison with every flag, which would take half a minute for 5000 of them
+        is_shown = len(reading.problems) < MAX_PROBLEMS
+        reading.problems.append(_unknown(setting, _nearest(setting) if is_shown else None))
         return
     flag, switches_on = known
     try:
@@ -129,12 +131,16 @@ def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
     return value == switches_on if flag.kind is bool else value
 
 
-def _unknown(setting: Setting) -> str:
+def _unknown(setting: Setting, nearest: str | None) -> str:
+    dashes = "" if setting.from_file else "--"
+    hint = f"did you mean {dashes}{nearest}?" if nearest else "--help-all lists all flags"
+    return f"{setting.where} is not a flag; {hint}"
+
+
+def _nearest(setting: Setting) -> str | None:
     # no flag is that long, and the comparison takes the square of the length
     near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
-    dashes = "" if setting.from_file else "--"
-    hint = f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
-    return f"{setting.where} is not a flag; {hint}"
+    return near[0] if near else None
 
 
 @functools.cache

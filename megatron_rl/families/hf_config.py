@@ -35,7 +35,7 @@ class HfConfig:
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not _is_number(value) or not isinstance(value, int) or value < 1:
             raise ConfigError([f"{self.path}: {key} must be a whole number above 0, got {shorten(value)}"])
         return value
 

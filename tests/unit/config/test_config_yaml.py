@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+
 import pytest
 
 from megatron_rl.config import parse_config, read_config
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import MAX_PROBLEMS, ConfigError
 
 
 @pytest.fixture
@@ -103,6 +105,13 @@ def test_what_a_lost_file_would_have_set_is_not_missing(tmp_path):
     assert [line.split()[0] for line in problems] == ["--config", "--lr"]
     _, problems = read_config(["--config", ""], 1)
     assert problems == ["--config is empty; name a path, or leave the flag out"]
+
+
+def test_only_what_is_shown_is_compared_with_every_flag(write, monkeypatch):
+    compared = []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
+    assert len(errors_of(write("".join(f"k{n}: 1\n" for n in range(3 * MAX_PROBLEMS))))) == 3 * MAX_PROBLEMS
+    assert len(compared) == MAX_PROBLEMS
 
 
 def test_an_absent_file(tmp_path):

@@ -116,6 +116,7 @@ def test_the_command_of_the_32b_run_agrees_with_the_published_config(tmp_path: P
         ({"rms_norm_eps": float("inf")}, ["rms_norm_eps must be a number", "inf"]),
         ({"rms_norm_eps": 10**400}, ["rms_norm_eps must be a number", "..."]),
         ({"rope_scaling": 100 * ["x" * 1000]}, ["rope_scaling must be a mapping", "..."]),
+        ({"hidden_size": 10**400}, ["hidden_size must be a whole number above 0", "..."]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers 1000000000", "at most 1000 layers"]),
         ({"layer_types": 32}, ["layer_types must be a list of names, got 32"]),
         ({"layer_types": [["full_attention"]]}, ["layer_types must be a list of names"]),
