@@ -95,11 +95,12 @@ def test_the_gradient_is_that_of_the_whole_batch_divided_once(one_rank: Parallel
 
 
 def test_clipping_scales_the_gradient_to_the_limit(one_rank: ParallelGroups) -> None:
-    free, clipped = tiny_optimization(), tiny_optimization(clip_grad=0.01)
-    norms = [sum_of_squares(one_rank, optimization) for optimization in (free, clipped)]
-    assert norms[0][0] == pytest.approx(norms[1][0])  # reported before clipping
-    assert norms[0][1] == pytest.approx(norms[0][0], rel=1e-5)
-    assert norms[1][1] == pytest.approx(0.01, rel=1e-3)
+    norm, left = sum_of_squares(one_rank, tiny_optimization())
+    assert left == pytest.approx(norm, rel=1e-5)
+    for share, expected in ((0.01, 0.01), (0.9, 0.9), (1.1, 1.0)):
+        reported, left = sum_of_squares(one_rank, tiny_optimization(clip_grad=share * norm))
+        assert reported == pytest.approx(norm), "before clipping"
+        assert left == pytest.approx(expected * norm, rel=1e-3)
 
 
 def sum_of_squares(one_rank: ParallelGroups, optimization: Optimization) -> tuple[float, float]:
