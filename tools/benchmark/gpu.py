@@ -98,6 +98,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     collection.on_end = ended
     (measure_in_workers if on_gpu else measure_here)(names, options, collection)
     print_targets(_claims(collection.sections, options))
+    line, errors = tally(collection.sections)
+    print(f"\n{line}")
+    if errors and not rehearse:
+        raise SystemExit(1)
+
+
+def tally(sections: Mapping[str, SectionRecord]) -> tuple[str, int]:
+    """What came of all sections in a line, and how many measurements failed."""
+    rows = [row for record in sections.values() for row in record.rows]
+    errors, skipped = (sum(kind in row for row in rows) for kind in ("error", "skipped"))
+    stopped = [name for name, record in sections.items() if record.stopped]
+    ending = f"; stopped early: {', '.join(stopped)}" if stopped else ""
+    return f"{len(rows) - errors - skipped} measured, {skipped} skipped, {errors} failed{ending}", errors
 
 
 def _claims(sections: Mapping[str, SectionRecord], options: Options) -> list[Target]:

@@ -54,7 +54,7 @@ def _gpu(sections: str, limit: float) -> Step:
     """Sections of the GPU benchmark; it leaves what it has when its time is over."""
     name = sections.partition(" ")[0]
     command = ("-m", "tools.benchmark.gpu", *sections.split(), f"--seconds={limit - 30:.0f}", "--grace=20")
-    return Step(f"gpu {sections}", (*command, "--json", f"{{out}}/{name}.json"), limit)
+    return Step(f"gpu {sections}", (*command, "--json", f"{{out}}/gpu_{name}.json"), limit)
 
 
 CALLS: dict[str, tuple[Step, ...]] = {

@@ -241,6 +241,12 @@ def test_targets_by_hand() -> None:
     assert found["re-quantisation of the 7B", "fp8"].verdict == "FAIL"
 
 
+def test_the_last_line_counts_by_hand() -> None:
+    rows = [{"ms": 1.0}, {"ms": 2.0}, {"error": "why"}, {"skipped": "not built"}]
+    sections = {"decode_7B": SectionRecord(rows, 9.0, "its 1 s were over"), "grpo": SectionRecord([{"ms": 3.0}], 1.0)}
+    assert gpu.tally(sections) == ("3 measured, 1 skipped, 1 failed; stopped early: decode_7B", 1)
+
+
 def test_flags_without_effect_are_named() -> None:
     assert without_effect(("--bf16", "--rl-rollout-quantization=fp8")) is None
     assert without_effect(("--bf16", "--no-such-flag=1")) == "--no-such-flag does not exist in this version"

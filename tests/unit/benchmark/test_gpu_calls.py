@@ -36,6 +36,11 @@ def test_every_section_is_in_a_call_and_its_budget_in_the_steps_limit() -> None:
         assert budget + 30 <= step.limit, step.name
 
 
+def test_no_record_is_written_over() -> None:
+    records = [part for call in CALLS.values() for step in call for part in step.command if ".json" in part]
+    assert len({record.rpartition("=")[2] for record in records}) == len(records) > 5
+
+
 @pytest.mark.parametrize("call", ["numbers", "training", "large"])
 def test_a_call_fits_ten_minutes_even_if_every_step_hangs(call: str) -> None:
     assert sum(step.limit for step in CALLS[call]) <= SECONDS < 600
