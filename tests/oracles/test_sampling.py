@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.oracles import cases
@@ -28,6 +30,14 @@ def _check(run: Run) -> None:
 @pytest.mark.parametrize("name", [case.name for case in cases.SAMPLING])
 def test_tokens_come_from_their_distribution(quick: dict[str, Run], name: str) -> None:
     _check(quick[name])
+
+
+def test_a_temperature_a_fifth_off_is_seen(quick: dict[str, Run]) -> None:
+    """By the draws alone, whatever log-probs were recorded with them."""
+    run = quick["temperature"].check()
+    other = replace(run.case.settings, rl_temperature=1.2 * run.case.settings.rl_temperature)
+    draws, _ = read_draws(run.model, read_records(run.records[0]), other)
+    assert tail(*chi_square(draws)) < SUSPICIOUS**2
 
 
 @pytest.mark.long
