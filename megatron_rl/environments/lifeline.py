@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import stat
 import threading
 import time
+
+from megatron_rl.environments.readable import readable
 
 STDIN = 0
 POLL_SECONDS = 0.5
@@ -46,7 +47,7 @@ def _watch(parent: int, pipe: int | None) -> None:
     while os.getppid() == parent:
         if pipe is None:
             time.sleep(POLL_SECONDS)
-        elif select.select([pipe], [], [], POLL_SECONDS)[0] and not os.read(pipe, 1024):
+        elif readable(pipe, seconds=POLL_SECONDS) and not os.read(pipe, 1024):
             break
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.environments.pool.channel import receive, send
+from megatron_rl.environments.readable import readable
 from megatron_rl.errors import one_line
 
 LOAD_SECONDS = 300.0
@@ -130,14 +130,14 @@ class _Child:
         """``TimeoutError``, ``_Flood``, or ``OSError`` for a child that ended."""
         start, told = time.monotonic(), False
         while True:
-            ready = select.select([self.channel, self.process.stdout], [], [], POLL_SECONDS)[0]
+            ready = readable(self.channel, self.process.stdout, seconds=POLL_SECONDS)
             waited = time.monotonic() - start
             if self.channel in ready:
                 return receive(self.channel, max(seconds - waited, 1.0))
             if self.process.stdout in ready:
                 self._read_output()
             # a fork that it left behind may hold the channel open
-            if self.process.poll() is not None and not select.select([self.channel], [], [], 0)[0]:
+            if self.process.poll() is not None and not readable(self.channel, seconds=0):
                 raise ConnectionError
             if waited > seconds:
                 raise TimeoutError
@@ -157,7 +157,7 @@ class _Child:
 
     def _drain(self) -> None:
         """What was printed before the answer and has not been read yet."""
-        while select.select([self.process.stdout], [], [], 0)[0] and self._read_output():
+        while readable(self.process.stdout, seconds=0) and self._read_output():
             pass
 
     def _output(self) -> str:

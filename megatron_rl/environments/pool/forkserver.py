@@ -12,13 +12,13 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import sys
 
 from megatron_rl.environments.pool import limits
 from megatron_rl.environments.pool.worker import prepare, work
+from megatron_rl.environments.readable import readable
 
 POLL_SECONDS = 0.5
 
@@ -44,7 +44,7 @@ def main(descriptor: int, settings: str) -> None:
 
 def _serve(control: socket.socket, parent: int, bounds: limits.Limits, children: set[int]) -> None:
     while os.getppid() == parent:
-        if not select.select([control], [], [], POLL_SECONDS)[0]:
+        if not readable(control, seconds=POLL_SECONDS):
             continue
         data, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
         if not data:

@@ -7,11 +7,11 @@ to wait four seconds for a core.
 from __future__ import annotations
 
 import os
-import select
 import time
 from pathlib import Path
 
 from megatron_rl.environments.pool.spawning import Worker
+from megatron_rl.environments.readable import readable
 
 LONGEST = 3.0
 """Times the deadline, however little the worker ran."""
@@ -22,7 +22,7 @@ FAIR_SHARE = 0.5
 def await_answer(worker: Worker, deadline_s: float) -> None:
     """Returns when there is something to read; ``TimeoutError`` when the worker has used up its time."""
     start, used = time.monotonic(), _processor_seconds(worker.pid)
-    while not select.select([worker.channel], [], [], deadline_s)[0]:
+    while not readable(worker.channel, seconds=deadline_s):
         computed = _processor_seconds(worker.pid) - used
         starved = _runnable(worker.pid) and computed < FAIR_SHARE * deadline_s
         if not starved or time.monotonic() - start >= LONGEST * deadline_s:
