@@ -72,10 +72,10 @@ def discover(begin: Begin = ignore, skip: Collection[str] = ()) -> Discovery:
         begin(name)
         try:
             for found in load():
-                found.description()
+                str(found.description())
                 environments.setdefault(_checked_name(found), found)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an author's module may raise anything
-            broken.append(BrokenEnvironment(name, _reason(error), traceback.format_exc()))
+            broken.append(BrokenEnvironment(name, reason_of(error), traceback.format_exc()))
     return Discovery(dict(sorted(environments.items())), tuple(broken))
 
 
@@ -153,7 +153,7 @@ def _import_folder(wanted: str, begin: Begin) -> type[Environment] | None:
     try:
         classes = _classes_of_folder(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError([f"environment {module!r} cannot be imported: {_reason(error)}"]) from error
+        raise ConfigError([f"environment {module!r} cannot be imported: {reason_of(error)}"]) from error
     return next((found for found in classes if canonical(found.name) == wanted), None)
 
 
@@ -197,20 +197,20 @@ def _import_module(module_name: str, reference: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError([f"environment {reference!r} cannot be imported: {_reason(error)}"]) from error
+            raise ConfigError([f"environment {reference!r} cannot be imported: {reason_of(error)}"]) from error
         where = f"it is looked for in {here} and among the installed packages (PYTHONPATH adds folders)"
         raise ConfigError([f"environment {reference!r}: there is no module {error.name!r}; {where}"]) from None
     except (Exception, SystemExit) as error:
-        raise ConfigError([f"environment {reference!r} cannot be imported: {_reason(error)}"]) from error
+        raise ConfigError([f"environment {reference!r} cannot be imported: {reason_of(error)}"]) from error
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """``KeyError: 'gold' (parity.py:12)``: type, text and the last line that is the author's."""
     if isinstance(error, ConfigError):
         return one_line(str(error))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_authors(frame.filename)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return one_line(f"{type(error).__name__}: {error}") + place
+    return one_line(f"{type(error).__name__}: {error}".rstrip(": ")) + place
 
 
 def _is_authors(filename: str) -> bool:

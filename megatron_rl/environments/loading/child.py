@@ -11,10 +11,11 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_rl.environments.loader import reason_of
 from megatron_rl.environments.loading.stages import WORK
 from megatron_rl.environments.pool.channel import receive, send
 from megatron_rl.environments.pool.limits import die_with_parent
-from megatron_rl.errors import ConfigError, shorten
+from megatron_rl.errors import ConfigError
 
 REQUEST_SECONDS = 60.0
 
@@ -35,7 +36,7 @@ def main(descriptor: int) -> None:
         answer = {"problems": list(error.problems)}
     except BaseException as error:  # noqa: BLE001 - an author's module may raise anything
         traceback.print_exc()
-        answer = {"raised": f"raised {type(error).__name__} ({shorten(str(error))})"}
+        answer = {"raised": f"raised {reason_of(error)}"}
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by a module
         sys.stdout.flush()
         sys.stderr.flush()

@@ -28,7 +28,7 @@ def find_all(report: Report, skip: Collection[str]) -> dict[str, Any]:
         report(Stage(module, f"environment {module!r}", "it was imported"))
 
     found = discover(begin, skip)
-    names = {name: one_line(environment.description()) for name, environment in found.environments.items()}
+    names = {name: one_line(str(environment.description())) for name, environment in found.environments.items()}
     broken = [[each.name, each.reason, each.traceback] for each in found.broken]
     return {"environments": names, "broken": broken}
 

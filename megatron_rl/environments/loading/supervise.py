@@ -105,16 +105,16 @@ class _Child:
             if "stage" in message:
                 self.stage = Stage(**message["stage"])
             elif "raised" in message:
-                return self.failed(message["raised"])
+                return self.failed(message["raised"], quote=False)  # its last words are the traceback
             else:
                 self._drain()
                 return Answer(message.get("result"), tuple(message.get("problems", ())), output=self._output())
 
-    def failed(self, what: str, advice: str = "mend it, or leave it out") -> Answer:
+    def failed(self, what: str, advice: str = "mend it, or leave it out", quote: bool = True) -> Answer:
         """The answer in the child's place."""
         with contextlib.suppress(_Flood):
             self._drain()
-        said = f"; its last words: {one_line(self._output()[-200:])}" if self.tail.strip() else ""
+        said = f"; its last words: {one_line(self._output()[-200:])}" if quote and self.tail.strip() else ""
         line = f"{self.stage.who} {what} while {self.stage.doing}; {advice}{said}"
         return Answer(failed_at=self.stage, failure=line, output=self._output())
 

@@ -80,15 +80,17 @@ def test_wild_modules_do_not_hide_the_others(wild):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wild\nVersion: 1.0\n")
     (wild / "raises.py").write_text("1 / 0")
-    names = ("exits", "good_x", "interrupts", "raises")
+    (wild / "odd.py").write_text(GOOD.replace("NAME", "odd") + "    description = classmethod(lambda cls: 7)\n")
+    names = ("exits", "good_x", "interrupts", "odd", "raises")
     points = "".join(f"{name} = {name}:Made\n" for name in names)
     (info / "entry_points.txt").write_text(f"[megatron_rl.environments]\n{points}")
     result = found(seconds=60.0)
     assert result.environments["good_x"] == "Is fine."
+    assert result.environments["odd"] == "7"
     assert "arithmetic" in result.environments
     end = " while it was imported; mend it, or leave it out"
     assert list(result.broken) == ["exits", "interrupts", "raises"]
     assert result.broken["exits"] == f"environment 'exits' ended the process with status 0{end}"
-    assert result.broken["interrupts"].startswith(f"environment 'interrupts' raised KeyboardInterrupt (''){end}")
+    assert result.broken["interrupts"] == f"environment 'interrupts' raised KeyboardInterrupt (interrupts.py:1){end}"
     assert result.broken["raises"] == "cannot be imported: ZeroDivisionError: division by zero (raises.py:1)"
     assert "Traceback" in result.tracebacks["raises"]

@@ -18,10 +18,13 @@ class Made(Environment):
 WILD = {
     "sleeps": ("import time; time.sleep(600)\n" + GOOD, "took more than 2 s while its module was imported"),
     "exits": ("import os; os._exit(0)", "ended the process with status 0 while its module was imported"),
-    "interrupts": ("raise KeyboardInterrupt", "raised KeyboardInterrupt ('') while its module was imported"),
+    "interrupts": (
+        "raise KeyboardInterrupt",
+        "raised KeyboardInterrupt (interrupts.py:1) while its module was imported; mend it, or leave it out",
+    ),
     "own_kind": (
         "class Odd(BaseException): pass\nraise Odd('x' * 10**6)",
-        "raised Odd ('xxxx",
+        "raised Odd: xxxx",
     ),
     "crashes": ("import ctypes; ctypes.string_at(0)", "was killed by SIGSEGV while its module was imported"),
     "aborts": ("import os; os.abort()", "was killed by SIGABRT while its module was imported"),
