@@ -89,7 +89,8 @@ def decode(
     """``query`` [N, 1, heads, D] -> [N, 1, heads * D].
 
     ``keys`` and ``values`` [pages, page_length, groups, D], contiguous: numbers, or with fp32 scales [groups] E4M3
-    codes as uint8. ``table`` [at least N, pages of the longest sequence] int32. The host reads nothing.
+    codes as uint8. ``table`` [at least N, pages of the longest sequence] int32. The host reads nothing. It takes
+    N x heads x splits x D fp32 numbers of memory for a while: 235 MB for 256 rows of a 7B at a limit of 16k.
     """
     rows, _, heads, width = query.shape
     _, page_length, groups, _ = keys.shape

@@ -75,6 +75,13 @@ def test_sum():
     assert made.resources.spilled == 0
 
 
+def test_find():
+    from megatron_rl.attention.kernels.paged_decode import find_kernel
+
+    made = compile_for_hopper(find_kernel, pointers(False), {"SPLIT": 256, "SPLITS": 64, "BLOCK": 256})
+    assert made.resources.spilled == 0
+
+
 @MODELS
 def test_extend(share, groups, width, codes):
     from megatron_rl.attention.kernels.paged_extend import STAGES, TILE, extend_kernel, warps_for
