@@ -74,11 +74,34 @@ TOPOLOGIES: dict[str, tuple[int, int]] = {
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 NEEDS_SLICES = ("tensor", "tensor+data")
 """Topologies whose tensor-parallel ranks do not slice the tokens: experts are refused there."""
+_SHAPES = {"qk_layernorm", "no_qkv_bias", "recompute_selective", "supervised_tied"}
+LONG = {
+    "data": _SHAPES | {"fewer_groups_than_ranks", "biases_and_layernorm"},
+    "tensor": _SHAPES | {
+        "recompute_full", "fused_output_layer", "entropy_and_correction", "several_updates+distributed",
+        "fused_output_layer+overlap", "supervised+distributed",
+    },
+    "tensor+data": {*MODELS, *OPTIMIZERS},
+}  # fmt: skip
+"""What only ``--long`` runs. Replicas do not know what a layer is made of; ``tensor+sequence`` goes through it all."""
+
+
+def variants_of(topology: str, with_long: bool) -> list[str]:
+    """Names of the variants that ``topology`` is tried on."""
+    return [
+        variant
+        for variant in (*MODELS, *(OPTIMIZERS if topology != "one" else ()))
+        # Experts cannot be trained where every rank has all tokens.
+        if not ("experts" in variant and topology in NEEDS_SLICES)
+        and (with_long or variant not in LONG.get(topology, ()))
+    ]
+
+
 CASES = [
-    pytest.param(topology, variant, marks=[pytest.mark.long] if topology == "tensor+data" else [])
+    pytest.param(topology, variant, marks=[pytest.mark.long] if variant in LONG.get(topology, ()) else [])
     for topology in TOPOLOGIES
-    for variant in (*MODELS, *OPTIMIZERS)
-    if topology != "one" and not ("experts" in variant and topology in NEEDS_SLICES)
+    if topology != "one"
+    for variant in variants_of(topology, with_long=True)
 ]
 WEIGHT_TOLERANCE = 1e-5
 
@@ -86,8 +109,8 @@ WEIGHT_TOLERANCE = 1e-5
 class Reports:
     """Runs a topology when a test first asks for it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, with_long: bool) -> None:
+        self._folder, self._with_long = folder, with_long
         self._reports: dict[str, dict[str, Any]] = {}
 
     def report(self, topology: str, variant: str) -> dict[str, Any]:
@@ -104,11 +127,7 @@ class Reports:
     def _run(self, topology: str) -> dict[str, Any]:
         folder = self._folder / topology
         folder.mkdir()
-        variants = dict(MODELS)
-        if topology != "one":
-            variants |= OPTIMIZERS
-        if topology in NEEDS_SLICES:  # experts cannot be trained where every rank has all tokens
-            variants = {name: changes for name, changes in variants.items() if "num_experts" not in changes}
+        variants = {name: (MODELS | OPTIMIZERS)[name] for name in variants_of(topology, self._with_long)}
         if topology == "tensor+sequence":
             variants = {name: changes | SEQUENCE_PARALLEL for name, changes in variants.items()}
         world_size, tensor_size = TOPOLOGIES[topology]
@@ -126,8 +145,8 @@ class Reports:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    return Reports(tmp_path_factory.mktemp("parity"))
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    return Reports(tmp_path_factory.mktemp("parity"), with_long=request.config.getoption("--long"))
 
 
 @pytest.mark.parametrize(("topology", "variant"), CASES)

@@ -24,7 +24,7 @@ FILES = ("common.pt", "__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.jso
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_nobody_waits(tmp_path: Path) -> None:
     program = "tests.distributed.save_programs:fail_on_one_rank"
-    first, second = run_ranks(program, 2, timeout=300, folder=str(tmp_path), files=FILES, changes=SUPERVISED)
+    first, second = run_ranks(program, 2, folder=str(tmp_path), files=FILES, changes=SUPERVISED)
     assert first == second
     assert first["failed_saves"] == len(FILES)
     for step, file in enumerate(FILES, start=1):

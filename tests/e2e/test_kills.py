@@ -135,7 +135,7 @@ def test_saved_in_the_background_and_killed_meanwhile(workshop) -> None:
     points = ["background_committing", "background_forked", "background_planned", "background_written", "save_renamed"]
     kills = [Kill(int(point in ("background_forked", "background_written")), point) for point in points]
     stories = {"background": [], "background_killed": kills}
-    tale = Tale(workshop, stories, timeout=600, async_save=True)
+    tale = Tale(workshop, stories, timeout=900, async_save=True)
     tale.check_all(stories)
 
 
@@ -150,7 +150,7 @@ and the largest log-prob gap, which a later step may reach again."""
 def test_without_any_item_of_the_state_the_comparison_fails(workshop, item: str) -> None:
     """The control of all the tests here: killed after the first save, and resumed without ``item``."""
     name = f"without_{item}"
-    tale = Tale(workshop, {name: [Kill(0, "save_committed", 1)]}, timeout=300, omit=item)
+    tale = Tale(workshop, {name: [Kill(0, "save_committed", 1)]}, timeout=900, omit=item)
     assert tale.codes[name][-1] == [0] * RANKS, tale.output(name)
     with pytest.raises(AssertionError):
         tale.check(name)

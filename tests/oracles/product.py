@@ -145,7 +145,7 @@ class Workshop:
             chosen = [case for case in cases if case.ranks == ranks]
             commands = [self._train(case) for case in chosen] + [self._export(case) for case in chosen if case.trains]
             commands += [cast.command() for cast in casts] if ranks == 1 else []
-            outcomes = run_many(commands, ranks, timeout=120 + 60 * len(chosen))
+            outcomes = run_many(commands, ranks, timeout=600 + 60 * len(chosen))
             exports = iter(outcomes[len(chosen) :])
             for case, outcome in zip(chosen, outcomes, strict=False):
                 found[case.name] = self._result(case, [outcome, next(exports)] if case.trains else [outcome])

@@ -86,7 +86,7 @@ class Fork:
 
 
 def run_python(
-    *argv: object, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY, timeout: float = 240.0
+    *argv: object, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY, timeout: float = 600.0
 ) -> subprocess.CompletedProcess[str]:
     """``python argv...`` from the repository's root, with what it wrote.
 

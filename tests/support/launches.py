@@ -17,7 +17,7 @@ import psutil
 from tests.support.ranks import REPOSITORY, free_port
 from tests.support.runs import rows_of
 
-PATIENCE_S = 150.0
+PATIENCE_S = 300.0
 """Generous: the machine is shared. Every wait ends as soon as what it waits for is there."""
 
 

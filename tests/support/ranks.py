@@ -46,7 +46,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(
-    function: str, world_size: int, timeout: float = 240.0, fresh: bool = False, **arguments: Any
+    function: str, world_size: int, timeout: float = 600.0, fresh: bool = False, **arguments: Any
 ) -> list[Any]:
     """Call ``package.module:function(**arguments)`` on every rank; JSON in, JSON out, in rank order.
 

@@ -60,7 +60,7 @@ def command(flags: Mapping[str, Any]) -> list[str]:
 
 
 def run_many(
-    commands: Sequence[Sequence[str]], ranks: int = 1, timeout: float = 240.0, largest_file: int | None = None
+    commands: Sequence[Sequence[str]], ranks: int = 1, timeout: float = 600.0, largest_file: int | None = None
 ) -> list[Outcome]:
     """Run ``train_rl.py`` with each argument list, one after the other, in one process a rank.
 
@@ -88,7 +88,7 @@ def run_many(
         return [_outcome(Path(folder), index, ranks) for index in range(len(commands))]
 
 
-def run(argv: Sequence[str], ranks: int = 1, timeout: float = 120.0) -> Outcome:
+def run(argv: Sequence[str], ranks: int = 1, timeout: float = 600.0) -> Outcome:
     """One run in a fresh process a rank."""
     return run_many([argv], ranks, timeout)[0]
 
