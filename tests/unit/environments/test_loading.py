@@ -6,7 +6,8 @@ import psutil
 import pytest
 
 from megatron_rl.environments.loading import found, inspected, supervise, surveyed
-from megatron_rl.errors import ConfigError
+from megatron_rl.environments.process import EnvironmentServerProcess
+from megatron_rl.errors import ConfigError, EnvironmentFault
 from tests.unit.environments.wild_modules import GOOD, WILD
 
 
@@ -94,3 +95,13 @@ def test_wild_modules_do_not_hide_the_others(wild):
     assert result.broken["interrupts"] == f"environment 'interrupts' raised KeyboardInterrupt (interrupts.py:1){end}"
     assert result.broken["raises"] == "cannot be imported: ZeroDivisionError: division by zero (raises.py:1)"
     assert "Traceback" in result.tracebacks["raises"]
+
+
+def test_a_server_that_a_module_ends_leaves_the_modules_name(wild):
+    """The preflight of rank 0 has looked at the list; on another node the module may do something else."""
+    (wild / "list.yaml").write_text("- environment: good_x:Made\n- environment: exits:Made\n")
+    with pytest.raises(EnvironmentFault) as fault:
+        EnvironmentServerProcess(wild / "list.yaml", wild / "logs").start()
+    first, line = str(fault.value).splitlines()
+    assert first.startswith("the environment server exited (0) while it started; see ")
+    assert line.endswith(f"{wild / 'list.yaml'}:2, now loading: environment 'exits:Made' (its module was imported)")
