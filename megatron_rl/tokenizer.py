@@ -12,6 +12,7 @@ from megatron_rl.families.end_tokens import end_token_ids
 from megatron_rl.json_text import parse_json
 from megatron_rl.types import Message, Prompt
 
+MOST_TOKENS = 100_000_000
 _SPOKEN = "THEMODELSTURN"
 """Stands for what the model said while a template is rendered; templates strip and split, so no spaces."""
 
@@ -30,7 +31,13 @@ class Tokenizer:
         self.name = name
         self.end_token_id: int = int(backend.eos_token_id)
         """The one that closes a demonstration."""
-        self.vocab_size: int = max(len(backend), self.end_token_id + 1)
+        # Ids may have holes: `len` counts tokens, and an id beyond it would be no row of the embedding.
+        self.vocab_size: int = 1 + max([len(backend) - 1, self.end_token_id, *backend.get_vocab().values()])
+        if self.vocab_size > MOST_TOKENS:
+            raise ConfigError([
+                f"tokenizer {name!r} has the token id {self.vocab_size - 1:,}, and no vocabulary is that large; "
+                "take the tokenizer.json that the model was published with"
+            ])
         more = [number for number in dict.fromkeys(more_end_token_ids) if number != self.end_token_id]
         known = set(self.special_tokens.values()) if more else set()
         self.end_token_ids: tuple[int, ...] = (self.end_token_id, *(number for number in more if number in known))
@@ -59,7 +66,13 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; no special tokens are added."""
-        return self._backend.encode(text, add_special_tokens=False)
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises a plain Exception where neither text nor [UNK] is a token
+            raise ConfigError([
+                f"tokenizer {self.name!r} cannot encode {shorten(text)} ({one_line(str(error), 200)}); use one whose "
+                "vocabulary covers the environment's texts"
+            ]) from error
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt.

@@ -49,6 +49,9 @@ class _Letters:
     def __len__(self) -> int:
         return len(LETTERS)
 
+    def get_vocab(self) -> dict[str, int]:
+        return {letter: number for number, letter in enumerate(LETTERS)}
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
 

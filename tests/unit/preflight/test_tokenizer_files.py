@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.preflight.text import tokenizer_problems
+from megatron_rl.tokenizer import load_tokenizer
 from tests.support.tiny import tiny_config, write_tokenizer
 
 DEEP = "[" * 20_000 + "]" * 20_000
@@ -43,6 +45,32 @@ def test_files_that_are_no_tokenizer(tokenizer: Path, tmp_path: Path, file: str,
     (line,) = _problems(directory)
     assert line.startswith(f"--tokenizer-model '{directory}'")
     assert reason in line and "\n" not in line and len(line) < 700
+
+
+def _with_vocabulary(tokenizer: Path, directory: Path, vocabulary: dict[str, int]) -> Path:
+    shutil.copytree(tokenizer, directory)
+    data = json.loads((directory / "tokenizer.json").read_text())
+    data["model"]["vocab"] = vocabulary
+    (directory / "tokenizer.json").write_text(json.dumps(data))
+    return directory
+
+
+def test_ids_with_holes_all_have_rows(tokenizer: Path, tmp_path: Path) -> None:
+    found = load_tokenizer(str(_with_vocabulary(tokenizer, tmp_path / "holes", {"3": 3, "4": 900})))
+    assert found.encode("4") == [900]
+    assert found.vocab_size == 901
+
+
+def test_an_id_beyond_any_vocabulary(tokenizer: Path, tmp_path: Path) -> None:
+    (line,) = _problems(_with_vocabulary(tokenizer, tmp_path / "far", {"3": 3, "4": 2**32 - 1}))
+    assert "has the token id 4,294,967,295, and no vocabulary is that large" in line
+
+
+def test_a_text_that_has_no_tokens(tokenizer: Path, tmp_path: Path) -> None:
+    found = load_tokenizer(str(_with_vocabulary(tokenizer, tmp_path / "few", {"3": 3})))
+    assert found.encode("3") == [3]
+    with pytest.raises(ConfigError, match=r"cannot encode '3\+4=' \(.*\); use one whose vocabulary covers"):
+        found.encode("3+4=")
 
 
 def test_the_whole_one_is_fine(tokenizer: Path) -> None:
