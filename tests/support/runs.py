@@ -6,6 +6,7 @@ together. Where a fresh process matters (a resume), call it twice.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -134,6 +135,7 @@ def _main(job: Path) -> None:
             code = _script(argv) if argv[0].endswith(".py") else _train(argv, job.parent / f"{index}.port")
         except Exception:  # noqa: BLE001 - what a user would see as a traceback
             traceback.print_exc()
+        gc.collect()  # process groups hold sockets until then: dozens of runs would have thousands of descriptors
         sys.stdout.flush()
         (job.parent / f"{index}.{rank}.code").write_text(str(code))
 
