@@ -7,25 +7,25 @@ Versions are those that setup.py asks for. wandb and evaluate are asked for by f
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 OPTIONAL = {"wandb", "evaluate"}
 
 
 def wanted(setup: Path, extras: Sequence[str]) -> list[str]:
-    """Requirements of the project and of its ``extras``, from the text of setup.py."""
-    call = next(n for n in ast.walk(ast.parse(setup.read_text())) if isinstance(n, ast.Call) and _name(n) == "setup")
-    values = {keyword.arg: keyword.value for keyword in call.keywords}
-    known = ast.literal_eval(values["extras_require"])
-    return ast.literal_eval(values["install_requires"]) + [line for extra in extras for line in known[extra]]
-
-
-def _name(call: ast.Call) -> str:
-    return getattr(call.func, "id", "")
+    """Requirements of the project and of its ``extras``: what setup.py hands to setuptools, which need not be there."""
+    given: dict[str, Any] = {}
+    stand_in = ModuleType("setuptools")
+    stand_in.setup, stand_in.find_packages = given.update, lambda **_: []
+    sys.modules["setuptools"] = stand_in
+    runpy.run_path(str(setup))
+    return [*given["install_requires"], *(line for extra in extras for line in given["extras_require"][extra])]
 
 
 def problem(line: str) -> str | None:
