@@ -7,8 +7,6 @@ ENVIRONMENTS = [
     "megatron_rl_environments" + name[len("environments"):]
     for name in find_packages(include=["environments", "environments.*"])
 ]
-LOADS_EXPORTS = ["accelerate>=1.1.0", "compressed-tensors>=0.15.0"]
-"""What transformers loads quantised exports with; the least versions are those it asks for."""
 
 setup(
     name="megatron-rl",
@@ -38,7 +36,8 @@ setup(
         "math-verify>=0.8",
     ],
     extras_require={
-        "export": LOADS_EXPORTS,
+        # transformers loads quantised exports with these, and asks for these versions
+        "export": ["accelerate>=1.1.0", "compressed-tensors>=0.15.0"],
         "te": ["transformer-engine[pytorch]>=2.8"],
         "test": [
             "pytest>=8.0",
@@ -46,7 +45,8 @@ setup(
             "ruff>=0.9",
             "import-linter>=2.1",
             'triton>=3.6; sys_platform == "linux"',
-            *LOADS_EXPORTS,
+            "accelerate>=1.1.0",
+            "compressed-tensors>=0.15.0",
         ],
     },
     entry_points={
