@@ -72,11 +72,13 @@ class PlannedSelfAttention(SelfAttention):
         key_lengths: torch.Tensor,
         block_table: torch.Tensor,
         is_decode_only: bool,
+        softmax_offset: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The kernel of megatron's own dynamic engine, in plain torch: an oracle, not a fast path.
 
         Caches are paged, ``[pages, page_length, groups, D]``. Reads lengths on the host.
         """
+        del softmax_offset  # of learned attention sinks, which none of our models has; given from 0.19 on
         page_length = key_cache.shape[1]
         queries = query.reshape(-1, *query.shape[-2:])
         output = torch.zeros_like(queries)

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import SaveError
 from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.platform.megatron import common_writer, raising, shard_writer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CUT_SHORT = "enforce fail at inline_container"
@@ -56,13 +57,16 @@ class SaveAttempt:
         What it raises on every rank is noted, and so is what its writes would raise on one. All else goes on up.
         """
         with contextlib.ExitStack() as stack:
-            write_shards = FileSystemWriterAsync.write_preloaded_data_multiproc
-            for owner, name, replacement in (
-                (TorchCommonSaveStrategy, "save_common", self._noting(_save_common)),
-                (FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(self._noting(write_shards))),
-                (FileSystemWriterAsync, "finish", self._noting(FileSystemWriterAsync.finish)),
+            writer, write_shards, common = FileSystemWriterAsync, shard_writer(), common_writer()
+            replaced = [
+                (writer, "write_preloaded_data", staticmethod(raising(writer.write_preloaded_data))),
+                (writer, write_shards, staticmethod(self._noting(getattr(writer, write_shards)))),
+                (writer, "finish", self._noting(writer.finish)),
                 (serialization, "save_config", self._noting(serialization.save_config)),
-            ):
+            ]
+            if common is not None:
+                replaced.append((*common, self._noting(_save_common)))
+            for owner, name, replacement in replaced:
                 stack.enter_context(_replaced(owner, name, replacement))
             try:
                 yield
@@ -110,8 +114,9 @@ def _told(directory: Path, error: BaseException) -> str:
     )
 
 
-def _save_common(_: TorchCommonSaveStrategy, state: dict[str, Any], directory: str | Path) -> None:
+def _save_common(*given: Any) -> None:
     """As megatron's, but an error says which: torch's own file writer tells of an ``enforce fail`` and no more."""
+    state, directory = given[-2:]  # a method's in 0.16, then a function's
     if dist.get_rank() == 0:
         written = io.BytesIO()
         torch.save(state, written)

@@ -25,6 +25,7 @@ from megatron_rl.checkpoint.optimizer_state import load_state, make_room
 from megatron_rl.checkpoint.result_queue import prepare_result_queue
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
+from megatron_rl.platform.megatron import asynchronous_writer
 from megatron_rl.trainer import Optimization
 
 _METADATA = {
@@ -54,8 +55,10 @@ def _save(
     prepare_result_queue()
     state = _state(policy, optimization, loading=False)
     with _quiet():
-        strategy = get_default_save_sharded_strategy("torch_dist", 1)
-        return dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=in_background)
+        strategy = get_default_save_sharded_strategy("torch_dist")
+        return dist_checkpointing.save(
+            state, str(directory), strategy, async_sharded_save=in_background, **asynchronous_writer()
+        )
 
 
 def load_weights(directory: Path, policy: PolicyModel) -> None:

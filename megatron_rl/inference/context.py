@@ -14,6 +14,7 @@ from megatron_rl.attention.product import FEWEST_ROWS
 from megatron_rl.attention.rope import RopeTable, rotate
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.models import RolloutOps
+from megatron_rl.platform.megatron import last_logits_only
 
 
 class RolloutContext(BaseInferenceContext):
@@ -24,6 +25,7 @@ class RolloutContext(BaseInferenceContext):
     """
 
     use_flashinfer_fused_rope = False
+    num_speculative_tokens = 0
     padding_slice = slice(0, 0)
     """The tokens that megatron zeroes where the layers run in fp8: none are padding here."""
 
@@ -36,7 +38,7 @@ class RolloutContext(BaseInferenceContext):
         dtype: torch.dtype,
         ops: RolloutOps,
     ) -> None:
-        super().__init__(materialize_only_last_token_logits=True)
+        super().__init__(**last_logits_only())
         self.max_sequence_length = cache.shape.max_length
         self._cache = cache
         self._kernels = attention

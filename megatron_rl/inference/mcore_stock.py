@@ -12,13 +12,13 @@ import torch
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
 
 from megatron_rl.inference.kv_cache import CacheShape
 from megatron_rl.models import PolicyModel
+from megatron_rl.platform.megatron import VERSION, inference_flag
 
 PAGE_TOKENS = 64
 """Tokens in a page of the KV buffer; the stock engine pauses a request at every page border."""
@@ -30,6 +30,11 @@ class _ZeroedContext(DynamicInferenceContext):
         super().allocate_all_tensors(is_init=is_init)
         self.memory_buffer.zero_()
 
+    def initialize_all_tensors(self) -> None:
+        """The same under the name that it has from 0.17 on."""
+        super().initialize_all_tensors()
+        self.memory_buffer.zero_()
+
 
 class _RealVocabulary(GPTInferenceWrapper):
     """Logits in fp32, and none for the padding of the vocabulary.
@@ -38,10 +43,8 @@ class _RealVocabulary(GPTInferenceWrapper):
     model is sampled from a bf16 softmax.
     """
 
-    def __init__(
-        self, policy: PolicyModel, config: InferenceWrapperConfig, context: DynamicInferenceContext
-    ) -> None:
-        super().__init__(policy.gpt, config, context)
+    def __init__(self, policy: PolicyModel, *settings_and_context: Any) -> None:
+        super().__init__(policy.gpt, *settings_and_context)
         self._vocab_size = policy.vocab_size
 
     def _forward(self, inference_input: dict[str, torch.Tensor | None]) -> torch.Tensor:
@@ -62,7 +65,11 @@ class _SeveralEndTokens(TextGenerationController):
         active = slice(context.paused_request_count, context.total_request_count)
         drawn = self._sampled_tokens_cuda[: active.stop - active.start]
         # A request ends when it drew its end token, so the end token becomes what it just drew.
-        self._request_metadata["termination_id"][active] = torch.where(self._is_stop[drawn], drawn, -1)
+        ends = torch.where(self._is_stop[drawn], drawn, -1)
+        if VERSION < (0, 18):
+            self._request_metadata["termination_id"][active] = ends
+        else:
+            context.active_request_metadata["termination_id"][: ends.numel()] = ends
         return super()._dynamic_step_context_bookkeeping()
 
 
@@ -108,11 +115,12 @@ class StockEngine(DynamicInferenceEngine):
         from inside the rollouter's event loop too; the stock wrapper would start a thread there.
         """
         coroutine = self.async_step()
-        while True:
-            try:
-                coroutine.send(None)
-            except StopIteration as finished:
-                return finished.value
+        with inference_flag():
+            while True:
+                try:
+                    coroutine.send(None)
+                except StopIteration as finished:
+                    return finished.value
 
     def reseed(self, seed: int) -> None:
         """Restart the random numbers; stock, they start from ``config.inference_sampling_seed`` once."""
@@ -139,20 +147,39 @@ def build_stock_engine(
     # evicted, and an evicted request would be sampled again from its first token.
     buffer_bytes = shape.bytes_per_slot * requests + shape.bytes_per_slot // pages
     longest_step = max(prefill_token_budget, max_sequence_length, requests)
+    sizes = {
+        "max_sequence_length": max_sequence_length,
+        "buffer_size_gb": buffer_bytes / 2**30,
+        "max_requests": requests,
+        # Stock rounds the tokens of a step up, also beyond a limit that is not round itself.
+        "max_tokens": DynamicInferenceContext.round_up_tokens(longest_step),
+        "block_size_tokens": PAGE_TOKENS,
+        "materialize_only_last_token_logits": True,
+    }
+    # Whole prompts only: chunks give wrong prompt log-probs at their borders.
+    if VERSION < (0, 17):
+        return _engine_of_0_16(policy, shape, sizes, is_stop)
+    from megatron.core.inference.config import InferenceConfig
+
+    context = _ZeroedContext(policy.config, InferenceConfig(**sizes, enable_chunked_prefill=False))
+    controller = _SeveralEndTokens(_RealVocabulary(policy, context), is_stop)
+    with inference_flag():  # which the constructor sets and leaves on
+        return StockEngine(controller, context)
+
+
+def _engine_of_0_16(
+    policy: PolicyModel, shape: CacheShape, sizes: dict[str, Any], is_stop: torch.Tensor
+) -> StockEngine:
+    from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+
     tensor_size = policy.config.tensor_model_parallel_size
     context = _ZeroedContext(
         params_dtype=policy.dtype,
         num_layers=shape.layers,
         kv_channels=shape.width,
         num_attention_heads=shape.groups * tensor_size,  # every rank has a group, also of fewer groups than ranks
-        max_sequence_length=max_sequence_length,
-        buffer_size_gb=buffer_bytes / 2**30,
-        max_requests=requests,
-        # Stock rounds the tokens of a step up, also beyond a limit that is not round itself.
-        max_tokens=DynamicInferenceContext.round_up_tokens(longest_step),
-        block_size_tokens=PAGE_TOKENS,
         tensor_model_parallel_size=tensor_size,
-        materialize_only_last_token_logits=True,
+        **sizes,
     )
     wrapper = InferenceWrapperConfig(
         hidden_size=policy.config.hidden_size,
@@ -161,5 +188,4 @@ def build_stock_engine(
         padded_vocab_size=policy.padded_vocab_size,
     )
     controller = _SeveralEndTokens(_RealVocabulary(policy, wrapper, context), is_stop)
-    # Whole prompts only: chunks give wrong prompt log-probs at their borders.
     return StockEngine(controller, context, random_seed=0, enable_chunked_prefill=False)

@@ -12,6 +12,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron_rl.platform.megatron import submodules_of
+
 
 class WholeColumnLinear(ColumnParallelLinear):
     """A `ColumnParallelLinear` whose only rank has all columns."""
@@ -38,10 +40,10 @@ class WholeRowLinear(RowParallelLinear):
 
 def use_whole_linears(layer: ModuleSpec) -> None:
     """Put them into a layer's specification; for one tensor-parallel rank only."""
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention, mlp = layer.submodules.self_attention.submodules, submodules_of(layer.submodules.mlp)
     attention.linear_qkv, attention.linear_proj = WholeColumnLinear, WholeRowLinear
     if isinstance(mlp, MoESubmodules):
-        mlp = mlp.experts.submodules
+        mlp = submodules_of(mlp.experts)
     mlp.linear_fc1, mlp.linear_fc2 = WholeColumnLinear, WholeRowLinear
 
 

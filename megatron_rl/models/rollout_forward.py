@@ -9,6 +9,7 @@ import torch.nn.functional as functional
 
 from megatron_rl.models.gpt import PolicyModel
 from megatron_rl.models.layer import RolloutLayer, RolloutPlan
+from megatron_rl.platform.megatron import inference_flag
 
 
 class ForwardPlan(RolloutPlan, Protocol):
@@ -52,9 +53,10 @@ class RolloutForward:
         return gpt.output_layer(chosen[:, None], weight=weight, runtime_gather_output=True)[0][:, 0]
 
     def _stock(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = self._policy.gpt(
-            token_ids[None], positions[None], None, inference_context=self._plan, runtime_gather_output=True
-        )
+        with inference_flag():
+            logits = self._policy.gpt(
+                token_ids[None], positions[None], None, inference_context=self._plan, runtime_gather_output=True
+            )
         return logits.view(-1, logits.shape[-1])
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.test_parity import OVERLAP, SUPERVISED
 from tests.support.ranks import run_ranks
+from tests.support.saves import COMMON
 
 
 @pytest.mark.parametrize("changes", [SUPERVISED, SUPERVISED | OVERLAP], ids=["plain", "overlap"])
@@ -17,7 +18,7 @@ def test_a_checkpoint_holds_the_weights_of_the_last_update(tmp_path: Path, chang
         assert max(distances) == 0.0
 
 
-FILES = ("common.pt", "__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json", "run_state.json", "manifest.json")
+FILES = (*COMMON, "__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json", "run_state.json", "manifest.json")
 """Rank 1 writes one of them, rank 0 the others: each fails on one rank alone."""
 
 

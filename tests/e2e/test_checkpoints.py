@@ -24,8 +24,8 @@ def _flip_a_byte(checkpoint: Path) -> Path:
 
 
 def _truncate(checkpoint: Path) -> Path:
-    path = checkpoint / "common.pt"
-    path.write_bytes(path.read_bytes()[:-100])
+    path = checkpoint / "metadata.json"
+    path.write_bytes(path.read_bytes()[:-1])
     return path
 
 

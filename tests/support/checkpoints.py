@@ -25,7 +25,8 @@ def contents(checkpoint: Path) -> dict[str, Any]:
         whole = Path(folder) / "whole.pt"
         dcp_to_torch_save(checkpoint, whole)
         found = dict(_leaves("", torch.load(whole, weights_only=False)))
-    found |= _leaves("common", torch.load(checkpoint / "common.pt", weights_only=False))
+    if (checkpoint / "common.pt").exists():  # from megatron-core 0.19 on it is among the tensors
+        found |= _leaves("common", torch.load(checkpoint / "common.pt", weights_only=False))
     for path in sorted(checkpoint.glob("random_state_*.safetensors")):
         found |= {f"{path.stem}.{name}": tensor for name, tensor in load_file(path).items()}
     return found

@@ -13,11 +13,15 @@ from megatron_rl.checkpoint import CheckpointManager, manager
 from megatron_rl.config import RLConfig
 from megatron_rl.loop import supervised_step
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.platform.megatron import VERSION
 from megatron_rl.run import Run
 from tests.support.toy import toy_run
 
+COMMON = () if VERSION >= (0, 19) else ("common.pt",)
+"""What is no tensor: from 0.19 on among the tensors."""
+SHARDS = ("__0_0.distcp",) if VERSION >= (0, 17) else ("__0_0.distcp", "__0_1.distcp")
 FILES = (
-    "common.pt", "__0_0.distcp", "__0_1.distcp", ".metadata", "metadata.json", "random_state_rank_00000.safetensors",
+    *COMMON, *SHARDS, ".metadata", "metadata.json", "random_state_rank_00000.safetensors",
     "rollout_calibration_00000.safetensors", "run_state.json", "manifest.json",
 )  # fmt: skip
 """Everything in a checkpoint of one rank, in the order in which it is written."""

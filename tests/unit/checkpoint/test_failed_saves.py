@@ -19,7 +19,7 @@ from megatron_rl.checkpoint import find_checkpoint, layout, manager, manifest
 from megatron_rl.checkpoint.layout import list_checkpoints, step_directory
 from megatron_rl.errors import SaveError
 from megatron_rl.run import Run
-from tests.support.saves import FILES, before_tensors, full_disk, saving_run, train_a_step
+from tests.support.saves import COMMON, FILES, before_tensors, full_disk, saving_run, train_a_step
 from tests.support.tiny import tiny_config
 from tests.unit.checkpoint.test_damage import SUPERVISED
 
@@ -240,7 +240,7 @@ def test_a_periodic_save_that_fails_is_a_warning_and_keeps_the_journal(run: Run,
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("file", ["common.pt", "__0_0.distcp", "metadata.json", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("file", [*COMMON, "__0_0.distcp", "metadata.json", ".metadata", "manifest.json"])
 @pytest.mark.parametrize("seen_by", ["poll", "the next save"])
 def test_a_save_in_the_background_that_fails(run: Run, tmp_path: Path, file: str, seen_by: str, monkeypatch) -> None:
     """It is counted and told; training goes on, and the same step can be saved again."""

@@ -13,6 +13,7 @@ import torch
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.mcore_stock import PAGE_TOKENS
 from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.platform.megatron import VERSION
 from tests.support.generation import generate, mcore_engine, ragged_requests, request, tokens
 from tests.support.tiny import tiny_config, tiny_policy
 
@@ -78,14 +79,16 @@ def test_a_bf16_model_is_sampled_from_fp32(one_rank: object, monkeypatch: pytest
     """A bf16 softmax has two or three digits: not the distribution whose log-prob is reported."""
     policy = tiny_policy(tiny_config(bf16=True))
     engine = mcore_engine(policy)
-    stock_sampling = engine._stock.controller._torch_sampling_func
+    controller = engine._stock.controller
+    owner, name = (controller, "_torch_sampling_func") if VERSION < (0, 18) else (controller._sampling, "sample_kernel")
+    stock_sampling = getattr(owner, name)
     seen: set[torch.dtype] = set()
 
-    def noted(logits: torch.Tensor, *arguments: object) -> torch.Tensor:
+    def noted(logits: torch.Tensor, *arguments: object, **named: object) -> torch.Tensor:
         seen.add(logits.dtype)
-        return stock_sampling(logits, *arguments)
+        return stock_sampling(logits, *arguments, **named)
 
-    monkeypatch.setattr(engine._stock.controller, "_torch_sampling_func", noted)
+    monkeypatch.setattr(owner, name, noted)
     generate(policy, engine, [request(PROMPT, max_new_tokens=3)])
     assert seen == {torch.float32}
 

@@ -62,11 +62,12 @@ def test_several_tensor_parallel_ranks_keep_the_stock_layers(one_rank: ParallelG
     from megatron_rl.models import build_transformer_config
     from megatron_rl.models.spec import layer_spec
     from megatron_rl.platform import current_platform
+    from megatron_rl.platform.megatron import submodules_of
 
     for ranks, whole in ((1, True), (2, False)):
         config = tiny_config(ranks, tensor_model_parallel_size=ranks)
         layer = layer_spec(build_transformer_config(config, current_platform()))
-        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        attention, mlp = layer.submodules.self_attention.submodules, submodules_of(layer.submodules.mlp)
         used = {attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2}
         assert used == (set(STOCK) if whole else set(STOCK.values()))
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel
+from megatron_rl.platform.megatron import VERSION
 from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.linear import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
@@ -340,7 +341,9 @@ class TestExperts:
         )  # fmt: skip
         spec = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
         torch.manual_seed(0)
-        return build_module(spec, config=config).eval()
+        # A `ModuleSpec`, or from 0.17 on a partial.
+        mixture = build_module(spec, config=config) if VERSION < (0, 17) else spec(config=config)
+        return mixture.eval()
 
     @pytest.fixture
     def model(self, mixture: MoELayer) -> torch.nn.Module:

@@ -1,0 +1,65 @@
+"""What `megatron_rl.platform.megatron` says of the version of megatron-core at hand is so."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.inference.contexts.base_context import BaseInferenceContext
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
+from megatron_rl.platform import megatron
+
+
+def test_the_mlp_of_a_layer_has_submodules() -> None:
+    mlp = get_gpt_layer_local_spec().submodules.mlp
+    assert isinstance(mlp, functools.partial) == (megatron.VERSION >= (0, 17))
+    assert megatron.submodules_of(mlp).linear_fc1 is not None
+
+
+def test_a_context_of_last_logits() -> None:
+    class Context(BaseInferenceContext):
+        def is_static_batching(self) -> bool:
+            return False
+
+    context = Context(**megatron.last_logits_only())
+    assert (context if megatron.VERSION < (0, 17) else context.config).materialize_only_last_token_logits
+
+
+@pytest.mark.skipif(megatron.VERSION < (0, 18), reason="the flag came with 0.18")
+@pytest.mark.parametrize("before", [False, True])
+def test_the_flag_of_inference_is_as_it_was_also_after_an_error(before: bool) -> None:
+    from megatron.core.inference.utils import InferenceMode
+
+    (InferenceMode.set_active if before else InferenceMode.unset_active)()
+    try:
+        with pytest.raises(KeyError), megatron.inference_flag():
+            assert InferenceMode.is_active()
+            raise KeyError
+        assert InferenceMode.is_active() == before
+    finally:
+        InferenceMode.unset_active()
+
+
+def test_what_a_save_replaces_is_there() -> None:
+    assert callable(vars(FileSystemWriterAsync)[megatron.shard_writer()].__func__)
+    other = "write_preloaded_data_multithread" if megatron.VERSION < (0, 17) else "write_preloaded_data_multiproc"
+    assert not hasattr(FileSystemWriterAsync, other), "a save would write with what is not watched"
+    common = megatron.common_writer()
+    assert common is None or callable(vars(common[0])[common[1]])
+    assert common is not None or not hasattr(serialization, "save_common")
+
+
+def test_a_save_is_megatrons_own() -> None:
+    assert megatron.asynchronous_writer() == ({} if megatron.VERSION < (0, 17) else {"async_strategy": "mcore"})
+
+
+def test_a_write_that_returns_its_error_raises_it() -> None:
+    full = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        megatron.raising(lambda: (0, full))()
+    assert megatron.raising(lambda: (0, ["written"]))() == (0, ["written"])
+    assert megatron.raising(lambda: None)() is None
