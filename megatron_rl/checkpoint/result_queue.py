@@ -21,10 +21,20 @@ class ResultQueue:
         self._file = open(os.memfd_create("written"), "r+b", buffering=0)  # noqa: SIM115
 
     def put(self, results: Any) -> None:
-        """Replaces what nobody has taken: of a save that was given up."""
+        """Replaces what nobody has taken: of a save that was given up.
+
+        Raises:
+            OSError: it could be written in part only; then nothing was put.
+        """
         self._file.seek(0)
         self._file.truncate()
-        self._file.write(ForkingPickler.dumps(results))
+        rest = memoryview(ForkingPickler.dumps(results))
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(0)
+            raise
 
     def get_nowait(self) -> Any:
         """Takes what was put last.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import resource
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,19 @@ def test_what_nobody_took_is_replaced_though_it_is_longer() -> None:
     results.put(LARGE)
     results.put({0: []})
     assert results.get_nowait() == {0: []}
+    with pytest.raises(queue.Empty):
+        results.get_nowait()
+
+
+def test_what_was_put_in_part_is_not_taken() -> None:
+    results = ResultQueue()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            results.put(LARGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with pytest.raises(queue.Empty):
         results.get_nowait()
 
