@@ -47,6 +47,10 @@ def read_model(directory: Path) -> torch.nn.Module:
     """
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **plain)
+    # With megatron-core imported in the same process, transformers leaves the buffers without initial values.
+    made = dict(AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(made[name])
     return model.double().eval()
 
 
