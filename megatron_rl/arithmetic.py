@@ -1,0 +1,23 @@
+"""A row of a matrix product has the same bits whatever other rows there are: on Intel CPUs MKL has to be asked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CPU_FACTS = Path("/proc/cpuinfo")
+
+
+def ask_for_strict_products(cpu_facts: Path = _CPU_FACTS) -> None:
+    """Set ``MKL_CBWR`` unless the user has; MKL reads it at the first product of the process.
+
+    Without it MKL orders the additions of a product by its number of rows, so the log-prob of a token would depend on
+    what else is decoded at the moment, and engine and trainer would differ (decision 001). Strict costs nothing
+    there. On other CPUs the same word could mean MKL's slowest kernels, and the default is independent already.
+    """
+    try:
+        is_intel = "GenuineIntel" in cpu_facts.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # no Linux: then it is what MKL makes of it
+        return
+    if is_intel:
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
