@@ -13,7 +13,12 @@ import logging
 import re
 from typing import Any
 
-from megatron_rl.environments.grading.bounds import text_of_short_formulas, text_too_costly, too_costly
+from megatron_rl.environments.grading.bounds import (
+    most_bits_beside,
+    text_of_short_formulas,
+    text_too_costly,
+    too_costly,
+)
 from megatron_rl.environments.grading.text import final_part, last_boxes, marked_line, plain_signs
 from megatron_rl.types import Grade
 
@@ -63,7 +68,9 @@ def judge(completion: str, gold: str) -> Grade:
     if not parsed:
         return Grade(REWARDS[0], status="unparsable", extracted=answer)
     wanted = _gold(gold)
-    if any(too_costly(_compared(found, wanted)) for found in parsed) and not _same(wanted, parsed):
+    most_bits = min(map(most_bits_beside, wanted))
+    costly = any(too_costly(_compared(found, wanted), most_bits) for found in parsed)
+    if costly and not _same(wanted, parsed):
         return Grade(REWARDS[0], status="unparsable", extracted=answer)
     right = _equal(wanted, parsed)
     return Grade(REWARDS[right], status="correct" if right else "wrong", extracted=answer)
