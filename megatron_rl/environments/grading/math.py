@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from megatron_rl.environments.grading.bounds import (
-    most_bits_beside,
+    has_functions,
     text_of_short_formulas,
     text_too_costly,
     too_costly,
@@ -68,8 +68,8 @@ def judge(completion: str, gold: str) -> Grade:
     if not parsed:
         return Grade(REWARDS[0], status="unparsable", extracted=answer)
     wanted = _gold(gold)
-    most_bits = min(map(most_bits_beside, wanted))
-    costly = any(too_costly(_compared(found, wanted), most_bits) for found in parsed)
+    beside_functions = any(map(has_functions, wanted))
+    costly = any(too_costly(_compared(found, wanted), beside_functions) for found in parsed)
     if costly and not _same(wanted, parsed):
         return Grade(REWARDS[0], status="unparsable", extracted=answer)
     right = _equal(wanted, parsed)
