@@ -32,7 +32,7 @@ WILD = {
         "import sys\nwhile True: sys.stderr.write('flood ' * 10000)",
         "printed more than 16 MiB while its module was imported",
     ),
-    "closes": ("import os, time\nos.closerange(3, 99)\ntime.sleep(600)", "closed the files of its process while"),
+    "closes": ("import os, time\nos.closerange(3, 65536)\ntime.sleep(600)", "closed the files of its process while"),
     "forks": (
         "import os, time\nif os.fork() == 0: time.sleep(600)\nos._exit(3)",
         "ended the process with status 3 while its module was imported",

@@ -13,7 +13,8 @@ for module in pkgutil.iter_modules(package.__path__):
     if module.name == "hf_evaluate":  # the adapter to a heavy library, imported by who asks for it
         continue
     importlib.import_module(f"megatron_rl.metrics.{module.name}")
-allowed = ("megatron_rl.metrics", "megatron_rl.types", "megatron_rl.errors")
+layers = ("metrics", "types", "errors", "arithmetic", "signals")
+allowed = tuple(f"megatron_rl.{layer}" for layer in layers)
 wrong = [name for name in sys.modules if name.startswith("megatron_rl.") and not name.startswith(allowed)]
 wrong += [name for name in ("torch", "wandb", "tensorboard", "megatron") if name in sys.modules]
 sys.exit(f"imported {wrong}" if wrong else 0)

@@ -31,6 +31,9 @@ class _Numbers:
     def __len__(self) -> int:
         return self._vocab
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(self._vocab)}
+
     def decode(self, ids: Sequence[int], **_: object) -> str:
         return " ".join(map(str, ids))
 
