@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from megatron_rl.attention import kernels
 from megatron_rl.attention.backend import Numbers
 from megatron_rl.attention.kv_numbers import FP8
 from megatron_rl.attention.selection import DeviceFacts, get_backend
-from tests.support.interpreter import INTERPRETED, mend
+from tests.support.interpreter import INTERPRETED, mend, run_interpreted
 from tests.support.paged import FilledPages
 
 RAGGED = [1, 90, 16, 17]
@@ -149,14 +146,7 @@ else:
 
     @needs_triton
     def test_the_kernels_in_tritons_interpreter():
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", __file__],
-            env=os.environ | {"TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parents[3],
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+        run_interpreted(__file__)
 
 
 def test_importing_the_package_does_not_import_triton(monkeypatch):

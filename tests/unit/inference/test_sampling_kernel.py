@@ -6,17 +6,13 @@ The interpreter must be switched on before Triton's import, so a process of its 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl.inference.sampler import draw_by_columns
 from tests.support.compiling import compile_for_hopper
-from tests.support.interpreter import INTERPRETED, mend
+from tests.support.interpreter import INTERPRETED, mend, run_interpreted
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 ROWS = 6
@@ -103,14 +99,7 @@ if INTERPRETED:
 else:
 
     def test_the_kernels_in_tritons_interpreter():
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", __file__],
-            env=os.environ | {"TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parents[3],
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+        run_interpreted(__file__)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
     @pytest.mark.parametrize("tempered", [False, True])

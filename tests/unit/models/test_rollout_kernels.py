@@ -8,10 +8,6 @@ largest numbers off.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +17,7 @@ from megatron_rl.attention.kv_numbers import FP8, KVNumbers
 from megatron_rl.attention.rope import rotate
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing
-from tests.support.interpreter import INTERPRETED
+from tests.support.interpreter import INTERPRETED, run_interpreted
 
 EXACT = {"rtol": 1e-6, "atol": 1e-6}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -230,11 +226,4 @@ else:
 
     @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
     def test_the_kernels_in_tritons_interpreter():
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", __file__],
-            env=os.environ | {"TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parents[3],
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+        run_interpreted(__file__)

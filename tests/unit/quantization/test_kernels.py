@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +17,7 @@ import torch
 
 from megatron_rl.quantization import formats, kernels
 from megatron_rl.quantization.formats import FP8
+from tests.support.interpreter import run_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LARGEST = {torch.int8: 127.0, FP8: 448.0}
@@ -347,14 +346,7 @@ else:
 
     @needs_triton
     def test_the_kernels_in_tritons_interpreter():
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", __file__],
-            env=os.environ | {"TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parents[3],
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+        run_interpreted(__file__)
 
 
 def test_importing_the_package_does_not_import_triton(monkeypatch):
