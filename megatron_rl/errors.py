@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 MAX_VALUE = 200
 """Characters of a value in a message."""
@@ -39,9 +40,29 @@ def one_line(text: str, limit: int = MAX_LINE) -> str:
     return cut("".join(sign if sign.isprintable() else " " for sign in " ".join(text.split())), limit)
 
 
-def problem_lines(problems: Sequence[str]) -> list[str]:
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with what the user asked for.
+
+    ``Problem("--lr", "--lr is missing: the peak learning rate; give for example --lr 1e-6")``
+    """
+
+    flag: str | None
+    """The flag to change, with its dashes; None where no single one is to blame."""
+    text: str
+    """The whole line for the user: what, why, what instead."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def under(self, flag: str) -> Problem:
+        """The same as found in what ``flag`` names: ``--load-hf: config.json is not JSON``."""
+        return Problem(flag, f"{flag}: {self.text}")
+
+
+def problem_lines(problems: Sequence[Problem | str]) -> list[str]:
     """The lines that tell of ``problems``, the last of them how many more there are than fit a screen."""
-    lines = [one_line(problem, MAX_PROBLEM) for problem in problems[:MAX_PROBLEMS]]
+    lines = [one_line(str(problem), MAX_PROBLEM) for problem in problems[:MAX_PROBLEMS]]
     hidden = len(problems) - len(lines)
     return [*lines, f"... and {hidden} more, not shown; mend these first"] if hidden else lines
 
@@ -59,11 +80,19 @@ class MegatronRLError(Exception):
 
 
 class ConfigError(MegatronRLError):
-    """The user's configuration cannot run; carries every problem found, one line each."""
+    """The user's configuration cannot run; carries every problem found.
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems: tuple[str, ...] = tuple(problems)
-        super().__init__("\n".join(self.problems))
+    A bare text stands for a problem of no flag.
+    """
+
+    def __init__(self, problems: Sequence[Problem | str]) -> None:
+        self.problems = tuple(Problem(None, each) if isinstance(each, str) else each for each in problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+    @property
+    def lines(self) -> list[str]:
+        """The problems as text."""
+        return [problem.text for problem in self.problems]
 
 
 class CheckpointError(MegatronRLError):

@@ -92,7 +92,7 @@ def _run_or_tell(start: _Start) -> int:
     try:
         return _run(start)
     except ConfigError as error:
-        _tell(error.problems, rank)
+        _tell(error.lines, rank)
         return CONFIGURATION_ERROR
     except MegatronRLError as error:
         logger.error("%s", error)
@@ -122,7 +122,7 @@ def _report_estimate(config: RLConfig, problems: Sequence[str], world_size: int)
             raise ConfigError(problems)
         result = estimate(config, world_size, vocabulary(config))
     except ConfigError as error:
-        _tell(error.problems, rank=0)
+        _tell(error.lines, rank=0)
         return CONFIGURATION_ERROR
     sys.stdout.write(report_text(config, result) + "\n")
     return 0

@@ -66,7 +66,7 @@ def correction_modules(name: str) -> tuple[ModuleType, ...]:
         try:
             modules.append(_module("corrections", part.strip()))
         except ConfigError as error:
-            problems += error.problems
+            problems += error.lines
     if len(set(modules)) < len(modules):
         problems.append(f"'{name}' has a correction twice, which would square its weights; name each once")
     if problems:

@@ -43,7 +43,7 @@ def hugging_face_values(typed: Mapping[str, Any]) -> HuggingFaceValues:
         settings = read_model(directory).architecture.settings()
     except ConfigError as error:
         flag = f"--{name.replace('_', '-')}"
-        return HuggingFaceValues(problems=tuple(f"{flag}: {line}" for line in error.problems), unknown=FILLED_IN)
+        return HuggingFaceValues(problems=tuple(f"{flag}: {line}" for line in error.lines), unknown=FILLED_IN)
     source = str(Path(directory) / "config.json")
     problems = tuple(_contradictions(typed, settings, source))
     settings["group_query_attention"] = True  # megatron ignores the number of groups without it

@@ -127,7 +127,7 @@ def _walk(environment: Environment, split: Split, first_seen: dict[str, str], su
         yield f"{split} {error}"
         return
     except ConfigError as error:  # it says itself where and what
-        yield from error.problems
+        yield from error.lines
         return
     except Exception as error:  # noqa: BLE001 - an author's code may raise anything
         yield f"{split} row {row_number + 1} raises {type(error).__name__}: {error}"

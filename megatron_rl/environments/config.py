@@ -98,7 +98,7 @@ def load_environment_specs(
             specs.append(replace(_parse_entry(entry, partial(begin, number, where)), entry=number, where=where))
             explicit.append("name" in entry)
         except ConfigError as error:
-            problems += [f"{where}: {problem}" for problem in error.problems]
+            problems += [f"{where}: {problem}" for problem in error.lines]
     problems += _duplicates(specs, explicit)
     trained = [spec.weight for spec in specs if not spec.evaluation_only]
     if trained and sum(trained) == 0 and not skip:
@@ -113,7 +113,7 @@ def check_environments(path: str | Path) -> list[str]:
     try:
         set_up_environments(path)
     except ConfigError as error:
-        return list(error.problems)
+        return error.lines
     return []
 
 
@@ -142,7 +142,7 @@ def prepare_environments(
             prepared[spec.name] = Prepared(environment, survey_tasks(environment, begin_part))
             found = prepared[spec.name].tasks.problems
         except ConfigError as error:
-            found = list(error.problems)
+            found = error.lines
         problems += [f"{spec.name}: {problem}" for problem in found]
     if problems:
         raise ConfigError(problem_lines(problems))
@@ -290,7 +290,7 @@ def _resolve(
     try:
         environment = find_environment(reference, partial(begin, reference))
     except ConfigError as error:
-        problems.extend(error.problems)
+        problems.extend(error.lines)
         return None
     problems.extend(environment.option_problems(options))
     return environment

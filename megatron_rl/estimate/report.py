@@ -57,7 +57,7 @@ def vocabulary(config: RLConfig) -> int:
     try:
         return load_tokenizer(path).vocab_size
     except ConfigError as error:
-        raise ConfigError([f"the size of the vocabulary is unknown; {advice} ({error.problems[0]})"]) from error
+        raise ConfigError([f"the size of the vocabulary is unknown; {advice} ({error.lines[0]})"]) from error
 
 
 def report_text(config: RLConfig, result: Estimate) -> str:

@@ -30,7 +30,7 @@ def algorithm_problems(config: RLConfig) -> list[str]:
         try:
             check()
         except ConfigError as error:
-            problems += [f"{flag}: {line}" for line in error.problems]
+            problems += [f"{flag}: {line}" for line in error.lines]
     return problems
 
 

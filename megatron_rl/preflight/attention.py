@@ -25,7 +25,7 @@ def attention_problems(config: RLConfig) -> list[str]:
     try:
         chosen = attention_of(config, current_platform())
     except ConfigError as error:
-        return list(error.problems)
+        return error.lines
     asked, kernel = config.rollout.inference_dynamic_batching_block_size, chosen.cache
     if config.rollout.rl_kv_overcommit > 1 and kernel.layout == "slots":
         return [

@@ -135,7 +135,7 @@ def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | Non
     except CheckpointError as error:
         found = [str(error)]
     except ConfigError as error:
-        found = list(error.problems)
+        found = error.lines
     return [
         f"the reference of --grpo-kl-beta is what the run started from: {line}; if it lies elsewhere now, name that "
         "place with --pretrained-checkpoint or --load-hf, or use --grpo-kl-beta 0"

@@ -21,7 +21,7 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
     try:
         environments = surveyed(path, config.environment.rl_environment_load_timeout, demonstrations=supervised)
     except ConfigError as error:
-        return list(error.problems)
+        return error.lines
     trained = [item for item in environments if not item.evaluation_only]
     if not trained and not alone:
         return [f"{path}: every environment is evaluation_only, so there is nothing to train on; add one that is not"]

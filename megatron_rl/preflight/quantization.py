@@ -36,7 +36,7 @@ def _recipe(config: RLConfig) -> list[str]:
     try:
         recipe = get_recipe(name)
     except ConfigError as error:
-        return [f"--rl-rollout-quantization: {line}" for line in error.problems]
+        return [f"--rl-rollout-quantization: {line}" for line in error.lines]
     from megatron_rl.platform import current_platform  # brings torch, which wrong names need not wait for
 
     problem = recipe.device_problem(current_platform().compute_capability)

@@ -16,7 +16,7 @@ def tokenizer_problems(config: RLConfig) -> tuple[Tokenizer | None, list[str]]:
     try:
         tokenizer = open_tokenizer(config)
     except ConfigError as error:
-        return None, list(error.problems)
+        return None, error.lines
     return tokenizer, list(_stop_strings(config, tokenizer))
 
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _convert(options)
     except ConfigError as error:
-        sys.stderr.writelines(f"{line}\n" for line in error.problems)
+        sys.stderr.writelines(f"{line}\n" for line in error.lines)
         return 2
     except MegatronRLError as error:
         sys.stderr.write(f"{error}\n")

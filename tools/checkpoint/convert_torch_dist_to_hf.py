@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _convert(options.input_dir, options.output_dir, options.origin_hf_dir)
     except ConfigError as error:
-        sys.stderr.writelines(f"{line}\n" for line in error.problems)
+        sys.stderr.writelines(f"{line}\n" for line in error.lines)
         return 2
     except (MegatronRLError, OSError) as error:
         sys.stderr.write(f"{error}\n")

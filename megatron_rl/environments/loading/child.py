@@ -33,7 +33,7 @@ def main(descriptor: int) -> None:
     except ConfigError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        answer = {"problems": list(error.problems)}
+        answer = {"problems": error.lines}
     except BaseException as error:  # noqa: BLE001 - an author's module may raise anything
         traceback.print_exc()
         answer = {"raised": f"raised {reason_of(error)}"}

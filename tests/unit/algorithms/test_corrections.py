@@ -107,7 +107,7 @@ def test_an_empty_micro_batch(name: str) -> None:
 def test_a_bound_that_rejects_agreement_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         CorrectionConfig(cap=0.0, lower=1.0, upper=1.0, veto=1e-9)
-    assert [line.split()[0] for line in refused.value.problems] == ["cap", "lower", "upper", "veto"]
+    assert [line.split()[0] for line in refused.value.lines] == ["cap", "lower", "upper", "veto"]
     with pytest.raises(ConfigError):
         CorrectionConfig(lower=NAN)
 
@@ -115,7 +115,7 @@ def test_a_bound_that_rejects_agreement_is_refused() -> None:
 def test_unknown_and_repeated_parts_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         discovery.get("corrections", "tokn_tis+vetoo")
-    first, second = refused.value.problems
+    first, second = refused.value.lines
     assert "'tokn_tis': did you mean token_tis" in first
     assert "'vetoo': did you mean veto" in second
     with pytest.raises(ConfigError, match="''"):

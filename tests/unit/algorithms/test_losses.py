@@ -148,5 +148,5 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
 def test_a_clip_range_that_cannot_work_is_refused_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         LossConfig(clamp_eps_lower=1.5, clamp_eps_upper=0.0, dual_clip=1.0)
-    names = [problem.split(" is ")[0] for problem in refused.value.problems]
+    names = [problem.split(" is ")[0] for problem in refused.value.lines]
     assert names == ["clamp_eps_lower", "clamp_eps_upper", "dual_clip"]

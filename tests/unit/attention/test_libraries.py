@@ -90,7 +90,7 @@ def test_a_cpu_has_none_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ConfigError) as refused:
         choose(name, CPU)
-    assert refused.value.problems == (f"--attention-backend {name} needs a CUDA device; use auto, or paged, sdpa",)
+    assert refused.value.lines == [f"--attention-backend {name} needs a CUDA device; use auto, or paged, sdpa"]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_a_kernel_does_not_take_is_refused(
     monkeypatch.setattr(varlen, "_is_paged", lambda: True)
     with pytest.raises(ConfigError) as refused:
         choose(name, HOPPER, numbers)
-    (line,) = refused.value.problems
+    (line,) = refused.value.lines
     assert line.startswith(f"--attention-backend {name} ") and why in line
     assert name not in line.partition("; use auto, or ")[2]
 

@@ -12,10 +12,10 @@ from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import ConfigError
 
 
-def errors_of(*argv: str) -> tuple[str, ...]:
+def errors_of(*argv: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parse_config(argv)
-    return caught.value.problems
+    return caught.value.lines
 
 
 def test_no_arguments_give_the_defaults():
@@ -141,7 +141,7 @@ def test_every_switch_has_an_opposite():
     ],
 )
 def test_what_is_wrong_with_one_flag(argv, message):
-    assert errors_of(*argv) == (message,)
+    assert errors_of(*argv) == [message]
 
 
 @pytest.mark.parametrize("flag", sorted(flag.spelling for flag in all_flags() if flag.declaration.path))
@@ -154,7 +154,7 @@ def test_a_model_that_is_lost_is_not_missing_too(command):
     shape = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "tokenizer_model"))
     with pytest.raises(ConfigError) as caught:
         load_config([*command(**shape), "--load-hf", ""], 1)
-    assert caught.value.problems == ("--load-hf is empty; name a path, or leave the flag out",)
+    assert caught.value.lines == ["--load-hf is empty; name a path, or leave the flag out"]
 
 
 def test_all_errors_come_at_once():
@@ -165,7 +165,7 @@ def test_all_errors_come_at_once():
 def test_load_config_reports_parsing_and_rules_together(command):
     with pytest.raises(ConfigError) as caught:
         load_config(command(num_attention_heads="9", lr="fast", tokenizer_model=None), 1)
-    starts = [line.split()[0] for line in caught.value.problems]
+    starts = [line.split()[0] for line in caught.value.lines]
     # --lr is not also reported as missing.
     assert starts == ["--lr", "--tokenizer-model", "--hidden-size"]
 
@@ -174,7 +174,7 @@ def test_load_config_reports_parsing_and_rules_together(command):
 def test_load_config_fails_by_parsing_alone_and_by_rules_alone(command, changes):
     with pytest.raises(ConfigError) as caught:
         load_config(command(**changes), 1)
-    assert [line.split()[0] for line in caught.value.problems] == ["--lr"]
+    assert [line.split()[0] for line in caught.value.lines] == ["--lr"]
 
 
 def test_load_config_gives_a_resolved_configuration(command):

@@ -25,7 +25,7 @@ def errors_of(path: str, *argv: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parse_config(["--config", path, *argv])
     folder = path.rpartition("/")[0] + "/"
-    return [line.replace(folder, "") for line in caught.value.problems]
+    return [line.replace(folder, "") for line in caught.value.lines]
 
 
 def test_names_with_dashes_underscores_and_aliases(write):

@@ -42,7 +42,7 @@ def test_flags_reach_the_settings(config):
 def test_a_value_out_of_bounds_is_refused_in_one_line(command, flag, value):
     with pytest.raises(ConfigError, match=f"--rl-correction-{flag} must be") as refused:
         parse_config(command(**{f"rl_correction_{flag}": value}))
-    assert len(refused.value.problems) == 1
+    assert len(refused.value.lines) == 1
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def tasks(path):
 def problems(path):
     with pytest.raises(ConfigError) as raised:
         tasks(path)
-    assert all(str(path) in problem and "\n" not in problem for problem in raised.value.problems)
-    return [problem.replace(str(path), "FILE") for problem in raised.value.problems]
+    assert all(str(path) in problem and "\n" not in problem for problem in raised.value.lines)
+    return [problem.replace(str(path), "FILE") for problem in raised.value.lines]
 
 
 def parquet(path, rows=GOOD):
@@ -160,7 +160,7 @@ def test_chat_prompts_are_checked(tmp_path):
         path.write_text(lines([{"question": prompt, "answer": "1"}]))
         with pytest.raises(ConfigError) as raised:
             Chat.from_options({"path": str(path)}).tasks("train")
-        assert raised.value.problems == (f"{path}: row 1 {wanted}",)
+        assert raised.value.lines == [f"{path}: row 1 {wanted}"]
 
 
 def test_one_question_with_two_answers_is_dropped(tmp_path):
@@ -179,7 +179,7 @@ def test_a_hub_that_cannot_be_reached_says_which_file_to_pass(monkeypatch, offli
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ConfigError) as raised:
         Quiz.from_options({}).tasks("train")
-    [problem] = raised.value.problems
+    [problem] = raised.value.lines
     assert problem.startswith("cannot read nobody/no-such-data-set from the Hugging Face hub (")
     assert problem.endswith("pass a local copy as path: FILE (jsonl, json, csv or parquet with question, answer)")
 

@@ -43,7 +43,7 @@ class Coloured(Sized):
 def problems(environment, options):
     with pytest.raises(ConfigError) as error:
         environment.from_options(options)
-    return list(error.value.problems)
+    return error.value.lines
 
 
 def test_options_reach_the_constructor():

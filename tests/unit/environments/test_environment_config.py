@@ -23,7 +23,7 @@ def problems(tmp_path, hostile_path):
         path.write_text(text)
         with pytest.raises(ConfigError) as error:
             load_environment_specs(path)
-        return [problem.removeprefix(f"{path}:") for problem in error.value.problems]
+        return [problem.removeprefix(f"{path}:") for problem in error.value.lines]
 
     return load
 

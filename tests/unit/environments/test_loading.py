@@ -26,7 +26,7 @@ def test_each_wild_module_of_a_list_gets_its_line(wild, monkeypatch, capfd):
     path.write_text("".join(f"- environment: {name}:Made\n" for name in ["good_x", *WILD]))
     with pytest.raises(ConfigError) as error:
         surveyed(path, seconds=2.0)
-    problems = error.value.problems
+    problems = error.value.lines
     assert len(problems) == len(WILD)
     for line, (name, problem) in enumerate(zip(WILD, problems, strict=True), start=2):
         assert problem.startswith(f"{path}:{line}: environment '{name}")
@@ -50,8 +50,8 @@ def test_problems_of_other_entries_are_told_beside_a_wild_one(wild):
     (wild / "list.yaml").write_text("- environment: exits:Made\n- environment: arithmatic\n")
     with pytest.raises(ConfigError) as error:
         surveyed(wild / "list.yaml", seconds=60.0)
-    assert "ended the process with status 0" in error.value.problems[0]
-    assert "did you mean 'arithmetic'" in error.value.problems[1]
+    assert "ended the process with status 0" in error.value.lines[0]
+    assert "did you mean 'arithmetic'" in error.value.lines[1]
 
 
 def test_the_self_test_of_a_wild_environment_is_one_line(wild):

@@ -159,7 +159,7 @@ def overlong(folder, **options):
 def test_a_length_punishment_needs_training():
     with pytest.raises(ConfigError, match="overlong_buffer is for training, and aime is only evaluated") as raised:
         find_environment("aime").from_options({"overlong_buffer": 4, "max_response_tokens": 16})
-    assert len(raised.value.problems) == 1
+    assert len(raised.value.lines) == 1
     trained = find_environment("gsm8k").from_options({"overlong_buffer": 4, "max_response_tokens": 16})
     assert trained.overlong.free_tokens == 12
 
@@ -186,7 +186,7 @@ class TestAime:
         environment = real("aime", path="aime2024/aime-2024.jsonl")
         with pytest.raises(ConfigError, match="aime cannot be trained on.*evaluation_only: true") as raised:
             environment.tasks("train")
-        assert len(raised.value.problems) == 1
+        assert len(raised.value.lines) == 1
 
     def test_the_list_refuses_training_too(self, tmp_path):
         path = tmp_path / "list.yaml"

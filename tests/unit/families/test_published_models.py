@@ -135,7 +135,7 @@ def test_the_command_of_the_32b_run_agrees_with_the_published_config(tmp_path: P
 def test_what_is_not_built_is_named_with_its_value(tmp_path: Path, changes: dict, fragments: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         _read(tmp_path, {**PUBLISHED["Llama-3.1-8B"][0], **changes})
-    (line,) = caught.value.problems
+    (line,) = caught.value.lines
     assert [text for text in (*fragments, "config.json") if text not in line] == []
 
 
@@ -177,7 +177,7 @@ def test_a_file_name_that_no_file_system_has(tmp_path: Path) -> None:
 def test_several_of_them_come_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         _read(tmp_path, {**PUBLISHED["Llama-3.1-8B"][0], "mlp_bias": True, "hidden_act": "gelu"})
-    assert len(caught.value.problems) == 2
+    assert len(caught.value.lines) == 2
 
 
 def test_more_experts_than_could_be_listed_are_refused(tmp_path: Path) -> None:

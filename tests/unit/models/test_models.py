@@ -33,7 +33,7 @@ def test_padding_of_the_vocabulary(vocabulary: int, divisible_by: int, ranks: in
 def test_without_transformer_engine_its_layers_are_one_line(one_rank: ParallelGroups) -> None:
     with pytest.raises(ConfigError) as refused:
         tiny_policy(tiny_config(transformer_impl="transformer_engine"))
-    (line,) = refused.value.problems
+    (line,) = refused.value.lines
     assert "cannot import Transformer Engine" in line and "--transformer-impl local" in line
 
 
