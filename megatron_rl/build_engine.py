@@ -41,7 +41,6 @@ def build_engine(
         kv_overcommit=rollout.rl_kv_overcommit,
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
         num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
-        compiled=rollout.rl_compile_rollout,
         page_length=rollout.inference_dynamic_batching_block_size,
         kv_cache_dtype=kv_cache_dtype(config),
     )

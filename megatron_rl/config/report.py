@@ -68,8 +68,6 @@ def notes(config: RLConfig) -> list[str]:
     graphed = config.kernels.enable_cuda_graph or config.kernels.cuda_graph_impl == "local"
     if graphed and config.rollout.rl_inference_engine == "mcore":
         lines.append("--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs")
-    if config.rollout.rl_compile_rollout and config.rollout.rl_inference_engine == "mcore":
-        lines.append("--rl-compile-rollout has no effect with --rl-inference-engine mcore: only our engine compiles")
     if config.precision.fp8_format is not None and config.quantization.rl_train_forward == "quantized":
         lines.append(
             f"--fp8-format {config.precision.fp8_format} runs the trainer's forward pass on the "

@@ -43,8 +43,6 @@ class RolloutConfig:
     rl_kv_overcommit: float = flag(1.0, ge=1, le=100)
     """How often the pages of the KV cache may be promised; 1 keeps room for the longest completions there can be.
     Above it, a completion that finds no room makes way and is computed again."""
-    rl_compile_rollout: bool = flag(False)
-    """Decode steps through torch.compile on a CPU: faster for small models, log-probs equal but for rounding (1e-5)."""
     inference_dynamic_batching_num_cuda_graphs: int = flag(
         16, ge=1, aliases=("--inference-num-cuda-graphs",)
     )

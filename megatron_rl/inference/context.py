@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -90,11 +89,6 @@ class RolloutContext(BaseInferenceContext):
     def next_step(self) -> None:
         """Go on to the next step of the burst."""
         self._plan, self._cells, self._cos, self._sin = next(self._steps)
-
-    @property
-    def decode_step(self) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The step begun last: what the kernel prepared for it, its cells, and cos and sin, ``[N, 1, 1, R]`` each."""
-        return self._plan, self._cells, self._cos, self._sin
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------
 

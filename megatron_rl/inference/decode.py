@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.sampler import SamplingTensors, draw, uniform
 from megatron_rl.inference.slot_state import SlotState
+from megatron_rl.models import RolloutForward
 from megatron_rl.types import SamplingParams
 
 
@@ -74,18 +74,10 @@ class Drawer:
         self._state.record(rows, tokens, logprobs, self._is_stop)
 
 
-class StepForward(Protocol):
-    """What a decode step asks of the model."""
-
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See `RolloutForward.forward`."""
-        ...
-
-
 class DecodeBurst:
     """Feeds the last tokens of the first N rows and draws the next ones, k times; the host reads nothing."""
 
-    def __init__(self, context: RolloutContext, state: SlotState, model: StepForward, drawer: Drawer) -> None:
+    def __init__(self, context: RolloutContext, state: SlotState, model: RolloutForward, drawer: Drawer) -> None:
         self._context = context
         self._state = state
         self._model = model

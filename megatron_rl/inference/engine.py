@@ -28,9 +28,6 @@ class EngineStatistics:
     host_reads: int = 0
     """How often the host waited for the device to see what has finished."""
 
-    compile_seconds: float = 0.0
-    """By the clock, for what `--rl-compile-rollout` compiled."""
-
     def count_completion(self, num_tokens: int) -> None:
         """A sample has finished with ``num_tokens`` tokens."""
         self.generated_tokens += num_tokens

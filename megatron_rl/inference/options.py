@@ -25,8 +25,6 @@ class EngineOptions:
     """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
     num_cuda_graphs: int | None = None
     """Most batch sizes to capture a decode step for; None: it runs eager."""
-    compiled: bool = False
-    """Decode steps through torch.compile, on a CPU."""
     reuse_prefixes: bool = True
     """Prompts go on from what the cache has of their beginning."""
     kv_overcommit: float = 1.0

@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
-from megatron_rl.inference.compiled import with_compilation
 from megatron_rl.inference.context import RolloutContext
-from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds, StepForward
+from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.inference.graphs import GraphedDecode, with_graphs
 from megatron_rl.inference.harvest import Harvest
@@ -69,10 +68,7 @@ class RolloutEngine:
         shared = tensor_group is not None and tensor_group.size() > 1
         drawer = Drawer(self._state, is_stop, tensor_group if shared else None)
         self._prefill = Prefill(self._context, self._cache, self._state, self._model, drawer)
-        model: StepForward = self._model
-        if options.compiled:
-            model = with_compilation(model, policy, self._context, self._cache, self._count_compilation)
-        burst = DecodeBurst(self._context, self._state, model, drawer)
+        burst = DecodeBurst(self._context, self._state, self._model, drawer)
         self._decode = with_graphs(burst, self._state, policy, self._cache, options.num_cuda_graphs)
         self._harvest = Harvest(self._state, stop_token_ids, decode_text)
         self._requests = Ledger()
@@ -171,9 +167,6 @@ class RolloutEngine:
         self._scheduler.advance(steps)
         self.statistics.decode_steps += steps
         self.statistics.decode_rows += steps * rows
-
-    def _count_compilation(self, seconds: float) -> None:
-        self.statistics.compile_seconds += seconds
 
     def _steps_per_read(self) -> int:
         """How many steps until the host looks for rows that have ended.

@@ -1,4 +1,4 @@
-"""Rollout tokens per CPU second: our engine, eager and compiled, Hugging Face ``generate``, megatron-core's own engine.
+"""Rollout tokens per CPU second: our engine, Hugging Face ``generate``, megatron-core's own engine.
 
     python -m tools.benchmark.rollout --shape 64x3 --batch 64 --new-tokens 64 --against hf,stock
 
@@ -170,9 +170,6 @@ def make_contenders(
     """``ours`` and whoever else is asked for and present."""
     ours = RolloutEngine(policy, options, sorted(workload.end_ids), str)
     contenders = {"ours": engine_contender(ours, policy, workload)}
-    if "compiled" in names:
-        compiled = RolloutEngine(policy, replace(options, compiled=True), sorted(workload.end_ids), str)
-        contenders["compiled"] = engine_contender(compiled, policy, workload)
     if "hf" in names:
         contenders["hf"] = hugging_face_contender(policy, workload, options.max_sequence_length)
     if "stock" in names:
@@ -249,7 +246,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ragged", action="store_true", help="end tokens: sequences half as long, on average")
     parser.add_argument("--greedy", action="store_true", help="likeliest token instead of temperature 1")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--against", default="hf,stock", help="comma-separated: hf, stock, compiled")
+    parser.add_argument("--against", default="hf,stock", help="comma-separated: hf, stock")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args(argv)

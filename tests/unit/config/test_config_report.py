@@ -67,7 +67,5 @@ def test_graph_flags_are_noted_where_they_do_nothing(config):
     for asked in ({"enable_cuda_graph": True}, {"cuda_graph_impl": "local"}):
         (line,) = notes(config(rl_inference_engine="mcore", **asked))
         assert line.startswith("--enable-cuda-graph has no effect with --rl-inference-engine mcore")
-    (line,) = notes(config(rl_inference_engine="mcore", rl_compile_rollout=True))
-    assert line.startswith("--rl-compile-rollout has no effect with --rl-inference-engine mcore")
     (line,) = notes(config(cuda_graph_impl="transformer_engine"))
     assert line.startswith("--cuda-graph-impl transformer_engine has no effect")
