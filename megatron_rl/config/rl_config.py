@@ -24,6 +24,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.tokenizer import TokenizerConfig
 from megatron_rl.config.training import TrainingConfig
+from megatron_rl.families import Architecture, ModelLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,20 @@ class RLConfig:
             parallel.tensor_model_parallel_size
             * parallel.pipeline_model_parallel_size
             * parallel.context_parallel_size
+        )
+
+    def layout(self, vocab_size: int = 1, stage: int = 0) -> ModelLayout:
+        """The model's structure on a rank of pipeline stage ``stage``, of a resolved configuration without problems.
+
+        ``vocab_size`` is the tokenizer's. The embedding has that many rows, or --vocab-size if that is more, padded.
+        """
+        shape = {name: value for name, value in vars(self.model).items() if name in Architecture.__dataclass_fields__}
+        return ModelLayout.of(
+            Architecture(**shape, vocab_size=max(vocab_size, self.tokenizer.vocab_size or 0)),
+            self.parallel.tensor_model_parallel_size,
+            self.tokenizer.make_vocab_size_divisible_by,
+            stage,
+            self.parallel.pipeline_model_parallel_size,
         )
 
     def data_parallel_size(self, world_size: int) -> int:

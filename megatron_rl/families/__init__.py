@@ -1,4 +1,4 @@
-"""Model families of the Hugging Face format: their ``config.json`` in Megatron's words, and where weights lie.
+"""Structure of models (`ModelLayout`), and families of the Hugging Face format: ``config.json``, where weights lie.
 
 Plain Python, no torch: the configuration reads it to fill in flags, checkpoints to know which part of which
 tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it by ``config.json``.
@@ -7,6 +7,7 @@ tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it
 from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.discovery import HfModel, available_families, get_family, read_model
 from megatron_rl.families.family import Family
+from megatron_rl.families.layout import Layer, LayerCache, Linear, ModelLayout, Parameter
 from megatron_rl.families.weights import Entry, Piece, WeightMap
 
 __all__ = [
@@ -14,6 +15,11 @@ __all__ = [
     "Entry",
     "Family",
     "HfModel",
+    "Layer",
+    "LayerCache",
+    "Linear",
+    "ModelLayout",
+    "Parameter",
     "Piece",
     "WeightMap",
     "available_families",

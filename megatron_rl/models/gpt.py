@@ -15,9 +15,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.attention import Attention, RopeTable
 from megatron_rl.config import RLConfig
+from megatron_rl.families import ModelLayout
 from megatron_rl.models.attention_choice import parameter_dtype, proven_attention
 from megatron_rl.models.spec import block_spec
 from megatron_rl.models.transformer_engine import fp8_settings, prepare_for_fp8
+from megatron_rl.parallel.groups import pipeline_stage
 from megatron_rl.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -39,22 +41,21 @@ class PolicyModel:
     config: TransformerConfig
     rope: RopeTable
     attention: Attention
+    layout: ModelLayout
     vocab_size: int
     """Real vocabulary; columns from here to ``padded_vocab_size`` are never sampled or scored."""
-    padded_vocab_size: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding over all tensor-parallel ranks."""
+        return self.layout.padded_vocab_size
 
     @property
     def num_parameters(self) -> int:
         """Parameters held by this rank."""
         return sum(parameter.numel() for parameter in self.gpt.parameters())
-
-
-def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int) -> int:
-    """Megatron's rule: round up to a multiple of ``divisible_by * tensor_size``."""
-    multiple = divisible_by * tensor_size
-    return -(-vocab_size // multiple) * multiple
 
 
 def build_transformer_config(config: RLConfig, platform: Platform) -> TransformerConfig:
@@ -114,29 +115,23 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
 
 
 def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> PolicyModel:
-    """Build this rank's part of the model with random weights (seed first).
-
-    ``vocab_size`` is the tokenizer's. The embedding has that many rows, or `--vocab-size` if that is more, padded
-    the way Megatron pads it.
-    """
+    """Build this rank's part of the model with random weights (seed first); ``vocab_size`` is the tokenizer's."""
     transformer_config = build_transformer_config(config, platform)
-    padded = padded_vocabulary(
-        max(vocab_size, config.tokenizer.vocab_size or 0),
-        config.tokenizer.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
+    layout = config.layout(vocab_size, pipeline_stage())
     max_length = max(config.model.max_position_embeddings, config.training.seq_length)
     gpt = GPTModel(
         transformer_config,
         block_spec(transformer_config),
-        vocab_size=padded,
+        vocab_size=layout.padded_vocab_size,
         max_sequence_length=max_length,
         position_embedding_type=config.model.position_embedding_type,
         rotary_base=config.model.rotary_base,
         rotary_percent=config.model.rotary_percent,
         rope_scaling=config.model.use_rope_scaling,
         rope_scaling_factor=config.model.rope_scaling_factor,
-        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        pre_process=layout.is_first,
+        post_process=layout.is_last,
+        share_embeddings_and_output_weights=layout.is_tied,
     ).to(platform.device)
     prepare_for_fp8(gpt, transformer_config)
     gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
@@ -147,14 +142,14 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         config=transformer_config,
         rope=RopeTable(gpt.rotary_pos_emb, reach),
         attention=proven_attention(config, platform, gpt),
+        layout=layout,
         vocab_size=vocab_size,
-        padded_vocab_size=padded,
         dtype=transformer_config.params_dtype,
         device=platform.device,
     )
     if config.precision.bf16:
         gpt.to(torch.bfloat16)
     logger.info("model: %s parameters on this rank, vocabulary %d (padded to %d)",
-                f"{policy.num_parameters:,}", vocab_size, padded)
+                f"{policy.num_parameters:,}", vocab_size, layout.padded_vocab_size)
     logger.info("%s", policy.attention.reason)
     return policy

@@ -121,6 +121,11 @@ def current_groups() -> ParallelGroups:
     )
 
 
+def pipeline_stage() -> int:
+    """Which part of the layers this rank holds, from 0."""
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
 def shut_down() -> None:
     """Leave the job; safe to call at any time, also after a failed start."""
     if not dist.is_initialized():

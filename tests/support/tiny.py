@@ -37,6 +37,22 @@ FLAGS = {
     "micro-batch-size": 4,
 }
 
+SHAPES = {
+    "grouped, gated, untied": {},
+    "tied": {"untie_embeddings_and_output_weights": False},
+    "one group": {"num_query_groups": 1, "disable_bias_linear": False, "qk_layernorm": True},
+    "as many groups as heads": {"group_query_attention": False, "num_query_groups": False},
+    "all biases": {"disable_bias_linear": False},
+    "no bias": {"add_qkv_bias": False},
+    "qk norms": {"qk_layernorm": True, "num_layers": 3},
+    "gelu": {"swiglu": False, "ffn_hidden_size": 40},
+    "layer norms": {"normalization": "LayerNorm", "qk_layernorm": True},
+    "wide heads": {"kv_channels": 12},
+    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
+    "odd widths": {"hidden_size": 40, "ffn_hidden_size": 52, "make_vocab_size_divisible_by": 24},
+}
+"""Changes to `FLAGS` that between them have every part a model may have."""
+
 
 def tiny_config(world_size: int = 1, **changes: object) -> RLConfig:
     """`FLAGS` with changes: ``tiny_config(add_qkv_bias=False, seq_length=64)``; False removes a flag."""

@@ -12,9 +12,7 @@ from megatron_rl.algorithms import logprobs
 from megatron_rl.attention import product
 from megatron_rl.config import RLConfig
 from megatron_rl.estimate import Estimate, estimate, memory
-from megatron_rl.estimate.parameters import padded_vocabulary, parameter_sizes
-from megatron_rl.models import PolicyModel, kv_cache_dtype
-from megatron_rl.models.gpt import padded_vocabulary as vocabulary_of_a_model
+from megatron_rl.models import kv_cache_dtype
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.quantization import available_recipes, get_recipe
@@ -24,23 +22,9 @@ from megatron_rl.trainer.accumulate import MicroLoss, update
 from megatron_rl.trainer.reference import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import rollout_engine
-from tests.support.ranks import run_ranks
 from tests.support.samples import make_sample, random_samples
-from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+from tests.support.tiny import SHAPES, VOCABULARY, tiny_config, tiny_policy
 
-SHAPES = {
-    "grouped, gated, untied": {},
-    "tied": {"untie_embeddings_and_output_weights": False},
-    "as many groups as heads": {"group_query_attention": False, "num_query_groups": False},
-    "all biases": {"disable_bias_linear": False},
-    "no bias": {"add_qkv_bias": False},
-    "qk norms": {"qk_layernorm": True, "num_layers": 3},
-    "gelu": {"swiglu": False, "ffn_hidden_size": 40},
-    "layer norms": {"normalization": "LayerNorm", "qk_layernorm": True},
-    "wide heads": {"kv_channels": 12},
-    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
-    "odd widths": {"hidden_size": 40, "ffn_hidden_size": 52, "make_vocab_size_divisible_by": 24},
-}
 PRECISIONS = {
     "fp32": {},
     "bf16": {"bf16": True},
@@ -62,50 +46,18 @@ def held(tensors: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def sizes_of(policy: PolicyModel) -> dict[str, int]:
-    return {name: parameter.numel() for name, parameter in policy.gpt.named_parameters()}
-
-
 # -- parameters --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_every_parameter(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
+def test_weights(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
     config = tiny_config(**changes)
     policy = tiny_policy(config)
-    assert parameter_sizes(config, policy.padded_vocab_size) == sizes_of(policy)
     result = estimated(config)
     assert (result.parameters, result.parameters_per_rank) == (policy.num_parameters, policy.num_parameters)
     assert result.padded_vocab_size == policy.padded_vocab_size
     assert result.weights == held(policy.gpt.parameters())
 
-
-@pytest.mark.parametrize(("vocabulary", "divisible_by", "parts"), [(33, 8, 2), (151665, 128, 8), (1, 1, 1)])
-def test_padding_is_the_models(vocabulary: int, divisible_by: int, parts: int) -> None:
-    config = tiny_config(
-        parts, tensor_model_parallel_size=parts, make_vocab_size_divisible_by=divisible_by,
-        num_attention_heads=8, num_query_groups=8,
-    )  # fmt: skip
-    assert padded_vocabulary(config, vocabulary) == vocabulary_of_a_model(vocabulary, divisible_by, parts)
-
-
-def one_of_two_ranks(changes: dict[str, object]) -> dict[str, int]:
-    """Runs on each rank: its parameters."""
-    from megatron_rl.parallel import initialize
-    from megatron_rl.platform import current_platform
-
-    config = tiny_config(2, tensor_model_parallel_size=2, **changes)
-    initialize(config.parallel, current_platform())
-    return sizes_of(tiny_policy(config))
-
-
-def test_every_parameter_of_two_tensor_ranks() -> None:
-    """With fewer groups than ranks each rank stores half a group, and caches all of it."""
-    changes = {"num_query_groups": 1, "disable_bias_linear": False, "qk_layernorm": True}
-    config = tiny_config(2, tensor_model_parallel_size=2, **changes)
-    expected = parameter_sizes(config, padded_vocabulary(config, VOCABULARY))
-    ranks = run_ranks("tests.unit.estimate.test_allocations:one_of_two_ranks", 2, changes=changes)
-    assert ranks == [expected, expected]
 
 
 # -- gradients and optimizer -------------------------------------------------------------------

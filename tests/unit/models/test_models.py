@@ -12,21 +12,12 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.models import rollout_mode
-from megatron_rl.models.gpt import padded_vocabulary
 from megatron_rl.models.norm import TorchNorm
 from megatron_rl.parallel import ParallelGroups
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "divisible_by", "ranks", "expected"),
-    [(32, 8, 1, 32), (33, 8, 1, 40), (33, 8, 2, 48), (16, 16, 2, 32), (50257, 128, 8, 51200), (1, 1, 1, 1)],
-)
-def test_padding_of_the_vocabulary(vocabulary: int, divisible_by: int, ranks: int, expected: int) -> None:
-    assert padded_vocabulary(vocabulary, divisible_by, ranks) == expected
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is there")

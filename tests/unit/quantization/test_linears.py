@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,11 +21,10 @@ from megatron_rl.platform.megatron import VERSION
 from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.linear import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
-from megatron_rl.quantization.names import quantizable_linears, skipped, unmatched_patterns
+from megatron_rl.quantization.names import skipped, unmatched_patterns
 from megatron_rl.quantization.observe import AUDITED_TOKENS, observed
 from megatron_rl.quantization.storage import stored_bytes
 from tests.support.quantized import LINEARS, QUANTIZING, disturb, linears_of, quantizable_policy
-from tests.support.tiny import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 TOKENS = torch.arange(24)[None] % 32
@@ -64,26 +63,6 @@ class TestWhichLayers:
     def test_all_of_the_decoder_and_nothing_else(self, policy: PolicyModel) -> None:
         assert tuple(sorted(parallel_linears(policy.gpt))) == tuple(sorted(LINEARS))
         assert isinstance(policy.gpt.output_layer, ColumnParallelLinear)  # and yet it is not among them
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {},
-            {"swiglu": False},
-            {"num_query_groups": 1, "kv_channels": 16},
-            {"group_query_attention": False, "num_query_groups": False},
-        ],
-        ids=["gated", "plain", "wide_heads", "multi_head"],
-    )
-    def test_flags_alone_tell_names_and_shapes(self, changes: dict[str, object]) -> None:
-        config = tiny_config(**changes)
-        built = {
-            name: (*module.weight.shape, isinstance(module, RowParallelLinear))
-            for name, module in parallel_linears(tiny_policy(config).gpt).items()
-        }
-        told = {one.name: (one.rows, one.columns, one.splits_inputs) for one in quantizable_linears(config)}
-        assert told == built
-        assert list(told) == list(built), "another order than the model's"
 
     @pytest.mark.parametrize(
         ("patterns", "left"),
