@@ -22,7 +22,7 @@ from megatron_rl.build_environments import EnvironmentAccess, open_environments
 from megatron_rl.build_memory import PhaseMemory
 from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
 from megatron_rl.build_weights import start_weights
-from megatron_rl.checkpoint import CheckpointManager
+from megatron_rl.checkpoint import CheckpointManager, RandomState, StateRegistry
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer
@@ -75,24 +75,16 @@ def build_run(
         _tell_ends(tokenizer)
         quantization = build_quantization(config, policy, optimization, reference, groups, directory, timer, stack)
         factory = _request_factory(config, tokenizer)
-        source = _source(config, environments, tokenizer, factory)
-        progress = Progress()
-        if saved is not None:
-            source.load_state(saved.cursor)
-            progress = Progress(
-                saved.step, saved.updates, saved.policy_version, saved.tokens,
-                saved.logprob_gap_max, saved.consecutive_skips, saved.best,
-            )  # fmt: skip
-            if saved.rollout_recipe_asked == config.quantization.rl_rollout_quantization:
-                quantization.load_state(saved.rollout_recipe, checkpoints.calibration())
+        states = StateRegistry(saved.components if saved is not None else None)
+        source = states.register("prompts", _source(config, environments, tokenizer, factory))
+        progress = states.register("progress", Progress())
+        states.register("quantization", quantization)
         fused = config.kernels.rl_fused_output_layer
         scorer = Scorer(policy, groups.tensor_group, _temperature(config), fused)
         evaluator = _evaluator(config, environments, tokenizer, factory, groups)
-        expected_lengths = ExpectedLengths()
-        if saved is not None:
-            expected_lengths.load_state(saved.expected_lengths)
-            if evaluator is not None:
-                evaluator.expected_lengths.load_state(saved.expected_held_out_lengths)
+        expected_lengths = states.register("expected_lengths", ExpectedLengths(), optional=True)
+        if evaluator is not None:
+            states.register("expected_held_out_lengths", evaluator.expected_lengths, optional=True)
         memory = PhaseMemory(config, optimization, groups)
         engine, rollouter, generate_a_little = None, None, _no_engine
         if config.training.perform_rl_step or config.training.eval_interval is not None:
@@ -113,6 +105,8 @@ def build_run(
         journal = _journal(config, directory, groups, progress)
         reporter = Reporter(config, groups, directory, timer, platform, progress, command)
         stack.callback(reporter.close)
+        states.register("random", RandomState(), resume=not config.checkpoint.no_load_rng)
+        states.tell_unclaimed()
         yield Run(
             config=config,
             groups=groups,
@@ -140,6 +134,7 @@ def build_run(
             progress=progress,
             origin=start.origin,
             expected_lengths=expected_lengths,
+            states=states,
         )
         dist.barrier()  # nobody stops the environment server while another rank still grades
 

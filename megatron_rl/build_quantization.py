@@ -112,9 +112,9 @@ def calibration(
     def generate() -> None:
         draws = list(held_out[:CALIBRATION_PROMPTS])
         if source is not None:
-            cursor = source.state()
+            cursor = source.state_dict()
             draws = source.draw(CALIBRATION_PROMPTS)
-            source.load_state(cursor)
+            source.load_state_dict(cursor)
         engine.begin(seed=0, policy_version=0)
         for index, draw in enumerate(draws):
             engine.submit(factory.request(draw, 1, index, at_most=CALIBRATION_TOKENS))

@@ -69,7 +69,6 @@ def start_weights(
             policy,
             optimization,
             with_optimizer=not config.checkpoint.no_load_optim,
-            with_random_state=not config.checkpoint.no_load_rng,
         )
     source = directory if directory is not None else Path(origin.path) if origin.kind == "checkpoint" else None
     ends = read_run_state(source).end_token_ids if source is not None else ()

@@ -36,14 +36,14 @@ class StepResult:
 
 def rl_step(run: Run, step: int) -> StepResult | None:
     """One RL step; None when the run was asked to stop and the step left no trace."""
-    cursor, skipped = run.source.state(), run.source.skipped_too_long
+    cursor, skipped = run.source.state_dict(), run.source.skipped_too_long
     with run.timer.phase("gen"), naming_memory(run, "rollout"), run.rollout_phase():
         draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
         requests = run.requests_of_this_rank(draws)
         seed = sample_seed(run.config.training.seed, "rollout", step)
         rollouts = run.rollouter.run(requests, seed, run.progress.policy_version, run.open_journal(step, seed))
     if rollouts.cancelled:
-        run.source.load_state(cursor)
+        run.source.load_state_dict(cursor)
         return None
 
     with run.timer.phase("advantages"):
@@ -58,7 +58,7 @@ def rl_step(run: Run, step: int) -> StepResult | None:
             with run.timer.phase("parity"):
                 report = run.parity.check(updates)
                 if run.parity.act_on(report):  # the rollouts' format has changed: do the step again
-                    run.source.load_state(cursor)
+                    run.source.load_state_dict(cursor)
                     return rl_step(run, step)
             parity = run.parity.logged(step, report)
         outcome = run.trainer.step(updates)

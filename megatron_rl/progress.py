@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.errors import TrainingError
 
@@ -29,6 +32,15 @@ class Progress:
     """Highest value of --keep-best's metric so far."""
     steps_without_signal: int = 0
     """Steps in a row in which no group had a signal."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, for a checkpoint."""
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        for entry in dataclasses.fields(self):
+            setattr(self, entry.name, state.get(entry.name, entry.default))
 
     def is_best(self, value: float | None) -> bool:
         """Book an evaluation; whether it is better than all before. None: it had no such metric."""

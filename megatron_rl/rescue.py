@@ -45,11 +45,11 @@ def naming_memory(run: Run, phase: Phase) -> Iterator[None]:
 @contextlib.contextmanager
 def finished_steps_kept(run: Run) -> Iterator[None]:
     """The step inside may run out of memory: then it has not been, and the steps before it are saved if they can be."""
-    cursor, begun = run.source.state(), run.optimization.updates_begun
+    cursor, begun = run.source.state_dict(), run.optimization.updates_begun
     try:
         yield
     except MemoryExhausted as error:
-        run.source.load_state(cursor)
+        run.source.load_state_dict(cursor)
         all_here = error.on_all_ranks or run.groups.world_size == 1
         raise MemoryExhausted(f"{error}; {_save(run, run.optimization.updates_begun == begun, all_here)}") from None
 

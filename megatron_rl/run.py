@@ -13,9 +13,8 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from megatron_rl.build_environments import EnvironmentAccess
-from megatron_rl.checkpoint import CheckpointManager, RunState
+from megatron_rl.checkpoint import CheckpointManager, StateRegistry, run_state_of
 from megatron_rl.checkpoint.origin import Origin, weights_fingerprint
-from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import SaveError
 from megatron_rl.metrics.rundir import RunDirectory
@@ -78,6 +77,8 @@ class Run:
     """What the run started from; None of a run that an earlier version began."""
     expected_lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
     """Of the training tasks; the evaluator has its own."""
+    states: StateRegistry = field(default_factory=StateRegistry)
+    """What a checkpoint holds besides weights and optimizer."""
 
     @contextlib.contextmanager
     def rollout_phase(self, quantized: bool = True) -> Iterator[None]:
@@ -175,41 +176,20 @@ class Run:
             SaveError: it failed and is the ``final`` one. Another that fails is tried again when the next is due.
         """
         progress, config = self.progress, self.config
-        parallel = config.parallel
-        state = RunState(
-            step=progress.step,
-            updates=progress.updates,
-            policy_version=progress.policy_version,
-            cursor=self.source.state(),
-            tokens=progress.tokens,
-            logprob_gap_max=progress.logprob_gap_max,
-            consecutive_skips=progress.consecutive_skips,
-            best=progress.best,
-            seed=config.training.seed,
-            mode=mode_of(config),
-            has_optimizer=progress.updates > 0 and not config.checkpoint.no_save_optim,
-            vocab_size=self.policy.vocab_size,
-            end_token_ids=list(self.tokenizer.end_token_ids),
-            padded_vocab_size=self.policy.padded_vocab_size,
-            architecture=architecture_of(config),
-            optimizer_form=optimizer_form_of(config),
-            origin=self.origin.state() if self.origin is not None else {},
-            rollout_recipe_asked=config.quantization.rl_rollout_quantization,
-            rollout_recipe=self.quantization.recipe,
-            expected_lengths=self.expected_lengths.state(),
-            expected_held_out_lengths=self.evaluator.expected_lengths.state() if self.evaluator is not None else {},
-            world={
-                "ranks": self.groups.world_size,
-                "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-                "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-            },
+        state = run_state_of(
+            config,
+            self.policy,
+            progress.step,
+            progress.updates > 0 and not config.checkpoint.no_save_optim,
+            self.tokenizer.end_token_ids,
+            self.origin,
+            self.states.collect(),
         )
         try:
             self.checkpoints.save(
                 state,
                 self.policy,
                 self.optimization,
-                self.quantization.state(),
                 in_background=config.checkpoint.async_save and not final,
                 is_best=is_best,
                 committed=partial(self.journal.forget, progress.step) if self.journal is not None else lambda: None,

@@ -8,15 +8,20 @@ from megatron_rl.checkpoint.run_state import (
     architecture_problems,
     continuation_problems,
     read_run_state,
+    run_state_of,
 )
+from megatron_rl.checkpoint.state import RandomState, StateRegistry
 
 __all__ = [
     "CheckpointManager",
+    "RandomState",
     "RunState",
+    "StateRegistry",
     "architecture_problems",
     "continuation_problems",
     "find_checkpoint",
     "holds_checkpoint",
     "list_checkpoints",
     "read_run_state",
+    "run_state_of",
 ]

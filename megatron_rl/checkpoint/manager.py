@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.attempt import SaveAttempt
 from megatron_rl.checkpoint.background import BackgroundSave
-from megatron_rl.checkpoint.calibration import load_calibration, save_calibration
 from megatron_rl.checkpoint.layout import (
     MEGATRON,
     OWN,
@@ -27,8 +25,8 @@ from megatron_rl.checkpoint.layout import (
     step_entries,
     temporary_directory,
 )
-from megatron_rl.checkpoint.random_state import load_random_state, save_random_state
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
+from megatron_rl.checkpoint.state import load_rank_state, save_rank_state
 from megatron_rl.checkpoint.tensors import begin_to_save_tensors, load_all, load_weights, save_tensors
 from megatron_rl.checkpoint.torch_files import is_megatron_layout
 from megatron_rl.errors import CheckpointError, SaveError
@@ -50,7 +48,6 @@ class CheckpointManager:
         self._naming = MEGATRON if ckpt_format == "torch" else OWN
         self._start = ""
         self._saved_step: int | None = None
-        self._resumed: Path | None = None
         self._under_way: BackgroundSave | None = None
         self.failed_saves = 0
         """Since the start of this process."""
@@ -60,13 +57,12 @@ class CheckpointManager:
         state: RunState,
         policy: PolicyModel,
         optimization: Optimization,
-        calibration: Mapping[str, torch.Tensor],
         *,
         in_background: bool = False,
         is_best: bool = False,
         committed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write and commit the checkpoint of ``state.step``, once; ``calibration`` is this rank's own.
+        """Write and commit the checkpoint of ``state.step``, once.
 
         With ``in_background`` the files are written while training goes on, and the checkpoint counts some `poll`
         later. ``committed`` is called on the main rank once it does. One save is under way at a time.
@@ -90,8 +86,7 @@ class CheckpointManager:
                     save = begin_to_save_tensors if in_background else save_tensors
                     request = save(target, policy, tensors_of)
             with attempt.part():
-                save_random_state(target, self._groups.rank)
-                save_calibration(target, self._groups.rank, calibration)
+                save_rank_state(target, self._groups.rank, state.components)
                 if self._groups.is_main:
                     write_run_state(target, state)
             attempt.agree()
@@ -183,11 +178,9 @@ class CheckpointManager:
         policy: PolicyModel,
         optimization: Optimization,
         with_optimizer: bool = True,
-        with_random_state: bool = True,
     ) -> RunState:
-        """Continue the run saved in ``directory``."""
+        """Fill model and optimizer with what ``directory`` holds; the rest is for a `StateRegistry` to take up."""
         state = read_run_state(directory)
-        self._resumed = directory
         if directory.parent == self._root:
             self._saved_step = state.step
         if state.has_optimizer and with_optimizer:
@@ -198,10 +191,11 @@ class CheckpointManager:
             logger.info("the optimizer starts without moments")
         # The schedule is a function of the step's number, so it goes on without an optimizer state too.
         optimization.schedule.go_to(state.step)
-        if with_random_state and not load_random_state(directory, self._groups.rank):
-            logger.info("rank %d is new to this run: its generators start from the seed", self._groups.rank)
         logger.info("resumed from %s (step %d)", directory, state.step)
-        return state
+        components = {name: dict(values) for name, values in state.components.items()}
+        for name, tensors in load_rank_state(directory, self._groups.rank).items():
+            components.setdefault(name, {}).update(tensors)
+        return replace(state, components=components)
 
     def _load_weights(self, directory: Path, policy: PolicyModel) -> None:
         if is_megatron_layout(directory):
@@ -214,10 +208,6 @@ class CheckpointManager:
             torch_format.load_all(directory, policy, optimization, self._groups)
         else:
             load_all(directory, policy, optimization)
-
-    def calibration(self) -> dict[str, torch.Tensor]:
-        """What `save` was given on this rank, of the checkpoint that was resumed; empty where there is none."""
-        return {} if self._resumed is None else load_calibration(self._resumed, self._groups.rank)
 
     def _newest_of_own(self) -> Path | None:
         if not step_entries(self._root):

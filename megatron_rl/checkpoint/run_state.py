@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.origin import Origin
+from megatron_rl.checkpoint.state import State, values_of
 from megatron_rl.checkpoint.torch_files import is_foreign, is_megatron_layout, read_args, tensor_size
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.json_text import parse_json
+from megatron_rl.models import PolicyModel
 
 FILE_NAME = "run_state.json"
 
@@ -34,18 +40,10 @@ _FOREIGN = "Megatron-LM's"
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything a resumed run continues from besides tensors."""
+    """What a checkpoint says of its run besides tensors: what it is of, and the components' states."""
 
     step: int
     """Finished steps; the learning-rate schedule continues here."""
-    updates: int
-    """Optimizer updates applied."""
-    policy_version: int
-    cursor: dict[str, int] = field(default_factory=dict)
-    """Draws per environment (or demonstrations)."""
-    tokens: int = 0
-    """Tokens generated (RL) or trained on (supervised) since the start of the run."""
-    logprob_gap_max: float = 0.0
     seed: int = 0
     mode: str = "rl"
     """``rl`` or ``supervised``; else the checkpoint is not of a run of ours."""
@@ -58,22 +56,43 @@ class RunState:
     architecture: dict[str, Any] = field(default_factory=dict)
     world: dict[str, int] = field(default_factory=dict)
     """Parallel sizes of the run that saved it."""
-    consecutive_skips: int = 0
-    """Updates skipped in a row because of non-finite gradients."""
-    best: float | None = None
-    """Highest value of --keep-best's metric."""
-    rollout_recipe_asked: str = "none"
-    """Quantisation of the rollouts in the flags."""
-    rollout_recipe: str = "none"
-    """The one in use: the parity gate may have fallen back to a safer one."""
     optimizer_form: dict[str, Any] = field(default_factory=dict)
     """What decides which tensors the optimizer state consists of."""
     origin: dict[str, Any] = field(default_factory=dict)
     """What the run started from, see `Origin`; empty where an earlier version saved it."""
-    expected_lengths: dict[str, Any] = field(default_factory=dict)
-    """How long completions became, by environment and task: resumed, groups go to the same ranks again."""
-    expected_held_out_lengths: dict[str, Any] = field(default_factory=dict)
-    """The same of the evaluations."""
+    components: Mapping[str, State] = field(default_factory=dict)
+    """By the names of `StateRegistry`; without tensors as `read_run_state` gives it."""
+
+
+def run_state_of(
+    config: RLConfig,
+    policy: PolicyModel,
+    step: int,
+    has_optimizer: bool,
+    end_token_ids: Sequence[int],
+    origin: Origin | None,
+    components: Mapping[str, State],
+) -> RunState:
+    """Of a run as it is now."""
+    parallel = config.parallel
+    return RunState(
+        step=step,
+        seed=config.training.seed,
+        mode=mode_of(config),
+        has_optimizer=has_optimizer,
+        vocab_size=policy.vocab_size,
+        padded_vocab_size=policy.padded_vocab_size,
+        end_token_ids=list(end_token_ids),
+        architecture=architecture_of(config),
+        world={
+            "ranks": dist.get_world_size(),
+            "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        },
+        optimizer_form=optimizer_form_of(config),
+        origin=origin.state() if origin is not None else {},
+        components=components,
+    )
 
 
 def architecture_of(config: RLConfig) -> dict[str, Any]:
@@ -92,7 +111,9 @@ def optimizer_form_of(config: RLConfig) -> dict[str, Any]:
 
 def write_run_state(directory: Path, state: RunState) -> None:
     """Write the JSON file."""
-    (directory / FILE_NAME).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
+    values = {entry.name: getattr(state, entry.name) for entry in dataclasses.fields(state)}
+    values["components"] = values_of(state.components)
+    (directory / FILE_NAME).write_text(json.dumps(values, indent=1) + "\n")
 
 
 def read_run_state(directory: Path) -> RunState:
@@ -106,10 +127,29 @@ def read_run_state(directory: Path) -> RunState:
     path = directory / FILE_NAME
     try:
         values = parse_json(path.read_text())
+        if "components" not in values:
+            values = values | {"components": _components_before_the_registry(values)}
         known = {f.name for f in dataclasses.fields(RunState)}
         return RunState(**{name: value for name, value in values.items() if name in known})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
+
+
+def _components_before_the_registry(values: Mapping[str, Any]) -> dict[str, State]:
+    """The fields that stood for components in a file of before November 2026."""
+    counters = {"step": values["step"], "updates": values["updates"], "policy_version": values["policy_version"]}
+    later = ("tokens", "logprob_gap_max", "consecutive_skips", "best")
+    return {
+        "progress": counters | {name: values[name] for name in later if name in values},
+        "prompts": values.get("cursor", {}),
+        "expected_lengths": values.get("expected_lengths", {}),
+        "expected_held_out_lengths": values.get("expected_held_out_lengths", {}),
+        "quantization": {
+            "asked": values.get("rollout_recipe_asked", "none"),
+            "recipe": values.get("rollout_recipe", "none"),
+        },
+        "random": {},
+    }
 
 
 def _foreign_state(directory: Path) -> RunState:
@@ -120,8 +160,6 @@ def _foreign_state(directory: Path) -> RunState:
             architecture = {name: value for name, value in architecture.items() if name not in names}
     return RunState(
         step=0,
-        updates=0,
-        policy_version=0,
         mode=_FOREIGN,
         has_optimizer=False,
         padded_vocab_size=args.get("padded_vocab_size") or 0,

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from megatron_rl.quantization.observe import observed
 logger = logging.getLogger(__name__)
 
 NO_RECIPE = "none"
+_SMOOTHING = "smoothing."
 
 
 class RolloutQuantization:
@@ -43,6 +45,7 @@ class RolloutQuantization:
         self._on_audit = on_audit
         self._timed = timed
         self.linears: QuantizedLinears | None = None
+        self._asked = recipe
         self._use(recipe)
 
     @property
@@ -121,27 +124,32 @@ class RolloutQuantization:
         self._use(safer)
         return safer
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The calibration on this rank, [K] fp32 by layer; empty for recipes without one."""
-        if self.linears is None or not self.linears.recipe.needs_calibration or not self._calibrated:
-            return {}
-        return {layer.name: layer.weight.smoothing for layer in self.linears.layers}
+    def state_dict(self) -> dict[str, Any]:
+        """The recipe that the flags asked for, the one in use, and its calibration on this rank, [K] fp32 by layer."""
+        smoothing = {}
+        if self.linears is not None and self.linears.recipe.needs_calibration and self._calibrated:
+            smoothing = {_SMOOTHING + layer.name: layer.weight.smoothing for layer in self.linears.layers}
+        return {"asked": self._asked, "recipe": self.recipe, **smoothing}
 
-    def load_state(self, recipe: str, smoothing: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the recipe and the calibration of a checkpoint, so that a resumed run rounds as it would have.
 
-        A calibration of other layers or shapes (another parallel layout) is made anew.
+        Not if the flags ask for another recipe now. A calibration of other layers or shapes (another parallel layout)
+        is made anew.
         """
-        if recipe != self.recipe:
-            logger.warning("rollouts go on with %s instead of %s, as before the restart", recipe, self.recipe)
-            self._use(recipe)
+        if state["asked"] != self._asked:
+            return
+        if state["recipe"] != self.recipe:
+            logger.warning("rollouts go on with %s instead of %s, as before the restart", state["recipe"], self.recipe)
+            self._use(state["recipe"])
         if self.linears is None or self._calibrated:
             return
-        own = {layer.name: layer.weight.smoothing for layer in self.linears.layers}
-        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in smoothing.items()}:
+        own = {_SMOOTHING + layer.name: layer.weight.smoothing for layer in self.linears.layers}
+        saved = {name: value for name, value in state.items() if name.startswith(_SMOOTHING)}
+        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
             return
         for name, factors in own.items():
-            factors.copy_(smoothing[name])
+            factors.copy_(saved[name])
         self.linears.weights_changed()
         self._calibrated = True
 

@@ -53,12 +53,12 @@ class ExpectedLengths:
             if source.task.id in known.tasks or len(known.tasks) < _TASKS_KEPT:
                 known.tasks[source.task.id] = round(length, 1)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """JSON values, for a checkpoint."""
         return {name: asdict(known) for name, known in self._environments.items()}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; of a checkpoint without one: begin anew."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; of a checkpoint without one: begin anew."""
         self._environments = {
             name: _Environment(known["mean"], known["groups"], dict(known["tasks"])) for name, known in state.items()
         }

@@ -77,12 +77,12 @@ class PromptSource:
                 self._skip(pool)
         return draws
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """The cursor, for a checkpoint."""
         return dict(self._drawn)
 
-    def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue where `state` was taken; environments new to the run start at 0."""
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where `state_dict` was taken; environments new to the run start at 0."""
         self._drawn = {name: int(state.get(name, 0)) for name in self._drawn}
         self._shares = dict.fromkeys(self._drawn, 0)
         for _ in range(sum(self._drawn.values())):  # 2 s for a million

@@ -58,12 +58,12 @@ class DemonstrationSource:
                 self.skipped_too_long += 1
         return samples
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """The cursor, for a checkpoint."""
         return {"demonstrations": self._cursor}
 
-    def load_state(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken."""
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where `state_dict` was taken."""
         self._cursor = int(state.get("demonstrations", 0))
 
     def _sample(self, demonstration: Demonstration) -> Sample:
@@ -87,11 +87,11 @@ class NoSource:
         """Nothing."""
         return []
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """Nothing to remember."""
         return {}
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """Nothing to take up."""
 
 

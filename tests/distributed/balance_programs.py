@@ -31,7 +31,7 @@ def in_turn_and_by_length() -> dict[str, Any]:
     run = toy_run(toy_config(groups, {"grpo_prompts_per_step": GROUPS, "rl_max_new_tokens": LONG}), groups)
     run.factory = EverySecondIsLong(run.factory.sampling, run.factory.max_sequence_length)
     draws = run.source.draw(GROUPS)
-    run.source.load_state({})
+    run.source.load_state_dict({})
     size = run.config.algorithm.grpo_group_size
     requests = [run.factory.request(draw, size, number) for number, draw in enumerate(draws)]
     in_turn = requests[groups.data_rank :: groups.data_size]
@@ -48,7 +48,7 @@ def in_turn_and_by_length() -> dict[str, Any]:
         "ids": [[(s.sample_id, s.advantage) for s in one.samples] for one in samples],
         "idle": idle,
         "steps": [{name: value for name, value in row.items() if "idle_share" in name} for row in steps],
-        "state": run.expected_lengths.state(),
+        "state": run.expected_lengths.state_dict(),
     }
     run.rollouter.close()
     shut_down()

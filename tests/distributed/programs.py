@@ -74,7 +74,7 @@ def toy_config(groups: ParallelGroups, changes: Mapping[str, Any]) -> RLConfig:
 def complete(run: Run) -> dict[str, Any]:
     """Sampled and greedy answers of all ranks by task: ``{"sampled": {task: [[id, ...], ...]}, ...}``."""
     draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
-    run.source.load_state({})
+    run.source.load_state_dict({})
     requests = run.requests_of_this_rank(draws)
     greedy = [replace(r, num_samples=1, sampling=replace(r.sampling, greedy=True)) for r in requests]
     answers = {}

@@ -97,9 +97,9 @@ def stop_on_one_rank(tensor_size: int, stopped_rank: int) -> dict[str, Any]:
         return engine_step()
 
     run.rollouter._engine.step = step_until_asked
-    before = run.source.state()
+    before = run.source.state_dict()
     interrupted = rl_step(run, 1)
-    after = run.source.state()
+    after = run.source.state_dict()
     run.stop.reason = ""
     again = rl_step(run, 1)
     run.rollouter.close()

@@ -68,7 +68,7 @@ def test_the_run_ends_well(outcomes, rows, workshop, name):
             continue
         assert row["actor/grad_norm"] > 0
         assert row["actor/skipped_updates"] == 0
-    updates = state_of(workshop.run_dir(name) / "checkpoints" / "step_0000003")["updates"]
+    updates = state_of(workshop.run_dir(name) / "checkpoints" / "step_0000003")["components"]["progress"]["updates"]
     assert updates == (12 if "grpo_iterations" in VARIANTS[name] else 3)
 
 

@@ -30,7 +30,7 @@ def _truncate(checkpoint: Path) -> Path:
 
 
 def _remove_a_file(checkpoint: Path) -> Path:
-    path = checkpoint / "random_state_rank_00000.safetensors"
+    path = checkpoint / "state_rank_00000.safetensors"
     path.unlink()
     return path
 

@@ -139,13 +139,13 @@ def test_saved_in_the_background_and_killed_meanwhile(workshop) -> None:
     tale.check_all(stories)
 
 
-NEEDED = ("cursor", "updates", "policy_version", "tokens", "optimizer", "expected_lengths")
+NEEDED = ("prompts", "progress.updates", "progress.policy_version", "progress.tokens", "optimizer", "expected_lengths")
 """Not among them: the generators' states, which no step of this run draws from (dropout does, see test_resume.py),
 and the largest log-prob gap, which a later step may reach again."""
 
 
 @pytest.mark.parametrize(
-    "item", [item if item == "cursor" else pytest.param(item, marks=pytest.mark.long) for item in NEEDED]
+    "item", [item if item == "prompts" else pytest.param(item, marks=pytest.mark.long) for item in NEEDED]
 )
 def test_without_any_item_of_the_state_the_comparison_fails(workshop, item: str) -> None:
     """The control of all the tests here: killed after the first save, and resumed without ``item``."""

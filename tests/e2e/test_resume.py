@@ -133,7 +133,7 @@ def test_a_run_goes_on_in_another_topology(moved, workshop):
         origin = MOVES[name][0]
         whole, own = workshop.run_dir(f"{origin}_whole"), workshop.run_dir(name)
         last = Path("checkpoints") / "step_0000004"
-        assert state_of(own / last)["cursor"] == state_of(whole / last)["cursor"]
+        assert _cursor(own / last) == _cursor(whole / last)
         for step in (3, 4):
             drawn, expected = _prompts(own, step), _prompts(whole, step)
             assert drawn, name
@@ -142,6 +142,10 @@ def test_a_run_goes_on_in_another_topology(moved, workshop):
             for metric in ("critic/rewards/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
                 assert ours[metric] == pytest.approx(theirs[metric], rel=1e-3, abs=1e-5), f"{name}: {metric}"
             assert ours["actor/lr"] == theirs["actor/lr"]
+
+
+def _cursor(checkpoint: Path) -> dict[str, int]:
+    return state_of(checkpoint)["components"]["prompts"]
 
 
 def _prompts(run_dir: Path, step: int) -> set[str]:

@@ -101,14 +101,14 @@ def test_steps_without_a_single_grade_change_nothing_and_the_exit_code_tells(out
     run_dir = workshop.run_dir("hopeless_tolerated")
     assert [row["training/failed_grades"] for row in rows_of(run_dir)] == [16] * 4
     assert not any("actor/pg_loss" in row or "nonfinite" in row for row in rows_of(run_dir))
-    assert state_of(run_dir / "checkpoints" / "step_0000004")["updates"] == 0
+    assert state_of(run_dir / "checkpoints" / "step_0000004")["components"]["progress"]["updates"] == 0
 
 
 def test_long_prompts_are_skipped_and_counted(outcomes, workshop):
     """Of 16 tasks 4 are too long: an epoch gives 12 prompts and skips 4."""
     outcomes["long"].check()
     run_dir = workshop.run_dir("long")
-    drawn = state_of(run_dir / "checkpoints" / "step_0000004")["cursor"]["digits"]
+    drawn = state_of(run_dir / "checkpoints" / "step_0000004")["components"]["prompts"]["digits"]
     skipped = [row["training/skipped_prompts"] for row in rows_of(run_dir)]
     assert drawn == 16 + sum(skipped)
     assert sum(skipped) >= 4

@@ -51,7 +51,7 @@ def _save_checkpoint(root: Path, config: RLConfig, policy: PolicyModel, groups: 
     save_tensors(target, policy, None)
     if groups.is_main:
         state = RunState(
-            step=1, updates=1, policy_version=1, padded_vocab_size=policy.padded_vocab_size,
+            step=1, padded_vocab_size=policy.padded_vocab_size,
             architecture=architecture_of(config),
         )  # fmt: skip
         write_run_state(target, state)

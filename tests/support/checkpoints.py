@@ -27,7 +27,7 @@ def contents(checkpoint: Path) -> dict[str, Any]:
         found = dict(_leaves("", torch.load(whole, weights_only=False)))
     if (checkpoint / "common.pt").exists():  # from megatron-core 0.19 on it is among the tensors
         found |= _leaves("common", torch.load(checkpoint / "common.pt", weights_only=False))
-    for path in sorted(checkpoint.glob("random_state_*.safetensors")):
+    for path in sorted(checkpoint.glob("state_rank_*.safetensors")):
         found |= {f"{path.stem}.{name}": tensor for name, tensor in load_file(path).items()}
     return found
 
@@ -39,7 +39,7 @@ def _rank_files(checkpoint: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(checkpoint.glob("mp_rank_*/*.pt")):
         found |= _leaves(f"{path.parent.name}.{path.stem}", torch.load(path, weights_only=True))
-    for path in sorted(checkpoint.glob("random_state_*.safetensors")):
+    for path in sorted(checkpoint.glob("state_rank_*.safetensors")):
         found |= {f"{path.stem}.{name}": tensor for name, tensor in load_file(path).items()}
     return found
 
@@ -58,7 +58,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {
         name: value
         for name, value in contents(checkpoint).items()
-        if torch.is_tensor(value) and not name.startswith(("optimizer", "common", "random_state"))
+        if torch.is_tensor(value) and not name.startswith(("optimizer", "common", "state_rank"))
     }
 
 

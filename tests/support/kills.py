@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +166,24 @@ def arm(kill: Kill, owner: Any, attribute: str, moment: str) -> None:
 
 
 def forget(item: str) -> None:
-    """From now on a resume does without ``item``: a field of the run state, ``optimizer`` or ``random_state``."""
+    """From now on a resume does without ``item``: ``optimizer``, a component's state, or one field of it."""
     import megatron_rl.checkpoint.manager as manager
-    from megatron_rl.checkpoint.run_state import RunState
+    from megatron_rl.checkpoint import StateRegistry
 
     if item == "optimizer":
         manager.load_all = lambda directory, policy, optimization: manager.load_weights(directory, policy)
-    elif item == "random_state":
-        manager.load_random_state = lambda directory, rank: True
-    else:
-        blank = RunState(step=0, updates=0, policy_version=0)
-        read = manager.read_run_state
-        manager.read_run_state = lambda directory: replace(read(directory), **{item: getattr(blank, item)})
+        return
+    component, _, field = item.partition(".")
+    register = StateRegistry.register
+
+    def forgetful(self: StateRegistry, name: str, owner: Any, **how: bool) -> Any:
+        blank = owner.state_dict()
+        register(self, name, owner, **how)
+        if name == component:
+            owner.load_state_dict({**owner.state_dict(), field: blank[field]} if field else blank)
+        return owner
+
+    StateRegistry.register = forgetful
 
 
 def _die() -> None:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_rl.checkpoint import CheckpointManager, manager
+from megatron_rl.checkpoint import CheckpointManager, RandomState, manager
 from megatron_rl.config import RLConfig
 from megatron_rl.loop import supervised_step
 from megatron_rl.parallel import ParallelGroups
@@ -21,27 +19,18 @@ COMMON = () if VERSION >= (0, 19) else ("common.pt",)
 """What is no tensor: from 0.19 on among the tensors."""
 SHARDS = ("__0_0.distcp",) if VERSION >= (0, 17) else ("__0_0.distcp", "__0_1.distcp")
 FILES = (
-    *COMMON, *SHARDS, ".metadata", "metadata.json", "random_state_rank_00000.safetensors",
-    "rollout_calibration_00000.safetensors", "run_state.json", "manifest.json",
+    *COMMON, *SHARDS, ".metadata", "metadata.json", "state_rank_00000.safetensors",
+    "run_state.json", "manifest.json",
 )  # fmt: skip
 """Everything in a checkpoint of one rank, in the order in which it is written."""
-
-
-class _Calibrated:
-    """A quantisation that has something to save, so that a checkpoint has every file there is."""
-
-    recipe = "none"
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """One vector."""
-        return {"layer": torch.ones(4)}
 
 
 def saving_run(config: RLConfig, groups: ParallelGroups, folder: Path, keep_last: int = 0) -> Run:
     """`Run.save` writes into ``folder``; close the rollouter at the end."""
     run = toy_run(config, groups)
     run.checkpoints = CheckpointManager(folder, keep_last, groups)
-    run.quantization = _Calibrated()
+    for name, owner in (("prompts", run.source), ("progress", run.progress), ("random", RandomState())):
+        run.states.register(name, owner)
     return run
 
 

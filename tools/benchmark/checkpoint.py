@@ -87,8 +87,8 @@ class Bench:
     def save(self, in_background: bool = False) -> None:
         """The next step's checkpoint; the one before it is deleted."""
         self._step += 1
-        state = RunState(step=self._step, updates=self._step, policy_version=self._step)
-        self.manager.save(state, self._policy, self._optimization, {}, in_background=in_background)
+        state = RunState(step=self._step)
+        self.manager.save(state, self._policy, self._optimization, in_background=in_background)
 
     def _train(self, with_save: bool, in_background: bool = False) -> None:
         for number in range(self._updates):

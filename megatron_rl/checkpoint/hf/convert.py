@@ -56,8 +56,6 @@ def import_hf(
         _write_tensors(target, _Parameters(model, reader, dtype, padded))
     state = RunState(
         step=0,
-        updates=0,
-        policy_version=0,
         has_optimizer=False,
         vocab_size=tokenizer_size,
         end_token_ids=list(end_token_ids(model.directory)),

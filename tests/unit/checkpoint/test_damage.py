@@ -146,7 +146,7 @@ def test_leftovers_that_are_files_are_removed(copied) -> None:
     assert list(copied.glob("step_*")) == list_checkpoints(copied) == [step_directory(copied, 2)]
 
 
-@pytest.mark.parametrize("name", ["random_state_rank_00001.safetensors", "__1_0.distcp", "nested/part.pt"])
+@pytest.mark.parametrize("name", ["state_rank_00001.safetensors", "__1_0.distcp", "nested/part.pt"])
 def test_a_file_of_another_checkpoint_is_damage(copied, caplog, name: str) -> None:
     """Another topology's random states would be loaded without a question."""
     stray = copied / "step_0000002" / name

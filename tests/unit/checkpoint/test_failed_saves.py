@@ -91,8 +91,7 @@ def test_a_disk_that_is_full_at_each_file(run: Run, tmp_path: Path, file: str) -
     folder = tmp_path / "checkpoints"
     if file.endswith(".safetensors"):  # written under another name and renamed
         with pytest.MonkeyPatch.context() as patch:
-            name = "save_random_state" if file.startswith("random") else "save_calibration"
-            patch.setattr(manager, name, _with_limit(0, getattr(manager, name)))
+            patch.setattr(manager, "save_rank_state", _with_limit(0, manager.save_rank_state))
             message = _fails(run, folder)
         assert os.strerror(errno.EFBIG) in message
     else:
@@ -142,7 +141,7 @@ class _FailingCalls:
         patch.setattr(layout.os, "replace", self.before(os.replace))
         patch.setattr(Path, "write_text", self.before(Path.write_text))
         patch.setattr(Path, "write_bytes", self.before(Path.write_bytes))
-        for name in ("remove", "save_random_state", "save_calibration"):
+        for name in ("remove", "save_rank_state"):
             patch.setattr(manager, name, self.before(getattr(manager, name)))
 
 

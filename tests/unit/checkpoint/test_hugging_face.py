@@ -140,7 +140,7 @@ def _checkpoint(groups: ParallelGroups, model: HfModel, root: Path) -> Path:
     target.mkdir(parents=True)
     save_tensors(target, policy, None)
     state = RunState(
-        step=1, updates=1, policy_version=1, padded_vocab_size=policy.padded_vocab_size,
+        step=1, padded_vocab_size=policy.padded_vocab_size,
         architecture=architecture_of(config),
     )  # fmt: skip
     write_run_state(target, state)
@@ -251,7 +251,7 @@ def test_files_of_two_tensor_parallel_ranks_become_a_hugging_face_directory(tmp_
                 fill(shards[entry.parameter], pieces, reader)
         rank_directory(target, rank).mkdir(parents=True)
         torch.save({"model": shards}, rank_directory(target, rank) / MODEL_FILE)
-    state = RunState(step=4, updates=0, policy_version=0, padded_vocab_size=padded)
+    state = RunState(step=4, padded_vocab_size=padded)
     write_run_state(target, state)
     commit(tmp_path / "run", 4, naming=MEGATRON)
     export_checkpoint(tmp_path / "run", model, tmp_path / "out")

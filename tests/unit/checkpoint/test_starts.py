@@ -66,12 +66,12 @@ class Runs:
             for parameter in policy.gpt.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         state = RunState(
-            step=step, updates=0, policy_version=0, mode=mode_of(config), has_optimizer=False,
+            step=step, mode=mode_of(config), has_optimizer=False,
             seed=config.training.seed, architecture=architecture_of(config), optimizer_form=optimizer_form_of(config),
             padded_vocab_size=policy.padded_vocab_size, end_token_ids=[0, 5],
             origin={} if forget_origin or start.origin is None else start.origin.state(),
         )  # fmt: skip
-        manager.save(state, policy, start.optimization, {})
+        manager.save(state, policy, start.optimization)
         return weights_of(policy)
 
     def trained(self, name: str, **flags: object) -> Weights:

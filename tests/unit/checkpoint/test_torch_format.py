@@ -56,7 +56,7 @@ def _update(optimization: Optimization, number: int) -> None:
 
 def _state(config: RLConfig, step: int, updates: int) -> RunState:
     return RunState(
-        step=step, updates=updates, policy_version=updates, padded_vocab_size=VOCABULARY,
+        step=step, components={"progress": {"updates": updates}}, padded_vocab_size=VOCABULARY,
         architecture=architecture_of(config), world={"ranks": 1, "tensor_model_parallel_size": 1},
     )  # fmt: skip
 
@@ -95,10 +95,10 @@ def test_weights_moments_and_counters_come_back_bit_for_bit(one_rank, tmp_path: 
     config = tiny_config(**VARIANTS[variant])
     policy, optimization = _built(config, seed=1, updates=3)
     optimization.schedule.go_to(finished_steps=2)  # the rate of step 3, not of update 4
-    CheckpointManager(tmp_path, 0, one_rank, "torch").save(_state(config, 2, 3), policy, optimization, {})
+    CheckpointManager(tmp_path, 0, one_rank, "torch").save(_state(config, 2, 3), policy, optimization)
     other_policy, other = _built(config, seed=2)
     manager = CheckpointManager(tmp_path, 0, one_rank, "torch")
-    assert manager.resume(manager.newest(), other_policy, other).updates == 3
+    assert manager.resume(manager.newest(), other_policy, other).components == {"progress": {"updates": 3}}
     _assert_same(_everything(policy, optimization), _everything(other_policy, other))
     if variant != "sgd":
         steps = {value.item() for part in other.optimizer.chained_optimizers for value in _steps(part)}
@@ -119,7 +119,7 @@ def saved(one_rank: object, tmp_path: Path) -> tuple[Path, PolicyModel]:
     policy, optimization = _built(config, seed=1, updates=1)
     manager = CheckpointManager(tmp_path / "own", 0, one_rank, "torch")
     for step in (2, 4):
-        manager.save(_state(config, step, 1), policy, optimization, {})
+        manager.save(_state(config, step, 1), policy, optimization)
     return tmp_path / "own", policy
 
 
@@ -162,7 +162,7 @@ def test_a_save_that_cannot_be_written_leaves_the_one_before(saved, one_rank, mo
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CheckpointError, match=r"could not be written \(.*model_optim_rng.pt: unexpected pos"):
-        CheckpointManager(root, 0, one_rank, "torch").save(_state(config, 6, 1), policy, optimization, {})
+        CheckpointManager(root, 0, one_rank, "torch").save(_state(config, 6, 1), policy, optimization)
     assert find_checkpoint(root) == root / "iter_0000004"
     assert (root / MEGATRON.pointer).read_text().strip() == "4"
 
@@ -325,7 +325,7 @@ def test_a_kill_before_the_pointer_moves_leaves_it_where_it_was(saved, one_rank,
     config = tiny_config()
     with pytest.raises(KeyboardInterrupt):
         CheckpointManager(root, 0, one_rank, "torch").save(
-            _state(config, 6, 1), policy, _built(config, seed=1, updates=1)[1], {}
+            _state(config, 6, 1), policy, _built(config, seed=1, updates=1)[1]
         )
     assert (root / MEGATRON.pointer).read_text().strip() == "4"
     assert find_checkpoint(root) == root / "iter_0000006"
@@ -348,6 +348,6 @@ def test_what_a_kill_left_is_not_seen_and_removed_by_the_next_save(saved, one_ra
     assert find_checkpoint(root) == root / "iter_0000004"
     config = tiny_config()
     CheckpointManager(root, 1, one_rank, "torch").save(
-        _state(config, 6, 1), policy, _built(config, seed=1, updates=1)[1], {}
+        _state(config, 6, 1), policy, _built(config, seed=1, updates=1)[1]
     )
     assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000006"]

@@ -115,7 +115,7 @@ def test_tasks_are_dealt_by_the_lengths_of_the_evaluation_before(one_rank: Paral
     assert [r.index for r in evaluation._requests()] == [0, 1, 4, 5], "nothing is known yet: in turn"
     evaluation._groups = one_rank
     evaluation.evaluate(FixedRollouter(groups), 0)
-    assert evaluation.expected_lengths.state()["toy"]["tasks"] == {"0": 8.0, "1": 1.0, "2": 2.0}
+    assert evaluation.expected_lengths.state_dict()["toy"]["tasks"] == {"0": 8.0, "1": 1.0, "2": 2.0}
     for rank, indices in enumerate(([0, 1], [2, 3, 4, 5])):
         evaluation._groups = SimpleNamespace(data_rank=rank, data_size=2)
         assert [r.index for r in evaluation._requests()] == indices

@@ -55,24 +55,24 @@ def test_a_full_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None
     expected = ExpectedLengths()
     expected.learn([(source("a"), 10.0), (source("b"), 20.0), (source("c"), 60.0), (source("b"), 40.0)])
     assert [expected.tokens(request(task, samples=1)) - 10 for task in "abc"] == [10, 40, 32]  # c: 130 / 4 = 32.5
-    assert len(expected.state()["toy"]["tasks"]) == 2
+    assert len(expected.state_dict()["toy"]["tasks"]) == 2
 
 
 def test_the_state_goes_through_json() -> None:
     expected, again = ExpectedLengths(), ExpectedLengths()
     expected.learn([(source("a"), 1 / 3), (source("7"), 20.25), (source("a", "other"), 0.1)])
-    state = expected.state()
-    again.load_state(json.loads(json.dumps(state)))
-    assert again.state() == state
+    state = expected.state_dict()
+    again.load_state_dict(json.loads(json.dumps(state)))
+    assert again.state_dict() == state
     again.learn([(source("b"), 3.0)])
-    assert expected.state() == state, "the states share a table"
+    assert expected.state_dict() == state, "the states share a table"
     assert state["toy"]["tasks"] == {"a": 0.3, "7": 20.2}
 
 
 def test_a_checkpoint_without_it_begins_anew() -> None:
     expected = ExpectedLengths()
     expected.learn([(source("a"), 20.0)])
-    expected.load_state({})
+    expected.load_state_dict({})
     assert expected.tokens(request("a")) == 10 + 4 * LIMIT
 
 

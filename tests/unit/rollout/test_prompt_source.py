@@ -57,7 +57,7 @@ def test_weights_three_to_one() -> None:
 def test_evaluation_only_environments_are_never_drawn() -> None:
     prompts = source(pool("a", 3), pool("evaluation_only", 3, weight=0.0))
     assert {draw.source.environment for draw in prompts.draw(20)} == {"a"}
-    assert prompts.state() == {"a": 20}
+    assert prompts.state_dict() == {"a": 20}
 
 
 @pytest.mark.parametrize("before", [0, 7, 20, 33])
@@ -66,7 +66,7 @@ def test_a_resumed_source_goes_on_identically(before: int) -> None:
     pools = (pool("a", 20, weight=2.0), pool("b", 3))
     first, resumed = source(*pools), source(*pools)
     first.draw(before)
-    resumed.load_state(first.state())
+    resumed.load_state_dict(first.state_dict())
     assert resumed.draw(50) == first.draw(50)
 
 
@@ -74,8 +74,8 @@ def test_an_environment_added_on_resume_starts_at_its_beginning() -> None:
     first = source(pool("a", 5))
     first.draw(3)
     resumed = source(pool("a", 5), pool("new", 5))
-    resumed.load_state(first.state())
-    assert resumed.state() == {"a": 3, "new": 0}
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.state_dict() == {"a": 3, "new": 0}
 
 
 def drawn_from(prompts: PromptSource, count: int) -> Counter[str]:
@@ -87,13 +87,13 @@ def test_an_environment_added_on_resume_gets_its_share_and_no_more() -> None:
     first = source(pool("a", 5))
     first.draw(40)
     resumed = source(pool("a", 5), pool("new", 5))
-    resumed.load_state(first.state())
+    resumed.load_state_dict(first.state_dict())
     assert drawn_from(resumed, 40) == {"a": 20, "new": 20}
     weighted = source(pool("a", 5, weight=3.0), pool("new", 5))
-    weighted.load_state(resumed.state())
+    weighted.load_state_dict(resumed.state_dict())
     assert drawn_from(weighted, 40) == {"a": 30, "new": 10}
     again = source(pool("a", 5, weight=3.0), pool("new", 5))
-    again.load_state(weighted.state())
+    again.load_state_dict(weighted.state_dict())
     assert again.draw(13) == weighted.draw(13), "what came before the change is not in the state, nor needed"
 
 
@@ -103,7 +103,7 @@ def test_too_long_prompts_are_skipped_and_counted() -> None:
     assert Counter(len(draw.prompt_ids) for draw in draws) == {1: 2, 2: 2, 3: 2, 4: 2}
     assert 6 <= prompts.skipped_too_long <= 12
     # Skipped ones count in the cursor, otherwise a resumed run would draw others.
-    assert prompts.state() == {"a": 8 + prompts.skipped_too_long}
+    assert prompts.state_dict() == {"a": 8 + prompts.skipped_too_long}
 
 
 def test_no_prompt_that_fits_is_an_error_that_names_the_flags() -> None:

@@ -42,14 +42,14 @@ def test_the_order_is_kept_and_starts_again() -> None:
     demonstrations = source("a:x", "b:y", "c:z")
     assert texts(demonstrations.draw(2)) == ["x$", "y$"]
     assert texts(demonstrations.draw(3)) == ["z$", "x$", "y$"]
-    assert demonstrations.state() == {"demonstrations": 5}
+    assert demonstrations.state_dict() == {"demonstrations": 5}
 
 
 def test_too_long_ones_are_skipped_and_counted_in_the_cursor() -> None:
     demonstrations = source("a:x", "b:toolong", "c:z", max_tokens=8)
     assert texts(demonstrations.draw(2)) == ["x$", "z$"]
     assert demonstrations.skipped_too_long == 1
-    assert demonstrations.state() == {"demonstrations": 3}
+    assert demonstrations.state_dict() == {"demonstrations": 3}
 
 
 def test_a_resumed_source_goes_on_where_the_other_stopped() -> None:
@@ -57,7 +57,7 @@ def test_a_resumed_source_goes_on_where_the_other_stopped() -> None:
     first = source(*names)
     first.draw(5)
     resumed = source(*names)
-    resumed.load_state(first.state())
+    resumed.load_state_dict(first.state_dict())
     assert texts(resumed.draw(6)) == texts(first.draw(6)) == ["f$", "g$", "a$", "b$", "c$", "d$"]
 
 
