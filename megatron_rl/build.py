@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.corrections.composition import get_correction
 from megatron_rl.algorithms.interfaces import AdvantageConfig
 from megatron_rl.algorithms.settings import correction_config, loss_config
 from megatron_rl.build_engine import build_engine, stop_strings
@@ -30,6 +30,7 @@ from megatron_rl.models import build_model
 from megatron_rl.parallel import ParallelGroups, seed_everything
 from megatron_rl.platform import Platform
 from megatron_rl.progress import Progress
+from megatron_rl.registry import ADVANTAGES, LOSSES
 from megatron_rl.reporting import Reporter
 from megatron_rl.rollout import Evaluator, PromptSource, RequestFactory, Rollouter
 from megatron_rl.rollout.expected_length import ExpectedLengths
@@ -190,7 +191,7 @@ def _source(
 def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
     algorithm = config.algorithm
     return SampleBuilder(
-        discovery.advantage(algorithm.rl_advantage),
+        ADVANTAGES.module(algorithm.rl_advantage),
         AdvantageConfig(),
         algorithm.rl_keep_zero_variance_groups,
         groups,
@@ -226,9 +227,9 @@ def _trainer(
         return SupervisedTrainer(optimization, scorer, groups.data_group, timer)
     algorithm = config.algorithm
     settings = LossSettings(
-        loss=discovery.get("losses", algorithm.rl_policy_loss),
+        loss=LOSSES.get(algorithm.rl_policy_loss),
         loss_config=loss_config(config),
-        correction=discovery.get("corrections", algorithm.rl_correction),
+        correction=get_correction(algorithm.rl_correction),
         correction_config=correction_config(config),
         aggregation=algorithm.rl_loss_aggregation,
         aggregation_constant=float(config.rollout.rl_max_new_tokens),

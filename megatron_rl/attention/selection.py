@@ -1,38 +1,19 @@
-"""Finds backends by their file and chooses among them."""
+"""Chooses among the attention backends."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
-from megatron_rl.attention import backends
 from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, Numbers, PackedKernel
 from megatron_rl.errors import ConfigError
+from megatron_rl.registry import BACKENDS
 
 AUTO = "auto"
 Kernel = PackedKernel | CacheKernel
-
-
-def available_backends() -> tuple[str, ...]:
-    """Names of all backends, sorted."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(backends.__path__)))
-
-
-def get_backend(name: str) -> Backend:
-    """The backend of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    known = available_backends()
-    if name not in known:
-        raise ConfigError([f"--attention-backend {name}: there is none of that name; use auto, {', '.join(known)}"])
-    return importlib.import_module(f"{backends.__name__}.{name}").BACKEND
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
@@ -65,7 +46,7 @@ def choose(
         ConfigError: there is no such backend, the device lacks it, or it does not take the model's numbers.
     """
     if asked != AUTO:
-        backend = get_backend(asked)
+        backend = BACKENDS.get(asked)
         parts = [part for part in (backend.packed, backend.cache) if part is not None]
         unfit = (_unfit(part, device, numbers) for part in parts)
         problem = backend.problem(device) or next(filter(None, unfit), None) or faults.get(asked)
@@ -75,9 +56,9 @@ def choose(
     refused: list[str] = []
 
     def pick(part: Callable[[Backend], Kernel | None], rank: Callable[[Backend], int]) -> Backend:
-        if asked != AUTO and part(get_backend(asked)) is not None:
-            return get_backend(asked)
-        candidates = [backend for backend in map(get_backend, available_backends()) if part(backend) and rank(backend)]
+        if asked != AUTO and part(BACKENDS.get(asked)) is not None:
+            return BACKENDS.get(asked)
+        candidates = [backend for backend in map(BACKENDS.get, BACKENDS.names()) if part(backend) and rank(backend)]
         for backend in sorted(candidates, key=rank, reverse=True):
             problem = backend.problem(device) or _unfit(part(backend), device, numbers) or faults.get(backend.name)
             if problem is None:
@@ -109,4 +90,4 @@ def _usable(device: DeviceFacts, numbers: Numbers | None, faults: Mapping[str, s
         unfit = any(_unfit(part, device, numbers) for part in parts)
         return backend.problem(device) is None and not unfit and backend.name not in faults
 
-    return ", ".join(name for name in available_backends() if runs(get_backend(name)))
+    return ", ".join(name for name in BACKENDS.names() if runs(BACKENDS.get(name)))

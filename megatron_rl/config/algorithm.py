@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.config.fields import flag
-
-ADVANTAGES = ("algorithms/advantages", "compute")
-LOSSES = ("algorithms/losses", "compute")
-CORRECTIONS = ("algorithms/corrections", "compute")
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ import sys
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megatron_rl.registry import Registry
+
 _METADATA_KEY = "flag"
 
 
@@ -38,8 +40,8 @@ class Declaration:
     """A file or directory: its name must be one that a file system takes."""
     common: bool = False
     """Shown by ``--help`` and not only by ``--help-all``."""
-    names_of: tuple[str, str] | None = None
-    """Folder of the extensions that it names and what each defines, for ``extension_names``: help lists them."""
+    names_of: Registry | None = None
+    """The extensions that it names; help lists them."""
     note: str | None = None
     """Why the flag is accepted but has no effect; printed when it is used, so that it is never silent."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 
-from megatron_rl.config.extensions import extension_names
 from megatron_rl.config.fields import Flag
 from megatron_rl.config.rl_config import all_flags, section_classes
 
@@ -81,7 +80,7 @@ def meaning_of(flag: Flag) -> str:
         return f"Switches off: {flag.help[:1].lower()}{flag.help[1:]}"
     if flag.declaration.names_of is None:
         return flag.help
-    return f"{flag.help} There are: {', '.join(extension_names(*flag.declaration.names_of))}."
+    return f"{flag.help} There are: {', '.join(flag.declaration.names_of.names())}."
 
 
 def other_spellings(flag: Flag) -> tuple[str, ...]:

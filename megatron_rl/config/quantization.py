@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.config.fields import flag
-
-RECIPES = ("quantization/recipes", "RECIPE")
+from megatron_rl.registry import RECIPES
 
 
 @dataclass(frozen=True, kw_only=True)

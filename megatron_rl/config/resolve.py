@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.algorithm import LOSSES
-from megatron_rl.config.extensions import stated
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.registry import LOSSES
 
 MOST_DECODED_AT_ONCE = 256
 """Bound of the default decode batch: beyond it, the KV cache grows faster than the throughput."""
@@ -117,9 +116,9 @@ def _quantization(config: RLConfig) -> RLConfig:
 
 def _policy_loss(config: RLConfig) -> RLConfig:
     """Clip ranges of one loss mean nothing in another: those of a sequence's ratio are a thousandth of a token's."""
-    algorithm, folder = config.algorithm, LOSSES[0]
-    lower, upper = stated(folder, algorithm.rl_policy_loss, "DEFAULT_CLAMP") or (0.2, 0.2)
-    aggregation = stated(folder, algorithm.rl_policy_loss, "DEFAULT_AGGREGATION") or "token-mean"
+    algorithm = config.algorithm
+    lower, upper = LOSSES.stated(algorithm.rl_policy_loss, "DEFAULT_CLAMP") or (0.2, 0.2)
+    aggregation = LOSSES.stated(algorithm.rl_policy_loss, "DEFAULT_AGGREGATION") or "token-mean"
     filled = _fill(
         algorithm,
         grpo_clamp_eps_lower=lower,

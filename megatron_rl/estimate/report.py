@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import pkgutil
 from collections.abc import Sequence
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.estimate.memory import Estimate
 from megatron_rl.metrics.table import format_table
-from megatron_rl.quantization import recipes
 from megatron_rl.quantization.layers import layer_problems
 from megatron_rl.quantization.storage import tile_problem
+from megatron_rl.registry import RECIPES
 
 _NOT_NEEDED = ("tokenizer-model", "langrl-env-config", "lr", "run-dir", "train-iters")
 """Every run needs these flags; no byte depends on them."""
@@ -27,9 +26,8 @@ def estimate_problems(config: RLConfig, problems: Sequence[str]) -> list[str]:
 
 def _quantization_problems(config: RLConfig) -> list[str]:
     name = config.quantization.rl_rollout_quantization.replace("-", "_")
-    known = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
-    if name not in known:
-        return [f"--rl-rollout-quantization {name}: there is no such recipe; use one of {', '.join(sorted(known))}"]
+    if name not in RECIPES.names():
+        return [f"--rl-rollout-quantization {name}: there is no such recipe; use one of {', '.join(RECIPES.names())}"]
     if name == "none":
         return []
     has_tiles = name.startswith("fp8_block")

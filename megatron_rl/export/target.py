@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.quantization.storage import TILE
+from megatron_rl.registry import RECIPES
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TargetFormat:
     @property
     def recipe(self) -> Recipe:
         """Whose codes and scales these are: the rollouts' own."""
-        return get_recipe(self.recipe_name)
+        return RECIPES.get(self.recipe_name)
 
     def scale_name(self, weight: str) -> str:
         """``X.weight`` -> ``X.weight_scale_inv``, ``X.weight_scale``."""

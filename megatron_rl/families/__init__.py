@@ -5,7 +5,7 @@ tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it
 """
 
 from megatron_rl.families.architecture import Architecture
-from megatron_rl.families.discovery import HfModel, available_families, get_family, read_model
+from megatron_rl.families.discovery import HfModel, read_model
 from megatron_rl.families.family import Family
 from megatron_rl.families.layout import Layer, LayerCache, Linear, ModelLayout, Parameter
 from megatron_rl.families.weights import Entry, Piece, WeightMap
@@ -22,7 +22,5 @@ __all__ = [
     "Parameter",
     "Piece",
     "WeightMap",
-    "available_families",
-    "get_family",
     "read_model",
 ]

@@ -1,21 +1,18 @@
-"""Finds a family by ``config.json``: ``known/qwen2.py`` reads ``model_type`` qwen2. Nothing is registered."""
+"""Finds the family of a ``config.json``: ``known/qwen2.py`` reads ``model_type`` qwen2."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.families import known
 from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.family import Family
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.families.weights import WeightMap
 from megatron_rl.json_text import parse_json
+from megatron_rl.registry import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -32,25 +29,6 @@ class HfModel:
     def weights(self) -> WeightMap:
         """Its tensors and the parameters made of them."""
         return self.family.weights(self.architecture)
-
-
-def available_families() -> tuple[str, ...]:
-    """Names of all families, sorted."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(known.__path__)))
-
-
-def get_family(name: str) -> Family:
-    """The family of that name.
-
-    Raises:
-        ConfigError: there is none; the message names all and the nearest.
-    """
-    names = available_families()
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-        hint = f"did you mean {near[0]}?" if near else "nothing like it is built."
-        raise ConfigError([f"there is no model family '{name}': {hint} Available: {', '.join(names)}"])
-    return importlib.import_module(f"{known.__name__}.{name}").FAMILY
 
 
 def read_model(directory: str | Path) -> HfModel:
@@ -82,7 +60,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _family_of(path: Path, values: dict[str, Any]) -> Family:
     """By ``architectures``, which says more than ``model_type``: a reward model shares the latter."""
-    families = [get_family(name) for name in available_families()]
+    families = [FAMILIES.get(name) for name in FAMILIES.names()]
     classes = values.get("architectures")
     wanted = classes[0] if isinstance(classes, list) and classes else None
     for family in families:

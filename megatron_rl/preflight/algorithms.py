@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megatron_rl.config import RLConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.registry import ADVANTAGES, LOSSES
 
 
 def algorithm_problems(config: RLConfig) -> list[str]:
@@ -14,13 +15,12 @@ def algorithm_problems(config: RLConfig) -> list[str]:
     if not config.training.perform_rl_step:
         return []
     # imported here: it brings torch, which --help and wrong flags need not wait for
-    from megatron_rl.algorithms import discovery
     from megatron_rl.algorithms.settings import correction_config, loss_config
 
     algorithm = config.algorithm
     checks: list[tuple[str, Callable[[], object]]] = [
-        ("--rl-advantage", lambda: discovery.advantage(algorithm.rl_advantage)),
-        ("--rl-policy-loss", lambda: discovery.get("losses", algorithm.rl_policy_loss)),
+        ("--rl-advantage", lambda: ADVANTAGES.module(algorithm.rl_advantage)),
+        ("--rl-policy-loss", lambda: LOSSES.get(algorithm.rl_policy_loss)),
         ("--rl-correction", lambda: _check_correction(algorithm)),
         ("--rl-policy-loss", lambda: loss_config(config)),
         ("--rl-correction", lambda: correction_config(config)),
@@ -36,9 +36,9 @@ def algorithm_problems(config: RLConfig) -> list[str]:
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:
     """Raises ``ConfigError`` for an unknown name, and for bounds that the correction does not read."""
-    from megatron_rl.algorithms import discovery  # here for the reason above
+    from megatron_rl.algorithms.corrections.composition import correction_modules  # here for the reason above
 
-    modules = discovery.correction_modules(algorithm.rl_correction)
+    modules = correction_modules(algorithm.rl_correction)
     bounds = {
         "--rl-correction-lower": algorithm.rl_correction_lower,
         "--rl-correction-upper": algorithm.rl_correction_upper,

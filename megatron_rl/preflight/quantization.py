@@ -6,8 +6,8 @@ import importlib.util
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.layers import layer_problems
+from megatron_rl.registry import RECIPES
 
 
 def quantization_problems(config: RLConfig) -> list[str]:
@@ -34,7 +34,7 @@ def _recipe(config: RLConfig) -> list[str]:
     if name == "none":
         return []
     try:
-        recipe = get_recipe(name)
+        recipe = RECIPES.get(name)
     except ConfigError as error:
         return [f"--rl-rollout-quantization: {line}" for line in error.lines]
     from megatron_rl.platform import current_platform  # brings torch, which wrong names need not wait for

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.audit import LayerAudit, audit, refuse_other_formats
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.observe import observed
+from megatron_rl.registry import RECIPES
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class RolloutQuantization:
         self._calibrated = True
 
     def _use(self, name: str) -> None:
-        recipe = get_recipe(name)
+        recipe = RECIPES.get(name)
         self.linears = None  # the old buffers go before the new ones are made
         if recipe.name != NO_RECIPE:
             self.linears = QuantizedLinears(self._model, recipe, self._skip, self._num_layers)

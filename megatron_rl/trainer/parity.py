@@ -23,9 +23,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.aggregation import sequence_of_tokens
 from megatron_rl.algorithms.corrections.collapse import collapse_warning
+from megatron_rl.algorithms.corrections.composition import correction_modules, get_correction
 from megatron_rl.algorithms.corrections.statistics import MismatchStatistics, mismatch_statistics
 from megatron_rl.algorithms.interfaces import CorrectionConfig
 from megatron_rl.errors import TrainingError
@@ -119,7 +119,7 @@ class ParityGate:
         self._data_group = data_group
         self._correction = correction
         self._kv_cache = kv_cache
-        modules = discovery.correction_modules(correction)
+        modules = correction_modules(correction)
         self._is_sequence_level = any(module.LEVEL == "sequence" for module in modules)
         self._checked: str | None = None
 
@@ -276,7 +276,7 @@ class ParityGate:
 
 def _statistics(scored: torch.Tensor, batch: PackedBatch) -> MismatchStatistics:
     sequence = sequence_of_tokens(batch.cu_seqlens, batch.token_ids.numel())
-    correction = discovery.get("corrections", "none")(
+    correction = get_correction("none")(
         scored, batch.inference_logprobs, batch.loss_mask, sequence, len(batch.lengths), CorrectionConfig()
     )
     return mismatch_statistics(scored, batch.inference_logprobs, batch.loss_mask, correction)

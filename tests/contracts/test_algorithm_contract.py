@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.corrections.composition import correction_modules, get_correction
 from megatron_rl.algorithms.corrections.statistics import mismatch_statistics
 from megatron_rl.algorithms.groups import groups_with_signal
 from megatron_rl.algorithms.interfaces import AdvantageConfig, Correction, CorrectionConfig, LossConfig, PolicyLoss
-from megatron_rl.config.extensions import stated
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
 
 LOSS_CONFIG = LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28, dual_clip=3.0)
 MASK = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
@@ -23,21 +23,21 @@ def logprobs(seed: int) -> Tensor:
 
 
 def run_loss(name: str, current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor = MASK) -> PolicyLoss:
-    return discovery.get("losses", name)(current, old, advantages, mask, SEQUENCE, 3, LOSS_CONFIG)
+    return LOSSES.get(name)(current, old, advantages, mask, SEQUENCE, 3, LOSS_CONFIG)
 
 
-@pytest.mark.parametrize("name", discovery.available("advantages"))
+@pytest.mark.parametrize("name", ADVANTAGES.names())
 class TestAdvantages:
     rewards = torch.tensor([0.0, 1.0, 0.5, 2.0, 3.0, 1.0])
     valid = torch.tensor([True, True, True, True, True, False])
     groups = torch.tensor([0, 0, 0, 1, 1, 2])
 
     def run(self, name: str, rewards: Tensor, valid: Tensor) -> Tensor:
-        return discovery.advantage(name).compute(rewards, valid, self.groups, AdvantageConfig())
+        return ADVANTAGES.module(name).compute(rewards, valid, self.groups, AdvantageConfig())
 
     def test_it_says_what_it_compares_with(self, name: str) -> None:
-        assert discovery.advantage(name).BASELINE in ("group", "batch")
-        assert stated("algorithms/advantages", name, "BASELINE") == discovery.advantage(name).BASELINE
+        assert ADVANTAGES.module(name).BASELINE in ("group", "batch")
+        assert ADVANTAGES.stated(name, "BASELINE") == ADVANTAGES.module(name).BASELINE
 
     def test_shape_dtype_and_detachment(self, name: str) -> None:
         advantages = self.run(name, self.rewards, self.valid)
@@ -56,13 +56,13 @@ class TestAdvantages:
         changed = self.run(name, self.rewards.masked_fill(~valid, torch.nan), valid)
         assert torch.equal(advantages, changed)
         # Masked, or with a baseline of the group alone in it: 0.
-        alone = [3, 5] if discovery.advantage(name).BASELINE == "group" else []
+        alone = [3, 5] if ADVANTAGES.module(name).BASELINE == "group" else []
         assert advantages[[1, 4, *alone]].tolist() == [0.0] * (2 + len(alone))
         assert advantages[[0, 2]].abs().min() > 0
 
     def test_advantages_of_the_groups_with_a_signal_add_up_to_nothing(self, name: str) -> None:
         """A baseline that left some of its samples out would move the weights also where nothing is to be learned."""
-        baseline = discovery.advantage(name).BASELINE
+        baseline = ADVANTAGES.module(name).BASELINE
         signal = groups_with_signal(baseline, self.rewards, self.valid, self.groups)
         advantages = self.run(name, self.rewards, self.valid)
         assert advantages[signal[self.groups]].sum().item() == pytest.approx(0.0, abs=1e-6)
@@ -71,7 +71,7 @@ class TestAdvantages:
         assert self.run(name, torch.full((6,), 0.1), self.valid).tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize("name", discovery.available("losses"))
+@pytest.mark.parametrize("name", LOSSES.names())
 class TestLosses:
     def test_shape_dtype_and_detached_counts(self, name: str) -> None:
         current = logprobs(0).requires_grad_()
@@ -119,7 +119,7 @@ class TestLosses:
         # A meta tensor has no values: a read raises, where on a GPU it would make the host wait.
         current = torch.empty(9, device="meta", requires_grad=True)
         nowhere = torch.empty(9, device="meta")
-        loss = discovery.get("losses", name)(
+        loss = LOSSES.get(name)(
             current, nowhere, nowhere, nowhere, SEQUENCE.to("meta"), 3, LOSS_CONFIG
         )
         loss.per_token.sum().backward()
@@ -133,14 +133,14 @@ class TestLosses:
 
 
 def run_correction(name: str, old: Tensor, inference: Tensor) -> Correction:
-    correction = discovery.get("corrections", name)
+    correction = get_correction(name)
     return correction(old, inference, MASK, SEQUENCE, 3, CorrectionConfig())
 
 
-@pytest.mark.parametrize("name", [*discovery.available("corrections"), "+".join(discovery.available("corrections"))])
+@pytest.mark.parametrize("name", [*CORRECTIONS.names(), "+".join(CORRECTIONS.names())])
 class TestCorrections:
     def test_it_says_what_it_weighs(self, name: str) -> None:
-        assert all(module.LEVEL in ("token", "sequence") for module in discovery.correction_modules(name))
+        assert all(module.LEVEL in ("token", "sequence") for module in correction_modules(name))
 
     def test_weights_are_finite_detached_and_never_negative(self, name: str) -> None:
         old = (logprobs(0) + 500 * torch.linspace(-1, 1, 9)).requires_grad_()
@@ -154,7 +154,7 @@ class TestCorrections:
 
     def test_the_host_reads_nothing(self, name: str) -> None:
         nowhere = torch.empty(9, device="meta")
-        correction = discovery.get("corrections", name)
+        correction = get_correction(name)
         result = correction(nowhere, nowhere, nowhere, SEQUENCE.to("meta"), 3, CorrectionConfig())
         statistics = mismatch_statistics(nowhere, nowhere, nowhere, result)
         assert statistics.merge(statistics).sum_tensor().is_meta

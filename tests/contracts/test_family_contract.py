@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.hf import save_hf
 from megatron_rl.config.rl_config import all_flags
-from megatron_rl.families import available_families, get_family, read_model
+from megatron_rl.families import read_model
 from megatron_rl.families.files import stored_tensors, weight_problems
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.registry import FAMILIES
 from tests.support.generation import generate, request, rollout_engine
 from tests.support.hugging_face import (
     EXAMPLES,
@@ -25,7 +26,7 @@ from tests.support.hugging_face import (
     write_model,
 )
 
-each_family = pytest.mark.parametrize("name", available_families())
+each_family = pytest.mark.parametrize("name", FAMILIES.names())
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=[f"{name}-{index}" for name, index in EXAMPLES])
 TOLERANCE = 1e-4
 
@@ -39,7 +40,7 @@ def written(tmp_path_factory: pytest.TempPathFactory):
         if example not in made:
             name, index = example
             directory = tmp_path_factory.mktemp("models") / f"{name}-{index}"
-            made[example] = directory, write_model(directory, name, get_family(name).examples[index])
+            made[example] = directory, write_model(directory, name, FAMILIES.get(name).examples[index])
         return made[example]
 
     return write
@@ -47,10 +48,10 @@ def written(tmp_path_factory: pytest.TempPathFactory):
 
 @each_family
 def test_it_is_called_like_its_file_and_like_nothing_else(name: str) -> None:
-    family = get_family(name)
+    family = FAMILIES.get(name)
     assert family.name == name
     assert family.title and family.examples
-    assert [get_family(other).class_name for other in available_families()].count(family.class_name) == 1
+    assert [FAMILIES.get(other).class_name for other in FAMILIES.names()].count(family.class_name) == 1
 
 
 @each_example

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import QuantizationError
-from megatron_rl.quantization import available_recipes, get_recipe
 from megatron_rl.quantization.recipe import QuantizedWeight, Recipe, Split
 from megatron_rl.quantization.storage import stored_bytes
+from megatron_rl.registry import RECIPES
 
 SHAPES = [(64, 64), (96, 192), (200, 130), (1, 1), (100, 1500)]
 """[N, K] of weights: usual ones, none of the sizes a multiple of anything, the smallest, a long sum."""
@@ -18,7 +18,7 @@ ERROR_BOUNDS = {"full": 1e-6, "int8": 0.025, "fp8": 0.06, "int4": 0.25}
 COARSEST = 0.25
 """Of a family that is not listed."""
 
-each_recipe = pytest.mark.parametrize("name", available_recipes())
+each_recipe = pytest.mark.parametrize("name", RECIPES.names())
 each_shape = pytest.mark.parametrize(("rows", "columns"), SHAPES, ids=[f"{n}x{k}" for n, k in SHAPES])
 
 
@@ -41,23 +41,23 @@ def relative(values: Tensor, reference: Tensor) -> float:
 @each_recipe
 class TestDescription:
     def test_it_is_called_like_its_file(self, name: str) -> None:
-        assert get_recipe(name).name == name
-        assert get_recipe(name.replace("_", "-")) is get_recipe(name)
+        assert RECIPES.get(name).name == name
+        assert RECIPES.get(name.replace("_", "-")) is RECIPES.get(name)
 
     def test_no_other_recipe_describes_itself_with_the_same_words(self, name: str) -> None:
-        others = {get_recipe(other).format for other in available_recipes() if other != name}
-        assert get_recipe(name).format not in others
+        others = {RECIPES.get(other).format for other in RECIPES.names() if other != name}
+        assert RECIPES.get(name).format not in others
 
     def test_its_safer_recipes_exist_and_end_at_none(self, name: str) -> None:
         chain = [name]
-        while (safer := get_recipe(chain[-1]).safer) is not None:
-            assert safer in available_recipes()
+        while (safer := RECIPES.get(chain[-1]).safer) is not None:
+            assert safer in RECIPES.names()
             assert safer not in chain, f"{chain} goes in circles"
             chain.append(safer)
         assert chain[-1] == "none"
 
     def test_a_cpu_runs_any_shape_of_a_single_rank(self, name: str) -> None:
-        recipe = get_recipe(name)
+        recipe = RECIPES.get(name)
         assert recipe.device_problem(None) is None
         assert [recipe.shape_problem(rows, columns, None) for rows, columns in SHAPES] == [None] * len(SHAPES)
 
@@ -66,7 +66,7 @@ class TestDescription:
 @each_shape
 class TestProduct:
     def test_it_is_the_product_of_the_dequantised_numbers(self, name: str, rows: int, columns: int) -> None:
-        recipe, x, bias = get_recipe(name), gaussian(12, columns, seed=1), gaussian(rows, seed=2)
+        recipe, x, bias = RECIPES.get(name), gaussian(12, columns, seed=1), gaussian(rows, seed=2)
         q = quantized(recipe, gaussian(rows, columns, seed=0))
         exact = recipe.round_trip(x, q).double() @ recipe.dequantize(q).double().t()
         without, added = recipe.matmul(x, q), recipe.matmul(x, q, bias)
@@ -74,7 +74,7 @@ class TestProduct:
         assert (added - (exact + bias)).abs().max() <= 1e-5 * (exact + bias).abs().max()
 
     def test_its_error_is_that_of_its_format(self, name: str, rows: int, columns: int) -> None:
-        recipe, x, weight = get_recipe(name), gaussian(64, columns, seed=1), gaussian(rows, columns, seed=0)
+        recipe, x, weight = RECIPES.get(name), gaussian(64, columns, seed=1), gaussian(rows, columns, seed=0)
         q = quantized(recipe, weight)
         bound = ERROR_BOUNDS.get(recipe.format.split()[0].rstrip(","), COARSEST)
         assert relative(recipe.matmul(x, q), x @ weight.t()) <= bound
@@ -82,7 +82,7 @@ class TestProduct:
         assert relative(recipe.dequantize(q), weight) <= bound
 
     def test_zeros_stay_zeros(self, name: str, rows: int, columns: int) -> None:
-        recipe, x, weight = get_recipe(name), gaussian(5, columns, seed=1), gaussian(rows, columns, seed=0)
+        recipe, x, weight = RECIPES.get(name), gaussian(5, columns, seed=1), gaussian(rows, columns, seed=0)
         nothing = recipe.quantize(torch.zeros(rows, columns))
         assert torch.equal(recipe.dequantize(nothing), torch.zeros(rows, columns))
         assert torch.equal(recipe.matmul(x, nothing), torch.zeros(5, rows))
@@ -91,7 +91,7 @@ class TestProduct:
         assert torch.equal(recipe.matmul(silent, q), torch.zeros(5, rows))
 
     def test_a_row_does_not_depend_on_its_company(self, name: str, rows: int, columns: int) -> None:
-        recipe, row = get_recipe(name), gaussian(1, columns, seed=1)
+        recipe, row = RECIPES.get(name), gaussian(1, columns, seed=1)
         q = quantized(recipe, gaussian(rows, columns, seed=0))
         quiet = torch.cat((row, torch.zeros(3, columns)))  # 4 rows: below, a CPU takes another kernel (decision 001)
         crowd = 1e3 * gaussian(9, columns, seed=2)
@@ -100,7 +100,7 @@ class TestProduct:
         assert torch.equal(recipe.round_trip(row, q)[0], recipe.round_trip(crowded, q)[5])
 
     def test_encoding_again_writes_into_the_same_buffers(self, name: str, rows: int, columns: int) -> None:
-        recipe, weight = get_recipe(name), -3 * gaussian(rows, columns, seed=7)
+        recipe, weight = RECIPES.get(name), -3 * gaussian(rows, columns, seed=7)
         q = quantized(recipe, gaussian(rows, columns, seed=0))
         before, addresses = recipe.dequantize(q).clone(), [tensor.data_ptr() for tensor in q.tensors()]
         recipe.encode(weight, None, q)
@@ -114,7 +114,7 @@ class TestProduct:
         if name == "none":
             assert stored_bytes(name, rows, columns) == 0  # runs keep no copy
             return
-        q = get_recipe(name).quantize(gaussian(rows, columns, seed=0))
+        q = RECIPES.get(name).quantize(gaussian(rows, columns, seed=0))
         assert q.stored_bytes == stored_bytes(name, rows, columns)
         assert (q.rows, q.columns) == (rows, columns)
 
@@ -126,19 +126,19 @@ class TestTensors:
         weight = gaussian(20, 30, seed=0)
         weight[13, 17] = bad
         with pytest.raises(QuantizationError, match=r"\[20, 30\] holds NaN or infinity"):
-            get_recipe(name).quantize(weight)
+            RECIPES.get(name).quantize(weight)
 
     @pytest.mark.parametrize("weight", [torch.zeros(4), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int8)])
     def test_what_is_no_matrix_of_floats_is_refused(self, name: str, weight: Tensor) -> None:
         with pytest.raises(QuantizationError, match="a matrix of floats is needed"):
-            get_recipe(name).quantize(weight)
+            RECIPES.get(name).quantize(weight)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("leading", [(), (4,), (6, 1), (2, 3, 1)])
     def test_leading_dimensions_and_dtype_are_kept(
         self, name: str, leading: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        recipe, weight = get_recipe(name), gaussian(24, 40, seed=0).to(dtype)
+        recipe, weight = RECIPES.get(name), gaussian(24, 40, seed=0).to(dtype)
         q, x = quantized(recipe, weight), gaussian(*leading, 40, seed=1).to(dtype)
         kept = x.clone()
         y, seen = recipe.matmul(x, q, gaussian(24, seed=2).to(dtype)), recipe.round_trip(x, q)
@@ -150,17 +150,17 @@ class TestTensors:
         assert torch.equal(y.reshape(-1, 24), flat)
 
     def test_no_tokens_are_no_error(self, name: str) -> None:
-        recipe = get_recipe(name)
+        recipe = RECIPES.get(name)
         assert recipe.matmul(torch.zeros(0, 40), recipe.quantize(gaussian(24, 40, seed=0))).shape == (0, 24)
 
     def test_activations_without_memory_order_are_the_same(self, name: str) -> None:
-        recipe, x = get_recipe(name), gaussian(8, 40, seed=1)
+        recipe, x = RECIPES.get(name), gaussian(8, 40, seed=1)
         q = quantized(recipe, gaussian(24, 40, seed=0))
         assert torch.equal(recipe.matmul(x.t().contiguous().t(), q), recipe.matmul(x, q))
 
     @pytest.mark.parametrize("split", ["columns", "rows"])
     def test_two_ranks_parts_are_the_whole(self, name: str, split: Split) -> None:
-        recipe, weight = get_recipe(name), gaussian(256, 256, seed=0)
+        recipe, weight = RECIPES.get(name), gaussian(256, 256, seed=0)
         weight[:128, :128] *= 5  # the parts alone would have other scales
         parts = weight.chunk(2, 0 if split == "columns" else 1)
         amax = [recipe.amax(part) for part in parts]

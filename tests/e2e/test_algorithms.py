@@ -7,8 +7,8 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-
 from megatron_rl.algorithms.discovery import available
+
 from tests.support.checkpoints import state_of
 from tests.support.runs import Outcome, rows_of, run_many
 

@@ -38,9 +38,9 @@ def _random(*shape: int) -> torch.Tensor:
 
 def product(recipe_name: str, tokens: int) -> str:
     """A quantised linear of a 7B's shape against the product of the dequantised numbers."""
-    from megatron_rl.quantization import get_recipe
+    from megatron_rl.registry import RECIPES
 
-    recipe = get_recipe(recipe_name)
+    recipe = RECIPES.get(recipe_name)
     rows, columns = (4608, 3584) if torch.cuda.is_available() else (200, 264)
     q, x = recipe.quantize(_random(rows, columns)), _random(tokens, columns)
     twin = recipe.round_trip(x.float(), q) @ recipe.dequantize(q).t()
@@ -52,10 +52,11 @@ def product(recipe_name: str, tokens: int) -> str:
 def attention(stored: str) -> str:
     """The kernels over pages against sums in fp64: one new token a row, and several."""
     from megatron_rl.attention.kv_numbers import FP8
-    from megatron_rl.attention.selection import facts_of, get_backend
+    from megatron_rl.attention.selection import facts_of
+    from megatron_rl.registry import BACKENDS
     from tests.support.paged import FilledPages
 
-    backend, lengths = get_backend("triton_paged"), [700, 1, 64, 257]
+    backend, lengths = BACKENDS.get("triton_paged"), [700, 1, 64, 257]
     problem = backend.problem(facts_of(device()))
     if not torch.cuda.is_available():
         return problem or "the tests of the interpreter check it"

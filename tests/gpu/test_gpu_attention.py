@@ -9,7 +9,8 @@ import torch
 
 from megatron_rl.attention.backend import Backend, Numbers
 from megatron_rl.attention.kv_numbers import FP8, rounded_attention
-from megatron_rl.attention.selection import available_backends, facts_of, get_backend
+from megatron_rl.attention.selection import facts_of
+from megatron_rl.registry import BACKENDS
 from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.paged import FilledPages, naive
 from tests.support.scoring import gaps, packed
@@ -23,7 +24,7 @@ WIDTH = 64
 
 
 def backend_here(name: str, stored: torch.dtype = torch.bfloat16) -> Backend:
-    backend, device = get_backend(name), facts_of(torch.device("cuda"))
+    backend, device = BACKENDS.get(name), facts_of(torch.device("cuda"))
     numbers = Numbers(torch.bfloat16, stored, WIDTH)
     kernels = [kernel for kernel in (backend.packed, backend.cache) if kernel is not None]
     problem = backend.problem(device) or next(filter(None, (k.unfit(device, numbers) for k in kernels)), None)
@@ -76,7 +77,7 @@ def test_packed(name):
     positions = torch.cat([torch.arange(length, device="cuda") for length in lengths])
     exact = [torch.randn(sum(lengths), 1, heads, WIDTH, device="cuda") for heads in (8, 2, 2)]
     results = []
-    for kernel, dtype in ((backend.packed, torch.bfloat16), (get_backend("sdpa").packed, torch.float32)):
+    for kernel, dtype in ((backend.packed, torch.bfloat16), (BACKENDS.get("sdpa").packed, torch.float32)):
         tensors = [x.bfloat16().to(dtype).requires_grad_() for x in exact]
         out = kernel.attend(*tensors, kernel.prepare(lengths, borders, positions))
         gradients = torch.autograd.grad(out.float().square().sum(), tensors)
@@ -123,7 +124,7 @@ def test_one_captured_graph_serves_all_lengths(name, stored):
         torch.testing.assert_close(out[:, 0].double(), expected, rtol=0.03, atol=0.08 if stored else 0.02)
 
 
-@pytest.mark.parametrize("name", [name for name in available_backends() if name != "te"])
+@pytest.mark.parametrize("name", [name for name in BACKENDS.names() if name != "te"])
 @pytest.mark.parametrize("stored", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 def test_engine_and_trainer_agree(one_rank, name, stored):
     """The trainer rounds keys and values as the cache does; what is left is bf16."""

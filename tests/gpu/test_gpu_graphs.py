@@ -17,15 +17,15 @@ from megatron_rl.inference.graphs import GraphedDecode, Work, graph_reaches, gra
 from megatron_rl.inference.rollout_engine import EngineOptions
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel.groups import current_groups
-from megatron_rl.quantization import available_recipes, get_recipe
 from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.registry import RECIPES
 from tests.support.generation import END, generate, letters, ragged_requests, tokens
 from tests.support.tiny import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.gpu
 
 SLOTS, LONGEST = 24, 48
-RECIPES = [name for name in available_recipes() if name not in ("none", "int4")]
+RECIPES = [name for name in RECIPES.names() if name not in ("none", "int4")]
 SAMPLINGS = {"plain": {}, "greedy": {"greedy": True}, "filtered": {"top_k": 5, "top_p": 0.9, "temperature": 0.7}}
 
 
@@ -94,7 +94,7 @@ def test_a_replay_is_the_eager_step(one_rank, bf16, sampling, caplog):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_quantised_replays_see_a_requantisation(one_rank, recipe, caplog):
-    chosen = get_recipe(recipe)
+    chosen = RECIPES.get(recipe)
     problem = chosen.device_problem(torch.cuda.get_device_capability())
     if problem is not None:
         pytest.skip(problem)
@@ -129,7 +129,7 @@ def test_a_replay_after_an_optimizer_step_is_the_eager_step(one_rank, bf16, capl
 
 def test_plain_and_quantised_rollouts_take_turns(one_rank, caplog):
     policy = tiny_policy(tiny_config(bf16=True))
-    linears = QuantizedLinears(policy.gpt, get_recipe("int8"))
+    linears = QuantizedLinears(policy.gpt, RECIPES.get("int8"))
     graphed, eager = _pair(policy)
     with caplog.at_level(logging.INFO):
         for _ in range(3):

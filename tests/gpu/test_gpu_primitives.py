@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.formats import FP8
+from megatron_rl.registry import RECIPES
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def _captured(work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, t
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 6, 7, 9, 130])
 def test_blockwise_products_of_any_number_of_tokens_under_capture(tokens: int) -> None:
     """The scales of 1 x 128 segments lie column by column; whether cuBLAS wants M in fours is not documented."""
-    recipe = get_recipe("fp8_block")
+    recipe = RECIPES.get("fp8_block")
     problem = recipe.device_problem(torch.cuda.get_device_capability())
     if problem is not None:
         pytest.skip(problem)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.quantization import available_recipes, get_recipe
+from megatron_rl.registry import RECIPES
 from tests.gpu.test_gpu_engine import _generate, _trainer_logprobs
 from tests.support.tiny import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.gpu
 
-RECIPES = [name for name in available_recipes() if name not in ("none", "int4")]
+RECIPES = [name for name in RECIPES.names() if name not in ("none", "int4")]
 
 
 def _recipe(name: str):
-    recipe = get_recipe(name)
+    recipe = RECIPES.get(name)
     problem = recipe.device_problem(torch.cuda.get_device_capability())
     if problem is not None:
         pytest.skip(problem)

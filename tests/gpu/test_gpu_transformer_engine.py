@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.quantization import get_recipe
+from megatron_rl.registry import RECIPES
 from tests.gpu.test_gpu_engine import _generate, _trainer_logprobs
 from tests.support.hugging_face import batch_of
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
@@ -119,7 +119,7 @@ def test_our_block_recipes_are_transformer_engines(name: str, power_of_two: bool
 
     generator = torch.Generator("cuda").manual_seed(1)
     weight, x = (torch.randn(rows, 512, device="cuda", generator=generator).bfloat16() for rows in (256, 64))
-    recipe = get_recipe(name)
+    recipe = RECIPES.get(name)
     q = recipe.quantize(weight)
     for ours, theirs in (
         (recipe.dequantize(q).bfloat16().float(), quantised(weight, 2)),

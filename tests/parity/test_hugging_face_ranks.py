@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.hf import export_checkpoint
 from megatron_rl.checkpoint.origin import fingerprints
-from megatron_rl.families import get_family, read_model
+from megatron_rl.families import read_model
 from megatron_rl.families.files import INDEX_FILE, stored_tensors
+from megatron_rl.registry import FAMILIES
 from tests.support.hugging_face import EXAMPLES, batch_of, hf_run, loaded_policy, reference_logits, write_model
 from tests.support.ranks import run_ranks
 
@@ -25,7 +26,7 @@ class Loaded:
         self.folder, self.tensor_size = folder, tensor_size
         self.directories = [folder / f"{name}-{index}" for name, index in EXAMPLES]
         self.references = [
-            write_model(directory, name, get_family(name).examples[index], max_shard_size="20KB")
+            write_model(directory, name, FAMILIES.get(name).examples[index], max_shard_size="20KB")
             for directory, (name, index) in zip(self.directories, EXAMPLES, strict=True)
         ]
         self.reports = run_ranks(

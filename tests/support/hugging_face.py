@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from megatron_rl.config import RLConfig, read_config
-from megatron_rl.families import available_families, get_family
 from megatron_rl.models import PolicyModel
 from megatron_rl.packing.collate import collate
+from megatron_rl.registry import FAMILIES
 from megatron_rl.types import PackedBatch, Sample
 
 LENGTHS = (600, 3, 41)
 """Long enough for scaled frequencies to turn far, short enough for a CPU."""
-EXAMPLES = [(name, index) for name in available_families() for index in range(len(get_family(name).examples))]
+EXAMPLES = [(name, index) for name in FAMILIES.names() for index in range(len(FAMILIES.get(name).examples))]
 
 FLAGS = {
     "seq-length": "640", "tokenizer-model": "unused", "langrl-env-config": "unused", "run-dir": "unused", "lr": "1e-3",

@@ -9,7 +9,6 @@ import torch
 
 from megatron_rl.attention import choose
 from megatron_rl.attention.backend import DeviceFacts
-from megatron_rl.attention.selection import get_backend
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.decode import DecodeBurst, Drawer
 from megatron_rl.inference.kv_cache import CacheShape
@@ -18,6 +17,7 @@ from megatron_rl.inference.slot_cache import SlotCache
 from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.models import PolicyModel, RolloutForward, RolloutOps
 from megatron_rl.models.rollout_ops import EagerOps
+from megatron_rl.registry import BACKENDS
 from tests.support.tiny import VOCABULARY
 
 META = torch.device("meta")
@@ -31,7 +31,7 @@ def meta_context(
     rope = copy.copy(policy.rope)
     rope.cos, rope.sin = rope.cos.to(META), rope.sin.to(META)
     shape = CacheShape.of(gpt, 48, stored or policy.dtype)
-    cache_kernel = get_backend(backend).cache
+    cache_kernel = BACKENDS.get(backend).cache
     attention = dataclasses.replace(choose("sdpa", DeviceFacts("cpu")), cache=cache_kernel, cache_name=backend)
     paged = cache_kernel.layout == "pages"
     cache = (

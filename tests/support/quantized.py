@@ -8,16 +8,16 @@ import torch
 
 from megatron_rl.inference import Engine
 from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.quantization import available_recipes, get_recipe
 from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.registry import RECIPES
 from megatron_rl.types import Completion, GenerationRequest, PackedBatch
 from tests.support.generation import drain, ragged_requests, randomise_vectors
 from tests.support.scoring import packed
 from tests.support.tiny import tiny_config, tiny_policy
 
-QUANTIZING = tuple(name for name in available_recipes() if name != "none")
+QUANTIZING = tuple(name for name in RECIPES.names() if name != "none")
 """Every recipe that changes a number."""
 LINEARS = tuple(
     f"layers.{layer}.{name}"
@@ -36,7 +36,7 @@ def quantizable_policy(**changes: object) -> PolicyModel:
 
 def linears_of(policy: PolicyModel, recipe: str = "int8", skip: Sequence[str] = ()) -> QuantizedLinears:
     """The quantised copies of a tiny model."""
-    return QuantizedLinears(policy.gpt, get_recipe(recipe), skip)
+    return QuantizedLinears(policy.gpt, RECIPES.get(recipe), skip)
 
 
 def rollout_quantization(

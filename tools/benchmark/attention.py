@@ -20,12 +20,13 @@ import torch
 
 from megatron_rl.attention.backend import Backend, Numbers
 from megatron_rl.attention.kv_numbers import FP8
-from megatron_rl.attention.selection import available_backends, facts_of, get_backend
+from megatron_rl.attention.selection import facts_of
 from megatron_rl.inference.kv_cache import Cache, CacheShape
 from megatron_rl.inference.paged_cache import PagedCache
 from megatron_rl.inference.slot_cache import SlotCache
 from megatron_rl.metrics.table import format_table
 from megatron_rl.platform import current_platform
+from megatron_rl.registry import BACKENDS
 from tools.benchmark.common import prepare, provenance, write_record
 from tools.benchmark.on_gpu.measure import seconds
 
@@ -64,8 +65,8 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     copied = _copy_rate(platform.device)
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
-    for name, stored in itertools.product(available_backends(), (dtype, FP8)):
-        backend, device = get_backend(name), facts_of(platform.device)
+    for name, stored in itertools.product(BACKENDS.names(), (dtype, FP8)):
+        backend, device = BACKENDS.get(name), facts_of(platform.device)
         if backend.cache is None:
             continue
         problem = backend.problem(device) or backend.cache.unfit(device, Numbers(dtype, stored, sizes.width))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.interfaces import AdvantageConfig
 from megatron_rl.build_engine import build_engine
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.registry import ADVANTAGES
 from megatron_rl.rollout import RequestFactory, Rollouter
 from megatron_rl.rollout.prompt_source import Draw
 from megatron_rl.rollout.statistics import rollout_metrics
@@ -38,7 +38,7 @@ class OurStep:
         self._factory = RequestFactory(sampling, config.rollout.inference_max_seq_length)
         algorithm = config.algorithm
         self._samples = SampleBuilder(
-            discovery.advantage(algorithm.rl_advantage),
+            ADVANTAGES.module(algorithm.rl_advantage),
             AdvantageConfig(),
             algorithm.rl_keep_zero_variance_groups,
             groups,

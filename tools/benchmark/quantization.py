@@ -24,9 +24,9 @@ from megatron_rl.inference.options import EngineOptions
 from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.platform import Platform
-from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.registry import RECIPES
 from tools.benchmark.common import (
     Shape,
     benchmark_config,
@@ -40,8 +40,8 @@ from tools.benchmark.common import (
 )
 from tools.benchmark.rollout import Workload, engine_contender
 
-RECIPES = ("int8", "int8_smooth", "fp8", "fp8_block", "fp8_block_pow2", "fp8_tensor")
-BF16_RECIPES = ("int8", "fp8")
+MEASURED = ("int8", "int8_smooth", "fp8", "fp8_block", "fp8_block_pow2", "fp8_tensor")
+BF16_MEASURED = ("int8", "fp8")
 """Also measured on a bf16 model."""
 SECTIONS = ("refresh", "rollout", "memory")
 
@@ -111,7 +111,7 @@ def _refresh(shape: Shape, sizes: Sizes, platform: Platform) -> dict[str, Any]:
     def refresh(linears: QuantizedLinears) -> Callable[[int], int]:
         return lambda _: (linears.refresh(), size)[1]
 
-    contenders = {name: refresh(QuantizedLinears(policy.gpt, get_recipe(name))) for name in RECIPES}
+    contenders = {name: refresh(QuantizedLinears(policy.gpt, RECIPES.get(name))) for name in MEASURED}
     rounds = compete({"copy": copy, **contenders}, sizes.rounds, sizes.turn_seconds)
     return {"weight_bytes": size, **summarise(rounds, "copy", "bytes")}
 
@@ -137,7 +137,7 @@ def rollout_section(sizes: Sizes, platform: Platform) -> dict[str, Any]:
 
 def _rollout(shape: Shape, sizes: Sizes, platform: Platform) -> dict[str, Any]:
     contenders: dict[str, Callable[[int], int]] = {}
-    for dtype, flags, recipes in (("fp32", [], RECIPES), ("bf16", ["--bf16"], BF16_RECIPES)):
+    for dtype, flags, recipes in (("fp32", [], MEASURED), ("bf16", ["--bf16"], BF16_MEASURED)):
         policy = build_model(benchmark_config(shape, sizes.seq_length, *flags), platform, VOCAB)
         for recipe in ("none", *recipes):
             contenders[f"{recipe} {dtype}"] = quantised_contender(policy, recipe, sizes)
@@ -182,7 +182,7 @@ def memory_section(sizes: Sizes, platform: Platform) -> dict[str, Any]:
     section = {}
     for shape in sizes.copies:
         gpt = build_model(benchmark_config(shape, 16), platform, VOCAB).gpt
-        section[_label(shape)] = {name: memory(QuantizedLinears(gpt, get_recipe(name))) for name in RECIPES}
+        section[_label(shape)] = {name: memory(QuantizedLinears(gpt, RECIPES.get(name))) for name in MEASURED}
     return section
 
 

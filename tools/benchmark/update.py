@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.corrections.composition import get_correction
 from megatron_rl.algorithms.settings import correction_config, loss_config
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import MegatronRLError
@@ -27,6 +27,7 @@ from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
 from megatron_rl.platform import current_platform
+from megatron_rl.registry import LOSSES
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.policy_loss import LossSettings
@@ -83,9 +84,9 @@ def loss_settings(config: RLConfig) -> LossSettings:
     """The loss that the flags name, without KL and entropy terms."""
     algorithm = config.algorithm
     return LossSettings(
-        loss=discovery.get("losses", algorithm.rl_policy_loss),
+        loss=LOSSES.get(algorithm.rl_policy_loss),
         loss_config=loss_config(config),
-        correction=discovery.get("corrections", algorithm.rl_correction),
+        correction=get_correction(algorithm.rl_correction),
         correction_config=correction_config(config),
         aggregation=algorithm.rl_loss_aggregation,
         aggregation_constant=1.0,

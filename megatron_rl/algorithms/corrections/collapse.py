@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.corrections.composition import correction_modules
 
 MEAN_WEIGHT = "rollout_corr/rollout_is_mean"
 EFFECTIVE_SAMPLE_SIZE = "rollout_corr/rollout_is_eff_sample_size"
@@ -22,7 +22,7 @@ def collapse_warning(correction_name: str, metrics: Mapping[str, float]) -> str 
         correction_name: as in ``--rl-correction``, composed ones included.
         metrics: of the step, under their logged names; without those of the correction there is no warning.
     """
-    modules = discovery.correction_modules(correction_name)
+    modules = correction_modules(correction_name)
     if MEAN_WEIGHT not in metrics or all(module.LEVEL == "token" for module in modules):
         return None
     weight, size = metrics[MEAN_WEIGHT], metrics[EFFECTIVE_SAMPLE_SIZE]

@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 from torch import Tensor
 
 from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig, CorrectionFunction
+from megatron_rl.errors import ConfigError
+from megatron_rl.registry import CORRECTIONS
+
+
+def get_correction(name: str) -> CorrectionFunction:
+    """The function of a correction, or of several, joined by +.
+
+    Raises:
+        ConfigError: as ``correction_modules``.
+    """
+    correction_modules(name)
+    return compose([CORRECTIONS.get(part.strip()) for part in name.split("+")])
+
+
+def correction_modules(name: str) -> tuple[ModuleType, ...]:
+    """The files that ``token_tis+veto`` is composed of, in that order.
+
+    Raises:
+        ConfigError: a name that is not there, one line for each, or one that is there twice.
+    """
+    modules, problems = [], []
+    for part in name.split("+"):
+        try:
+            modules.append(CORRECTIONS.module(part.strip()))
+        except ConfigError as error:
+            problems += error.lines
+    if len(set(modules)) < len(modules):
+        problems.append(f"'{name}' has a correction twice, which would square its weights; name each once")
+    if problems:
+        raise ConfigError(problems)
+    return tuple(modules)
 
 
 def compose(parts: Sequence[CorrectionFunction]) -> CorrectionFunction:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config.algorithm import ADVANTAGES
-from megatron_rl.config.extensions import stated
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules.wording import Rule, WorldRule, named, nearest_divisors, nearest_multiples
+from megatron_rl.registry import ADVANTAGES
 
 MOST_SAMPLES = 10_000_000
 
@@ -32,7 +31,7 @@ def _length(config: RLConfig) -> Iterator[str]:
 
 def _groups(config: RLConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    compares_groups = stated(ADVANTAGES[0], algorithm.rl_advantage, "BASELINE") != "batch"
+    compares_groups = ADVANTAGES.stated(algorithm.rl_advantage, "BASELINE") != "batch"
     if config.training.perform_rl_step and algorithm.grpo_group_size == 1 and compares_groups:
         yield (
             f"--grpo-group-size 1: the advantage {algorithm.rl_advantage} compares the completions of one prompt, and "

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_rl.config.algorithm import LOSSES
-from megatron_rl.config.extensions import stated
 from megatron_rl.config.rl_config import RLConfig
 from megatron_rl.config.rules.wording import Rule
+from megatron_rl.registry import LOSSES
 
 
 def _stop_strings(config: RLConfig) -> Iterator[str]:
@@ -80,7 +79,7 @@ def _loss_aggregation(config: RLConfig) -> Iterator[str]:
 
 def _dual_clip(config: RLConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.rl_dual_clip is not None and stated(LOSSES[0], algorithm.rl_policy_loss, "HAS_DUAL_CLIP") is False:
+    if algorithm.rl_dual_clip is not None and LOSSES.stated(algorithm.rl_policy_loss, "HAS_DUAL_CLIP") is False:
         yield (
             f"--rl-policy-loss {algorithm.rl_policy_loss} has no dual clip and would ignore --rl-dual-clip "
             f"{algorithm.rl_dual_clip:g}; leave it out, or use clip or gspo"

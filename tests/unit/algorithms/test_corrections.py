@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.corrections.collapse import collapse_warning
+from megatron_rl.algorithms.corrections.composition import get_correction
 from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.registry import CORRECTIONS, LOSSES
 
 NAN = torch.nan
 INFERENCE = torch.tensor([-1.0, -2.0, NAN, -0.5, -4.0, -0.25, NAN])
@@ -32,7 +33,7 @@ T, F = True, False
 def run(
     name: str, config: CorrectionConfig = CONFIG, old: Tensor = OLD, inference: Tensor = INFERENCE
 ) -> Correction:
-    return discovery.get("corrections", name)(old, inference, MASK, SEQUENCE, 3, config)
+    return get_correction(name)(old, inference, MASK, SEQUENCE, 3, config)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_the_default_veto_is_of_one_in_ten_thousand() -> None:
         assert run("veto", old=old).weights.tolist() == [1, 1, 0, weight, weight, 1, 0]
 
 
-@pytest.mark.parametrize("name", discovery.available("corrections"))
+@pytest.mark.parametrize("name", CORRECTIONS.names())
 def test_weights_are_detached(name: str) -> None:
     assert not run(name, old=OLD.clone().requires_grad_()).weights.requires_grad
 
@@ -80,27 +81,27 @@ def test_weights_are_detached(name: str) -> None:
 def test_a_long_sequence_does_not_overflow(name: str, above: float, below: float) -> None:
     """100,000 tokens of 15 nats each: exp of the sum is inf, and of its negative 0 with a log of -inf."""
     length = 100_000
-    correction, zeros = discovery.get("corrections", name), torch.zeros(length)
+    correction, zeros = get_correction(name), torch.zeros(length)
     for shift, weight in ((15.0, above), (-15.0, below)):
         result = correction(zeros + shift, zeros, zeros + 1, zeros.long(), 1, CONFIG)
         assert result.weights.isfinite().all()
         assert result.weights[[0, -1]].tolist() == pytest.approx([weight] * 2, abs=1e-8)
 
 
-@pytest.mark.parametrize("name", discovery.available("corrections"))
+@pytest.mark.parametrize("name", CORRECTIONS.names())
 def test_two_micro_batches_equal_one(name: str) -> None:
     config = CorrectionConfig(lower=0.4, upper=1.35, veto=0.3)
-    correction, whole = discovery.get("corrections", name), run(name, config)
+    correction, whole = get_correction(name), run(name, config)
     for part, first, count in ((slice(0, 3), 0, 1), (slice(3, 7), 1, 2)):
         result = correction(OLD[part], INFERENCE[part], MASK[part], SEQUENCE[part] - first, count, config)
         assert torch.equal(result.weights, whole.weights[part])
         assert torch.equal(result.clipped, whole.clipped[part])
 
 
-@pytest.mark.parametrize("name", [*discovery.available("corrections"), "token_tis+veto"])
+@pytest.mark.parametrize("name", [*CORRECTIONS.names(), "token_tis+veto"])
 def test_an_empty_micro_batch(name: str) -> None:
     empty = torch.zeros(0)
-    result = discovery.get("corrections", name)(empty, empty, empty, empty.long(), 0, CONFIG)
+    result = get_correction(name)(empty, empty, empty, empty.long(), 0, CONFIG)
     assert result.weights.shape == result.clipped.shape == (0,)
 
 
@@ -114,16 +115,16 @@ def test_a_bound_that_rejects_agreement_is_refused() -> None:
 
 def test_unknown_and_repeated_parts_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
-        discovery.get("corrections", "tokn_tis+vetoo")
+        get_correction("tokn_tis+vetoo")
     first, second = refused.value.lines
     assert "'tokn_tis': did you mean token_tis" in first
     assert "'vetoo': did you mean veto" in second
     with pytest.raises(ConfigError, match="''"):
-        discovery.get("corrections", "token_tis+")
+        get_correction("token_tis+")
     with pytest.raises(ConfigError, match="twice"):
-        discovery.get("corrections", "token_tis+token-tis")
+        get_correction("token_tis+token-tis")
     with pytest.raises(ConfigError, match="losses"):
-        discovery.get("losses", "clip+gspo")
+        LOSSES.get("clip+gspo")
 
 
 def warn(name: str, weight: float, size: float, clipped: float = 0.1) -> str | None:

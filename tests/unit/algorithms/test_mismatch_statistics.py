@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.corrections.composition import get_correction
 from megatron_rl.algorithms.corrections.statistics import MismatchStatistics, mismatch_statistics
 from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
 
@@ -21,7 +21,7 @@ MASK = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
 
 def statistics_of(name: str, old: Tensor, inference: Tensor, mask: Tensor) -> MismatchStatistics:
     sequence = torch.zeros(old.numel(), dtype=torch.int64)
-    correction = discovery.get("corrections", name)(old, inference, mask, sequence, 1, CorrectionConfig(cap=2.0))
+    correction = get_correction(name)(old, inference, mask, sequence, 1, CorrectionConfig(cap=2.0))
     return mismatch_statistics(old, inference, mask, correction)
 
 
@@ -84,7 +84,7 @@ def test_a_deliberately_inverted_correction_doubles_the_gap() -> None:
     generator = torch.Generator().manual_seed(0)
     inference = -3 * torch.rand(2000, generator=generator)
     old, mask = inference + 0.05 * torch.randn(2000, generator=generator), torch.ones(2000)
-    right = discovery.get("corrections", "token_tis")(old, inference, mask, mask.long(), 2, CorrectionConfig())
+    right = get_correction("token_tis")(old, inference, mask, mask.long(), 2, CorrectionConfig())
     inverted = Correction(weights=1 / right.weights, clipped=right.clipped)
     metrics = mismatch_statistics(old, inference, mask, inverted).metrics()
     gap = metrics["mean_abs_delta_logprob"]

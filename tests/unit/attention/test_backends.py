@@ -7,18 +7,19 @@ import torch
 
 from megatron_rl.attention.backend import Backend, NewTokens
 from megatron_rl.attention.kv_numbers import FP8
-from megatron_rl.attention.selection import available_backends, choose, facts_of, get_backend
+from megatron_rl.attention.selection import choose, facts_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.inference.kv_cache import Cache, CacheShape
 from megatron_rl.inference.paged_cache import PagedCache
 from megatron_rl.inference.slot_cache import SlotCache
+from megatron_rl.registry import BACKENDS
 from tests.support.paged import naive
 
 HEADS, GROUPS, WIDTH, LENGTH = 4, 2, 16, 40
 CPU = facts_of(torch.device("cpu"))
-HERE = [name for name in available_backends() if get_backend(name).problem(CPU) is None]
+HERE = [name for name in BACKENDS.names() if BACKENDS.get(name).problem(CPU) is None]
 STORED = pytest.mark.parametrize("stored", [None, torch.bfloat16, FP8], ids=["exact", "bf16", "fp8"])
-CACHES = [name for name in HERE if get_backend(name).cache is not None]
+CACHES = [name for name in HERE if BACKENDS.get(name).cache is not None]
 
 
 def make_cache(backend: Backend, stored: torch.dtype | None) -> Cache:
@@ -43,7 +44,7 @@ def written(cache: Cache, slot: int, length: int) -> tuple[torch.Tensor, torch.T
 @pytest.mark.parametrize("lengths", [[1], [7, 40, 16, 1], [17, 33]])
 def test_decode(name: str, lengths: list[int], stored: torch.dtype | None) -> None:
     torch.manual_seed(0)
-    backend = get_backend(name)
+    backend = BACKENDS.get(name)
     cache = make_cache(backend, stored)
     known = [written(cache, slot, length) for slot, length in enumerate(lengths)]
     query = torch.randn(len(lengths), 1, HEADS, WIDTH)
@@ -59,7 +60,7 @@ def test_decode(name: str, lengths: list[int], stored: torch.dtype | None) -> No
 def test_extend(name: str, spans: list[tuple[int, int]], stored: torch.dtype | None) -> None:
     """``spans``: from which position to which the tokens are new."""
     torch.manual_seed(1)
-    backend = get_backend(name)
+    backend = BACKENDS.get(name)
     cache, slots = make_cache(backend, stored), [4, 0, 2][: len(spans)]
     known = [written(cache, slot, end) for slot, (_, end) in zip(slots, spans, strict=True)]
     lengths = [end - start for start, end in spans]
@@ -93,5 +94,5 @@ def test_what_a_backend_does_not_compute_is_chosen_automatically() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--attention-backend nonsense: there is none of that name; use auto, "):
+    with pytest.raises(ConfigError, match="there is no attention backend 'nonsense'.* Available: flash, "):
         choose("nonsense", CPU)

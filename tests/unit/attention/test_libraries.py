@@ -14,8 +14,9 @@ import torch
 from megatron_rl.attention.backend import Backend, DeviceFacts, Numbers
 from megatron_rl.attention.backends import flash, te, varlen
 from megatron_rl.attention.kv_numbers import FP8
-from megatron_rl.attention.selection import choose, get_backend
+from megatron_rl.attention.selection import choose
 from megatron_rl.errors import ConfigError
+from megatron_rl.registry import BACKENDS
 from tests.support import fake_kernels
 from tests.support.paged import FilledPages
 
@@ -40,7 +41,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, installed.__name__, installed)
     monkeypatch.setattr(flash, "_installed", lambda: installed.__name__)
     te._attention.cache_clear()
-    yield get_backend("flash" if "flash" in name else name[0])
+    yield BACKENDS.get("flash" if "flash" in name else name[0])
     te._attention.cache_clear()
 
 
@@ -52,7 +53,7 @@ def test_packed(backend: Backend) -> None:
     size = sum(lengths)
     tensors = [torch.randn(size, 1, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     results = []
-    for one in (backend, get_backend("sdpa")):
+    for one in (backend, BACKENDS.get("sdpa")):
         out = one.packed.attend(*tensors, one.packed.prepare(lengths, borders, positions))
         results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
     assert results[0][0].shape == (size, 1, 64)

@@ -15,7 +15,8 @@ import torch
 from megatron_rl.attention import kernels
 from megatron_rl.attention.backend import Numbers
 from megatron_rl.attention.kv_numbers import FP8
-from megatron_rl.attention.selection import DeviceFacts, get_backend
+from megatron_rl.attention.selection import DeviceFacts
+from megatron_rl.registry import BACKENDS
 from tests.support.interpreter import INTERPRETED, mend, run_interpreted
 from tests.support.paged import FilledPages
 
@@ -32,7 +33,7 @@ class KernelChecks:
     """bf16 weights of a softmax and a bf16 result."""
     wide = torch.float32
     """What heads wider than 64 are checked in."""
-    kernel = property(lambda self: get_backend("triton_paged").cache)
+    kernel = property(lambda self: BACKENDS.get("triton_paged").cache)
 
     def pages(self, lengths, **changes) -> FilledPages:
         return FilledPages(lengths, **{"device": self.device} | changes)
@@ -166,7 +167,7 @@ def test_importing_the_package_does_not_import_triton(monkeypatch):
 def test_where_they_run(monkeypatch, triton, device, interpreter, wanted):
     monkeypatch.setattr(kernels, "_has_triton", lambda: triton)
     monkeypatch.setenv("TRITON_INTERPRET", interpreter)
-    problem = get_backend("triton_paged").problem(DeviceFacts(device))
+    problem = BACKENDS.get("triton_paged").problem(DeviceFacts(device))
     assert problem is wanted is None or problem.startswith(wanted)
 
 
@@ -182,7 +183,7 @@ def test_where_they_run(monkeypatch, triton, device, interpreter, wanted):
     ],
 )
 def test_what_they_take(capability, stored, width, wanted):
-    kernel = get_backend("triton_paged").cache
+    kernel = BACKENDS.get("triton_paged").cache
     dtype = torch.bfloat16 if stored == FP8 else stored
     problem = kernel.unfit(DeviceFacts("cuda", capability), Numbers(dtype, stored, width))
     assert (problem is None) if wanted is None else (wanted in problem)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_rl.attention.backend import DeviceFacts
-from megatron_rl.attention.selection import available_backends, get_backend
+from megatron_rl.registry import BACKENDS
 from tests.support.forks import run_python
 
 
@@ -16,9 +16,9 @@ def test_every_backend_is_measured_or_says_why_not(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "a.json").read_text())
     measured = {row["backend"] for row in record["decode"]}
     skipped = {name.split()[0] for name in record["skipped"]}
-    assert measured | skipped == {name for name in available_backends() if get_backend(name).cache is not None}
+    assert measured | skipped == {name for name in BACKENDS.names() if BACKENDS.get(name).cache is not None}
     assert {"sdpa", "paged"} <= measured
-    assert get_backend("flash").problem(DeviceFacts("cpu")) in result.stdout
+    assert BACKENDS.get("flash").problem(DeviceFacts("cpu")) in result.stdout
     plain, fp8 = (
         next(row for row in record["decode"] if row["backend"] == "sdpa" and (row["cache"] == "fp8") == is_fp8)
         for is_fp8 in (False, True)

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_rl.models import build_model
 from megatron_rl.platform import current_platform
-from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
+from megatron_rl.registry import RECIPES
 from tools.benchmark.common import benchmark_config
 from tools.benchmark.on_gpu.measure import FULL, REHEARSAL
 from tools.benchmark.on_gpu.shapes import (
@@ -93,7 +93,7 @@ def test_the_arithmetic_is_that_of_the_real_model(shape: ModelShape, one_rank: o
     head = gpt.shared_embedding_or_output_weight()
     plain = sum(weight.nbytes for weight in weights.values()) + head.nbytes
     assert weight_bytes(shape, BF16) == plain
-    copies = QuantizedLinears(gpt, get_recipe("fp8")).stored_bytes
+    copies = QuantizedLinears(gpt, RECIPES.get("fp8")).stored_bytes
     assert weight_bytes(shape, FP8) == copies + head.nbytes
     assert (gpt.output_layer.weight is None) == shape.tied
     attention = gpt.decoder.layers[0].self_attention

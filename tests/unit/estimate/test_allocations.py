@@ -15,8 +15,8 @@ from megatron_rl.estimate import Estimate, estimate, memory
 from megatron_rl.models import kv_cache_dtype
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.quantization import available_recipes, get_recipe
 from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.registry import RECIPES
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.accumulate import MicroLoss, update
 from megatron_rl.trainer.reference import ReferencePolicy
@@ -131,13 +131,13 @@ def test_kv_cache(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
     assert result.kv_cache == held([*engine._cache.keys, *engine._cache.values])
 
 
-@pytest.mark.parametrize("recipe", [name for name in available_recipes() if name != "none"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name != "none"])
 @pytest.mark.parametrize("skip", [(), ("first:1",), ("last:2", "*.linear_proj")])
 def test_quantised_copies(one_rank: ParallelGroups, recipe: str, skip: tuple[str, ...]) -> None:
     shape = {"num_layers": 3, "ffn_hidden_size": 200}
     config = tiny_config(**shape, rl_rollout_quantization=recipe)
     config = replace(config, quantization=replace(config.quantization, rl_quantization_skip=skip))
-    copies = QuantizedLinears(tiny_policy(config).gpt, get_recipe(recipe), skip, 3)
+    copies = QuantizedLinears(tiny_policy(config).gpt, RECIPES.get(recipe), skip, 3)
     assert estimated(config).quantized == copies.stored_bytes > 0
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_rl.export import convert, target_format
-from megatron_rl.quantization import get_recipe
+from megatron_rl.registry import RECIPES
 from tests.unit.export.conftest import read_tensors, write_tensors
 
 TARGETS = [("fp8_block", False), ("fp8_block", True), ("fp8_channel", False), ("int8", False)]
-RECIPES = {("fp8_block", False): "fp8_block", ("fp8_block", True): "fp8_block_pow2", ("fp8_channel", False): "fp8",
+RECIPE_OF = {("fp8_block", False): "fp8_block", ("fp8_block", True): "fp8_block_pow2", ("fp8_channel", False): "fp8",
            ("int8", False): "int8"}  # fmt: skip
 FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
 LINEAR = "model.layers.0.mlp.up_proj.weight"
@@ -49,7 +49,7 @@ def test_every_linear_has_the_rollouts_codes_and_scales(
     source = models(family)
     report = convert(source, tmp_path / "out", target_format(form, pow2))
     before, after = read_tensors(source), read_tensors(tmp_path / "out")
-    recipe = get_recipe(RECIPES[form, pow2])
+    recipe = RECIPES.get(RECIPE_OF[form, pow2])
     assert len(report.converted) == (2 * (4 + 3 * 4) if family == "qwen3_moe" else 2 * 7)
     for name in report.converted:
         weight, codes, scales = before[name], after[name], scale_of(after, name, form)
@@ -82,7 +82,7 @@ def test_pieces_of_rows_give_the_codes_of_the_whole(
     weight = (torch.randn(shape) * torch.logspace(-2, 1, shape[0])[:, None]).to(dtype)
     write_tensors(tmp_path / "in", {LINEAR: weight})
     convert(tmp_path / "in", tmp_path / "out", target_format(form, pow2))
-    after, expected = read_tensors(tmp_path / "out"), get_recipe(RECIPES[form, pow2]).quantize(weight)
+    after, expected = read_tensors(tmp_path / "out"), RECIPES.get(RECIPE_OF[form, pow2]).quantize(weight)
     rows, columns = shape
     assert torch.equal(after[LINEAR].view(torch.uint8), expected.codes[:rows, :columns].contiguous().view(torch.uint8))
     scales = scale_of(after, LINEAR, form)
@@ -143,7 +143,7 @@ def test_the_rollouts_fused_weights_have_the_same_tiles() -> None:
     """fc1 is gate over up, linear_qkv a group's queries, keys and values in turn: whole tiles with heads of 128."""
     heads, groups, size, hidden = 4, 2, 128, 256
     q, k, v = (torch.randn(count * size, hidden) * scale for count, scale in ((heads, 1), (groups, 3), (groups, 9)))
-    recipe = get_recipe("fp8_block")
+    recipe = RECIPES.get("fp8_block")
     parts = (q.view(groups, -1, hidden), k.view(groups, -1, hidden), v.view(groups, -1, hidden))
     fused = recipe.quantize(torch.cat(parts, dim=1).reshape(-1, hidden))
     apart = [recipe.quantize(part) for part in (q, k, v)]

@@ -12,8 +12,9 @@ import torch
 
 from megatron_rl.config import read_config
 from megatron_rl.errors import CheckpointError, ConfigError
-from megatron_rl.families import HfModel, available_families, get_family, read_model
+from megatron_rl.families import HfModel, read_model
 from megatron_rl.families.files import stored_tensors
+from megatron_rl.registry import FAMILIES
 
 QWEN2_5 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0, "hidden_act": "silu",
@@ -198,5 +199,5 @@ def test_the_model_type_decides_where_no_class_is_named(tmp_path: Path) -> None:
 
 def test_a_misspelt_family_gets_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"did you mean qwen3\?.*llama, qwen2"):
-        get_family("qwen3s")
-    assert {"llama", "qwen2", "qwen3", "qwen3_moe"} <= set(available_families())
+        FAMILIES.get("qwen3s")
+    assert {"llama", "qwen2", "qwen3", "qwen3_moe"} <= set(FAMILIES.names())

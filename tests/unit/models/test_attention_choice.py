@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_rl.attention import proof, selection
+from megatron_rl.attention import proof
 from megatron_rl.attention.backend import Backend, Numbers
 from megatron_rl.attention.backends import paged, sdpa
 from megatron_rl.attention.kv_numbers import FP8
 from megatron_rl.errors import ConfigError
+from megatron_rl.registry import BACKENDS
 from tests.support.tiny import tiny_config, tiny_policy
 
 CPU = torch.device("cpu")
@@ -64,8 +65,7 @@ def offered(monkeypatch: pytest.MonkeyPatch, decode: Callable[..., torch.Tensor]
     """As if ``flash`` ran here, over pages, with that decode kernel."""
     cache = dataclasses.replace(paged.BACKEND.cache, decode=decode)
     flash = Backend("flash", lambda _: None, None, cache, cache_rank=9)
-    known = selection.get_backend
-    monkeypatch.setattr(selection, "get_backend", lambda name: flash if name == "flash" else known(name))
+    monkeypatch.setattr(BACKENDS.module("flash"), "BACKEND", flash)
 
 
 def test_a_working_kernel_is_taken(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:

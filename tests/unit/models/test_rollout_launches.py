@@ -10,8 +10,8 @@ import torch
 
 from megatron_rl.models import RolloutForward
 from megatron_rl.models.rollout_ops import EagerOps, FusedOps, RolloutOps
-from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.registry import RECIPES
 from tests.support.launches_counted import counted
 from tests.support.meta import META, meta_context
 from tests.support.tiny import tiny_config, tiny_policy
@@ -31,7 +31,7 @@ def launches(layers: int, model: str, recipe: str, stored: torch.dtype | None, o
     token, positions = torch.zeros(6, dtype=torch.int64, device=META), torch.zeros(1, 6, dtype=torch.int64, device=META)
     linears = None
     if recipe != "none":
-        linears = QuantizedLinears(policy.gpt, get_recipe(recipe))
+        linears = QuantizedLinears(policy.gpt, RECIPES.get(recipe))
         for layer in linears.layers:
             layer.install()
     with torch.inference_mode(), counted() as seen:

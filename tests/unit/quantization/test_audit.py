@@ -9,11 +9,11 @@ import pytest
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.audit import FULL_PRECISION, LayerAudit, audit, refuse_other_formats, table_rows
 from megatron_rl.quantization.linear import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.quantization.observe import observed
+from megatron_rl.registry import RECIPES
 from tests.support.generation import generate, rollout_engine
 from tests.support.quantized import (
     LINEARS,
@@ -96,7 +96,7 @@ def test_a_layer_that_silently_ran_plain_is_named(policy: PolicyModel) -> None:
 def test_a_layer_that_ran_another_recipe_is_named(policy: PolicyModel, wanted: str, other: str) -> None:
     linears = linears_of(policy, wanted)
     module = parallel_linears(policy.gpt)[BROKEN]
-    recipe = get_recipe(other)
+    recipe = RECIPES.get(other)
     q = recipe.quantize(module.weight.detach())
 
     def spoil() -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.quantization import available_recipes, formats, get_recipe, products
+from megatron_rl.quantization import formats, products
 from megatron_rl.quantization.formats import FP8, TILE
 from megatron_rl.quantization.linears import smoothing_factors
+from megatron_rl.registry import RECIPES
 
 ONE = torch.tensor([[1.0]])
 SMALLEST_NORMAL = 2.0**-126
@@ -173,7 +174,7 @@ class TestSmallMatrices:
     x = torch.tensor([[127.0, 1.0]])
 
     def test_int8(self) -> None:
-        recipe = get_recipe("int8")
+        recipe = RECIPES.get("int8")
         q = recipe.quantize(self.weight)
         # Row 0 in steps of 1: 127 and -63. Row 1 in steps of 2/127: 127, and 63.5 goes to the even 64.
         assert q.codes[:2, :2].tolist() == [[127, -63], [127, 64]]
@@ -182,13 +183,13 @@ class TestSmallMatrices:
         assert recipe.matmul(self.x, q).tolist()[0] == pytest.approx([127 * 127 - 63, 254 + 128 / 127])
 
     def test_int8_rounds_the_activations_of_every_token_by_themselves(self) -> None:
-        recipe = get_recipe("int8")
+        recipe = RECIPES.get("int8")
         q = recipe.quantize(torch.eye(2))
         seen = recipe.round_trip(torch.tensor([[127.0, 0.4], [1.27, 0.4]]), q)
         assert seen.flatten().tolist() == pytest.approx([127.0, 0.0, 1.27, 0.4])
 
     def test_int8_smooth(self) -> None:
-        recipe = get_recipe("int8_smooth")
+        recipe = RECIPES.get("int8_smooth")
         q = recipe.quantize(self.weight, torch.tensor([1.0, 2.0]))
         # The weight [[127, -126.8], [2, 2]]: the second channel has twice the resolution.
         assert q.codes[:2, :2].tolist() == [[127, -127], [127, 127]]
@@ -197,7 +198,7 @@ class TestSmallMatrices:
         assert recipe.round_trip(self.x, q).tolist() == [[127.0, 0.0]]
 
     def test_int4_leaves_the_activations(self) -> None:
-        recipe = get_recipe("int4")
+        recipe = RECIPES.get("int4")
         q = recipe.quantize(self.weight)
         # -63.4 in steps of 127/7 is -3.49; 1 in steps of 2/7 is 3.5, a tie.
         assert q.codes[:2, :2].tolist()[0] == [7, -3]
@@ -205,7 +206,7 @@ class TestSmallMatrices:
         assert torch.equal(recipe.round_trip(self.x, q), self.x)
 
     def test_fp8_has_a_scale_a_row(self) -> None:
-        recipe = get_recipe("fp8")
+        recipe = RECIPES.get("fp8")
         q = recipe.quantize(torch.tensor([[448.0, 100.0], [1.0, 0.4]]))
         assert q.scales[:2].flatten().tolist() == pytest.approx([1.0, 1 / 448])
         # 100 lies half way between 96 and 104; 96 has the even last bit.
@@ -213,14 +214,14 @@ class TestSmallMatrices:
         assert q.codes[:2, :2].float().tolist() == [[448.0, 96.0], [448.0, 176.0]]
 
     def test_fp8_tensor_has_one_for_all_rows(self) -> None:
-        recipe = get_recipe("fp8_tensor")
+        recipe = RECIPES.get("fp8_tensor")
         q = recipe.quantize(torch.tensor([[448.0, 100.0], [1.0, 0.4]]))
         assert q.scales[:2].tolist() == [[1.0], [1.0]]
         assert q.codes[:2, :2].float().tolist() == [[448.0, 96.0], [1.0, 0.40625]]
 
     @pytest.mark.parametrize(("name", "scale", "code"), [("fp8_block", 1.5, 448.0), ("fp8_block_pow2", 2.0, 320.0)])
     def test_fp8_block_has_one_for_a_tile(self, name: str, scale: float, code: float) -> None:
-        recipe, weight = get_recipe(name), torch.zeros(2, 130)
+        recipe, weight = RECIPES.get(name), torch.zeros(2, 130)
         weight[0, 0], weight[1, 1], weight[0, 129] = 448 * 1.5, 1.5, 448.0
         q = recipe.quantize(weight)
         assert q.scales.tolist() == [[scale, 1.0]]
@@ -229,7 +230,7 @@ class TestSmallMatrices:
 
     @pytest.mark.parametrize(("name", "seen"), [("fp8_block", 39.0), ("fp8_block_pow2", 40.0)])
     def test_fp8_block_has_one_for_a_segment_of_the_activations(self, name: str, seen: float) -> None:
-        recipe, x = get_recipe(name), torch.zeros(1, 130)
+        recipe, x = RECIPES.get(name), torch.zeros(1, 130)
         # 39 / 1.5 = 26 is a code; 39 / 2 = 19.5 is not, the step there being 2; 39 / 1 is not either: steps of 4.
         x[0, 0], x[0, 1], x[0, 128], x[0, 129] = 448 * 1.5, 39.0, 448.0, 39.0
         result = recipe.round_trip(x, recipe.quantize(torch.ones(1, 130)))[0]
@@ -247,7 +248,7 @@ class TestOutliers:
     weight[:, 17] *= 0.01
 
     def error(self, name: str, smoothing: Tensor | None = None) -> float:
-        recipe, plain = get_recipe(name), self.x @ self.weight.t()
+        recipe, plain = RECIPES.get(name), self.x @ self.weight.t()
         product = recipe.matmul(self.x, recipe.quantize(self.weight, smoothing))
         return float((product - plain).norm() / plain.norm())
 
@@ -265,7 +266,7 @@ class TestExactSums:
 
     @pytest.mark.parametrize("columns", [64, 1024, 1025, 5000])
     def test_the_largest_codes(self, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-        recipe = get_recipe("int8")
+        recipe = RECIPES.get("int8")
         weight = torch.ones(16, columns)
         weight[:, 1::7] = -0.37
         x = torch.ones(8, columns)
@@ -286,4 +287,4 @@ class TestExactSums:
 
 def test_the_list_of_recipes_is_the_documented_one() -> None:
     documented = {"none", "fp8", "fp8_block", "fp8_block_pow2", "fp8_tensor", "int8", "int8_smooth"}
-    assert documented <= set(available_recipes())
+    assert documented <= set(RECIPES.names())

@@ -18,12 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel
 from megatron_rl.platform.megatron import VERSION
-from megatron_rl.quantization import get_recipe
 from megatron_rl.quantization.linear import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.quantization.names import skipped, unmatched_patterns
 from megatron_rl.quantization.observe import AUDITED_TOKENS, observed
 from megatron_rl.quantization.storage import stored_bytes
+from megatron_rl.registry import RECIPES
 from tests.support.quantized import LINEARS, QUANTIZING, disturb, linears_of, quantizable_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -347,7 +347,7 @@ class TestExperts:
     @pytest.mark.parametrize("recipe", ["int8", "fp8"])
     def test_they_run_quantised(self, model: torch.nn.Module, mixture: MoELayer, recipe: str) -> None:
         plain = self.forward(mixture)
-        linears = QuantizedLinears(model, get_recipe(recipe))
+        linears = QuantizedLinears(model, RECIPES.get(recipe))
         with linears.installed():
             quantised = self.forward(mixture)
         assert all(layer.calls for layer in linears.layers), "an expert ran by itself"
@@ -360,7 +360,7 @@ class TestExperts:
     def test_an_expert_nobody_is_sent_to_keeps_its_smoothing(self, model: torch.nn.Module, mixture: MoELayer) -> None:
         with torch.no_grad():  # everybody to experts 0 and 1
             mixture.router.weight.zero_()
-        linears = QuantizedLinears(model, get_recipe("int8_smooth"))
+        linears = QuantizedLinears(model, RECIPES.get("int8_smooth"))
         with observed(model, channels=True) as seen:
             self.forward(mixture)
         unused = [name for name, one in seen.items() if not one.calls]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.quantization import formats, get_recipe, products
+from megatron_rl.quantization import formats, products
 from megatron_rl.quantization.formats import TILE
 from megatron_rl.quantization.recipe import QuantizedWeight
+from megatron_rl.registry import RECIPES
 
 SCALING = torch.nn.functional.ScalingType
 
@@ -28,7 +29,7 @@ def blockwise(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype):
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 130])
 def test_any_number_of_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", blockwise)
-    recipe, generator = get_recipe("fp8_block"), torch.Generator().manual_seed(tokens)
+    recipe, generator = RECIPES.get("fp8_block"), torch.Generator().manual_seed(tokens)
     q = recipe.quantize(torch.randn(200, 640, generator=generator))
     x = torch.randn(tokens, 640, generator=generator)
     operand = torch.nn.functional.pad(q.scales, (0, 3))

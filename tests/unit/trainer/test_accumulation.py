@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.corrections.composition import get_correction
 from megatron_rl.algorithms.interfaces import CorrectionConfig, LossConfig
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.registry import LOSSES
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.accumulate import update
 from megatron_rl.trainer.policy_loss import LossSettings, PolicyLossFunction, ScoredBatch, reduce_statistics
@@ -28,9 +29,9 @@ LAYOUTS = {
 
 def settings(aggregation: str, loss: str = "clip") -> LossSettings:
     return LossSettings(
-        loss=discovery.get("losses", loss),
+        loss=LOSSES.get(loss),
         loss_config=LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28),
-        correction=discovery.get("corrections", "token_tis"),
+        correction=get_correction("token_tis"),
         correction_config=CorrectionConfig(cap=2.0),
         aggregation=aggregation,
         aggregation_constant=7.0,

@@ -26,19 +26,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.algorithms import discovery
+from megatron_rl.algorithms.corrections.composition import get_correction
 from megatron_rl.algorithms.interfaces import CorrectionConfig, LossConfig
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.registry import LOSSES
 from megatron_rl.trainer.policy_loss import LossSettings, PolicyLossFunction, ScoredBatch, reduce_statistics
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Sample
 
 LN2, LN3 = math.log(2), math.log(3)
 SETTINGS = LossSettings(
-    loss=discovery.get("losses", "clip"),
+    loss=LOSSES.get("clip"),
     loss_config=LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28),
-    correction=discovery.get("corrections", "token_tis"),
+    correction=get_correction("token_tis"),
     correction_config=CorrectionConfig(cap=1.5),
     aggregation="token-mean",
     aggregation_constant=4.0,
@@ -47,7 +48,7 @@ SETTINGS = LossSettings(
     entropy_weight=0.1,
 )
 PLAIN = replace(
-    SETTINGS, correction=discovery.get("corrections", "none"), kl_beta=0.0, entropy_weight=0.0
+    SETTINGS, correction=get_correction("none"), kl_beta=0.0, entropy_weight=0.0
 )
 
 
@@ -107,7 +108,7 @@ def test_each_term_alone(one_rank: ParallelGroups) -> None:
 def test_a_rejected_token_stays_in_the_denominator(one_rank: ParallelGroups) -> None:
     """old / engine is 2, 1, 2: masked_is up to 1.5 leaves A1 alone, with -1, of three tokens."""
     rejecting = replace(
-        PLAIN, correction=discovery.get("corrections", "masked_is"), correction_config=CorrectionConfig(upper=1.5)
+        PLAIN, correction=get_correction("masked_is"), correction_config=CorrectionConfig(upper=1.5)
     )
     loss = loss_function(one_rank, rejecting)(logits(), scored())
     assert loss.total.item() == pytest.approx(-1.0)
@@ -116,7 +117,7 @@ def test_a_rejected_token_stays_in_the_denominator(one_rank: ParallelGroups) -> 
 
 def test_a_correction_of_sequences_sees_the_sequences(one_rank: ParallelGroups) -> None:
     """old / engine over a whole sequence is 2 for ``A0 A1`` and 2 for ``B0``: (-1.28 - 1 + 1.6) * 2."""
-    weighing = replace(PLAIN, correction=discovery.get("corrections", "sequence_tis"))
+    weighing = replace(PLAIN, correction=get_correction("sequence_tis"))
     weighing = replace(weighing, correction_config=CorrectionConfig(cap=9.0))
     assert loss_function(one_rank, weighing)(logits(), scored()).total.item() == pytest.approx(-1.36, abs=1e-5)
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.interfaces import AdvantageConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.registry import ADVANTAGES
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.policy_loss import LossSettings, ScoredBatch
@@ -93,7 +93,7 @@ def test_groups_without_signal_never_reach_the_model(one_rank: ParallelGroups) -
     setup = Setup(one_rank)
     seen: list[int] = []
     setup.optimization.policy.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
-    builder = SampleBuilder(discovery.advantage("grpo"), AdvantageConfig(), False, one_rank)
+    builder = SampleBuilder(ADVANTAGES.module("grpo"), AdvantageConfig(), False, one_rank)
     batches = BatchBuilder(64, 1, torch.device("cpu"), one_rank)
 
     def step(rollouts: list[RolloutGroup]) -> None:

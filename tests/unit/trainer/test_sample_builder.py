@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.interfaces import AdvantageConfig
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.registry import ADVANTAGES
 from megatron_rl.trainer.samples import SampleBuilder, StepSamples, refuse_failures, reward_metrics
 from megatron_rl.types import RolloutGroup
 from tests.support.rollouts import graded_group
@@ -18,7 +18,7 @@ def build(
     groups: ParallelGroups, rollouts: list[RolloutGroup], keep: bool = False, advantage: str = "dr_grpo"
 ) -> StepSamples:
     """``dr_grpo`` is reward minus mean: easy to work out."""
-    builder = SampleBuilder(discovery.advantage(advantage), AdvantageConfig(), keep, groups)
+    builder = SampleBuilder(ADVANTAGES.module(advantage), AdvantageConfig(), keep, groups)
     return builder.build(rollouts, range(len(rollouts)))
 
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.attention.selection import available_backends, facts_of, get_backend
+from megatron_rl.attention.selection import facts_of
+from megatron_rl.registry import BACKENDS
 from tools.benchmark.on_gpu.engines import Rolling, open_engine
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded, wait, without_effect
 from tools.benchmark.on_gpu.shapes import (
@@ -70,9 +71,9 @@ def decode_large(bench: Bench) -> Iterator[Row]:
 def attention(bench: Bench) -> Iterator[Row]:
     """Every attention backend of this device, at two contexts, on a few layers of the 7B."""
     sizes = bench.sizes
-    for name in available_backends():
+    for name in BACKENDS.names():
         labels = {"model": sizes.attention.name, "layers": sizes.attention.layers, "attention": name}
-        backend = get_backend(name)
+        backend = BACKENDS.get(name)
         problem = "it has no kernel over the KV cache" if backend.cache is None else None
         problem = problem or backend.problem(facts_of(bench.device))
         if problem is not None:

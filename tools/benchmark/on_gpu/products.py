@@ -9,14 +9,15 @@ import torch
 
 from megatron_rl.models import build_model
 from megatron_rl.parallel import seed_everything
-from megatron_rl.quantization import formats, get_recipe, kernels
+from megatron_rl.quantization import formats, kernels
 from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.registry import RECIPES
 from tools.benchmark.common import benchmark_config
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded
 from tools.benchmark.on_gpu.roofline import scaled_product
 from tools.benchmark.on_gpu.shapes import ratio, roofline_ms
 
-RECIPES = ("fp8", "fp8_block", "int8")
+MEASURED = ("fp8", "fp8_block", "int8")
 
 
 def products(bench: Bench) -> Iterator[Row]:
@@ -46,14 +47,14 @@ def _products(bench: Bench, rows: int, columns: int, tokens: int) -> Iterator[Ro
     for fast in (True, False):
         work = scaled_product(codes, lambda: next(turns8), *scales, fast)
         yield from guarded(timed(work), {"product": f"_scaled_mm, fast accumulation {'on' if fast else 'off'}"})
-    for name in RECIPES:
+    for name in MEASURED:
         yield from guarded(_linear(name, x, weights, timed), {"product": f"linear as {name}"})
 
 
 def _linear(
     name: str, x: torch.Tensor, weights: list[torch.Tensor], timed: Callable[[Callable[[], object]], Iterator[Row]]
 ) -> Iterator[Row]:
-    recipe = get_recipe(name)
+    recipe = RECIPES.get(name)
     turns = itertools.cycle([recipe.quantize(weight) for weight in weights])
     yield from timed(lambda: recipe.matmul(x, next(turns)))
 
@@ -82,13 +83,13 @@ def requantise(bench: Bench) -> Iterator[Row]:
     seed_everything(1)
     shape = bench.sizes.middle
     policy = build_model(benchmark_config(shape, 128, "--bf16", *bench.flags), bench.platform, shape.vocab)
-    for name in RECIPES:
+    for name in MEASURED:
         yield from guarded(_requantise(bench, policy.gpt, name), {"model": shape.name, "recipe": name})
         bench.forget()
 
 
 def _requantise(bench: Bench, gpt: torch.nn.Module, name: str) -> Iterator[Row]:
-    linears = QuantizedLinears(gpt, get_recipe(name))
+    linears = QuantizedLinears(gpt, RECIPES.get(name))
     took = bench.seconds(linears.refresh)
     size = 2 * linears.num_weights + linears.stored_bytes
     least = roofline_ms(size, bench.ceilings.bandwidth)

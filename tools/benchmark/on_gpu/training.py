@@ -6,11 +6,11 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.algorithms import discovery
 from megatron_rl.algorithms.interfaces import AdvantageConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import build_model
 from megatron_rl.parallel import seed_everything
+from megatron_rl.registry import ADVANTAGES
 from megatron_rl.rollout import Rollouter
 from megatron_rl.signals import StopRequest
 from megatron_rl.trainer.batches import BatchBuilder
@@ -101,7 +101,7 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
     optimization.on_update.append(rolling.quantization.weights_changed)
     tokenizer = number_tokenizer(shape.vocab)
     rollouter = Rollouter(rolling.engine, tokenizer, groups, _dummy_reward, StopRequest())
-    advantage = discovery.advantage(config.algorithm.rl_advantage)
+    advantage = ADVANTAGES.module(config.algorithm.rl_advantage)
     builder = SampleBuilder(advantage, AdvantageConfig(), False, groups)
     batches = BatchBuilder(sizes.bin_tokens, 1, bench.device, groups)
     requests = make_requests(shape, sizes.prompts, sizes.group, sizes.answer_tokens, sizes.answer_tokens)

@@ -1,0 +1,166 @@
+"""Extensions by name. One file of a package is one extension; a reference names one that lies anywhere else.
+
+    RECIPES.names()                             ('fp8', ..., 'none'), read off the files: nothing is imported
+    RECIPES.get("fp8-block")                    RECIPE of quantization/recipes/fp8_block.py; a dash is an underscore
+    LOSSES.get("my_package.losses:asymmetric")  of an installed package, or of one in the current directory
+    LOSSES.get("experiments/mine.py:asymmetric")
+    LOSSES.stated("gspo", "DEFAULT_CLAMP")      a constant of its file, without running it
+
+The extension points of the library stand at the end. What the names of a folder need not wait for is torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from megatron_rl.errors import ConfigError, one_line, shorten
+
+if TYPE_CHECKING:
+    from megatron_rl.algorithms.interfaces import AdvantageMethod, CorrectionFunction, LossFunction
+    from megatron_rl.attention.backend import Backend
+    from megatron_rl.families.family import Family
+    from megatron_rl.quantization.recipe import Recipe
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """All extensions of one kind.
+
+    Args:
+        what: the kind in a message, "policy loss".
+        package: the one whose files are extensions.
+        defines: the name that a file must define to be one; other files there are helpers.
+    """
+
+    def __init__(self, what: str, package: str, defines: str) -> None:
+        self.what, self.package, self.defines = what, package, defines
+        self._folder = Path(__file__).parents[1] / package.replace(".", "/")
+
+    def names(self) -> tuple[str, ...]:
+        """Sorted, spelt as their files."""
+        paths = sorted(self._folder.glob("*.py"))
+        return tuple(path.stem for path in paths if path.stem != "__init__" and self.defines in _definitions(path))
+
+    def get(self, name: str) -> T:
+        """The extension: what its file defines, or what a reference names.
+
+        Raises:
+            ConfigError: it is not there or cannot be imported; names the value, what there is and the nearest.
+        """
+        module, wanted = self.module(name), name.rpartition(":")[2] if ":" in name else self.defines
+        if wanted not in vars(module):
+            raise ConfigError([f"{self.what} {shorten(name)}: its file defines no {_unknown(wanted, vars(module))}"])
+        return vars(module)[wanted]
+
+    def module(self, name: str) -> ModuleType:
+        """The module of the extension, imported.
+
+        Raises:
+            ConfigError: as ``get``.
+        """
+        if ":" not in name:
+            wanted, known = name.replace("-", "_"), self.names()
+            if wanted not in known:
+                raise ConfigError([f"there is no {self.what} {_unknown(name, known)}"])
+            return importlib.import_module(f"{self.package}.{wanted}")
+        where = name.rpartition(":")[0]
+        _look_here()
+        try:
+            return _import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
+        except Exception as error:
+            reason = one_line(f"{type(error).__name__}: {error}")
+            raise ConfigError([
+                f"{self.what} {shorten(name)} cannot be imported from {os.getcwd()}: {reason}; write "
+                "package.module:name or file.py:name"
+            ]) from error
+
+    def stated(self, name: str, constant: str) -> Any:
+        """The literal that the extension's file assigns to ``constant``; None where there is no such file or constant.
+
+        Raises:
+            ConfigError: the file is no Python, or assigns something else than a literal.
+        """
+        path = self._file(name)
+        value = None if path is None else _definitions(path).get(constant)
+        try:
+            return None if value is None else ast.literal_eval(value)
+        except ValueError as error:
+            raise ConfigError([f"{path}: {constant} must be a literal, it is read without running the file"]) from error
+
+    def _file(self, name: str) -> Path | None:
+        where = name.rpartition(":")[0]
+        if where and not where.endswith(".py"):
+            _look_here()
+            try:
+                spec = importlib.util.find_spec(where)
+            except (ImportError, ValueError):
+                return None
+            return Path(spec.origin) if spec is not None and spec.has_location else None
+        path = Path(where) if where else self._folder / f"{name.replace('-', '_')}.py"
+        return path.resolve() if path.is_file() else None
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Of one file, one module: it is run once, however often it is named."""
+    name = f"{path.stem} in {path.parent}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _look_here() -> None:
+    """Also for modules in the current directory, as `python -m` does and a script does not."""
+    if not {os.getcwd(), ""} & set(sys.path):
+        sys.path.append(os.getcwd())
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    public = [candidate for candidate in known if not candidate.startswith("_")]
+    near = difflib.get_close_matches(name.replace("-", "_"), public, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "nothing is called like it."
+    return one_line(f"{shorten(name)}: {hint} Available: {', '.join(public)}")
+
+
+@functools.cache
+def _definitions(path: Path) -> dict[str, ast.expr | None]:
+    """Names on the top level of a file, with the value of those that are assigned."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path} is no Python: {one_line(str(error))}"]) from error
+    found: dict[str, ast.expr | None] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = None
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = node.value
+        elif isinstance(node, ast.Assign):
+            found |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: None for alias in node.names}
+    return found
+
+
+ADVANTAGES: Registry[AdvantageMethod] = Registry("advantage", "megatron_rl.algorithms.advantages", "compute")
+LOSSES: Registry[LossFunction] = Registry("policy loss", "megatron_rl.algorithms.losses", "compute")
+CORRECTIONS: Registry[CorrectionFunction] = Registry("correction", "megatron_rl.algorithms.corrections", "compute")
+RECIPES: Registry[Recipe] = Registry("quantisation recipe", "megatron_rl.quantization.recipes", "RECIPE")
+BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.attention.backends", "BACKEND")
+FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.known", "FAMILY")
