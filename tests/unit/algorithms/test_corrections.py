@@ -123,7 +123,7 @@ def test_unknown_and_repeated_parts_are_refused() -> None:
         get_correction("token_tis+")
     with pytest.raises(ConfigError, match="twice"):
         get_correction("token_tis+token-tis")
-    with pytest.raises(ConfigError, match="losses"):
+    with pytest.raises(ConfigError, match="policy loss"):
         LOSSES.get("clip+gspo")
 
 
