@@ -1,10 +1,15 @@
-"""A row of a matrix product has the same bits whatever other rows there are: on Intel CPUs MKL has to be asked."""
+"""Sizes of products, and that the bits of a row do not depend on the other rows: on Intel CPUs MKL has to be asked."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+FEWEST_KEYS = 16
+"""With fewer keys the products of attention take another CPU kernel, which adds up in another order; masked keys fill
+the row up, and the KV cache has room for them."""
+LOGITS_AT_ONCE = 2**26
+"""Of the log-prob pass: 256 MiB for each fp32 temporary, whatever the length of the batch."""
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 

@@ -23,12 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.arithmetic import LOGITS_AT_ONCE
 from megatron_rl.errors import ConfigError
 
-CHUNK_ELEMENTS = 2**26
-"""Logits worked on at a time: 256 MiB for each fp32 temporary, whatever the length of the batch."""
 CPU_CHUNK_ELEMENTS = 2**20
-"""The same on a CPU, where temporaries that leave the cache made the pass twice as slow."""
+"""Logits worked on at a time on a CPU, where temporaries that leave the cache made the pass twice as slow."""
 
 Entropy = Literal["none", "detached", "differentiable"]
 
@@ -137,7 +136,7 @@ class Shard:
     def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Row ranges and their real logits, a view [rows, columns] of ``logits`` each."""
         columns = self.columns(logits.shape[1])
-        elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS
+        elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else LOGITS_AT_ONCE
         rows = max(1, elements // max(columns, 1))
         for start in range(0, logits.shape[0] if columns else 0, rows):
             part = slice(start, start + rows)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.arithmetic import FEWEST_KEYS as FEWEST_KEYS
+
 FEWEST_ROWS = 4
 """Matrix products with fewer rows take another CPU kernel, which adds up in another order."""
-
-FEWEST_KEYS = 16
-"""The same for the keys of a softmax and of its products; masked keys fill the row up."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -77,3 +77,11 @@ class ModelConfig:
     """Dropout of attention weights; must be 0 (Megatron's default: 0.1)."""
     hidden_dropout: float = flag(0.0, ge=0, lt=1)
     """Dropout of hidden states; must be 0 in RL (Megatron's default: 0.1)."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Every width and count is known, typed or derived."""
+        return None not in (
+            self.num_layers, self.hidden_size, self.ffn_hidden_size, self.num_attention_heads, self.num_query_groups,
+            self.kv_channels,
+        )  # fmt: skip

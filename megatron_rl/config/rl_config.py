@@ -129,16 +129,13 @@ class RLConfig:
         """Bytes of a number in the KV cache."""
         return {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype]
 
+    def kv_cache_bytes(self, tokens: int) -> int:
+        """Keys and values of one sequence of ``tokens`` on this rank."""
+        return self.layout().cache_numbers(tokens) * self.kv_number_bytes
+
     @property
     def _model_dtype(self) -> str:
         return "bf16" if self.precision.bf16 else "fp32"
-
-    def kv_cache_gib(self, tokens: int) -> float:
-        """GiB that the keys and values of ``tokens`` take on one tensor-parallel rank."""
-        model, parts = self.model, self.parallel.tensor_model_parallel_size
-        heads = max(1, (model.num_query_groups or 1) // parts)
-        per_token = 2 * (model.num_layers or 0) * heads * (model.kv_channels or 0) * self.kv_number_bytes
-        return tokens * per_token / 2**30
 
     def _steps(self, iters: int | None, samples: int | None) -> int:
         """A length given in steps or, with --train-samples, in samples."""

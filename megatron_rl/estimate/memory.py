@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron_rl.arithmetic import FEWEST_KEYS, LOGITS_AT_ONCE
 from megatron_rl.config import RLConfig
 from megatron_rl.estimate.activations import activation_elements
-from megatron_rl.estimate.parameters import (
-    buffer_elements,
-    padded_vocabulary,
-    parameter_sizes,
-    whole_model_parameters,
-)
-from megatron_rl.quantization.names import quantizable_linears, skipped
+from megatron_rl.families import ModelLayout
+from megatron_rl.quantization.names import skipped
 from megatron_rl.quantization.storage import stored_bytes
 
 _FP32 = 4
-FEWEST_KEYS = 16
-"""The shortest sequence the rollout engine's cache has room for."""
-CHUNK_ELEMENTS = 2**26
-"""Logits whose fp32 copies the log-prob pass holds at a time."""
+_PARAMETER_START = 64
+_BUCKET_END = 128
+"""Multiples, in numbers, at which megatron's distributed optimizer starts a parameter and ends a bucket."""
+_BUCKET = 40_000_000
+_BUCKET_A_REPLICA = 1_000_000
+"""Megatron's numbers in a bucket: the first, or with more than 40 replicas the second times the replicas."""
 
 
 @dataclass(frozen=True)
@@ -67,38 +67,62 @@ class Estimate:
     @property
     def training(self) -> int:
         """The peak of an update, the KV cache in place: at the start of a micro-batch's backward pass."""
-        state = self.weights + self.gradients + self.optimizer + self.quantized
-        return state + self.kv_cache + self.activations + self.training_logits
+        return self.state + self.kv_cache + self.activations + self.training_logits
+
+    @property
+    def state(self) -> int:
+        """What both phases have where nothing goes: weights, gradients, optimizer and quantised copies."""
+        return self.weights + self.gradients + self.optimizer + self.quantized
 
 
 def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
     """Arithmetic on a resolved configuration without problems; ``vocab_size`` is the tokenizer's."""
-    padded = padded_vocabulary(config, vocab_size)
-    sizes = parameter_sizes(config, padded).values()
-    replicas, held = config.data_parallel_size(world_size), sum(sizes)
-    buffer = buffer_elements(sizes, config, replicas)
-    slots = _cache_slots(config)
+    layout, replicas = config.layout(vocab_size), config.data_parallel_size(world_size)
+    sizes = [parameter.size for parameter in layout.parameters]
+    held, buffer, number = sum(sizes), buffer_elements(sizes, config, replicas), number_bytes(config)
+    gradient = _FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number
+    # Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters.
+    updated = min(held, buffer // replicas) if config.parallel.use_distributed_optimizer else held
+    kept = _FP32 * _state_numbers(config) * updated
+    offloaded, slots = config.rollout.rl_offload_optimizer_during_inference, _cache_slots(config)
     return Estimate(
         world_size=world_size,
         replicas=replicas,
         vocab_size=vocab_size,
-        padded_vocab_size=padded,
-        parameters=whole_model_parameters(config, padded),
+        padded_vocab_size=layout.padded_vocab_size,
+        parameters=sum(math.prod(parameter.shape) for parameter in layout.parameters),
         parameters_per_rank=held,
         cache_slots=slots,
         # With the distributed optimizer parameters lie in a buffer that is padded like the gradients'.
-        weights=buffer * number_bytes(config),
-        gradients=buffer * _gradient_bytes(config),
-        optimizer=_optimizer_bytes(config, held, buffer, replicas),
-        quantized=_quantized_bytes(config),
+        weights=buffer * number,
+        gradients=buffer * gradient,
+        optimizer=kept + (_FP32 * updated if gradient != _FP32 else 0),
+        quantized=_quantized_bytes(config, layout),
         kv_cache=slots * slot_bytes(config),
-        rollout_logits=_rollout_logits(config, slots, padded),
-        activations=activation_elements(config) * number_bytes(config),
-        training_logits=_training_logits(config, padded),
-        optimizer_is_offloaded=config.rollout.rl_offload_optimizer_during_inference,
-        optimizer_on_host=_offloaded_bytes(config, held, buffer, replicas) if slots else 0,
-        reference_on_host=2 * held * number_bytes(config) if _has_reference(config) else 0,
+        rollout_logits=_rollout_logits(config, slots, layout.padded_vocab_size),
+        activations=activation_elements(config, layout) * number,
+        training_logits=_training_logits(config, layout),
+        optimizer_is_offloaded=offloaded,
+        # Gradients are not worth a copy there, the next update begins with zeros.
+        optimizer_on_host=kept if offloaded and slots else 0,
+        reference_on_host=2 * held * number if _has_reference(config) else 0,
     )
+
+
+def buffer_elements(sizes: Iterable[int], config: RLConfig, replicas: int) -> int:
+    """Numbers in the contiguous buffer of megatron's DDP; ``sizes`` in the model's order.
+
+    With the distributed optimizer parameters start aligned and buckets can be cut into equal shards.
+    """
+    sharded = config.parallel.use_distributed_optimizer
+    bucket = max(_BUCKET, _BUCKET_A_REPLICA * replicas) if config.parallel.overlap_grad_reduce else None
+    bucket_end = math.lcm(replicas, _BUCKET_END)
+    bucket_start = end = 0
+    for size in reversed(list(sizes)):
+        end = (_round_up(end, _PARAMETER_START) if sharded else end) + size
+        if bucket is not None and end - bucket_start >= bucket:
+            bucket_start = end = _round_up(end, bucket_end) if sharded else end
+    return _round_up(end, bucket_end) if sharded else end
 
 
 def number_bytes(config: RLConfig) -> int:
@@ -106,21 +130,9 @@ def number_bytes(config: RLConfig) -> int:
     return 2 if config.precision.bf16 else _FP32
 
 
-def _gradient_bytes(config: RLConfig) -> int:
-    return _FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number_bytes(config)
-
-
-def _optimizer_bytes(config: RLConfig, held: int, buffer: int, replicas: int) -> int:
-    """Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters."""
-    copied_gradients = int(_gradient_bytes(config) != _FP32)
-    return _FP32 * (_state_numbers(config) + copied_gradients) * _updated(config, held, buffer, replicas)
-
-
-def _offloaded_bytes(config: RLConfig, held: int, buffer: int, replicas: int) -> int:
-    """The same without gradients: they are not worth a copy, the next update begins with zeros."""
-    if not config.rollout.rl_offload_optimizer_during_inference:
-        return 0
-    return _FP32 * _state_numbers(config) * _updated(config, held, buffer, replicas)
+def slot_bytes(config: RLConfig) -> int:
+    """Keys and values of one sequence of full length."""
+    return config.kv_cache_bytes(max(config.rollout.inference_max_seq_length, FEWEST_KEYS))
 
 
 def _state_numbers(config: RLConfig) -> int:
@@ -129,26 +141,14 @@ def _state_numbers(config: RLConfig) -> int:
     return moments + int(config.precision.bf16)  # fp32 parameters are their own main parameters
 
 
-def _updated(config: RLConfig, held: int, buffer: int, replicas: int) -> int:
-    return min(held, buffer // replicas) if config.parallel.use_distributed_optimizer else held
-
-
-def _quantized_bytes(config: RLConfig) -> int:
+def _quantized_bytes(config: RLConfig, layout: ModelLayout) -> int:
     settings = config.quantization
     recipe = settings.rl_rollout_quantization.replace("-", "_")
     return sum(
         stored_bytes(recipe, linear.rows, linear.columns)
-        for linear in quantizable_linears(config)
+        for linear in layout.linears
         if not skipped(linear.name, settings.rl_quantization_skip, config.model.num_layers)
     )
-
-
-def slot_bytes(config: RLConfig) -> int:
-    """Keys and values of one sequence of full length."""
-    model, parts = config.model, config.parallel.tensor_model_parallel_size
-    groups = max(1, model.num_query_groups // parts)
-    length = max(config.rollout.inference_max_seq_length, FEWEST_KEYS)
-    return 2 * model.num_layers * groups * model.kv_channels * length * config.kv_number_bytes
 
 
 def _cache_slots(config: RLConfig) -> int:
@@ -165,12 +165,16 @@ def _rollout_logits(config: RLConfig, slots: int, padded: int) -> int:
     return slots * padded * copies * _FP32
 
 
-def _training_logits(config: RLConfig, padded: int) -> int:
+def _training_logits(config: RLConfig, layout: ModelLayout) -> int:
     """Of a bin on this rank: saved and their gradient in the model's type, and the fp32 chunks of the pass."""
-    logits = config.training.rl_sequence_packing_bin_size * padded // config.parallel.tensor_model_parallel_size
+    logits = config.training.rl_sequence_packing_bin_size * layout.padded_vocab_size // layout.tensor_size
     temporaries = 4 if config.training.perform_rl_step and config.algorithm.grpo_entropy_term_weight else 2
-    return 2 * logits * number_bytes(config) + temporaries * min(logits, CHUNK_ELEMENTS) * _FP32
+    return 2 * logits * number_bytes(config) + temporaries * min(logits, LOGITS_AT_ONCE) * _FP32
 
 
 def _has_reference(config: RLConfig) -> bool:
     return config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

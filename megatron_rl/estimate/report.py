@@ -7,11 +7,17 @@ from collections.abc import Sequence
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.estimate.memory import Estimate
+from megatron_rl.estimate.memory import Estimate, estimate, slot_bytes
 from megatron_rl.metrics.table import format_table
 from megatron_rl.quantization.layers import layer_problems
 from megatron_rl.quantization.storage import tile_problem
 from megatron_rl.registry import RECIPES
+
+MOST_BYTES = 4 * 2**40
+"""Of one rank. Beyond the memory of any device there is, and of all but a few hosts."""
+
+_MODEL = "use a smaller model or more ranks"
+_BIN = "lower --seq-length or --rl-sequence-packing-bin-size"
 
 _NOT_NEEDED = ("tokenizer-model", "langrl-env-config", "lr", "run-dir", "train-iters")
 """Every run needs these flags; no byte depends on them."""
@@ -32,6 +38,27 @@ def _quantization_problems(config: RLConfig) -> list[str]:
         return []
     has_tiles = name.startswith("fp8_block")
     return layer_problems(config, name, tile_problem if has_tiles else lambda *_: None)
+
+
+def size_problems(config: RLConfig, world_size: int) -> list[str]:
+    """What fits no machine at all; a device's own memory is the run's to find out.
+
+    For a configuration without other problems. The KV cache counts with one sequence: it takes what is there.
+    The tokenizer's vocabulary does not count unless `--vocab-size` says it: reading it takes longer than it matters.
+    """
+    result = estimate(config, world_size, config.tokenizer.vocab_size or 1)
+    uses = {
+        "weights, gradients and optimizer state": (result.state, _MODEL),
+        "activations of one bin": (result.activations, _BIN),
+        "logits of one bin": (result.training_logits, _BIN),
+    }
+    if result.cache_slots:
+        uses["the KV cache of one sequence"] = (slot_bytes(config), "lower --inference-max-seq-length")
+    return [
+        f"{use} take {size / 2**40:,.1f} TiB on each rank, which is more than any machine has; {advice}"
+        for use, (size, advice) in uses.items()
+        if size > MOST_BYTES
+    ]
 
 
 def vocabulary(config: RLConfig) -> int:

@@ -14,8 +14,8 @@ def attention_problems(config: RLConfig) -> list[str]:
     What is chosen automatically always runs. With --check-world-size the run is meant for other machines, whose
     devices nobody can ask.
     """
-    training, model = config.training, config.model
-    if not any(name in config.typed for name in _ASKED) or None in (model.kv_channels, model.num_layers):
+    training = config.training
+    if not (any(name in config.typed for name in _ASKED) and config.model.is_complete):
         return []
     if training.check and training.check_world_size is not None:
         return []

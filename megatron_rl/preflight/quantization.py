@@ -41,6 +41,6 @@ def _recipe(config: RLConfig) -> list[str]:
 
     problem = recipe.device_problem(current_platform().compute_capability)
     problems = [] if problem is None else [f"--rl-rollout-quantization {name}: {problem}"]
-    if config.model.num_layers is None or config.model.hidden_size is None:
+    if not config.model.is_complete:
         return problems  # the configuration's own rules say so
     return problems + layer_problems(config, recipe.name, recipe.shape_problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_rl.config import RLConfig
-from megatron_rl.quantization.names import quantizable_linears, skipped, unmatched_patterns
+from megatron_rl.quantization.names import skipped, unmatched_patterns
 from megatron_rl.quantization.storage import Split
 
 ShapeProblem = Callable[[int, int, Split | None], str | None]
@@ -14,7 +14,7 @@ ShapeProblem = Callable[[int, int, Split | None], str | None]
 
 def layer_problems(config: RLConfig, recipe: str, shape_problem: ShapeProblem) -> list[str]:
     """One line for every pattern that names nothing, and for layers that ``recipe`` cannot quantise."""
-    linears, patterns = quantizable_linears(config), config.quantization.rl_quantization_skip
+    linears, patterns = config.layout().linears, config.quantization.rl_quantization_skip
     names = [linear.name for linear in linears]
     problems = [
         f"--rl-quantization-skip {pattern} matches no linear layer; they are named like {names[0]} or {names[-1]}, "
@@ -29,8 +29,8 @@ def layer_problems(config: RLConfig, recipe: str, shape_problem: ShapeProblem) -
         )
     parts = config.parallel.tensor_model_parallel_size
     for linear in kept:
-        split: Split | None = None if parts == 1 else "rows" if linear.splits_inputs else "columns"
-        problem = shape_problem(linear.unit_rows, linear.columns, split)
+        split: Split | None = None if parts == 1 else "rows" if linear.kind == "row" else "columns"
+        problem = shape_problem(linear.rows // linear.blocks, linear.columns, split)
         if problem is not None:
             problems.append(
                 f"--rl-rollout-quantization {recipe} with --tensor-model-parallel-size {parts}: {linear.name}: "

@@ -17,10 +17,10 @@ def _stop_strings(config: RLConfig) -> Iterator[str]:
 
 def _kv_cache(config: RLConfig) -> Iterator[str]:
     given = config.rollout.inference_dynamic_batching_buffer_size_gb
-    longest, model = config.rollout.inference_max_seq_length, config.model
-    if given is None or None in (longest, model.num_layers, model.kv_channels, model.num_query_groups):
+    longest = config.rollout.inference_max_seq_length
+    if None in (given, longest) or not config.model.is_complete:
         return
-    needed = config.kv_cache_gib(longest)
+    needed = config.kv_cache_bytes(longest) / 2**30
     if given < needed:
         yield (
             f"--inference-dynamic-batching-buffer-size-gb {given:g} cannot hold one sequence: {longest} "

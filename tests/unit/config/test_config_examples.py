@@ -68,7 +68,7 @@ def test_its_values_arrive(flags):
     assert config.samples_per_step == config.training.global_batch_size == 1024
     assert config.total_steps == 47683
     # 2 x 64 layers x 1 head a rank x 128 channels x 2 bytes a token.
-    assert config.kv_cache_gib(12000) == pytest.approx(12000 * 32768 / 2**30)
+    assert config.kv_cache_bytes(12000) == 12000 * 32768
 
 
 def test_flags_without_effect_are_noted(flags):

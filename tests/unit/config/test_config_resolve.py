@@ -152,9 +152,9 @@ def test_data_parallel_size(config):
 
 def test_kv_cache_of_a_shape_worked_out_by_hand(config):
     # 2 (K and V) x 4 layers x 8 heads x 8 channels x 2 bytes = 1024 bytes a token.
-    assert resolve(config(bf16=True), 1).kv_cache_gib(2**20) == 1.0
-    assert resolve(config(), 1).kv_cache_gib(2**20) == 2.0
+    assert resolve(config(bf16=True), 1).kv_cache_bytes(1) == 1024
+    assert resolve(config(), 1).kv_cache_bytes(1) == 2048
     two_ranks = resolve(config(bf16=True, tensor_model_parallel_size="2"), 2)
-    assert two_ranks.kv_cache_gib(2**20) == 0.5
-    assert resolve(config(bf16=True, rl_kv_cache_dtype="fp8"), 1).kv_cache_gib(2**20) == 0.5
-    assert resolve(config(rl_kv_cache_dtype="bf16"), 1).kv_cache_gib(2**20) == 1.0
+    assert two_ranks.kv_cache_bytes(1) == 512
+    assert resolve(config(bf16=True, rl_kv_cache_dtype="fp8"), 1).kv_cache_bytes(1) == 512
+    assert resolve(config(rl_kv_cache_dtype="bf16"), 1).kv_cache_bytes(1) == 1024

@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.algorithms import logprobs
-from megatron_rl.attention import product
 from megatron_rl.config import RLConfig
-from megatron_rl.estimate import Estimate, estimate, memory
+from megatron_rl.estimate import Estimate, estimate
 from megatron_rl.models import kv_cache_dtype
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
@@ -57,7 +55,6 @@ def test_weights(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
     assert (result.parameters, result.parameters_per_rank) == (policy.num_parameters, policy.num_parameters)
     assert result.padded_vocab_size == policy.padded_vocab_size
     assert result.weights == held(policy.gpt.parameters())
-
 
 
 # -- gradients and optimizer -------------------------------------------------------------------
@@ -151,11 +148,6 @@ def test_the_reference_is_two_copies_in_host_memory(one_rank: ParallelGroups) ->
     assert estimated(config).reference_on_host == 2 * held(reference._frozen)
     assert estimated(tiny_config()).reference_on_host == 0
     assert estimated(tiny_config()).training == estimated(tiny_config(grpo_kl_beta=0.01)).training
-
-
-def test_numbers_written_twice_are_the_same() -> None:
-    """The estimate runs without torch, so it has its own."""
-    assert (memory.FEWEST_KEYS, memory.CHUNK_ELEMENTS) == (product.FEWEST_KEYS, logprobs.CHUNK_ELEMENTS)
 
 
 # -- activations -------------------------------------------------------------------------------
