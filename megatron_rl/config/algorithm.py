@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.fields import flag
+from megatron_rl.config.flags import flag
+from megatron_rl.errors import Problem
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
+
+
+def _clamp(config: RLConfig) -> tuple[float, float]:
+    """Clip ranges of one loss mean nothing in another: those of a sequence's ratio are a thousandth of a token's."""
+    return LOSSES.stated(config.algorithm.rl_policy_loss, "DEFAULT_CLAMP") or (0.2, 0.2)
+
+
+def _aggregation(config: RLConfig, _: int) -> str:
+    if config.algorithm.calculate_per_token_loss:
+        return "token-mean"
+    return LOSSES.stated(config.algorithm.rl_policy_loss, "DEFAULT_AGGREGATION") or "token-mean"
+
+
+def _correction(config: RLConfig, _: int) -> str:
+    """Quantised rollouts are of another policy than the trainer's by construction: that is corrected."""
+    rounded = config.quantization.rl_rollout_quantization != "none" or config.kv_cache_is_rounded
+    return "token_tis" if rounded else "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Groups, advantages, policy loss and corrections."""
 
-    grpo_prompts_per_step: int | None = flag(None, ge=1, le=1_000_000, common=True)
+    grpo_prompts_per_step: int | None = flag(
+        None, ge=1, le=1_000_000, common=True, needed=("--perform-rl-step samples that many prompts", "64")
+    )
     """Prompts of a rollout (Megatron's default: 32)."""
-    grpo_group_size: int | None = flag(None, ge=1, le=100_000, common=True)
+    grpo_group_size: int | None = flag(
+        None, ge=1, le=100_000, common=True, needed=("--perform-rl-step compares completions within a group", "16")
+    )
     """Completions of each prompt; advantages compare them (Megatron's default: 2)."""
     grpo_iterations: int = flag(1, ge=1, le=1000)
     """Passes over each rollout (Megatron's default: 2)."""
-    grpo_clamp_eps_lower: float | None = flag(None, gt=0, le=1)
+    grpo_clamp_eps_lower: float | None = flag(None, gt=0, le=1, derived=lambda config, _: _clamp(config)[0])
     """The probability ratio is clipped at 1 - this; 1 leaves that side open (Megatron's default: 0.01).
 
     Without it what the policy loss states: clip 0.2, cispo 1, gspo 3e-4.
     """
-    grpo_clamp_eps_upper: float | None = flag(None, gt=0)
+    grpo_clamp_eps_upper: float | None = flag(None, gt=0, derived=lambda config, _: _clamp(config)[1])
     """The probability ratio is clipped at 1 + this (Megatron's default: 0.01).
 
     Without it what the policy loss states: clip and cispo 0.2, gspo 4e-4.
@@ -39,7 +65,7 @@ class AlgorithmConfig:
     """Policy loss of a token."""
     rl_kl_estimator: Literal["k1", "k2", "k3"] = flag("k3")
     """Estimator of the KL to the reference."""
-    rl_correction: str | None = flag(None, names_of=CORRECTIONS)
+    rl_correction: str | None = flag(None, names_of=CORRECTIONS, derived=_correction)
     """Correction of the gap between engine and trainer log-probs: names joined by +.
 
     Without it token_tis where rollouts are quantised, else none.
@@ -54,7 +80,7 @@ class AlgorithmConfig:
     """veto rejects a sequence with one smaller ratio trainer / engine."""
     rl_dual_clip: float | None = flag(None, gt=1)
     """Bound of the loss at negative advantages, in advantages; without it none."""
-    rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = flag(None)
+    rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = flag(None, derived=_aggregation)
     """Denominator of the loss over the global batch.
 
     Without it what the policy loss states: clip and cispo token-mean, gspo sequence-mean.
@@ -63,7 +89,26 @@ class AlgorithmConfig:
     """Megatron's spelling of --rl-loss-aggregation token-mean."""
     rl_keep_zero_variance_groups: bool = flag(False)
     """Keep groups without a signal instead of dropping them: rewards all equal, with batch_norm in the whole step."""
-    grpo_filter_groups_with_same_reward: bool = flag(
-        False, note="groups without a signal are dropped, unless --rl-keep-zero-variance-groups is given"
-    )
-    """Megatron's switch for dropping groups without signal."""
+
+
+def algorithm_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """What the advantage and the loss, read from their files, do not take; `preflight` asks them for more."""
+    algorithm = config.algorithm
+    compares_groups = ADVANTAGES.stated(algorithm.rl_advantage, "BASELINE") != "batch"
+    if config.training.perform_rl_step and algorithm.grpo_group_size == 1 and compares_groups:
+        yield config.problem(
+            "grpo_group_size",
+            f": the advantage {algorithm.rl_advantage} compares the completions of one prompt, and one alone has none; "
+            "use 2 or more, or --rl-advantage batch_norm",
+        )
+    if algorithm.calculate_per_token_loss and algorithm.rl_loss_aggregation != "token-mean":
+        yield config.problem(
+            "calculate_per_token_loss",
+            f"means token-mean, but --rl-loss-aggregation is {algorithm.rl_loss_aggregation}; keep one of them",
+        )
+    if algorithm.rl_dual_clip is not None and LOSSES.stated(algorithm.rl_policy_loss, "HAS_DUAL_CLIP") is False:
+        yield config.problem(
+            "rl_policy_loss",
+            f"has no dual clip and would ignore --rl-dual-clip {algorithm.rl_dual_clip:g}; leave it out, or use clip "
+            "or gspo",
+        )

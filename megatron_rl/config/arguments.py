@@ -12,15 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.fields import Flag
-from megatron_rl.config.help import help_text
+from megatron_rl.config.checks import resolve, validate
+from megatron_rl.config.flags import Flag
 from megatron_rl.config.hugging_face import FILLED_IN, hugging_face_values
-from megatron_rl.config.resolve import resolve
-from megatron_rl.config.rl_config import RLConfig, all_flags, section_classes
+from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.config.sources import Setting, read_command_line, read_yaml
-from megatron_rl.config.validation import validate
-from megatron_rl.config.values import convert, refusal
-from megatron_rl.errors import MAX_PROBLEMS, ConfigError, shorten
+from megatron_rl.errors import MAX_PROBLEMS, ConfigError, Problem, shorten
 
 _LONGEST_FLAG = 100
 
@@ -33,7 +30,7 @@ def load_config(argv: Sequence[str], world_size: int) -> RLConfig:
     return config
 
 
-def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[str]]:
+def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[Problem]]:
     """As ``load_config``, but with the problems as a list, so that a caller can add what it finds itself.
 
     With problems the configuration holds what could be read and is good for looking up paths and names.
@@ -42,8 +39,8 @@ def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[st
     config = resolve(_build(reading), world_size)
     if reading.file_is_lost:  # what it would have set is not missing
         return config, reading.problems
-    broken = [line for line in validate(config, world_size) if not _is_about(line, reading.failed)]
-    return config, [*reading.problems, *broken]
+    broken = validate(config, world_size)  # without what only repeats that a value could not be read
+    return config, [*reading.problems, *(problem for problem in broken if problem.flag not in reading.failed)]
 
 
 def parse_config(argv: Sequence[str]) -> RLConfig:
@@ -65,7 +62,7 @@ class _Reading:
     values: dict[str, Any] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
     """What a Hugging Face config.json says and the user did not."""
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     file_is_lost: bool = False
     """Nothing could be read from the --config file."""
@@ -74,13 +71,15 @@ class _Reading:
 def _read(argv: Sequence[str]) -> _Reading:
     for token, common_only in (("--help", True), ("-h", True), ("--help-all", False)):
         if token in argv:
+            from megatron_rl.config.reference import help_text  # here, so that it can run as a program itself
+
             sys.stdout.write(help_text(common_only=common_only))
             raise SystemExit(0)
     reading = _Reading()
     typed, problems = read_command_line(argv)
     reading.problems += problems
     files = [s.texts[0] for s in typed if s.spelling == "config" and len(s.texts) == 1]
-    if files and refusal(_spellings()["config"][0], files[-1]) is None:  # else it is a problem below
+    if files and _spellings()["config"][0].refusal(files[-1]) is None:  # else it is a problem below
         from_file, problems = read_yaml(files[-1])
         reading.problems += problems
         reading.file_is_lost = bool(problems) and not from_file
@@ -101,13 +100,13 @@ def _apply(setting: Setting, reading: _Reading) -> None:
     if known is None:
         # what is not shown needs no comparison with every flag, which would take half a minute for 5000 of them
         is_shown = len(reading.problems) < MAX_PROBLEMS
-        reading.problems.append(_unknown(setting, _nearest(setting) if is_shown else None))
+        reading.problems.append(Problem(None, _unknown(setting, _nearest(setting) if is_shown else None)))
         return
     flag, switches_on = known
     try:
         reading.values[flag.name] = _value(flag, switches_on, setting)
     except ValueError as error:
-        reading.problems.append(f"{setting.where} {error}")
+        reading.problems.append(Problem(flag.spelling, f"{setting.where} {error}"))
         reading.failed.add(flag.spelling)
 
 
@@ -122,12 +121,12 @@ def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
     if flag.many:
         if not texts and not setting.from_file:
             raise ValueError("needs at least one value")
-        return tuple(convert(flag, text) for text in texts)
+        return tuple(map(flag.convert, texts))
     if not texts:
         raise ValueError("needs a value")
     if len(texts) > 1:
         raise ValueError(f"takes one value, got {len(texts)}: {shorten(' '.join(texts))}")
-    value = convert(flag, texts[0])
+    value = flag.convert(texts[0])
     return value == switches_on if flag.kind is bool else value
 
 
@@ -150,15 +149,4 @@ def _spellings() -> dict[str, tuple[Flag, bool]]:
 
 
 def _build(reading: _Reading) -> RLConfig:
-    values = reading.derived | reading.values
-    grouped: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
-    for flag in all_flags():
-        if flag.name in values:
-            grouped[flag.section][flag.name] = values[flag.name]
-    sections = {name: cls(**grouped[name]) for name, cls in section_classes().items()}
-    return RLConfig(**sections, typed=reading.values)
-
-
-def _is_about(line: str, failed: set[str]) -> bool:
-    """Whether a broken rule only repeats that a flag's value could not be read."""
-    return any(line.startswith(f"{spelling} ") for spelling in failed)
+    return RLConfig(typed=reading.values).with_values(**reading.derived | reading.values)

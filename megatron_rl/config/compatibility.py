@@ -1,40 +1,84 @@
-"""Megatron flags that belong to no section because nothing here reads them: accepted, with a note."""
+"""Flags of a Megatron command line that are accepted and have no effect: each with the reason, told when it is used."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.config.fields import flag
+from megatron_rl.config.flags import flag
+
+_NOT_FUSED = "layers run without fused kernels in this version"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompatibilityConfig:
-    """Flags of a Megatron command line that have no meaning here."""
+    """Megatron's flags that are accepted and have no effect, and why."""
 
     use_mcore_models: bool = flag(False, note="models are always built from megatron-core")
-    """Megatron's former switch to core models."""
+    use_rotary_position_embeddings: bool = flag(
+        False, note="rotary positions are the default; --position-embedding-type is the flag that decides"
+    )
+    use_flash_attn: bool = flag(
+        False, note="the attention kernel is chosen with --attention-backend, which takes flash where present"
+    )
+    attention_softmax_in_fp32: bool = flag(False, note="every attention kernel here adds up its softmax in fp32")
+    masked_softmax_fusion: bool = flag(True, off="--no-masked-softmax-fusion", note=_NOT_FUSED)
+    bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion", note=_NOT_FUSED)
+    bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion", note=_NOT_FUSED)
+    bias_dropout_fusion: bool = flag(True, off="--no-bias-dropout-fusion", note=_NOT_FUSED)
+    apply_rope_fusion: bool = flag(True, off="--no-rope-fusion", note=_NOT_FUSED)
+    gradient_accumulation_fusion: bool = flag(True, off="--no-gradient-accumulation-fusion", note=_NOT_FUSED)
+    te_rng_tracker: bool = flag(
+        False, note="only CUDA graphs of Transformer Engine's layers need it, and there are none in this version"
+    )
+    initialize_socket_comms: bool = flag(
+        False, note="rollouts and training share one process, so there are no inference sockets to open early"
+    )
+    data_parallel_random_init: bool = flag(
+        False, note="data-parallel replicas must start equal, so every replica draws the same weights"
+    )
+    tokenizer_hf_include_special_tokens: bool = flag(
+        False, note="the chat template says which special tokens a prompt starts with"
+    )
+    rl_skip_bos_token: bool = flag(False, note="the chat template says whether a prompt starts with a begin token")
+    mock_data: bool = flag(False, note="tasks come from the environments, so there is no dataset to mock")
     num_workers: int = flag(2, note="prompts are read in the training process, graders have their own")
-    """Megatron's data loader workers."""
     split: str | None = flag(None, note="each environment says which of its tasks are for training")
-    """Megatron's split of a dataset."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
         None, note="prompts are drawn without replacement and reshuffled every epoch"
     )
-    """Megatron's order of a dataset."""
     data_cache_path: str | None = flag(None, note="there is no dataset index to cache")
-    """Megatron's cache of dataset indices."""
     create_attention_mask_in_dataloader: bool = flag(
         True, off="--no-create-attention-mask-in-dataloader", note="packed sequences need no mask tensor"
     )
-    """Megatron's attention mask as a tensor."""
     rl_use_sequence_packing: bool = flag(
         False, note="sequences are always packed, into bins of --rl-sequence-packing-bin-size"
     )
-    """Megatron's switch for packing."""
     rl_sequence_packing_algo: Literal["fifo", "round-robin"] = flag(
         "fifo", note="bins are filled best-fit and balanced over data-parallel ranks"
     )
-    """Megatron's order of packed bins."""
+    eval_iters: int | None = flag(
+        None, note="--rl-prompts-per-eval and --rl-samples-per-eval-prompt set the size of an evaluation"
+    )
     exit_signal_handler: bool = flag(False, note="SIGTERM always saves and stops; see --exit-grace-seconds")
-    """Megatron's switch for a clean stop on SIGTERM."""
+    save_retain_interval: int | None = flag(None, note="--keep-last says how many checkpoints are kept")
+    grpo_filter_groups_with_same_reward: bool = flag(
+        False, note="groups without a signal are dropped, unless --rl-keep-zero-variance-groups is given"
+    )
+    inference_dynamic_batching: bool = flag(False, note="the rollout engine always batches dynamically")
+    inference_dynamic_batching_buffer_guaranteed_fraction: float = flag(
+        0.2, note="a completion is admitted only when its KV blocks are there, so none is reserved"
+    )
+    inference_dynamic_batching_unified_memory_level: int = flag(
+        0, note="the KV cache stays in device memory; --inference-dynamic-batching-buffer-size-gb bounds it"
+    )
+    rl_partial_rollouts: bool = flag(False, note="every completion is finished by the policy that began it")
+    log_timers_to_tensorboard: bool = flag(False, note="the seconds of every stage are always among the metrics")
+    log_progress: bool = flag(False, note="metrics.jsonl records time, tokens and FLOPs of every step")
+    log_memory_to_tensorboard: bool = flag(False, note="memory figures are always among the metrics")
+    tensorboard_log_interval: int = flag(1, note="TensorBoard gets every step that --log-interval logs")
+    timing_log_option: Literal["max", "minmax", "all"] = flag(
+        "minmax", note="timers report the minimum and maximum over ranks"
+    )
+    straggler_minmax_count: int = flag(1, note="--log-straggler reports the slowest and the fastest rank")
+    disable_straggler_on_startup: bool = flag(False, note="--log-straggler is on from the first step")

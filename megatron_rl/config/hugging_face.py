@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.fields import Flag
+from megatron_rl.config.flags import Flag
 from megatron_rl.config.rl_config import all_flags
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.families import read_model
 
 _FREE = ("init_method_std",)
@@ -23,7 +23,7 @@ class HuggingFaceValues:
     """By field name, what the directory says and the user did not; what contradicts it; what is lost with it."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     unknown: frozenset[str] = frozenset()
     """Flags that would have been filled in: to call them missing too would repeat the problem."""
 
@@ -35,15 +35,14 @@ def hugging_face_values(typed: Mapping[str, Any]) -> HuggingFaceValues:
         return HuggingFaceValues()
     if len({Path(directory).resolve() for directory in given.values()}) > 1:
         both = " and ".join(f"--{name.replace('_', '-')} {directory}" for name, directory in given.items())
-        return HuggingFaceValues(
-            problems=(f"{both} both say what the model is; keep one of them",), unknown=FILLED_IN
-        )
+        problem = Problem("--hf-config", f"{both} both say what the model is; keep one of them")
+        return HuggingFaceValues(problems=(problem,), unknown=FILLED_IN)
     (name, directory), *_ = given.items()
     try:
         settings = read_model(directory).architecture.settings()
     except ConfigError as error:
         flag = f"--{name.replace('_', '-')}"
-        return HuggingFaceValues(problems=tuple(f"{flag}: {line}" for line in error.lines), unknown=FILLED_IN)
+        return HuggingFaceValues(problems=tuple(each.under(flag) for each in error.problems), unknown=FILLED_IN)
     source = str(Path(directory) / "config.json")
     problems = tuple(_contradictions(typed, settings, source))
     settings["group_query_attention"] = True  # megatron ignores the number of groups without it
@@ -52,16 +51,17 @@ def hugging_face_values(typed: Mapping[str, Any]) -> HuggingFaceValues:
     return HuggingFaceValues({name: value for name, value in settings.items() if name not in typed}, problems)
 
 
-def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> Iterator[str]:
+def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> Iterator[Problem]:
     for flag in all_flags():
         if flag.name not in typed or flag.name not in settings or flag.name in _FREE:
             continue
         wanted, found = typed[flag.name], settings[flag.name]
         fits = wanted <= found if flag.name == "max_position_embeddings" else wanted == found
         if not fits:
-            yield (
+            yield Problem(
+                flag.spelling,
                 f"{_as_typed(flag, wanted)} contradicts {source}, which means {_as_typed(flag, found)}; leave the flag "
-                "out, or take another model"
+                "out, or take another model",
             )
 
 

@@ -1,42 +1,61 @@
-"""The shape of the transformer."""
+"""The shape of the transformer and its vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.fields import flag
-from megatron_rl.families.architecture import MOST_LAYERS
+from megatron_rl.config.flags import divisors, flag, nearest_multiples
+from megatron_rl.errors import Problem
+from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
+
+_SHAPE = "the model's shape has no default"
+
+
+def _ffn_hidden_size(config: RLConfig, _: int) -> int | None:
+    """Megatron's rule: a gated MLP has a third matrix, so 2/3 of the width has as many parameters."""
+    hidden = config.model.hidden_size
+    if hidden is None:
+        return None
+    return max(64, int(4 * hidden * 2 / 3 / 64) * 64) if config.model.swiglu else 4 * hidden
+
+
+def _kv_channels(config: RLConfig, _: int) -> int | None:
+    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
+    return hidden // heads if hidden and heads and hidden % heads == 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture, in Megatron's words."""
 
-    hf_config: str | None = flag(None, path=True)
+    hf_config: str | None = flag(None, path=True, steering=True)
     """Directory with a Hugging Face config.json: the model's shape, instead of the flags below. See --load-hf."""
-    num_layers: int | None = flag(None, ge=1, le=MOST_LAYERS, common=True)
+    num_layers: int | None = flag(None, ge=1, le=MOST_LAYERS, common=True, needed=(_SHAPE, "28"))
     """Number of transformer layers."""
-    hidden_size: int | None = flag(None, ge=1, le=1_000_000, common=True)
+    hidden_size: int | None = flag(None, ge=1, le=1_000_000, common=True, needed=(_SHAPE, "1536"))
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = flag(None, ge=1, le=10_000_000)
+    ffn_hidden_size: int | None = flag(None, ge=1, le=10_000_000, derived=_ffn_hidden_size)
     """Width of the MLP. Without it 4 x hidden-size, or with --swiglu 8/3 x hidden-size in steps of 64."""
-    num_attention_heads: int | None = flag(None, ge=1, le=65_536, common=True)
+    num_attention_heads: int | None = flag(None, ge=1, le=65_536, common=True, needed=(_SHAPE, "12"))
     """Number of query heads."""
     group_query_attention: bool = flag(False)
     """Share key and value heads among query heads; --num-query-groups says how many there are."""
-    num_query_groups: int | None = flag(None, ge=1, le=65_536)
+    num_query_groups: int | None = flag(
+        None, ge=1, le=65_536,
+        derived=lambda config, _: 1 if config.model.group_query_attention else config.model.num_attention_heads,
+    )
     """Key and value heads. Without it 1 under --group-query-attention, else --num-attention-heads."""
-    kv_channels: int | None = flag(None, ge=1, le=65_536)
+    kv_channels: int | None = flag(None, ge=1, le=65_536, derived=_kv_channels)
     """Width of one head. Without it hidden-size / num-attention-heads."""
-    max_position_embeddings: int | None = flag(None, ge=1)
+    max_position_embeddings: int | None = flag(None, ge=1, derived=lambda config, _: config.training.seq_length)
     """Longest sequence the model may see. Without it --seq-length."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = flag("rope")
     """How positions are encoded; only rope is built (Megatron's default: learned_absolute)."""
-    use_rotary_position_embeddings: bool = flag(
-        False, note="rotary positions are the default; --position-embedding-type is the flag that decides"
-    )
-    """Megatron's older spelling of --position-embedding-type rope."""
     rotary_base: int = flag(10000, ge=1, le=10**12)
     """Base of the rotary frequencies."""
     rotary_percent: float = flag(1.0, gt=0, le=1)
@@ -59,7 +78,9 @@ class ModelConfig:
     """Normalise queries and keys per head."""
     num_experts: int | None = flag(None, ge=2, le=2048)
     """Routed experts in place of the MLP of every layer; without it layers are dense."""
-    moe_ffn_hidden_size: int | None = flag(None, ge=1, le=10_000_000)
+    moe_ffn_hidden_size: int | None = flag(
+        None, ge=1, le=10_000_000, derived=lambda config, _: config.model.num_experts and config.model.ffn_hidden_size
+    )
     """Width of one expert. Without it --ffn-hidden-size."""
     moe_router_topk: int = flag(2, ge=1)
     """Experts that each token is sent to."""
@@ -71,7 +92,9 @@ class ModelConfig:
     """Give the output head its own weight instead of the embedding's."""
     init_method_std: float = flag(0.02, gt=0, le=100)
     """Standard deviation of freshly initialised weights."""
-    embedding_init_method_std: float | None = flag(None, gt=0, le=100)
+    embedding_init_method_std: float | None = flag(
+        None, gt=0, le=100, derived=lambda config, _: config.model.init_method_std
+    )
     """The same for the embedding. Without it --init-method-std."""
     attention_dropout: float = flag(0.0, ge=0, lt=1)
     """Dropout of attention weights; must be 0 (Megatron's default: 0.1)."""
@@ -85,3 +108,126 @@ class ModelConfig:
             self.num_layers, self.hidden_size, self.ffn_hidden_size, self.num_attention_heads, self.num_query_groups,
             self.kv_channels,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """The tokenizer and the size of the vocabulary."""
+
+    tokenizer_type: Literal["HuggingFaceTokenizer"] = flag("HuggingFaceTokenizer")
+    """Kind of tokenizer."""
+    tokenizer_model: str | None = flag(
+        None, path=True, common=True, needed=("prompts are text", "Qwen/Qwen2.5-1.5B")
+    )
+    """Tokenizer: a directory, or a name on the Hugging Face hub."""
+    vocab_size: int | None = flag(None, ge=1, le=100_000_000)
+    """Rows of the embedding, before padding, where the model has more than the tokenizer has tokens."""
+    make_vocab_size_divisible_by: int = flag(128, ge=1, le=1_000_000)
+    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
+
+
+def shape_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """Heads, widths and positions, against each other and the tensor-parallel size."""
+    model, parts = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups, width = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
+    not_divisible = f"is not divisible by tensor-parallel size {parts}: each rank holds"
+    if heads is not None and heads % parts:
+        yield config.problem(
+            "num_attention_heads", f"{not_divisible} whole heads; use --tensor-model-parallel-size {divisors(heads)}"
+        )
+    if heads is not None and model.hidden_size and model.kv_channels is None:
+        yield config.problem(
+            "hidden_size",
+            f"is not divisible by --num-attention-heads {heads}: heads share it evenly; use "
+            f"{nearest_multiples(model.hidden_size, heads)}, or give --kv-channels",
+        )
+    if heads is not None and groups is not None:
+        yield from _group_problems(config, heads, groups)
+    for name, source in (("ffn_hidden_size", "--hidden-size"), ("moe_ffn_hidden_size", "--ffn-hidden-size")):
+        width = getattr(model, name)
+        if width is not None and width % parts:
+            yield config.problem(name, f"{not_divisible} an equal share; use {nearest_multiples(width, parts)}", source)
+    if model.position_embedding_type != "rope":
+        yield config.problem(
+            "position_embedding_type",
+            "is not built yet in this version: the rollout engine rotates queries and keys; use "
+            "--position-embedding-type rope",
+        )
+    rotated = int((model.kv_channels or 2) * model.rotary_percent)
+    if model.kv_channels is not None and (rotated < 2 or rotated % 2):  # rotary positions turn pairs of numbers
+        share = f"at --rotary-percent {model.rotary_percent:g} " if model.rotary_percent < 1 else ""
+        yield config.problem(
+            "kv_channels",
+            f"{share}gives {rotated} numbers of a head to rotate, which go in pairs; use an even number",
+            "--hidden-size / --num-attention-heads",
+        )
+    if model.attention_dropout > 0:
+        yield config.problem(
+            "attention_dropout", "is not built: the attention kernels here have none; use --attention-dropout 0"
+        )
+    if model.hidden_dropout > 0 and config.training.perform_rl_step:
+        yield config.problem(
+            "hidden_dropout",
+            "with --perform-rl-step: the trainer's log-probs would differ from the rollout's, which has no dropout; "
+            "use --hidden-dropout 0",
+        )
+
+
+def _group_problems(config: RLConfig, heads: int, groups: int) -> Iterator[Problem]:
+    parts = config.parallel.tensor_model_parallel_size
+    if groups != heads and not config.model.group_query_attention:
+        yield config.problem(
+            "num_query_groups",
+            f"without --group-query-attention: Megatron would ignore it and use {heads}; add --group-query-attention, "
+            "or leave it out",
+        )
+    if heads % groups:
+        yield config.problem(
+            "num_query_groups",
+            f"does not divide --num-attention-heads {heads}: groups share the query heads evenly; use "
+            f"{divisors(heads)}",
+        )
+    if groups % parts and parts % groups:
+        yield config.problem(
+            "num_query_groups",
+            f"does not fit tensor-parallel size {parts}: one must divide the other; use "
+            f"--tensor-model-parallel-size {divisors(groups)}, or a multiple of {groups}",
+        )
+
+
+def expert_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """What experts need, and what they cannot be combined with."""
+    model, parts = config.model, config.parallel.tensor_model_parallel_size
+    if model.moe_router_load_balancing_type != "none":
+        yield config.problem(
+            "moe_router_load_balancing_type",
+            "is not built yet in this version: the loss is the policy's alone; use none",
+        )
+    if model.num_experts is None:
+        for name in ("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"):
+            if name in config.typed:
+                given = f"--{name.replace('_', '-')}"
+                what = f"{given} without --num-experts: dense layers have no router; add it, or leave out {given}"
+                yield Problem(given, what)
+        return
+    if model.num_experts * (model.num_layers or 0) > MOST_EXPERTS:
+        yield config.problem(
+            "num_experts",
+            f"in each of {model.num_layers} layers are more than the {MOST_EXPERTS:,} experts that a model may have; "
+            "use fewer experts or layers",
+        )
+    if model.moe_router_topk > model.num_experts:
+        most = model.num_experts
+        yield config.problem("moe_router_topk", f"is more than --num-experts {most}; use at most {most}")
+    if model.add_bias_linear:
+        yield config.problem("num_experts", "with biases of linear layers is not built: add --disable-bias-linear")
+    if parts > 1 and not config.parallel.sequence_parallel:
+        yield config.problem(
+            "num_experts",
+            f"with --tensor-model-parallel-size {parts} needs --sequence-parallel in training: each rank would route "
+            "every token again; add it",
+        )
+    if "mlp" in (config.kernels.recompute_modules or ()):
+        yield config.problem(
+            "recompute_modules", "with --num-experts: there is no dense MLP to recompute; use core_attn, or full"
+        )

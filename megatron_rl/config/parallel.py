@@ -1,11 +1,16 @@
-"""How the model and the batch are spread over ranks."""
+"""How the model is spread over ranks and which implementations compute it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.fields import flag
+from megatron_rl.config.flags import divisors, flag, nearest_multiples
+from megatron_rl.errors import Problem
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +35,112 @@ class ParallelConfig:
     """Gather updated parameters while the forward pass goes on."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto")
     """Communication library; auto is nccl on GPUs and gloo on the CPU."""
-    distributed_timeout_minutes: int = flag(10, ge=1, le=100_000)
+    distributed_timeout_minutes: int = flag(10, ge=1, le=100_000, steering=True)
     """A rank that waits longer than this for others, or for anything else, says where, and the job ends."""
-    initialize_socket_comms: bool = flag(
-        False, note="rollouts and training share one process, so there are no inference sockets to open early"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Implementations, fusions and activation recomputation."""
+
+    transformer_impl: Literal["local", "transformer_engine"] = flag("local")
+    """Where layers come from (Megatron's default: transformer_engine, whose rollouts here have no quantised copies)."""
+    attention_backend: Literal[
+        "auto", "sdpa", "flash", "varlen", "triton_paged", "te", "paged", "fused", "unfused", "local"
+    ] = flag("auto")
+    """Attention kernel; auto takes the fastest present. Megatron's fused, unfused and local are refused."""
+    rl_fused_output_layer: bool = flag(False)
+    """Train without the logits of a micro-batch in memory, at the cost of one more product of the output layer."""
+    enable_cuda_graph: bool = flag(False)
+    """Capture the rollout engine's decode step in CUDA graphs; on a CPU, and with experts, it runs eager."""
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none")
+    """Megatron's newer spelling: local is --enable-cuda-graph. Graphs of Transformer Engine's layers are not built."""
+    use_cpu_initialization: bool = flag(False)
+    """Draw weights on the CPU: the same numbers at any tensor-parallel size that pads the vocabulary alike.
+
+    Padding goes to a multiple of --make-vocab-size-divisible-by times the size: 128 on one rank and 64 on two agree.
+    """
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        None, derived=lambda config, _: "selective" if config.kernels.recompute_activations else None
     )
-    """Megatron's warm-up of inference socket communication."""
-    data_parallel_random_init: bool = flag(
-        False, note="data-parallel replicas must start equal, so every replica draws the same weights"
+    """Recompute whole layers (full) or --recompute-modules (selective) in the backward pass."""
+    recompute_activations: bool = flag(False)
+    """Short for --recompute-granularity selective."""
+    recompute_method: Literal["uniform", "block"] | None = flag(None)
+    """With full: groups of --recompute-num-layers layers (uniform), or only the first ones (block)."""
+    recompute_num_layers: int | None = flag(None, ge=1)
+    """With full: layers a group (uniform) or layers recomputed (block)."""
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] | None = flag(
+        None, derived=lambda config, _: ("core_attn",) if config.kernels.recompute_granularity == "selective" else None
     )
-    """Megatron's different initial weights on each data-parallel rank."""
+    """With selective: what is recomputed. Without it core_attn."""
+
+
+def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Problem]:
+    """Sizes that are not built, or that do not divide what they share."""
+    parallel, size, parts = config.parallel, config.model_parallel_size, config.parallel.tensor_model_parallel_size
+    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
+        if getattr(parallel, name) > 1:
+            one = f"--{name.replace('_', '-')} 1"
+            yield config.problem(name, f"is not built yet in this version; use tensor and data parallelism ({one})")
+    if world_size % size:
+        yield Problem(
+            "--tensor-model-parallel-size",
+            f"world size {world_size} is not divisible by {size}, the ranks of one copy of the model (tensor x "
+            f"pipeline x context parallel size); start {nearest_multiples(world_size, size)} ranks",
+        )
+    bin_size = config.training.rl_sequence_packing_bin_size
+    if parallel.sequence_parallel and bin_size is not None and bin_size % parts:
+        yield config.problem(
+            "rl_sequence_packing_bin_size",
+            f"is not divisible by tensor-parallel size {parts}, which --sequence-parallel needs; use "
+            f"{nearest_multiples(bin_size, parts)}",
+            "--micro-batch-size x --seq-length",
+        )
+    for needed in ("use_distributed_optimizer", "overlap_grad_reduce"):
+        if parallel.overlap_param_gather and not getattr(parallel, needed):
+            other = f"--{needed.replace('_', '-')}"
+            yield config.problem(
+                "overlap_param_gather", f"without {other}: it gathers what the other shards; add {other}"
+            )
+
+
+def kernel_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """Attention kernels that are refused, and recomputation that does not say of what."""
+    kernels, layers, count = config.kernels, config.model.num_layers, config.kernels.recompute_num_layers
+    if kernels.attention_backend in ("fused", "unfused", "local"):
+        yield config.problem(
+            "attention_backend",
+            "is refused: it has no kernel for packed sequences and a KV cache here; use auto, sdpa or flash (with "
+            "flash-attn installed)",
+        )
+    if kernels.recompute_granularity == "full":
+        if kernels.recompute_activations:
+            yield config.problem(
+                "recompute_activations", "means selective, but --recompute-granularity is full; keep one"
+            )
+        if kernels.recompute_method is None or count is None:
+            yield config.problem(
+                "recompute_granularity",
+                "needs to know which layers: give --recompute-method uniform --recompute-num-layers 1",
+            )
+    elif kernels.recompute_method is not None or count is not None:
+        yield Problem(
+            "--recompute-method",
+            "--recompute-method and --recompute-num-layers choose whole layers, which only --recompute-granularity "
+            "full recomputes; add it, or leave them out",
+        )
+    if kernels.recompute_modules is not None and kernels.recompute_granularity != "selective":
+        yield config.problem(
+            "recompute_modules",
+            "chooses parts of a layer, which only --recompute-granularity selective recomputes; add it, or leave them "
+            "out",
+        )
+    if count is not None and layers is not None and count > layers:
+        yield config.problem("recompute_num_layers", f"is more than the model's {layers} layers; use at most {layers}")
+    elif kernels.recompute_method == "uniform" and count and layers and layers % count:
+        yield config.problem(
+            "recompute_num_layers",
+            f"with --recompute-method uniform does not divide the model's {layers} layers into equal groups; use "
+            f"{divisors(layers)}",
+        )

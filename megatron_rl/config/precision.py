@@ -1,11 +1,17 @@
-"""Number formats of parameters, gradients and training products."""
+"""Number formats: of training, of rollouts, and how far the two may drift apart."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.fields import flag
+from megatron_rl.config.flags import flag
+from megatron_rl.errors import Problem
+from megatron_rl.registry import RECIPES
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +32,156 @@ class PrecisionConfig:
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = flag(None)
     """How fp8 training scales its numbers: blockwise, in tiles of 128 x 128 with powers of two; tensorwise, one scale
     a tensor, on layers of transformer_engine only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """Number formats of the linear layers in rollouts, and the gate that watches over them."""
+
+    rl_rollout_quantization: str = flag("none", common=True, names_of=RECIPES)
+    """Format of the linear layers in rollouts."""
+    rl_quantization_skip: tuple[str, ...] = flag(())
+    """Linear layers that stay unquantised: patterns such as layers.0.* or *.linear_fc2, first:N, last:N."""
+    rl_kv_cache_dtype: Literal["auto", "bf16", "fp8"] = flag("auto")
+    """Numbers of the KV cache in rollouts: the model's (auto), bf16, or E4M3 with a scale a layer and KV head."""
+    rl_train_forward: Literal["plain", "quantized"] = flag("plain")
+    """quantized: the trainer's forward pass uses the rollouts' quantised weights and activations too."""
+    rl_evaluate_unquantized: bool = flag(False)
+    """Held-out evaluations run the linear layers in full precision; without it in the rollouts' format."""
+    rl_mismatch_action: Literal["warn", "stop", "fallback"] = flag("warn")
+    """When rollout and trainer disagree too much: warn, stop, or roll out again in the next safer format."""
+    rl_mismatch_max_kl: float = flag(0.02, gt=0)
+    """Largest k3 estimate of the KL of rollout and trainer, in nats a token."""
+    rl_mismatch_max_gap: float = flag(0.15, gt=0)
+    """Largest mean difference of rollout and trainer log-probs, in nats a token."""
+    rl_mismatch_interval: int = flag(0, ge=0)
+    """Steps between two full parity checks; 0 is only before the first update of a launch."""
+
+
+def precision_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """fp16, and what fp8 training takes on local layers and on those of Transformer Engine."""
+    form, recipe = config.precision.fp8_format, config.precision.fp8_recipe
+    if config.precision.fp16:
+        yield config.problem(
+            "fp16", "is refused: gradients of RL losses underflow in fp16 without loss scaling; use --bf16"
+        )
+    if form is None and recipe is None:
+        return
+    engine = config.kernels.transformer_impl == "transformer_engine"
+    if not engine and (form == "hybrid" or recipe in ("tensorwise", "delayed", "mxfp8")):
+        yield config.problem(
+            "fp8_format" if form == "hybrid" else "fp8_recipe",
+            "is refused: fp8 training on local layers is e4m3 with blockwise scales; use --fp8-format e4m3 "
+            "--fp8-recipe blockwise",
+        )
+    elif recipe is None:
+        yield config.problem("fp8_format", "needs --fp8-recipe blockwise beside it; add it")
+    elif form is None:
+        yield config.problem("fp8_recipe", "needs --fp8-format e4m3 beside it; add it")
+    else:
+        yield from _engine_fp8(config) if engine else _aligned_fp8(config)
+
+
+def _aligned_fp8(config: RLConfig) -> Iterator[Problem]:
+    """fp8 training on local layers is aligned training: the trainer's forward pass on the rollouts' weights."""
+    rollouts = config.quantization.rl_rollout_quantization
+    if not config.training.perform_rl_step:
+        yield config.problem(
+            "fp8_format", "without --perform-rl-step: supervised training runs in full precision; leave it out"
+        )
+    if config.typed.get("rl_train_forward") == "plain":
+        yield config.problem(
+            "fp8_format", "with --rl-train-forward plain: one asks for what the other forbids; leave one of them out"
+        )
+    elif rollouts not in ("fp8_block", "fp8_block_pow2"):
+        yield config.problem(
+            "fp8_format",
+            f"with --rl-rollout-quantization {rollouts}: trainer and rollouts would round differently, which is worse "
+            "than no fp8 training; use --rl-rollout-quantization fp8_block_pow2",
+        )
+
+
+def _engine_fp8(config: RLConfig) -> Iterator[Problem]:
+    if config.precision.fp8_recipe == "delayed":
+        yield config.problem(
+            "fp8_recipe",
+            ": delayed scales come from the steps before, and ranks exchange them after every micro-batch, of which "
+            "ranks have different numbers here; use --fp8-recipe tensorwise or blockwise",
+        )
+    if config.precision.fp8_recipe == "mxfp8":
+        yield config.problem("fp8_recipe", "needs a Blackwell GPU and was never tried; use --fp8-recipe blockwise")
+    if not config.precision.bf16:
+        yield config.problem("fp8_format", "without --bf16: fp8 products come out in bf16; add --bf16")
+
+
+def engine_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """What layers of Transformer Engine are not built for."""
+    if config.kernels.transformer_impl != "transformer_engine":
+        return
+    recipe = config.quantization.rl_rollout_quantization
+    for unfit, text in (
+        (
+            recipe != "none",
+            f"with --rl-rollout-quantization {recipe}: only megatron's own linears have quantised copies; leave one of "
+            "them out",
+        ),
+        (
+            config.rollout.rl_inference_engine == "mcore",
+            "with --rl-inference-engine mcore is not built: it was never tried; use rollout",
+        ),
+        (config.model.num_experts is not None, "with --num-experts is not built; use --transformer-impl local"),
+        (
+            config.checkpoint.ckpt_format == "torch",
+            "with --ckpt-format torch: it keeps the optimizer's state in the order of the parameters, which other "
+            "layers change; use torch_dist",
+        ),
+    ):
+        if unfit:
+            yield config.problem("transformer_impl", text)
+
+
+def quantization_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """Quantised rollouts and aligned training, as far as flags alone can tell; `preflight` looks at the layers."""
+    settings, plain = config.quantization, config.quantization.rl_rollout_quantization == "none"
+    falls_back = settings.rl_mismatch_action == "fallback"
+    if settings.rl_quantization_skip and plain:
+        yield config.problem(
+            "rl_quantization_skip", "without --rl-rollout-quantization has nothing to skip; leave it out"
+        )
+    for unfit, text in (
+        (plain, "has nothing to quantise with; give --rl-rollout-quantization, for example int8"),
+        (
+            not config.training.perform_rl_step,
+            "without --perform-rl-step: supervised training has no rollouts to agree with; leave it out",
+        ),
+        (
+            config.parallel.overlap_param_gather,
+            "with --overlap-param-gather: the weights to quantise after an update are still on their way then; leave "
+            "out --overlap-param-gather",
+        ),
+        (
+            falls_back,
+            "with --rl-mismatch-action fallback: another recipe for the rollouts alone would open the gap that "
+            "alignment closes; use --rl-mismatch-action stop",
+        ),
+    ):
+        if settings.rl_train_forward == "quantized" and unfit:
+            yield config.problem("rl_train_forward", text)
+    for unfit, text in (
+        (
+            config.rollout.rl_inference_engine == "mcore",
+            "with --rl-inference-engine mcore, which stores the model's numbers; use --rl-kv-cache-dtype auto",
+        ),
+        (
+            settings.rl_train_forward == "quantized",
+            "with --rl-train-forward quantized: the trainer keeps keys and values in full precision, which would open "
+            "the gap that alignment closes; use --rl-kv-cache-dtype auto",
+        ),
+        (
+            falls_back and plain,
+            "with --rl-mismatch-action fallback and unquantised linear layers: there is no safer format to fall back "
+            "to, the KV cache keeps its own; use --rl-mismatch-action stop or warn",
+        ),
+    ):
+        if config.kv_cache_is_rounded and unfit:
+            yield config.problem("rl_kv_cache_dtype", text)

@@ -1,32 +1,106 @@
-"""Writes docs/flags.md from the sections: ``python -m megatron_rl.config.reference [--check]``."""
+"""The flags described: --help, --help-all, and docs/flags.md.
+
+``python -m megatron_rl.config.reference`` writes the page; with ``--check`` it says whether the page is up to date.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.fields import Flag
-from megatron_rl.config.help import default_of, meaning_of, other_spellings, values_of
+from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.config.rl_config import all_flags, section_classes
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "flags.md"
-
+_WIDTH = 110
+_INDENT = 6 * " "
+_STARTS = (
+    "torchrun --nproc-per-node=RANKS train_rl.py",
+    "torchrun --nproc-per-node=RANKS -m megatron_rl.cli train",
+    "megatron-rl train",
+)
+"""From a checkout, installed, and installed on one rank."""
 _HEADER = """# Flags
 
 Written by `python -m megatron_rl.config.reference` from the sections in `megatron_rl/config/`; do not edit.
 
-A flag `--num-layers` is `config.model.num_layers`. In a `--config` file it is `num-layers: 64` or
-`num_layers: 64`, and the command line wins. Every switch has an opposite with or without `no-`
-(`--no-sequence-parallel`), so that the command line can undo a file. **No effect** marks Megatron flags
-that are accepted, with a note when used, because they have no meaning here.
+A flag `--seq-length` is `config.training.seq_length`. In a `--config` file it is `seq-length: 4096` or
+`seq_length: 4096`, and the command line wins. Every switch has an opposite with or without `no-`
+(`--no-sequence-parallel`), so that the command line can undo a file. The last section lists Megatron flags that
+are accepted, with a note when used, and have no effect because they have no meaning here.
 """
+
+
+def help_text(*, common_only: bool) -> str:
+    """The common flags, or all of them, grouped by section."""
+    lines = [f"usage: {start} [--config FILE] [--flag VALUE ...]" for start in _STARTS] + [""]
+    for section, cls in section_classes().items():
+        shown = [flag for flag in flags_of(cls) if flag.common or not common_only]
+        if shown:
+            lines += [f"{section}: {cls.__doc__.splitlines()[0]}"]
+            lines += [*(line for flag in shown for line in _entry(flag)), ""]
+    if common_only:
+        lines += [f"These are the common flags; --help-all lists all {len(all_flags())}."]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _entry(flag: Flag) -> list[str]:
+    default = f" Default: {_default(flag)}." if _default(flag) and flag.note is None else ""
+    text = f"{_meaning(flag)}{default}"
+    value = "" if flag.kind is bool else f" {_values(flag)}"
+    return [
+        f"  {flag.spelling}{value}",
+        *textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT),
+    ]
 
 
 def reference_text() -> str:
     """The whole page."""
-    return "\n".join([_HEADER, *(_section(name, cls) for name, cls in section_classes().items())])
+    lines = [_HEADER]
+    for section, cls in section_classes().items():
+        lines += [f"## {section}", "", cls.__doc__.splitlines()[0], ""]
+        lines += ["| Flag | Values | Default | Meaning |", "|---|---|---|---|", *map(_row, flags_of(cls)), ""]
+    return "\n".join(lines)
+
+
+def _row(flag: Flag) -> str:
+    values = ", ".join(f"`{choice}`" for choice in flag.choices) or _values(flag)
+    default = f"`{_default(flag)}`" if _default(flag) else ""
+    return f"| `{flag.spelling}` | {values} | {default} | {_meaning(flag, quote='`')} |"
+
+
+def _values(flag: Flag) -> str:
+    """What may follow the flag: its choices, or the kind of value with its bounds."""
+    if flag.kind is bool:
+        return "switch"
+    if flag.choices:
+        return "{" + ",".join(map(str, flag.choices)) + "}"
+    signs = ((">=", flag.ge), (">", flag.gt), ("<=", flag.le), ("<", flag.lt))
+    bounds = ", ".join(f"{sign} {bound}" for sign, bound in signs if bound is not None)
+    name = {int: "INT", float: "FLOAT", str: "TEXT"}[flag.kind] + (" ..." if flag.many else "")
+    return f"{name} ({bounds})" if bounds else name
+
+
+def _default(flag: Flag) -> str:
+    """Empty for switches and where there is none."""
+    return "" if flag.kind is bool or flag.default in (None, ()) else str(flag.default)
+
+
+def _meaning(flag: Flag, quote: str = "") -> str:
+    """The field's docstring; for a flag that switches its field off, what it switches off; names and spellings."""
+    if flag.note is not None:
+        text = f"{flag.note[:1].upper()}{flag.note[1:]}."
+    elif flag.off:
+        text = f"Switches off: {flag.help[:1].lower()}{flag.help[1:]}"
+    else:
+        text = flag.help
+    if flag.names_of is not None:
+        text += f" There are: {', '.join(flag.names_of.names())}."
+    others = [f"{quote}{alias}{quote}" for alias in (flag.off_aliases if flag.off else flag.aliases)]
+    return f"{text} Also {', '.join(others)}." if others else text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,42 +114,10 @@ def main(argv: Sequence[str]) -> int:
         arguments.output.write_text(text, encoding="utf-8")
         print(f"wrote {arguments.output}: {len(all_flags())} flags")
         return 0
-    current = arguments.output.read_text(encoding="utf-8") if arguments.output.exists() else ""
-    if current == text:
+    if arguments.output.exists() and arguments.output.read_text(encoding="utf-8") == text:
         return 0
     print(f"{arguments.output} is stale; run python -m megatron_rl.config.reference")
     return 1
-
-
-def _section(name: str, cls: type) -> str:
-    rows = [_row(flag) for flag in all_flags() if flag.section == name]
-    return "\n".join([
-        f"## {name}",
-        "",
-        cls.__doc__.splitlines()[0],
-        "",
-        "| Flag | Values | Default | Meaning |",
-        "|---|---|---|---|",
-        *rows,
-        "",
-    ])
-
-
-def _row(flag: Flag) -> str:
-    others = [f"`{alias}`" for alias in other_spellings(flag)]
-    meaning = meaning_of(flag)
-    if others:
-        meaning += f" Also {', '.join(others)}."
-    if flag.note is not None:
-        meaning += f" **No effect:** {flag.note}."
-    default = f"`{default_of(flag)}`" if default_of(flag) else ""
-    return f"| `{flag.spelling}` | {_values(flag)} | {default} | {meaning} |"
-
-
-def _values(flag: Flag) -> str:
-    if flag.choices:
-        return ", ".join(f"`{choice}`" for choice in flag.choices)
-    return values_of(flag).replace("(switch)", "switch")
 
 
 if __name__ == "__main__":

@@ -5,25 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
 
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.checkpoint import CheckpointConfig
 from megatron_rl.config.compatibility import CompatibilityConfig
-from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.config.fields import Flag, flags_of
-from megatron_rl.config.kernels import KernelConfig
-from megatron_rl.config.logging import LoggingConfig
-from megatron_rl.config.model import ModelConfig
-from megatron_rl.config.optimizer import OptimizerConfig
-from megatron_rl.config.parallel import ParallelConfig
-from megatron_rl.config.precision import PrecisionConfig
-from megatron_rl.config.quantization import QuantizationConfig
-from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.config.schedule import ScheduleConfig
-from megatron_rl.config.tokenizer import TokenizerConfig
-from megatron_rl.config.training import TrainingConfig
+from megatron_rl.config.flags import Flag, flags_of
+from megatron_rl.config.model import ModelConfig, TokenizerConfig
+from megatron_rl.config.parallel import KernelConfig, ParallelConfig
+from megatron_rl.config.precision import PrecisionConfig, QuantizationConfig
+from megatron_rl.config.records import CheckpointConfig, LoggingConfig
+from megatron_rl.config.rollout import EnvironmentConfig, RolloutConfig
+from megatron_rl.config.training import OptimizerConfig, ScheduleConfig, TrainingConfig
+from megatron_rl.errors import Problem
 from megatron_rl.families import Architecture, ModelLayout
 
 
@@ -52,6 +46,26 @@ class RLConfig:
     compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
     typed: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What the user wrote, by field name: not a section, only there for ``notes``."""
+
+    def value(self, name: str) -> Any:
+        """Of the flag whose field is called ``name``, whatever its section."""
+        return getattr(getattr(self, section_of()[name]), name)
+
+    def with_values(self, **values: Any) -> RLConfig:
+        """A copy with other values of the fields named, whatever their sections."""
+        grouped: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            grouped.setdefault(section_of()[name], {})[name] = value
+        return replace(self, **{section: replace(getattr(self, section), **new) for section, new in grouped.items()})
+
+    def problem(self, name: str, text: str, source: str = "") -> Problem:
+        """``--min-lr 1 <text>``; where the user did not give the value, ``source`` says what it comes from."""
+        flag, value = f"--{name.replace('_', '-')}", self.value(name)
+        if isinstance(value, tuple):
+            value = " ".join(value)
+        shown = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
+        derived = f" (from {source})" if source and name not in self.typed else ""
+        return Problem(flag, f"{flag}{shown}{derived}{'' if text.startswith(':') else ' '}{text}")
 
     @property
     def model_parallel_size(self) -> int:
@@ -152,4 +166,10 @@ def section_classes() -> dict[str, type]:
 @functools.cache
 def all_flags() -> tuple[Flag, ...]:
     """Every flag of every section."""
-    return tuple(flag for name, cls in section_classes().items() for flag in flags_of(name, cls))
+    return tuple(flag for cls in section_classes().values() for flag in flags_of(cls))
+
+
+@functools.cache
+def section_of() -> dict[str, str]:
+    """Field name -> section name."""
+    return {flag.name: section for section, cls in section_classes().items() for flag in flags_of(cls)}

@@ -1,11 +1,61 @@
-"""How completions are sampled, and the engine that samples them."""
+"""Tasks and their graders, how completions are sampled, and the engine that samples them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.fields import flag
+from megatron_rl.config.flags import flag
+from megatron_rl.errors import Problem
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
+
+MOST_DECODED_AT_ONCE = 256
+"""Bound of the default decode batch: beyond it, the KV cache grows faster than the throughput."""
+
+
+def _longest(config: RLConfig) -> int | None:
+    return config.rollout.inference_max_seq_length or config.training.seq_length
+
+
+def _decoded_at_once(config: RLConfig, world_size: int) -> int:
+    """A replica's share of what is wanted at once: a rollout's, or in supervised training an evaluation's."""
+    environment, algorithm = config.environment, config.algorithm
+    prompts, samples = environment.rl_prompts_per_eval, environment.rl_samples_per_eval_prompt
+    if config.training.perform_rl_step:
+        prompts, samples = algorithm.grpo_prompts_per_step or 0, algorithm.grpo_group_size or 0
+    share = math.ceil(prompts / config.data_parallel_size(world_size)) * samples  # a group stays on one rank
+    return max(1, min(share, MOST_DECODED_AT_ONCE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """Environments, their server and evaluation on them."""
+
+    langrl_env_config: str | None = flag(
+        None, path=True, aliases=("--env-config",), common=True,
+        needed=("it names the tasks to train on", "environments.yaml"),
+    )
+    """YAML list of environments and their weights."""
+    langrl_inference_server_type: Literal["inplace_megatron", "inplace_megatron_chat"] = flag(
+        "inplace_megatron"
+    )
+    """What generates rollouts; only inplace_megatron, the training model in its own process, is built."""
+    rl_prompts_per_eval: int = flag(64, ge=1, le=1_000_000)
+    """Prompts of an evaluation, for each environment (Megatron's default: 32)."""
+    rl_samples_per_eval_prompt: int = flag(8, ge=1, le=100_000)
+    """Completions of each evaluation prompt."""
+    rl_environment_port: int = flag(0, ge=0, le=65535, steering=True)
+    """Port of the environment server on loopback; 0 takes any free one."""
+    rl_environment_load_timeout: float = flag(300.0, gt=0, le=86_400)
+    """Longest time in seconds that an environment may take to be imported, to be set up, or to list a split's tasks."""
+    rl_grade_timeout_seconds: float = flag(30.0, ge=0.001, le=86_400)
+    """Longest wait for the grades of one group; after it they count as failed."""
+    rl_max_failed_share: float = flag(0.05, ge=0, le=1)
+    """Stop the run when more than this share of a step's grades failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +72,19 @@ class RolloutConfig:
     """Sample from the likeliest tokens that make up this probability; 1, and Megatron's 0, are off."""
     rl_top_k: int = flag(0, ge=-1, aliases=("--rl-default-top-k", "--grpo-default-top-k"))
     """Sample from this many likeliest tokens; 0, and Megatron's -1, are off."""
-    rl_max_new_tokens: int | None = flag(None, ge=1, common=True)
+    rl_max_new_tokens: int | None = flag(
+        None, ge=1, common=True, derived=lambda config, _: (_longest(config) or 1) - 1 or None
+    )
     """Longest completion in tokens. Without it what --inference-max-seq-length leaves."""
     rl_stop_strings: tuple[str, ...] = flag(())
     """Texts that end a completion; one that is a special token is looked for by its id."""
     rl_decode_steps_per_sync: int = flag(8, ge=1)
     """Decode steps between two looks of the host at what has finished; on a CPU fewer where completions end often."""
-    inference_max_batch_size: int | None = flag(None, ge=1, le=100_000, aliases=("--inference-max-requests",))
+    inference_max_batch_size: int | None = flag(
+        None, ge=1, le=100_000, aliases=("--inference-max-requests",), derived=_decoded_at_once
+    )
     """Completions decoded at once on a replica. Without it its share of a step, at most 256."""
-    inference_max_seq_length: int | None = flag(None, ge=2)
+    inference_max_seq_length: int | None = flag(None, ge=2, derived=lambda config, _: _longest(config))
     """Longest prompt and completion together. Without it --seq-length."""
     inference_dynamic_batching_buffer_size_gb: float | None = flag(
         None, gt=0, aliases=("--inference-buffer-size-gb",)
@@ -47,19 +101,79 @@ class RolloutConfig:
         16, ge=1, aliases=("--inference-num-cuda-graphs",)
     )
     """With --enable-cuda-graph: most batch sizes to capture; a batch is rounded up to the next of them."""
-    inference_dynamic_batching: bool = flag(False, note="the rollout engine always batches dynamically")
-    """Megatron's switch for dynamic batching."""
     inference_dynamic_batching_block_size: int | None = flag(None, ge=1, le=65_536)
     """Tokens a page of the KV cache, on backends that have pages. Without it 64 (triton_paged, paged) or 256."""
-    inference_dynamic_batching_buffer_guaranteed_fraction: float = flag(
-        0.2, note="a completion is admitted only when its KV blocks are there, so none is reserved"
-    )
-    """Megatron's reserved share of the KV cache."""
-    inference_dynamic_batching_unified_memory_level: int = flag(
-        0, note="the KV cache stays in device memory; --inference-dynamic-batching-buffer-size-gb bounds it"
-    )
-    """Megatron's KV cache in unified memory."""
-    rl_partial_rollouts: bool = flag(False, note="every completion is finished by the policy that began it")
-    """Megatron's completions that go on over an update."""
-    rl_offload_optimizer_during_inference: bool = flag(False)
+    rl_offload_optimizer_during_inference: bool = flag(False, steering=True)
     """Optimizer state waits in host memory during rollouts, and gradient buffers are given up: room for KV cache."""
+
+
+def length_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """Prompts and completions must fit the engine, the model's positions and the trainer's bins."""
+    rollout, training, positions = config.rollout, config.training, config.model.max_position_embeddings
+    longest, bin_size = rollout.inference_max_seq_length, config.training.rl_sequence_packing_bin_size
+    if longest is None:
+        return
+    if positions is not None and max(longest, training.seq_length or 0) > positions:
+        name = "inference_max_seq_length" if longest > positions else "seq_length"
+        yield config.problem(
+            name,
+            f"is beyond the model's --max-position-embeddings {positions}; use at most {positions}",
+            "--seq-length",
+        )
+    if rollout.rl_max_new_tokens is not None and rollout.rl_max_new_tokens >= longest:
+        yield config.problem(
+            "rl_max_new_tokens",
+            f"leaves no room for a prompt in {longest} tokens (--inference-max-seq-length); use at most {longest - 1}",
+        )
+    if training.perform_rl_step and bin_size is not None and bin_size < longest:
+        yield config.problem(
+            "rl_sequence_packing_bin_size",
+            f"cannot hold one sequence of {longest} tokens (--inference-max-seq-length); use at least {longest}",
+            "--micro-batch-size x --seq-length",
+        )
+    given = rollout.inference_dynamic_batching_buffer_size_gb
+    needed = config.kv_cache_bytes(longest) / 2**30 if given is not None and config.model.is_complete else 0.0
+    if given is not None and given < needed:
+        yield config.problem(
+            "inference_dynamic_batching_buffer_size_gb",
+            f"cannot hold one sequence: {longest} tokens of this model in {config.kv_cache_dtype} take {needed:.3g} "
+            f"GiB on each of {config.parallel.tensor_model_parallel_size} tensor-parallel ranks; use at least "
+            f"{math.ceil(needed * 100) / 100:g}",
+        )
+
+
+def sampling_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """What is sampled must be what the trainer scores, and what the chosen engine can do."""
+    rollout, server = config.rollout, config.environment.langrl_inference_server_type
+    if "" in rollout.rl_stop_strings:
+        yield Problem(
+            "--rl-stop-strings",
+            "--rl-stop-strings has an empty text, which would end every answer at its first token; leave it out",
+        )
+    if server != "inplace_megatron":
+        yield config.problem(
+            "langrl_inference_server_type",
+            "is refused: the tokenizer's chat template already renders chat prompts; use inplace_megatron",
+        )
+    # Evaluation may cut the distribution; in training the ratio of new to old would be of two different ones.
+    for name, off in (("rl_top_p", 1.0), ("rl_top_k", 0)):
+        if config.training.perform_rl_step and getattr(rollout, name) != off:
+            yield config.problem(
+                name,
+                "with --perform-rl-step: the trainer's log-probs are of the whole distribution, not of the tokens that "
+                f"were left to sample from; use --{name.replace('_', '-')} {off:g}",
+            )
+    if rollout.rl_inference_engine != "mcore":
+        return
+    if rollout.rl_temperature != 1.0:
+        yield config.problem(
+            "rl_temperature",
+            "with --rl-inference-engine mcore: its log-probs are of the raw logits, not of what was sampled; use "
+            "--rl-temperature 1, or --rl-inference-engine rollout",
+        )
+    if rollout.rl_kv_overcommit > 1:
+        yield config.problem(
+            "rl_kv_overcommit",
+            "with --rl-inference-engine mcore: megatron-core's engine hands out its own KV cache; leave it out, or use "
+            "--rl-inference-engine rollout",
+        )

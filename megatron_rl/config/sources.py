@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_rl.errors import one_line, shorten
+from megatron_rl.errors import Problem, one_line, shorten
 
 _LONGEST_FILE = 2**18
 
@@ -25,10 +25,10 @@ class Setting:
     from_file: bool = False
 
 
-def read_command_line(argv: Sequence[str]) -> tuple[list[Setting], list[str]]:
+def read_command_line(argv: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
     """Settings in order, and problems. ``--flag a b`` and ``--flag=a`` are the two forms."""
     settings: list[Setting] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     for token in argv:
         if token.startswith("--"):
             name, equals, text = token.partition("=")
@@ -37,11 +37,11 @@ def read_command_line(argv: Sequence[str]) -> tuple[list[Setting], list[str]]:
             last = settings.pop()
             settings.append(Setting(last.where, last.spelling, (*last.texts, token)))
         else:
-            problems.append(f"{shorten(token)} stands before any flag; every value follows its flag")
+            problems.append(Problem(None, f"{shorten(token)} stands before any flag; every value follows its flag"))
     return settings, problems
 
 
-def read_yaml(path: str) -> tuple[list[Setting], list[str]]:
+def read_yaml(path: str) -> tuple[list[Setting], list[Problem]]:
     """Settings of a flat mapping, with their lines, and problems.
 
     Values are taken as written, not as YAML reads them: YAML takes ``1e-6`` for text.
@@ -49,27 +49,31 @@ def read_yaml(path: str) -> tuple[list[Setting], list[str]]:
     try:
         document = _compose(path)
     except ValueError as error:
-        return [], [f"--config {path} {error}"]
+        return [], [Problem("--config", f"--config {path} {error}")]
     if document is None:
         return [], []
     if not isinstance(document, yaml.MappingNode):
-        return [], [f"--config {path} is not a mapping; write one 'flag-name: value' a line"]
+        text = f"--config {path} is not a mapping; write one 'flag-name: value' a line"
+        return [], [Problem("--config", text)]
     settings: list[Setting] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     seen: dict[str, int] = {}
     for key, value in document.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            problems.append(f"{path} line {line} has a {key.id} where a flag's name belongs; write 'flag-name: value'")
+            text = f"{path} line {line} has a {key.id} where a flag's name belongs; write 'flag-name: value'"
+            problems.append(Problem(None, text))
             continue
         where = f"{path} line {line}: {key.value}"
         spelling = str(key.value).replace("_", "-")
         if spelling in seen:
-            problems.append(f"{where} was already set in line {seen[spelling]}; keep one of them")
+            text = f"{where} was already set in line {seen[spelling]}; keep one of them"
+            problems.append(Problem(f"--{spelling}", text))
         seen.setdefault(spelling, line)
         texts = _texts(value)
         if texts is None:
-            problems.append(f"{where} is nested; the file is flat: flag names and their values")
+            text = f"{where} is nested; the file is flat: flag names and their values"
+            problems.append(Problem(f"--{spelling}", text))
         elif value.tag != "tag:yaml.org,2002:null":  # null leaves the default
             settings.append(Setting(where, spelling, texts, from_file=True))
     return settings, problems

@@ -1,17 +1,31 @@
-"""How much is trained, on what batches, and when the run stops."""
+"""How much is trained, on what batches, by which optimizer, and when the run stops."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.fields import flag
+from megatron_rl.config.flags import flag, nearest_divisors, nearest_multiples
+from megatron_rl.errors import Problem
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
+
+MOST_SAMPLES = 10_000_000
+
+
+def _global_batch_size(config: RLConfig, world_size: int) -> int | None:
+    if config.training.perform_rl_step:
+        return config.samples_per_step or None
+    return config.training.micro_batch_size * config.data_parallel_size(world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length, batch sizes and life cycle of the run."""
 
-    config: str | None = flag(None, path=True, common=True)
+    config: str | None = flag(None, path=True, common=True, steering=True)
     """YAML file that sets flags (name: value); the command line wins."""
     perform_rl_step: bool = flag(False, common=True)
     """Train by reinforcement; without it, on the environments' demonstrations."""
@@ -21,14 +35,17 @@ class TrainingConfig:
     """Samples of the run, those of a rollout counted once; or give --train-iters."""
     micro_batch_size: int = flag(1, ge=1)
     """Sequences of full length in a micro-batch; sets --rl-sequence-packing-bin-size."""
-    global_batch_size: int | None = flag(None, ge=1, common=True)
+    global_batch_size: int | None = flag(None, ge=1, common=True, derived=_global_batch_size)
     """Most samples of an optimizer update; where samples are dropped, a rollout makes fewer updates.
 
     Without it those of a rollout; supervised: a micro-batch a replica.
     """
-    seq_length: int | None = flag(None, ge=2, common=True)
+    seq_length: int | None = flag(None, ge=2, common=True, needed=("batches are sized by it", "4096"))
     """Longest training sequence in tokens, prompt included."""
-    rl_sequence_packing_bin_size: int | None = flag(None, ge=2)
+    rl_sequence_packing_bin_size: int | None = flag(
+        None, ge=2,
+        derived=lambda config, _: config.training.micro_batch_size * (config.training.seq_length or 0) or None,
+    )
     """Tokens of a packed micro-batch. Without it micro-batch-size x seq-length."""
     seed: int = flag(1234, ge=0, le=2**32 - 1)
     """Seed of weights, data order and sampling."""
@@ -36,25 +53,164 @@ class TrainingConfig:
     """Evaluate every this many steps; without it never (Megatron's default: 1000)."""
     eval_only: bool = flag(False, common=True)
     """Evaluate the weights of --load or --pretrained-checkpoint on the held-out tasks once, and stop."""
-    eval_iters: int | None = flag(
-        None, note="--rl-prompts-per-eval and --rl-samples-per-eval-prompt set the size of an evaluation"
-    )
-    """Megatron's number of evaluation batches."""
-    exit_interval: int | None = flag(None, ge=1)
+    exit_interval: int | None = flag(None, ge=1, steering=True)
     """Save and stop after a step that is a multiple of this."""
-    exit_duration_in_mins: int | None = flag(None, ge=1)
+    exit_duration_in_mins: int | None = flag(None, ge=1, steering=True)
     """Save and stop after this many minutes."""
-    exit_grace_seconds: int = flag(0, ge=0, le=86_400)
+    exit_grace_seconds: int = flag(0, ge=0, le=86_400, steering=True)
     """Time that running rollouts get to finish after Ctrl-C or SIGTERM; torchrun kills a rank after 30 s."""
     empty_unused_memory_level: int = flag(0, ge=0, le=2)
     """Return cached device memory: 0 never, 1 after the backward pass, 2 also after the update."""
-    mock_data: bool = flag(False, note="tasks come from the environments, so there is no dataset to mock")
-    """Megatron's made-up dataset."""
-    check: bool = flag(False, common=True)
+    check: bool = flag(False, common=True, steering=True)
     """Check this configuration and stop before the model is built."""
-    check_world_size: int | None = flag(None, ge=1)
+    check_world_size: int | None = flag(None, ge=1, steering=True)
     """With --check or --estimate: the number of ranks to look at, instead of those of this launch."""
-    estimate: bool = flag(False)
+    estimate: bool = flag(False, steering=True)
     """Print how many bytes each rank will need in rollouts and in training, and stop."""
-    estimate_vocab_size: int | None = flag(None, ge=1)
+    estimate_vocab_size: int | None = flag(None, ge=1, steering=True)
     """With --estimate: tokens of the vocabulary, where there is no tokenizer to read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer and its constants."""
+
+    optimizer: Literal["adam", "sgd"] = flag("adam")
+    """Update rule; adam decouples weight decay."""
+    lr: float | None = flag(
+        None, gt=0, le=10, common=True, needed=("there is no learning rate for every model", "1e-6")
+    )
+    """Peak learning rate."""
+    weight_decay: float = flag(0.01, ge=0, le=10)
+    """Weight decay."""
+    adam_beta1: float = flag(0.9, ge=0, lt=1)
+    """Decay of the running mean of gradients."""
+    adam_beta2: float = flag(0.999, ge=0, lt=1)
+    """Decay of the running mean of squared gradients."""
+    adam_eps: float = flag(1e-8, gt=0, le=1)
+    """Added to the denominator of an update."""
+    sgd_momentum: float = flag(0.9, ge=0, lt=1)
+    """Momentum of sgd."""
+    clip_grad: float = flag(1.0, ge=0)
+    """Largest global gradient norm; 0 leaves gradients alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Warm-up and decay of the learning rate, which all updates of a step share."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("linear")
+    """Shape of the decay from --lr to --min-lr."""
+    min_lr: float = flag(0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    lr_warmup_iters: int = flag(0, ge=0)
+    """Steps of linear warm-up."""
+    lr_warmup_samples: int = flag(0, ge=0)
+    """Samples of linear warm-up."""
+    lr_warmup_fraction: float | None = flag(None, ge=0, lt=1)
+    """Warm-up as a share of the decay, instead of the two flags above."""
+    lr_warmup_init: float = flag(0.0, ge=0)
+    """Learning rate at the start of the warm-up."""
+    lr_decay_iters: int | None = flag(None, ge=1, derived=lambda config, _: config.training.train_iters)
+    """Steps after which --min-lr is reached. Without it --train-iters."""
+    lr_decay_samples: int | None = flag(None, ge=1, derived=lambda config, _: config.training.train_samples)
+    """Samples after which --min-lr is reached. Without it --train-samples."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
+    """Shape of the last phase of WSD."""
+    lr_wsd_decay_iters: int | None = flag(None, ge=1)
+    """Steps of the last phase of WSD."""
+    lr_wsd_decay_samples: int | None = flag(None, ge=1)
+    """Samples of the last phase of WSD."""
+
+
+def batch_problems(config: RLConfig, world_size: int) -> Iterator[Problem]:
+    """What a rollout brings must fit what an update takes. Groups are dealt to the ranks, so any number will do."""
+    training, algorithm, replicas = config.training, config.algorithm, config.data_parallel_size(world_size)
+    batch, samples = training.global_batch_size, config.samples_per_step
+    if training.train_samples is not None and training.train_samples < samples:
+        yield config.problem("train_samples", f"is less than one step of {samples} samples; use at least {samples}")
+    if not training.perform_rl_step:
+        if batch and batch % replicas and world_size % config.model_parallel_size == 0:
+            yield config.problem(
+                "global_batch_size",
+                f"is not divisible by {replicas} data-parallel replicas: each takes an equal share; use "
+                f"{nearest_multiples(batch, replicas)}",
+            )
+        return
+    of_a_step = f"x --grpo-group-size {algorithm.grpo_group_size}"
+    if samples > MOST_SAMPLES:
+        yield config.problem(
+            "grpo_prompts_per_step",
+            f"{of_a_step} are {samples:,} samples a step, and no machine keeps the tokens of more than "
+            f"{MOST_SAMPLES:,}; use fewer prompts",
+        )
+    if samples and batch and samples % batch:
+        yield config.problem(
+            "global_batch_size",
+            f"does not divide the {samples} samples of a rollout ({algorithm.grpo_prompts_per_step} prompts x "
+            f"{algorithm.grpo_group_size} completions); use {nearest_divisors(samples, batch)}",
+        )
+
+
+def optimizer_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """The length of the run, and learning rates."""
+    training, schedule, lr = config.training, config.schedule, config.optimizer.lr
+    if training.train_iters is None and training.train_samples is None and not training.estimate:
+        yield Problem(
+            "--train-iters",
+            "--train-iters is missing: the run needs an end; give --train-iters N or --train-samples N",
+        )
+    if training.train_iters is not None and training.train_samples is not None:
+        yield config.problem(
+            "train_iters", f"and --train-samples {training.train_samples} are two lengths for one run; keep one of them"
+        )
+    if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
+        yield config.problem(
+            "optimizer",
+            "with --use-distributed-optimizer: megatron-core spreads the state of adam only; leave out "
+            "--use-distributed-optimizer, or use --optimizer adam",
+        )
+    if lr is not None and schedule.min_lr > lr:
+        yield config.problem("min_lr", f"is above --lr {lr:g}: the schedule would rise; use at most {lr:g}")
+    if lr is not None and schedule.lr_warmup_init > lr:
+        yield config.problem("lr_warmup_init", f"is above --lr {lr:g}, its end; use at most {lr:g}")
+
+
+def schedule_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """Megatron counts a schedule in what the run is counted in; its phases must fit the decay."""
+    training, schedule = config.training, config.schedule
+    by_steps = training.train_samples is None
+    length, unit, other = ("train-iters", "iters", "samples") if by_steps else ("train-samples", "samples", "iters")
+    if by_steps != (training.train_iters is None):
+        for phase in ("warmup", "decay", "wsd_decay"):
+            if getattr(schedule, f"lr_{phase}_{other}"):
+                right = f"--lr-{phase.replace('_', '-')}-{unit}"
+                yield config.problem(
+                    f"lr_{phase}_{other}",
+                    f"with --{length}: run and schedule are counted in one unit; use {right}",
+                )
+        if schedule.lr_warmup_fraction is not None and getattr(schedule, f"lr_warmup_{unit}"):
+            yield Problem(
+                "--lr-warmup-fraction",
+                f"--lr-warmup-fraction and --lr-warmup-{unit} both set the warm-up; keep one of them",
+            )
+    warmup, decay, last = config.lr_warmup_steps, config.lr_decay_steps, config.lr_wsd_decay_steps
+    if decay and warmup >= decay:
+        yield Problem(
+            None,
+            f"the learning rate warms up for {warmup} steps but decays after {decay}; use a warm-up of at most "
+            f"{decay - 1}, or a longer decay",
+        )
+    if schedule.lr_decay_style != "WSD":
+        return
+    if schedule.lr_wsd_decay_iters is None and schedule.lr_wsd_decay_samples is None:
+        yield config.problem(
+            "lr_decay_style",
+            f"needs the length of its last phase, which has no default; give --lr-wsd-decay-{unit} N",
+        )
+    elif decay and warmup + last > decay:
+        yield config.problem(
+            "lr_decay_style",
+            f": a warm-up of {warmup} and a last phase of {last} steps do not fit a decay of {decay}; use a last phase "
+            f"of at most {max(0, decay - warmup)}",
+        )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from megatron_rl.config import RLConfig
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.estimate.memory import Estimate, estimate, slot_bytes
 from megatron_rl.metrics.table import format_table
 from megatron_rl.quantization.layers import layer_problems
@@ -19,15 +19,10 @@ MOST_BYTES = 4 * 2**40
 _MODEL = "use a smaller model or more ranks"
 _BIN = "lower --seq-length or --rl-sequence-packing-bin-size"
 
-_NOT_NEEDED = ("tokenizer-model", "langrl-env-config", "lr", "run-dir", "train-iters")
-"""Every run needs these flags; no byte depends on them."""
 
-
-def estimate_problems(config: RLConfig, problems: Sequence[str]) -> list[str]:
-    """``problems`` of the configuration without those that change no byte, and the quantisation's."""
-    missing = tuple(f"--{name} is missing" for name in _NOT_NEEDED)
-    kept = [problem for problem in problems if not problem.startswith(missing)]
-    return kept or list(_quantization_problems(config))
+def estimate_problems(config: RLConfig, problems: Sequence[Problem]) -> list[Problem | str]:
+    """``problems`` of the configuration, or else the quantisation's."""
+    return list(problems) or list(_quantization_problems(config))
 
 
 def _quantization_problems(config: RLConfig) -> list[str]:

@@ -82,7 +82,7 @@ def benchmark_config(shape: HasFlags, seq_length: int, *extra: str) -> RLConfig:
         run += ["--grpo-group-size=8", "--grpo-prompts-per-step=8"]
     config, problems = read_config([*shape.flags(), *files, *run, *extra], 1)
     if problems:
-        raise SystemExit("\n".join(problems))
+        raise SystemExit("\n".join(map(str, problems)))
     return config
 
 

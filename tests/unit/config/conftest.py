@@ -52,4 +52,4 @@ def config() -> Callable[..., RLConfig]:
 @pytest.fixture
 def problems() -> Problems:
     """The broken rules of the working command after ``changes``, on ``ranks`` ranks."""
-    return lambda ranks=1, **changes: validate(parse_config(build_command(**changes)), ranks)
+    return lambda ranks=1, **changes: list(map(str, validate(parse_config(build_command(**changes)), ranks)))

@@ -72,9 +72,9 @@ def test_aliases(alias, section, name, text, value):
     ("flag", "section", "name"),
     [
         ("--disable-bias-linear", "model", "add_bias_linear"),
-        ("--no-masked-softmax-fusion", "kernels", "masked_softmax_fusion"),
-        ("--no-rope-fusion", "kernels", "apply_rope_fusion"),
-        ("--no-gradient-accumulation-fusion", "kernels", "gradient_accumulation_fusion"),
+        ("--no-masked-softmax-fusion", "compatibility", "masked_softmax_fusion"),
+        ("--no-rope-fusion", "compatibility", "apply_rope_fusion"),
+        ("--no-gradient-accumulation-fusion", "compatibility", "gradient_accumulation_fusion"),
         ("--grad-reduce-in-bf16", "precision", "accumulate_allreduce_grads_in_fp32"),
         (
             "--no-create-attention-mask-in-dataloader",
@@ -144,7 +144,7 @@ def test_what_is_wrong_with_one_flag(argv, message):
     assert errors_of(*argv) == [message]
 
 
-@pytest.mark.parametrize("flag", sorted(flag.spelling for flag in all_flags() if flag.declaration.path))
+@pytest.mark.parametrize("flag", sorted(flag.spelling for flag in all_flags() if flag.path))
 def test_every_path_is_looked_at(flag):
     (problem,) = errors_of(flag, "x/" * 2000)
     assert problem.startswith(f"{flag} is too long for a file system")

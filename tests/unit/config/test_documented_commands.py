@@ -54,7 +54,7 @@ def test_its_flags_are_there(text: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     _, problems, is_a_part = _read(text)
     left_out = (" is missing", "not divisible")  # what a part of a command does not say
-    assert [line for line in problems if not (is_a_part and any(part in line for part in left_out))] == []
+    assert [line for line in map(str, problems) if not (is_a_part and any(part in line for part in left_out))] == []
 
 
 def test_the_command_for_gpus_trains_in_bf16_and_torchrun_is_found():

@@ -98,9 +98,9 @@ def test_the_command_of_the_32b_run_agrees_with_the_published_config(tmp_path: P
         "--norm-epsilon 1e-5 --rotary-base 1000000 --untie-embeddings-and-output-weights --position-embedding-type rope"
     )
     _, problems = read_config([*shlex.split(flags), "--hf-config", str(tmp_path)], 8)
-    assert [line for line in problems if "contradicts" in line] == []
+    assert [line for line in map(str, problems) if "contradicts" in line] == []
     _, problems = read_config(["--norm-epsilon", "1e-6", "--no-swiglu", "--hf-config", str(tmp_path)], 8)
-    contradictions = [line for line in problems if "contradicts" in line]
+    contradictions = [line for line in map(str, problems) if "contradicts" in line]
     assert [line.split(" contradicts")[0] for line in contradictions] == ["--norm-epsilon 1e-06", "--no-swiglu"]
 
 

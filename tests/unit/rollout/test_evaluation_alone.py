@@ -25,8 +25,8 @@ def test_an_evaluation_needs_weights_and_nothing_of_training():
 
 def test_without_weights_it_says_which_flag_to_give():
     _, problems = read_config(FLAGS, 1)
-    assert [line for line in problems if "--load DIR" in line] == problems
-    assert len(problems) == 1
+    (problem,) = problems
+    assert "--load DIR" in problem.text
 
 
 def test_the_flags_of_a_training_command_do_not_stand_in_the_way():

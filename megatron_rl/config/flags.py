@@ -1,0 +1,226 @@
+"""A configuration field that is also a flag: what is declared beside the default, and how text becomes its value.
+
+A section is a frozen dataclass; each of its fields is one flag::
+
+    lr: float | None = flag(None, gt=0, common=True)
+    \"\"\"Peak learning rate.\"\"\"
+
+gives ``--lr``, a float above 0, shown by ``--help`` with the docstring as its text.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import math
+import sys
+import types
+import unicodedata
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megatron_rl.errors import shorten
+from megatron_rl.registry import Registry
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 3072
+"""Bytes of one name, and of a whole path that leaves room for the names of files below it; Linux takes 4096."""
+_LARGEST = 2**31 - 1
+"""Whole numbers without a bound of their own: what torch and its collectives take as a size."""
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag: name, type, default and help are the field's; the rest stands in its ``flag(...)``."""
+
+    name: str
+    kind: type
+    """``int``, ``float``, ``str`` or ``bool``; of the items where ``many``."""
+    optional: bool
+    many: bool
+    choices: tuple[Any, ...]
+    default: Any
+    help: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    off: str | None = None
+    """The flag that switches a field off which is on by default: ``--disable-bias-linear``."""
+    aliases: tuple[str, ...] = ()
+    """Further spellings with the same meaning as the field's name."""
+    off_aliases: tuple[str, ...] = ()
+    path: bool = False
+    """A file or directory: its name must be one that a file system takes."""
+    common: bool = False
+    """Shown by ``--help`` and not only by ``--help-all``."""
+    names_of: Registry | None = None
+    """The extensions that it names; help lists them."""
+    derived: Callable[..., Any] | None = None
+    """Default that follows from other flags: ``derived(config, world_size)``, None where they are absent."""
+    needed: tuple[str, str] | None = None
+    """Why a run cannot do without it, and an example."""
+    steering: bool = False
+    """It says where a run writes or when it stops, and changes nothing of what is trained."""
+    note: str | None = None
+    """Why the flag is accepted but has no effect; printed when it is used, so that it is never silent."""
+
+    @property
+    def spelling(self) -> str:
+        """How help and messages write it, dashes included."""
+        return self.off or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def spellings(self) -> dict[str, bool]:
+        """Every accepted spelling, without dashes; False where it switches a boolean off.
+
+        Each boolean has both ways, so that the command line can undo what a YAML file switched on.
+        """
+        on = self.name.replace("_", "-")
+        spellings = {on: True} | {alias.removeprefix("--"): True for alias in self.aliases}
+        if self.kind is bool:
+            opposite = on.removeprefix("no-") if on.startswith("no-") else f"no-{on}"
+            spellings |= {text.removeprefix("--"): False for text in (self.off or opposite, *self.off_aliases)}
+        return spellings
+
+    def convert(self, text: str) -> Any:
+        """One value from its text; ``ValueError`` says what was expected instead."""
+        read = {bool: _boolean, int: _whole_number, float: _number}.get(self.kind, str)
+        value = read(text)
+        refusal = self.refusal(value)
+        if refusal is not None:
+            raise ValueError(refusal)
+        return value
+
+    def refusal(self, value: Any) -> str | None:
+        """Why ``value`` is not allowed: not a choice, out of bounds, or no path. None if it is."""
+        if self.choices and value not in self.choices:
+            return f"is not {listed(self.choices)}, got {shorten(value)}"
+        if self.path:
+            return _path_refusal(value)
+        most = _LARGEST if self.kind is int and self.le is None and self.lt is None else self.le
+        for bound, words, broken in (
+            (self.ge, "at least", lambda bound: value < bound),
+            (self.gt, "above", lambda bound: value <= bound),
+            (most, "at most", lambda bound: value > bound),
+            (self.lt, "below", lambda bound: value >= bound),
+        ):
+            if bound is not None and broken(bound):
+                return f"must be {words} {bound}, got {shorten(value)}"
+        return None
+
+
+def flag(default: Any, **declared: Any) -> Any:
+    """A dataclass field with what ``Flag`` declares beyond name, type, default and help."""
+    return dataclasses.field(default=default, metadata=declared)
+
+
+@functools.cache
+def flags_of(cls: type) -> tuple[Flag, ...]:
+    """The flags of one section class, in the order they are written."""
+    hints, docs = get_type_hints(cls), attribute_docs(cls)
+    return tuple(_flag_of(field, hints[field.name], docs.get(field.name, "")) for field in dataclasses.fields(cls))
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """The string literal that follows each attribute in the class's source, on one line."""
+    definition = next(n for n in _source(cls.__module__).body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
+    return {
+        attribute.target.id: " ".join(text.value.value.split())
+        for attribute, text in zip(definition.body, definition.body[1:], strict=False)
+        if isinstance(attribute, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+@functools.cache
+def _source(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def _flag_of(field: dataclasses.Field, hint: Any, help_text: str) -> Flag:
+    optional = get_origin(hint) in (Union, types.UnionType)
+    kind = next(member for member in get_args(hint) if member is not types.NoneType) if optional else hint
+    many = get_origin(kind) is tuple
+    if many:
+        kind = get_args(kind)[0]
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    return Flag(
+        name=field.name,
+        kind=type(choices[0]) if choices else kind,
+        optional=optional,
+        many=many,
+        choices=choices,
+        default=field.default,
+        help=help_text,
+        **field.metadata,
+    )
+
+
+def listed(choices: Sequence[Any]) -> str:
+    """``1, 2 or 4``."""
+    *head, last = map(str, choices)
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def divisors(value: int) -> str:
+    """``10`` -> ``1, 2, 5 or 10``."""
+    return listed(_divisors(value))
+
+
+def nearest_divisors(value: int, wanted: int) -> str:
+    """``(32, 12)`` -> ``8 or 16``; above ``value`` only ``value`` itself."""
+    found = _divisors(value)
+    return listed([n for n in found if n <= wanted][-1:] + [n for n in found if n > wanted][:1])
+
+
+def nearest_multiples(value: int, divisor: int) -> str:
+    """``(4100, 8)`` -> ``4096 or 4104``; below the divisor only the divisor itself."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
+
+
+def _divisors(value: int) -> list[int]:
+    """In order; in pairs, because a rollout may have millions of samples."""
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    return sorted({*small, *(value // n for n in small)})
+
+
+def _path_refusal(path: str) -> str | None:
+    if not path.strip():
+        return "is empty; name a path, or leave the flag out"
+    # Cs: bytes that are not UTF-8 arrive as halves of surrogate pairs.
+    if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in path):
+        return f"has a line break, another control character or a broken one, got {shorten(path)}; use another name"
+    longest = max(len(name.encode()) for name in path.split("/"))
+    if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
+        return (
+            f"is too long for a file system, which takes names of {_LONGEST_NAME} bytes and here {_LONGEST_PATH} "
+            f"altogether, got {shorten(path)}; use a shorter one"
+        )
+    return None
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in _BOOLEANS:
+        raise ValueError(f"is not true or false, got {shorten(text)}")
+    return _BOOLEANS[text.lower()]
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"is not a whole number, got {shorten(text)}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"is not a number, got {shorten(text)}") from None
+    # A NaN passes every bound, because each comparison with it is false.
+    if not math.isfinite(value):
+        raise ValueError(f"is not a finite number, got {shorten(text)}")
+    return value

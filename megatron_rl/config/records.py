@@ -1,0 +1,122 @@
+"""What a run reads at its start and writes on its way: checkpoints, metrics, logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megatron_rl.config.flags import flag
+from megatron_rl.errors import Problem
+
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
+
+
+def _run_dir(config: RLConfig, _: int) -> str | None:
+    return config.checkpoint.save and str(Path(config.checkpoint.save))
+
+
+def _in_run_dir(config: RLConfig, name: str) -> str | None:
+    return config.logging.run_dir and str(Path(config.logging.run_dir) / name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints in and out."""
+
+    save: str | None = flag(None, path=True, derived=lambda config, _: _in_run_dir(config, "checkpoints"))
+    """Directory of this run's checkpoints. Without it run-dir/checkpoints."""
+    load: str | None = flag(None, path=True)
+    """Directory of checkpoints whose run is continued, where this run has none of its own."""
+    pretrained_checkpoint: str | None = flag(None, path=True, common=True)
+    """Weights to start from where nothing is continued: a directory of checkpoints, or one of them."""
+    load_hf: str | None = flag(None, path=True, common=True)
+    """Hugging Face directory (config.json, *.safetensors) to start from: sets the model's shape, and its weights
+    where nothing is continued."""
+    finetune: bool = flag(False)
+    """Take only the weights from --load: no optimizer, no random state, step 0."""
+    save_interval: int | None = flag(None, ge=1, common=True)
+    """Save every this many steps; without it only when the run stops."""
+    ckpt_format: Literal["torch_dist", "torch"] = flag("torch_dist")
+    """Format of checkpoints: torch is Megatron's one file a rank, for one topology; torch_dist suits any."""
+    async_save: bool = flag(False)
+    """Write periodic checkpoints in the background while training goes on."""
+    keep_best: str | None = flag(None)
+    """Save whenever this metric of an evaluation is the highest so far, and keep that checkpoint: val/NAME/pass@1."""
+    no_load_optim: bool = flag(False)
+    """Start with a fresh optimizer."""
+    no_load_rng: bool = flag(False)
+    """Start with a fresh random state."""
+    no_save_optim: bool = flag(False)
+    """Leave the optimizer out of checkpoints: smaller, but the run cannot be continued exactly."""
+    resume: bool = flag(False, common=True)
+    """Continue from the newest valid checkpoint of this run, if there is one."""
+    keep_last: int | None = flag(None, ge=1)
+    """Delete all but this many newest checkpoints; without it keep all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """The run directory, metric writers and what they report."""
+
+    run_dir: str | None = flag(None, path=True, common=True, derived=_run_dir)
+    """Directory of everything this run writes. Without it --save."""
+    tensorboard_dir: str | None = flag(None, path=True, derived=lambda config, _: _in_run_dir(config, "tensorboard"))
+    """Directory of TensorBoard files. Without it run-dir/tensorboard."""
+    wandb_project: str | None = flag(None)
+    """Weights & Biases project; without it wandb is off."""
+    wandb_exp_name: str | None = flag(
+        None, derived=lambda config, _: config.logging.run_dir and Path(config.logging.run_dir).name
+    )
+    """Name of the wandb run. Without it the name of the run directory."""
+    wandb_save_dir: str | None = flag(None, path=True, derived=lambda config, _: _in_run_dir(config, "wandb"))
+    """Directory of wandb's files. Without it run-dir/wandb."""
+    wandb_mode: Literal["offline", "online", "disabled"] | None = flag(None)
+    """Whether wandb talks to its server. Without it the environment variable WANDB_MODE, or else offline."""
+    log_interval: int = flag(1, ge=1)
+    """Log every this many steps (Megatron's default: 100)."""
+    log_throughput: bool = flag(False)
+    """Log model TFLOP/s a GPU."""
+    log_straggler: bool = flag(False)
+    """Log how far the slowest rank is behind."""
+    log_params_norm: bool = flag(False)
+    """Log the norm of all parameters."""
+    log_num_zeros_in_grad: bool = flag(False)
+    """Log how many gradient entries are exactly 0."""
+    timing_log_level: int = flag(0, ge=0, le=2)
+    """Above 0 every stage's time waits for the device: exact, at the price of a stall."""
+    rl_log_rollouts: int = flag(4, ge=0)
+    """Groups a step, and tasks of each environment an evaluation, written to rollouts/*.jsonl."""
+
+
+def record_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+    """Where a run starts and writes."""
+    checkpoint, evaluates = config.checkpoint, config.training.eval_interval is not None
+    starts = checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf
+    if config.training.eval_only and not starts:
+        yield config.problem(
+            "eval_only",
+            "without weights to evaluate; give --load DIR, --pretrained-checkpoint DIR or --load-hf DIR",
+        )
+    if checkpoint.load_hf is not None and checkpoint.pretrained_checkpoint is not None:
+        yield config.problem(
+            "load_hf",
+            f"and --pretrained-checkpoint {checkpoint.pretrained_checkpoint} both say what to start from; keep one of "
+            "them, or take shape and tokenizer from the one and weights from the other with --hf-config "
+            f"{checkpoint.load_hf} in place of --load-hf",
+        )
+    if config.logging.run_dir is None and not config.training.estimate:
+        text = "--run-dir is missing: metrics need a place; give --run-dir runs/NAME or --save DIR"
+        yield Problem("--run-dir", text)
+    if checkpoint.ckpt_format == "torch" and checkpoint.async_save:
+        yield config.problem(
+            "async_save", "cannot write --ckpt-format torch in the background; leave it out, or use torch_dist"
+        )
+    if checkpoint.keep_best is not None and not checkpoint.keep_best.startswith("val/"):
+        yield config.problem(
+            "keep_best", "is no metric of an evaluation; they are called val/ENVIRONMENT/MEASURE"
+        )
+    if checkpoint.keep_best is not None and not evaluates:
+        yield config.problem("keep_best", "needs evaluations; add --eval-interval")
