@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
@@ -14,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ import torch
 
 from megatron_rl.config import RLConfig, read_config
 from megatron_rl.metrics.provenance import git_commit, package_versions
+from megatron_rl.metrics.table import format_table
 from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
 from megatron_rl.platform import Platform, current_platform
 
@@ -42,6 +44,9 @@ class Shape:
         """``128x4`` -> Shape(128, 4)."""
         hidden, _, layers = text.partition("x")
         return cls(int(hidden), int(layers))
+
+    def __str__(self) -> str:
+        return f"{self.hidden}x{self.layers}"
 
     @property
     def heads(self) -> int:
@@ -93,15 +98,43 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
-def one_rank() -> Iterator[tuple[Platform, ParallelGroups]]:
-    """The platform and the groups of a job of one rank; what it makes is gone afterwards."""
+def one_rank(seed: int = 1) -> Iterator[tuple[Platform, ParallelGroups]]:
+    """The platform and the groups of a job of one rank, one thread each; what it makes is gone afterwards."""
+    prepare()
     platform = current_platform()
     groups = initialize(benchmark_config(Shape(64, 1), 16).parallel, platform)
     try:
-        seed_everything(1)
+        seed_everything(seed)
         yield platform, groups
     finally:
         shut_down()
+
+
+def command_line(module: str, *, shape: Shape, vocab: int, rounds: int = 5) -> argparse.ArgumentParser:
+    """What every benchmark is asked, with its own defaults."""
+    parser = argparse.ArgumentParser(prog=f"python -m tools.benchmark.{module}")
+    parser.add_argument("--shape", type=Shape.parse, default=shape, help="hidden size x layers: 64x3")
+    parser.add_argument("--vocab", type=int, default=vocab)
+    parser.add_argument("--rounds", type=int, default=rounds, help="in each of which every contender has a turn")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the record here")
+    return parser
+
+
+def record_of(module: str, arguments: argparse.Namespace, **found: Any) -> dict[str, Any]:
+    """What was found, the settings it was found with, and `provenance`."""
+    settings = {name: asdict(value) if isinstance(value, Shape) else value for name, value in vars(arguments).items()}
+    settings = {name: value for name, value in settings.items() if not isinstance(value, Path)}
+    return {**found, "settings": settings, **provenance(module)}
+
+
+def speed_table(record: Mapping[str, Any], what: str, first: str, unit: str = "tokens") -> str:
+    """A line a contender: its speed, the extremes, and how many times as fast ``first`` is."""
+    rows = [
+        [name, round(speed), "{:.0f} .. {:.0f}".format(*record["spread"][name]), record["ratio"].get(f"{first}/{name}")]
+        for name, speed in record[f"{unit}_per_cpu_second"].items()
+    ]
+    return format_table([what, f"{unit} / CPU s", "spread", f"{first} / it"], rows)
 
 
 def turn_order(names: Sequence[str], round_index: int) -> list[str]:

@@ -1,64 +1,154 @@
-"""What rollouts and training reach on one GPU, beside what the GPU can do at best; under 12 minutes on an H200.
+"""What rollouts and training reach on one GPU, beside what the GPU can do at best.
 
-    python -m tools.benchmark.gpu --json gpu.json                          everything
+    python -m tools.benchmark.gpu --json gpu.json                          everything, under 12 minutes on an H200
     python -m tools.benchmark.gpu roofline decode_7B                       some sections
     python -m tools.benchmark.gpu decode_7B --flag=--attention-backend=sdpa     with a flag of the training command
     python -m tools.benchmark.gpu --rehearse                               tiny models: whether it works, not how fast
 
-Random weights, made on the device. Wall-clock medians between device synchronisations. A section that fails leaves
-its rows and a line that says why, the others go on. Without a CUDA device it rehearses.
+Random weights, made on the device. Wall-clock medians between device synchronisations. A measurement that fails is a
+line that says why, and the others go on; the record is written after each. A kernel that fails may spoil the GPU for
+the rest of its process: `gpu_calls` runs each section in a process of its own. Without a CUDA device it rehearses.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from megatron_rl.metrics.table import format_table
-from tools.benchmark.common import provenance, write_record
-from tools.benchmark.on_gpu.measure import FULL, REHEARSAL, Row
-from tools.benchmark.on_gpu.sections import SECTIONS, Collection, SectionRecord
-from tools.benchmark.on_gpu.targets import Target, targets
-from tools.benchmark.on_gpu.worker import GRACE, Options, measure_here, measure_in_workers
+from tools.benchmark.common import one_rank, prepare, provenance, write_record
+from tools.benchmark.on_gpu import engines, kernels, training
+from tools.benchmark.on_gpu.measure import FULL, REHEARSAL, Bench, Row, guarded, roofline
 
 SECONDS = 690.0
 NO_MEANING = "rehearsal on tiny models: these figures mean nothing"
+ROOFLINE_RATIO = 1.3
+GRAPH_SPEEDUP = {"decode_0.5B": 2.0, "decode_7B": 1.2}
+"""A 7B's step of 4 ms leaves the host little to wait for; a 0.5B's is shorter than its launches."""
+REQUANTISE_MS = 7.0
+BATCH = 32
+Sections = Mapping[str, Sequence[Row]]
 
 
-def print_section(name: str, record: SectionRecord) -> None:
-    """Its measurements as a table, then what was not measured and why."""
-    ending = "" if record.seconds is None else f", {record.seconds:.1f} s"
-    ending += "" if record.stopped is None else f", stopped: {record.stopped}"
-    print(f"\n{name}{ending}", flush=True)
-    measured = [row for row in record.rows if not {"error", "skipped"} & row.keys()]
-    if measured:
-        columns = list(dict.fromkeys(key for row in measured for key in row))
+@dataclass(frozen=True)
+class Section:
+    """One part of the benchmark."""
+
+    measure: Callable[[Bench], Iterator[Row]]
+    budget: float
+    """Seconds after which it measures nothing more; looked at between measurements."""
+
+
+SECTIONS: dict[str, Section] = {
+    "roofline": Section(roofline, 10),
+    "decode_attention": Section(kernels.decode_attention, 20),
+    "products": Section(kernels.products, 35),
+    "activations": Section(kernels.activations, 10),
+    "requantise": Section(kernels.requantise, 25),
+    "decode_0.5B": Section(engines.decode_small, 50),
+    "decode_7B": Section(engines.decode_middle, 190),
+    "decode_32B": Section(engines.decode_large, 150),
+    "attention": Section(engines.attention, 90),
+    "prefill": Section(engines.prefill, 20),
+    "training": Section(training.training, 20),
+    "grpo": Section(training.grpo, 30),
+}
+
+
+def measured(section: Section, bench: Bench, until: float) -> Iterator[Row]:
+    """Its rows, as long as there is time; a last one says if there was not. ``until`` as `time.time` tells it."""
+    end = min(time.time() + section.budget, until)
+    rows = guarded(section.measure(bench), {})
+    while time.time() < end:
+        row = next(rows, None)
+        if row is None:
+            return
+        yield row
+    rows.close()
+    yield {"skipped": "its time was over"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One claim and the figure for it."""
+
+    claim: str
+    of: str
+    limit: float
+    measured: float | None
+    """None where it was not measured."""
+    smaller_is_better: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """``pass``, ``FAIL`` or ``not measured``."""
+        if self.measured is None:
+            return "not measured"
+        met = self.measured <= self.limit if self.smaller_is_better else self.measured >= self.limit
+        return "pass" if met else "FAIL"
+
+
+def targets(sections: Sections) -> list[Target]:
+    """All of them, measured or not."""
+    claims = []
+    middle = _steps(sections, "decode_7B")
+    for kind in _formats(middle):
+        ratios = [row["ratio"] for row in middle if row["format"] == kind and row["batch"] == BATCH and row["ratio"]]
+        claim = f"7B decode at batch {BATCH}, context 1k: times the roofline"
+        claims.append(Target(claim, kind, ROOFLINE_RATIO, min(ratios, default=None)))
+    for name, speedup in GRAPH_SPEEDUP.items():
+        rows = _steps(sections, name)
+        for kind in _formats(rows):
+            of = f"{name.removeprefix('decode_')} {kind}"
+            claim = f"CUDA graphs over eager, the least at batch <= {BATCH}"
+            claims.append(Target(claim, of, speedup, _graph_speedup(rows, kind), smaller_is_better=False))
+    times = [row["ms"] for row in sections.get("requantise", ()) if row.get("recipe") == "fp8" and "ms" in row]
+    claims.append(Target("re-quantisation of the 7B: ms", "fp8", REQUANTISE_MS, min(times, default=None)))
+    return claims
+
+
+def _steps(sections: Sections, name: str) -> list[Row]:
+    return [row for row in sections.get(name, ()) if "step_ms" in row]
+
+
+def _formats(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["format"] for row in rows)) or ["bf16"]
+
+
+def _graph_speedup(rows: Sequence[Row], kind: str) -> float | None:
+    """Of the batch size where it is smallest; None where none was measured both ways."""
+    of_kind = [row for row in rows if row["format"] == kind and row["batch"] <= BATCH]
+    eager = {row["batch"]: row["step_ms"] for row in of_kind if not row["graphs"]}
+    graphs = {row["batch"]: row["step_ms"] for row in of_kind if row["graphs"]}
+    return min((eager[batch] / graphs[batch] for batch in eager.keys() & graphs.keys()), default=None)
+
+
+def show(name: str, rows: Sequence[Row]) -> None:
+    """The measurements as a table, then what was not measured and why."""
+    print(f"\n{name}", flush=True)
+    table = [row for row in rows if not {"error", "skipped"} & row.keys()]
+    columns = list(dict.fromkeys(key for row in table for key in row))
+    if table:
+        shown = [{key: str(value) if isinstance(value, bool) else value for key, value in row.items()} for row in table]
         print(format_table([column.replace("_", " ") for column in columns],
-                           [[_shown(row.get(column)) for column in columns] for row in measured]))  # fmt: skip
-    for line in dict.fromkeys(_not_measured(row) for row in record.rows if row not in measured):
-        print(line)
+                           [[row.get(key) for key in columns] for row in shown]))  # fmt: skip
+    for row in rows:
+        if row not in table:
+            kind = "error" if "error" in row else "skipped"
+            what = ", ".join(f"{key} {value}" for key, value in row.items() if key != kind)
+            print(f"  {kind}: {what + ': ' if what else ''}{row[kind]}")
 
 
-def _shown(value: object) -> object:
-    return str(value) if isinstance(value, bool) else value
-
-
-def _not_measured(row: Row) -> str:
-    what = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("error", "skipped"))
-    kind = "error" if "error" in row else "skipped"
-    return f"  {kind}: {what + ': ' if what else ''}{row[kind]}"
-
-
-def print_targets(claims: Sequence[Target]) -> None:
-    """A line each."""
-    rows = [[claim.verdict, claim.claim, claim.of, claim.measured, claim.limit] for claim in claims]
-    print("\ntargets")
-    print(format_table(["verdict", "target", "of", "measured", "limit"], rows))
+def tally(sections: Sections) -> tuple[str, int]:
+    """What came of all sections in a line, and how many measurements failed."""
+    rows = [row for section in sections.values() for row in section]
+    errors, skipped = (sum(kind in row for row in rows) for kind in ("error", "skipped"))
+    return f"{len(rows) - errors - skipped} measured, {skipped} skipped, {errors} failed", errors
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,7 +158,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="tiny models; always so without a CUDA device")
     parser.add_argument("--flag", action="append", default=[], help="--flag=--NAME=VALUE: of every model and engine")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no measurement after these")
-    parser.add_argument("--grace", type=float, default=GRACE, help="end a section that is so many seconds overdue")
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.sections if name not in SECTIONS]
@@ -80,51 +169,34 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print tables, write the record."""
     arguments = parse(argv)
-    on_gpu = torch.cuda.is_available()
-    rehearse = arguments.rehearse or not on_gpu
+    rehearse = arguments.rehearse or not torch.cuda.is_available()
     if rehearse:
-        print(NO_MEANING + ("" if on_gpu else " (no CUDA device)"))
-    origin = provenance("gpu")  # before: the checkout may move on during minutes of measuring
+        print(NO_MEANING + ("" if torch.cuda.is_available() else " (no CUDA device)"))
+    sizes = REHEARSAL if rehearse else FULL
+    # The commit is read before: the checkout may move on during minutes of measuring.
+    record = {"rehearsal": rehearse, "settings": asdict(sizes), "flags": arguments.flag, **provenance("gpu")}
     wanted = arguments.sections or list(SECTIONS)
-    names = [name for name in SECTIONS if name == "roofline" or name in wanted]  # the others divide by it
-    options = Options(rehearse, tuple(arguments.flag), time.time() + arguments.seconds, arguments.grace)
-    collection = Collection()
-
-    def ended(name: str) -> None:
-        """Shown and written at once: a run that is cut off leaves what it has."""
-        print_section(name, collection.sections[name])
-        write_record(arguments.json, {**_record(collection.sections, options), **origin})
-
-    collection.on_end = ended
-    (measure_in_workers if on_gpu else measure_here)(names, options, collection)
-    print_targets(_claims(collection.sections, options))
-    line, errors = tally(collection.sections)
+    until, sections = time.time() + arguments.seconds, {}
+    prepare()
+    with one_rank() as (platform, groups):
+        bench = Bench(platform, groups, sizes, tuple(arguments.flag))
+        for name in (name for name in SECTIONS if name == "roofline" or name in wanted):  # the others divide by it
+            sections[name] = []
+            for row in measured(SECTIONS[name], bench, until):
+                sections[name].append(row)
+                write_record(arguments.json, record | {"sections": sections})
+            bench.forget()
+            show(name, sections[name])
+    claims = targets({} if rehearse else sections)
+    print("\ntargets")
+    rows = [[each.verdict, each.claim, each.of, each.measured, each.limit] for each in claims]
+    print(format_table(["verdict", "target", "of", "measured", "limit"], rows))
+    verdicts = [asdict(each) | {"verdict": each.verdict} for each in claims]
+    write_record(arguments.json, record | {"sections": sections, "targets": verdicts})
+    line, errors = tally(sections)
     print(f"\n{line}")
     if errors and not rehearse:
         raise SystemExit(1)
-
-
-def tally(sections: Mapping[str, SectionRecord]) -> tuple[str, int]:
-    """What came of all sections in a line, and how many measurements failed."""
-    rows = [row for record in sections.values() for row in record.rows]
-    errors, skipped = (sum(kind in row for row in rows) for kind in ("error", "skipped"))
-    stopped = [name for name, record in sections.items() if record.stopped]
-    ending = f"; stopped early: {', '.join(stopped)}" if stopped else ""
-    return f"{len(rows) - errors - skipped} measured, {skipped} skipped, {errors} failed{ending}", errors
-
-
-def _claims(sections: Mapping[str, SectionRecord], options: Options) -> list[Target]:
-    return targets({} if options.rehearse else sections)
-
-
-def _record(sections: Mapping[str, SectionRecord], options: Options) -> dict[str, object]:
-    return {
-        "rehearsal": options.rehearse,
-        "sections": {name: asdict(record) for name, record in sections.items()},
-        "targets": [{**asdict(claim), "verdict": claim.verdict} for claim in _claims(sections, options)],
-        "settings": asdict(REHEARSAL if options.rehearse else FULL),
-        "flags": list(options.flags),
-    }
 
 
 if __name__ == "__main__":

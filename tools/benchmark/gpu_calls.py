@@ -2,7 +2,7 @@
 
     python -m tools.benchmark.gpu_calls correctness --out DIR     smoke checks, then every file of tests/gpu
     python -m tools.benchmark.gpu_calls numbers --out DIR         attention, products, re-quantisation, decoding of a 7B
-    python -m tools.benchmark.gpu_calls training --out DIR        a 0.5B: decoding, GRPO, updates; offload, quickstart
+    python -m tools.benchmark.gpu_calls training --out DIR        a 0.5B: decoding, GRPO, updates; the quickstart
     python -m tools.benchmark.gpu_calls large --out DIR           a 32B, and attention in an engine
 
 Every step is a process of its own with a time limit; a step that fails or hangs costs its limit and no more. DIR gets
@@ -50,11 +50,10 @@ def _tests(name: str) -> Step:
     return Step(f"tests/gpu/{name}", ("-m", "pytest", f"tests/gpu/test_gpu_{name}.py"), 150)
 
 
-def _gpu(sections: str, limit: float) -> Step:
-    """Sections of the GPU benchmark; it leaves what it has when its time is over."""
-    name = sections.partition(" ")[0]
-    command = ("-m", "tools.benchmark.gpu", *sections.split(), f"--seconds={limit - 30:.0f}", "--grace=20")
-    return Step(f"gpu {sections}", (*command, "--json", f"{{out}}/gpu_{name}.json"), limit)
+def _gpu(section: str, limit: float) -> Step:
+    """A section of the GPU benchmark; it leaves what it has when its time is over."""
+    command = ("-m", "tools.benchmark.gpu", section, f"--seconds={limit - 30:.0f}")
+    return Step(f"gpu {section}", (*command, f"--json={{out}}/gpu_{section}.json"), limit)
 
 
 CALLS: dict[str, tuple[Step, ...]] = {
@@ -64,19 +63,21 @@ CALLS: dict[str, tuple[Step, ...]] = {
         *map(_tests, ("engine", "memory", "checkpoint", "primitives")),
     ),
     "numbers": (
-        Step("attention", ("-m", "tools.benchmark.attention", "--json", "{out}/attention.json"), 120),
-        _gpu("products activations requantise", 150),
-        _gpu("decode_7B", 260),
+        _gpu("decode_attention", 75),
+        _gpu("products", 80),
+        _gpu("activations", 50),
+        _gpu("requantise", 75),
+        _gpu("decode_7B", 240),
     ),
     "training": (
-        _gpu("decode_0.5B grpo training prefill", 230),
-        Step("offload", ("-m", "tools.benchmark.offload", "--shape=4096x16", "--json={out}/offload.json"), 100),
+        _gpu("decode_0.5B", 95),
+        _gpu("grpo", 75),
+        _gpu("training", 65),
+        _gpu("prefill", 65),
         Step("quickstart", ("bash", "examples/quickstart/run.sh", "--run-dir", "{runs}/quickstart"), 200),
     ),
     "large": (_gpu("decode_32B", 220), _gpu("attention", 150)),
 }
-SMALL = {"offload": ("--shape=4096x16", "--shape=128x2"), "attention": ("--json", "--quick --json")}
-"""What a rehearsal replaces in a step."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def rehearsed(step: Step) -> Step:
-    """In small."""
-    before, after = SMALL.get(step.name, ("", ""))
-    parts = [part for text in step.command for part in (after.split() if text == before else [text])]
-    return Step(step.name, tuple(parts), step.limit)
-
-
 def _kernels() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
@@ -185,7 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = [step for step in CALLS[arguments.call] if not arguments.only or step.name in arguments.only]
     if not torch.cuda.is_available():
         print("no CUDA device: a rehearsal, whose figures mean nothing", flush=True)
-        steps = [rehearsed(step) for step in steps]
     places = {"out": str(out), "runs": str(ROOT / "runs")}
 
     def tell(ended: Ended) -> None:

@@ -1,30 +1,21 @@
-"""Grading: groups a second through the environment server and by the grader alone, and what a step pays for it.
+"""Grading: groups a second through the environment server and by the grader alone.
 
-    python tools/benchmark/grading.py --run-dir runs/quickstart --json FILE
+    python -m tools.benchmark.grading --json FILE
 
 A group is 16 completions of 2,000 characters, no two alike. ``REST`` is a real server process with its grading
 workers, all groups of a turn in flight at once as in a step; ``one by one`` has one request in flight; ``grader``
 is the function alone, in this process. Wall-clock seconds: the work is in other processes. The three take turns
 on the same texts.
-
-The share of a step is the time that REST takes for as many groups as the step has, over the step's own time, as
-if nothing overlapped; in a run grading goes on while the rest generates. The step is the median one of
-``--run-dir``, or ``--step-seconds``, or that of a small run made here: the quickstart's GRPO step from random
-weights, on one rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import runpy
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,26 +30,13 @@ from megatron_rl.environments.grading import grade_one
 from megatron_rl.environments.grading.discovery import kind_module
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.names import timing
-from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
 from megatron_rl.types import Task, Transcript
-from tools.benchmark.common import provenance, turn_order, write_record
+from tools.benchmark.common import record_of, turn_order, write_record
 from tools.benchmark.grading_texts import ENVIRONMENTS, environment_entry, groups_of, split_of
 
-ROOT = Path(__file__).parents[2]
 Group = list[tuple[Task, Transcript]]
 WAYS = {"rest": "REST", "one_by_one": "one by one", "grader": "grader"}
-
-
-@dataclass(frozen=True)
-class Step:
-    """The training step that grading is compared with."""
-
-    seconds: float
-    prompts: int
-    source: str
 
 
 class Contest:
@@ -136,51 +114,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[dict[
     return {kind: [one[kind] for one in rounds] for kind in arguments.graders}
 
 
-def summarise(rounds: Mapping[str, Sequence[Mapping[str, float]]], step: Step) -> dict[str, Any]:
-    """Medians and extremes in groups a second, and the share of the step."""
-    columns = {kind: {way: [one[way] for one in found] for way in WAYS} for kind, found in rounds.items()}
-    rates = {kind: {way: statistics.median(each) for way, each in ways.items()} for kind, ways in columns.items()}
-    return {
-        "groups_per_second": rates,
-        "spread": {kind: {way: [min(each), max(each)] for way, each in ways.items()} for kind, ways in columns.items()},
-        "step": asdict(step),
-        "share_of_step": {kind: step.prompts / ways["rest"] / step.seconds for kind, ways in rates.items()},
-    }
-
-
-def step_of(run_dir: Path, source: str = "") -> Step:
-    """The median step of a run and its number of groups."""
-    run = RunDirectory(run_dir)
-    seconds = [row[timing("step")] for row in read_rows(run.metrics) if row.get(timing("step"))]
-    if not seconds or not run.config.is_file():
-        raise SystemExit(f"{run_dir} holds no run with steps; give another --run-dir, or --step-seconds")
-    config = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-    prompts = config["algorithm"]["grpo_prompts_per_step"]
-    return Step(statistics.median(seconds), prompts, source or f"median of {len(seconds)} steps of {run_dir.name}")
-
-
-def small_run(folder: Path, steps: int = 6) -> Step:
-    """The quickstart's GRPO step, from random weights, on one rank."""
-    runpy.run_path(str(ROOT / "examples/quickstart/make_tokenizer.py"))["main"](folder / "tokenizer")
-    flags = (
-        f"--num-layers 3 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention "
-        f"--num-query-groups 2 --swiglu --disable-bias-linear --add-qkv-bias --untie-embeddings-and-output-weights "
-        f"--normalization RMSNorm --make-vocab-size-divisible-by 16 --seq-length 64 --perform-rl-step "
-        f"--grpo-group-size 16 --grpo-prompts-per-step 16 --rl-max-new-tokens 44 --micro-batch-size 64 "
-        f"--rl-keep-zero-variance-groups --train-iters {steps} --lr 8e-4"
-    )
-    files = [
-        f"--langrl-env-config={ROOT / 'examples/quickstart/environments.yaml'}",
-        f"--tokenizer-model={folder / 'tokenizer'}",
-        f"--run-dir={folder / 'run'}",
-    ]
-    command = [sys.executable, str(ROOT / "train_rl.py"), *flags.split(), *files]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return step_of(folder / "run", f"median of {steps} steps of the quickstart's size, random weights, one rank")
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; the defaults are groups of 16 completions of 2 kB."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, write the record."""
     parser = argparse.ArgumentParser(prog="python -m tools.benchmark.grading")
     parser.add_argument("--graders", nargs="+", choices=tuple(ENVIRONMENTS), default=list(ENVIRONMENTS))
     parser.add_argument("--group", type=int, default=16, help="completions a group")
@@ -188,37 +123,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=16, help="groups a turn")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=1)
-    step = parser.add_mutually_exclusive_group()
-    step.add_argument("--run-dir", type=Path, help="a run whose steps grading is compared with")
-    step.add_argument("--step-seconds", type=float, help="seconds of a step of --groups prompts")
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args(argv)
     if arguments.group < 9:
         parser.error("--group below 9 has right answers only; the check of the graders needs wrong ones")
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write the record."""
-    arguments = parse(argv)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        if arguments.step_seconds is not None:
-            step = Step(arguments.step_seconds, arguments.groups, "given by --step-seconds")
-        else:
-            step = step_of(arguments.run_dir) if arguments.run_dir is not None else small_run(folder)
-        rounds = measure(arguments, folder)
-    record = summarise(rounds, step)
-    rates, spread = record["groups_per_second"], record["spread"]
-    rows = [
-        [kind, *(f"{rates[kind][way]:.1f} ({spread[kind][way][0]:.1f} .. {spread[kind][way][1]:.1f})" for way in WAYS),
-         f"{1e3 * step.prompts / rates[kind]['rest']:.0f}", f"{record['share_of_step'][kind]:.1%}"]
-        for kind in rates
-    ]  # fmt: skip
-    print(format_table(["groups / s", *WAYS.values(), "ms a step", "share"], rows))
-    print(f"step: {step.prompts} groups, {step.seconds:.3f} s, {step.source}")
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "run_dir")}
-    write_record(arguments.json, {**record, "rounds": rounds, "settings": settings, **provenance("grading")})
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = measure(arguments, Path(folder))
+    columns = {kind: {way: [one[way] for one in found] for way in WAYS} for kind, found in rounds.items()}
+    rates = {kind: {way: statistics.median(each) for way, each in ways.items()} for kind, ways in columns.items()}
+    rows = [[kind, *(f"{rates[kind][way]:.1f} ({min(each):.1f} .. {max(each):.1f})" for way, each in ways.items())]
+            for kind, ways in columns.items()]  # fmt: skip
+    print(format_table(["groups / s", *WAYS.values()], rows))
+    write_record(arguments.json, record_of("grading", arguments, groups_per_second=rates, rounds=rounds))
 
 
 if __name__ == "__main__":

@@ -14,26 +14,24 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.inference import Engine, RolloutEngine
 from megatron_rl.inference.options import EngineOptions
-from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
-from megatron_rl.parallel import initialize, seed_everything, shut_down
-from megatron_rl.platform import current_platform
 from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
 from tools.benchmark.common import (
     Shape,
     benchmark_config,
+    command_line,
     compete,
-    prepare,
-    provenance,
+    one_rank,
     random_prompts,
+    record_of,
+    speed_table,
     summarise,
     write_record,
 )
@@ -194,13 +192,9 @@ def agreement(contenders: dict[str, Generate]) -> dict[str, float]:
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     """Build, check that all compute the same, measure."""
-    prepare()
     length = arguments.prompt_tokens + arguments.new_tokens
     config = benchmark_config(arguments.shape, length)
-    platform = current_platform()
-    initialize(config.parallel, platform)
-    try:
-        seed_everything(arguments.seed)
+    with one_rank(arguments.seed) as (platform, _):
         policy = build_model(config, platform, arguments.vocab)
         workload = make_workload(arguments)
         options = EngineOptions(arguments.batch, length)
@@ -208,7 +202,6 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
             workload = with_end_ids(workload, policy, options, arguments.vocab, arguments.seed)
         contenders = make_contenders(arguments.against.split(","), policy, workload, options)
         same = agreement(contenders)
-
         made: dict[str, list[int]] = {name: [] for name in contenders}
 
         def timed(name: str) -> Callable[[int], int]:
@@ -219,36 +212,21 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
             return turn
 
         rounds = compete({name: timed(name) for name in contenders}, arguments.rounds)
-    finally:
-        shut_down()
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "shape")}
-    summary = summarise(rounds, "ours")
-    summary["ratio"] |= {pair.removeprefix("ours/"): ratio for pair, ratio in summary["ratio"].items()}
-    return {
-        **summary,
-        "mean_length": {name: statistics.mean(counts) / arguments.batch for name, counts in made.items()},
-        "end_tokens": len(workload.end_ids),
-        "greedy_agreement": same,
-        "settings": {"shape": asdict(arguments.shape), **settings},
-        **provenance("rollout"),
-    }
+    lengths = {name: statistics.mean(counts) / arguments.batch for name, counts in made.items()}
+    return record_of("rollout", arguments, **summarise(rounds, "ours"), mean_length=lengths,
+                     end_tokens=len(workload.end_ids), greedy_agreement=same)  # fmt: skip
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.benchmark.rollout")
-    parser.add_argument("--shape", type=Shape.parse, required=True, help="hidden size x layers: 64x3")
+    parser = command_line("rollout", shape=Shape(64, 3), vocab=512)
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--group", type=int, default=8, help="sequences that share a prompt")
-    parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--ragged", action="store_true", help="end tokens: sequences half as long, on average")
     parser.add_argument("--greedy", action="store_true", help="likeliest token instead of temperature 1")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--against", default="hf,stock", help="comma-separated: hf, stock")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args(argv)
     if arguments.batch % arguments.group:
         parser.error(f"--batch {arguments.batch} is not a multiple of --group {arguments.group}")
@@ -259,12 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, write the record."""
     arguments = parse(argv)
     record = run(arguments)
-    speeds, spread = record["tokens_per_cpu_second"], record["spread"]
-    rows = [
-        [name, round(speed), f"{low:.0f} .. {high:.0f}", record["ratio"].get(name), record["mean_length"][name]]
-        for (name, speed), (low, high) in zip(speeds.items(), spread.values(), strict=True)
-    ]
-    print(format_table(["engine", "tokens / CPU s", "spread", "ours / it", "mean length"], rows))
+    print(speed_table(record, "engine", "ours"))
     write_record(arguments.json, record)
 
 

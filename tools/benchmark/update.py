@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -22,11 +20,9 @@ from megatron_rl.algorithms.corrections.composition import get_correction
 from megatron_rl.algorithms.settings import correction_config, loss_config
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
-from megatron_rl.platform import current_platform
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.registry import LOSSES
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
@@ -36,10 +32,12 @@ from megatron_rl.types import Sample
 from tools.benchmark.common import (
     Shape,
     benchmark_config,
+    command_line,
     compete,
-    prepare,
-    provenance,
+    one_rank,
     random_prompts,
+    record_of,
+    speed_table,
     summarise,
     write_record,
 )
@@ -110,16 +108,12 @@ def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) ->
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     """Build both from the same weights, check that they compute the same update, measure."""
-    prepare()
     length = arguments.prompt_tokens + arguments.new_tokens
     config = benchmark_config(
         arguments.shape, length, f"--micro-batch-size={arguments.micro_batch}", "--lr-decay-style=constant",
         "--use-distributed-optimizer", "--rl-correction=none", "--weight-decay=0", "--clip-grad=1.0",
     )  # fmt: skip
-    platform = current_platform()
-    groups = initialize(config.parallel, platform)
-    try:
-        seed_everything(arguments.seed)
+    with one_rank(arguments.seed) as (platform, groups):
         policy = build_model(config, platform, arguments.vocab)
         updates: dict[str, Update] = {"plain": PlainUpdate(policy, config, length)}
         updates["ours"] = our_update(policy, config, groups)
@@ -132,15 +126,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
             return lambda _: (updates[name](samples), tokens)[1]
 
         rounds = compete({name: timed(name) for name in ("ours", "plain")}, arguments.rounds)
-    finally:
-        shut_down()
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "shape")}
-    return {
-        **summarise(rounds, "ours"),
-        "first_update": {name: {"loss": loss, "grad_norm": norm} for name, (loss, norm) in first.items()},
-        "settings": {"shape": asdict(arguments.shape), **settings},
-        **provenance("update"),
-    }
+    shown = {name: {"loss": loss, "grad_norm": norm} for name, (loss, norm) in first.items()}
+    return record_of("update", arguments, **summarise(rounds, "ours"), first_update=shown)
 
 
 def _require_same(ours: tuple[float, float], plain: tuple[float, float]) -> None:
@@ -148,33 +135,19 @@ def _require_same(ours: tuple[float, float], plain: tuple[float, float]) -> None
         raise MegatronRLError(f"loss and gradient norm differ, {ours} and {plain}: speeds mean nothing")
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; the defaults are the quickstart's step."""
-    parser = argparse.ArgumentParser(prog="python -m tools.benchmark.update")
-    parser.add_argument("--shape", type=Shape.parse, default=Shape(64, 3), help="hidden size x layers: 64x3")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, write the record; the defaults are the quickstart's step."""
+    parser = command_line("update", shape=Shape(64, 3), vocab=16)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument(
         "--micro-batch", type=int, default=64, help="samples a padded micro-batch; ours packs as many tokens"
     )
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=44)
-    parser.add_argument("--vocab", type=int, default=16)
     parser.add_argument("--equal", action="store_true", help="all samples of one length: no padding for anybody")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the record here")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write the record."""
-    arguments = parse(argv)
+    arguments = parser.parse_args(argv)
     record = run(arguments)
-    rows = [
-        [name, round(speed), "{:.0f} .. {:.0f}".format(*record["spread"][name]), record["ratio"].get(f"ours/{name}")]
-        for name, speed in record["tokens_per_cpu_second"].items()
-    ]
-    print(format_table(["update", "tokens / CPU s", "spread", "ours / it"], rows))
+    print(speed_table(record, "update", "ours"))
     write_record(arguments.json, record)
 
 

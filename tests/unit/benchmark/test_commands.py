@@ -25,8 +25,7 @@ def benchmark(module: str, record: Path, *arguments: str) -> dict[str, Any]:
 def test_rollout(tmp_path: Path, extra: tuple[str, ...]) -> None:
     record = benchmark("rollout", tmp_path / "r.json", "--batch", "8", "--group", "4", *extra)
     assert set(record["tokens_per_cpu_second"]) == {"ours", "hf", "stock"}
-    assert set(record["ratio"]) == {"ours/hf", "ours/stock", "hf", "stock"}
-    assert record["ratio"]["hf"] == record["ratio"]["ours/hf"]
+    assert set(record["ratio"]) == {"ours/hf", "ours/stock"}
     assert len(record["rounds"]) == 1
     lengths = set(record["mean_length"].values())
     assert all(1 < length < 5 for length in lengths) if extra else lengths == {5}
@@ -43,11 +42,7 @@ def test_update(tmp_path: Path) -> None:
     assert first["ours"]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("backend", ["auto", "paged"])
-def test_conversations(tmp_path: Path, backend: str) -> None:
-    sizes = ["--batch", "4", "--group", "2", "--turns", "3", "--reply-tokens", "4", "--prompt-tokens", "20"]
-    record = benchmark("conversations", tmp_path / "c.json", *sizes, "--attention-backend", backend)
-    reuse, anew = (record["statistics"][name] for name in ("reuse", "anew"))
-    assert anew["reused_tokens"] == 0
-    assert reuse["prefill_tokens"] + reuse["reused_tokens"] == anew["prefill_tokens"] == 2 * 20 + 4 * (29 + 38)
-    assert reuse["prefill_tokens"] < anew["prefill_tokens"] / 2
+@pytest.mark.parametrize("module", ["rollout", "update", "grading", "checkpoint", "gpu"])
+def test_every_benchmark_runs_by_its_path(module: str) -> None:
+    result = run_python(f"tools/benchmark/{module}.py", "--help")
+    assert result.returncode == 0 and "--json" in result.stdout

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.errors import ConfigError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import current_platform
+from megatron_rl.registry import BACKENDS
 from tests.support.forks import run_python
 from tools.benchmark import gpu
-from tools.benchmark.on_gpu import sections, worker
-from tools.benchmark.on_gpu.measure import REHEARSAL, Bench, guarded, one_line, seconds, without_effect
-from tools.benchmark.on_gpu.sections import SECTIONS, Collection, Section, SectionRecord, run_sections
-from tools.benchmark.on_gpu.targets import targets
+from tools.benchmark.gpu import SECTIONS, Section, targets
+from tools.benchmark.on_gpu.measure import REHEARSAL, Bench, Row, guarded, one_line, seconds, without_effect
 
 LATER = 3600.0
 NAMES = {
@@ -42,33 +41,29 @@ def bench(one_rank: ParallelGroups) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def rehearsal(one_rank: ParallelGroups) -> Collection:
+def rehearsal(one_rank: ParallelGroups) -> dict[str, list[Row]]:
     """All sections once."""
-    collection = Collection()
-    for event in run_sections(Bench(current_platform(), one_rank, REHEARSAL), list(SECTIONS), time.time() + LATER):
-        collection.take(event)
-    return collection
+    bench = Bench(current_platform(), one_rank, REHEARSAL)
+    return {name: list(gpu.measured(section, bench, time.time() + LATER)) for name, section in SECTIONS.items()}
 
 
 @on_cpu
-def test_no_section_fails(rehearsal: Collection) -> None:
-    assert list(rehearsal.sections) == list(SECTIONS)
-    for name, record in rehearsal.sections.items():
-        assert record.seconds is not None, name
-        assert [row["error"] for row in record.rows if "error" in row] == [], name
+def test_no_section_fails(rehearsal: dict[str, list[Row]]) -> None:
+    for name, rows in rehearsal.items():
+        assert rows and [row["error"] for row in rows if "error" in row] == [], name
 
 
 @on_cpu
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_say_what_was_measured(name: str, rehearsal: Collection) -> None:
-    rows = [row for row in rehearsal.sections[name].rows if "skipped" not in row]
+def test_rows_say_what_was_measured(name: str, rehearsal: dict[str, list[Row]]) -> None:
+    rows = [row for row in rehearsal[name] if "skipped" not in row]
     assert rows and all(row.keys() >= NAMES[name] for row in rows)
     assert all(value > 0 for row in rows for key, value in row.items() if key.endswith(("ms", "us", "per_second")))
 
 
 @on_cpu
-def test_decode_goes_through_every_batch_and_format(rehearsal: Collection) -> None:
-    rows = rehearsal.sections["decode_7B"].rows
+def test_decode_goes_through_every_batch_and_format(rehearsal: dict[str, list[Row]]) -> None:
+    rows = rehearsal["decode_7B"]
     measured = {(row["format"], row["graphs"], row["batch"]) for row in rows if "step_ms" in row}
     skipped = {(row["format"], row["graphs"]) for row in rows if "skipped" in row}
     assert {("bf16", False, 1), ("bf16", False, 4), ("fp8", False, 4)} <= measured
@@ -78,11 +73,21 @@ def test_decode_goes_through_every_batch_and_format(rehearsal: Collection) -> No
 
 
 @on_cpu
-def test_every_share_is_of_the_measured_ceiling(rehearsal: Collection) -> None:
-    rate = rehearsal.ceilings["bandwidth"]
-    for row in rehearsal.sections["requantise"].rows:
+def test_every_share_is_of_the_measured_ceiling(rehearsal: dict[str, list[Row]]) -> None:
+    rate = next(row["rate"] for row in rehearsal["roofline"])
+    for row in rehearsal["requantise"]:
         assert row["roofline_ms"] == pytest.approx(1e3 * row["bytes"] / rate)
         assert row["ratio"] == pytest.approx(row["ms"] / row["roofline_ms"])
+
+
+@on_cpu
+def test_every_attention_backend_is_measured_or_says_why_not(rehearsal: dict[str, list[Row]]) -> None:
+    rows = rehearsal["decode_attention"]
+    assert {row["backend"] for row in rows} == {n for n in BACKENDS.names() if BACKENDS.get(n).cache is not None}
+    assert BACKENDS.get("flash").problem(DeviceFacts("cpu")) in [row.get("skipped") for row in rows]
+    equal = [row for row in rows if row["backend"] == "sdpa" and row.get("lengths") == "equal"]
+    # Two rows of 64 tokens, keys and values of 2 heads of 16 numbers, in fp32 and in bytes.
+    assert [row["bytes"] for row in equal] == [2 * 2 * 64 * 2 * 16 * 4, 2 * 2 * 64 * 2 * 16]
 
 
 @on_cpu
@@ -94,19 +99,12 @@ def test_the_command(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "g.json").read_text())
     assert record["rehearsal"] is True
     assert list(record["sections"]) == ["roofline", "requantise"]  # the others divide by the first
-    assert [row["recipe"] for row in record["sections"]["requantise"]["rows"]] == ["fp8", "fp8_block", "int8"]
+    assert [row["recipe"] for row in record["sections"]["requantise"]] == ["fp8", "fp8_block", "int8"]
     assert {claim["verdict"] for claim in record["targets"]} == {"not measured"}
     assert record["command"] and record["commit"] and record["versions"]["torch"]
 
 
 # -- failures and deadlines --------------------------------------------------------------------
-
-
-def _collected(bench: Bench, names: list[str], until: float) -> Collection:
-    collection = Collection()
-    for event in run_sections(bench, names, until):
-        collection.take(event)
-    return collection
 
 
 def _breaks_off(bench: Bench):
@@ -120,20 +118,15 @@ def _never_ends(bench: Bench):
         yield {"x": 1}
 
 
-def test_a_section_that_fails_keeps_its_rows_and_the_next_goes_on(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = {"broken": Section(_breaks_off, 10.0), "endless": Section(_never_ends, 0.01)}
-    monkeypatch.setattr(sections, "SECTIONS", broken)
-    made = _collected(bench, ["broken", "endless"], time.time() + LATER).sections
-    assert made["broken"].rows == [{"x": 1}, {"error": "ValueError: the kernel is gone"}]
-    assert made["endless"].rows[0] == {"x": 1}
-    assert made["endless"].stopped == "its 0 s were over"
+def test_a_section_that_fails_keeps_its_rows(bench: Bench) -> None:
+    rows = list(gpu.measured(Section(_breaks_off, 10.0), bench, time.time() + LATER))
+    assert rows == [{"x": 1}, {"error": "ValueError: the kernel is gone"}]
 
 
-def test_no_section_begins_after_the_end(bench: Bench) -> None:
-    made = _collected(bench, ["roofline"], time.time() - 1).sections
-    assert made["roofline"].rows == [] and made["roofline"].stopped == "no time was left"
+@pytest.mark.parametrize(("budget", "until"), [(0.05, LATER), (LATER, 0.05)])
+def test_a_section_ends_with_its_time(bench: Bench, budget: float, until: float) -> None:
+    rows = list(gpu.measured(Section(_never_ends, budget), bench, time.time() + until))
+    assert rows[0] == {"x": 1} and rows[-1] == {"skipped": "its time was over"}
 
 
 def test_labels_stay_with_the_error() -> None:
@@ -154,67 +147,6 @@ def test_a_refused_flag_is_no_failure(refusal: BaseException) -> None:
     assert row["batch"] == 8 and row["skipped"].endswith("--this is refused")
 
 
-@on_cpu
-def test_a_worker_measures_in_another_process() -> None:
-    options = worker.Options(True, (), time.time() + LATER)
-    made, ended = Collection(), []
-    made.on_end = ended.append
-    worker.measure_in_workers(["roofline", "requantise"], options, made)
-    assert ended == ["roofline", "requantise"]
-    assert [len(record.rows) for record in made.sections.values()] == [4, 3]
-    # the second section was given what the first measured
-    assert all(row["ratio"] > 0 for row in made.sections["requantise"].rows)
-
-
-@pytest.fixture
-def pretender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a script in the worker's place; it finds the names in argv[3] and the file for events in argv[6]."""
-
-    def pretend(lines: str) -> None:
-        script = tmp_path / "python"
-        script.write_text(f"#!{sys.executable}\nimport json, sys, time\nnames = json.loads(sys.argv[3])\n{lines}\n")
-        script.chmod(0o755)
-        monkeypatch.setattr(worker.sys, "executable", str(script))
-
-    return pretend
-
-
-def in_workers(names: list[str], options: worker.Options) -> Collection:
-    collection = Collection()
-    worker.measure_in_workers(names, options, collection)
-    return collection
-
-
-BEGIN = """
-events = open(sys.argv[6], "a")
-print(json.dumps({"section": names[0], "begin": time.time(), "budget": 0.0}), file=events, flush=True)
-print(json.dumps({"section": names[0], "row": {"x": 1}}), file=events, flush=True)
-"""
-
-
-def test_a_worker_that_dies_costs_one_section(pretender) -> None:
-    pretender(BEGIN + 'sys.exit("out of memory")')
-    made = in_workers(["roofline", "grpo"], worker.Options(True, (), time.time() + LATER))
-    error = {"error": "its process ended with 1; out of memory"}
-    assert {name: record.rows for name, record in made.sections.items()} == {
-        "roofline": [{"x": 1}, error],
-        "grpo": [{"x": 1}, error],
-    }
-
-
-def test_a_worker_that_hangs_is_ended(pretender) -> None:
-    pretender(BEGIN + "time.sleep(600)")
-    options = worker.Options(True, (), time.time() + LATER, grace=0.1)
-    made = in_workers(["roofline", "grpo"], options)
-    assert [record.rows[-1] for record in made.sections.values()] == [{"error": "it was out of time and was ended"}] * 2
-
-
-def test_a_worker_that_does_not_begin_is_not_started_again(pretender) -> None:
-    pretender('sys.exit("no module")')
-    made = in_workers(["roofline", "grpo"], worker.Options(True, (), time.time() + LATER))
-    assert made.sections["grpo"].rows == [{"error": "its process ended with 1; no module"}]
-
-
 # -- targets and flags -------------------------------------------------------------------------
 
 
@@ -230,7 +162,7 @@ def test_targets_by_hand() -> None:
         {"format": "fp8", "graphs": True, "skipped": "not built"},
     ]  # fmt: skip
     times = [{"recipe": "int8", "ms": 3.0}, {"recipe": "fp8", "ms": 7.5}]
-    made = {"decode_7B": SectionRecord(rows), "requantise": SectionRecord(times)}
+    made = {"decode_7B": rows, "requantise": times}
     found = {(claim.claim.split(",")[0].split(":")[0], claim.of): claim for claim in targets(made)}
     roofline = found["7B decode at batch 32", "bf16"]
     assert (roofline.measured, roofline.verdict) == (1.25, "pass")
@@ -243,8 +175,7 @@ def test_targets_by_hand() -> None:
 
 def test_the_last_line_counts_by_hand() -> None:
     rows = [{"ms": 1.0}, {"ms": 2.0}, {"error": "why"}, {"skipped": "not built"}]
-    sections = {"decode_7B": SectionRecord(rows, 9.0, "its 1 s were over"), "grpo": SectionRecord([{"ms": 3.0}], 1.0)}
-    assert gpu.tally(sections) == ("3 measured, 1 skipped, 1 failed; stopped early: decode_7B", 1)
+    assert gpu.tally({"decode_7B": rows, "grpo": [{"ms": 3.0}]}) == ("3 measured, 1 skipped, 1 failed", 1)
 
 
 def test_flags_without_effect_are_named() -> None:
@@ -256,7 +187,7 @@ def test_flags_without_effect_are_named() -> None:
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.parse(["decode_70B"])
-    assert "there is no section 'decode_70B'; use one of roofline, products" in capsys.readouterr().err
+    assert "there is no section 'decode_70B'; use one of roofline, decode_attention" in capsys.readouterr().err
 
 
 def test_seconds_leaves_out_the_first_run() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.gpu import smoke
 from tools.benchmark import gpu_calls
-from tools.benchmark.gpu_calls import CALLS, SECONDS, Step, keep_kernels, rehearsed, run_call, take_kernels
-from tools.benchmark.on_gpu.sections import SECTIONS
+from tools.benchmark.gpu import SECTIONS
+from tools.benchmark.gpu_calls import CALLS, SECONDS, Step, keep_kernels, run_call, take_kernels
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,7 +38,7 @@ def test_every_section_is_in_a_call_and_its_budget_in_the_steps_limit() -> None:
 
 def test_no_record_is_written_over() -> None:
     records = [part for call in CALLS.values() for step in call for part in step.command if ".json" in part]
-    assert len({record.rpartition("=")[2] for record in records}) == len(records) > 5
+    assert len(set(records)) == len(records) > 5
 
 
 @pytest.mark.parametrize("call", ["numbers", "training", "large"])
@@ -81,15 +81,6 @@ def test_compiled_kernels_travel(tmp_path: Path) -> None:
     keep_kernels(tmp_path / "kernels.tar.gz", tmp_path / "cache")
     take_kernels(tmp_path / "kernels.tar.gz", tmp_path / "other")
     assert (tmp_path / "other" / "AB" / "kernel.cubin").read_bytes() == b"code"
-
-
-def test_a_rehearsal_is_small() -> None:
-    offload, attention = (
-        next(rehearsed(step).command for call in CALLS.values() for step in call if step.name == name)
-        for name in ("offload", "attention")
-    )
-    assert "--shape=128x2" in offload and not any("4096" in part for part in offload)
-    assert attention[attention.index("--quick") + 1] == "--json"
 
 
 def test_a_smoke_check_that_fails_is_one_line_and_the_others_go_on(monkeypatch, capsys) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from megatron_rl.environments.config import set_up_environments
 from megatron_rl.environments.grading.discovery import kinds
-from tools.benchmark.grading import Step, main, step_of, summarise
+from tools.benchmark.grading import main
 from tools.benchmark.grading_texts import ENVIRONMENTS, environment_entry, groups_of, split_of
 
 
@@ -35,29 +35,11 @@ def test_texts_are_long_and_no_two_alike(tmp_path, kind):
     assert {transcript.text for group in again for _, transcript in group}.isdisjoint(texts)
 
 
-def test_the_share_of_a_step():
-    """16 groups at 40 a second are 0.4 s, of a step of 2 s a fifth."""
-    rates = [{"rest": rate, "one_by_one": 30.0, "grader": 90.0} for rate in (20.0, 40.0, 60.0)]
-    record = summarise({"dapo": rates}, Step(2.0, 16, "by hand"))
-    assert record["share_of_step"] == {"dapo": pytest.approx(0.2)}
-    assert record["spread"]["dapo"]["rest"] == [20.0, 60.0]
-
-
-def test_the_step_of_a_run_is_its_median(tmp_path):
-    rows = [{"step": step, "timing_s/step": seconds} for step, seconds in enumerate((9.0, 1.0, 2.0), start=1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"step": 0}, *rows]))
-    (tmp_path / "config.yaml").write_text("algorithm: {grpo_prompts_per_step: 5}\n")
-    step = step_of(tmp_path)
-    assert (step.seconds, step.prompts) == (2.0, 5)
-    with pytest.raises(SystemExit, match="holds no run with steps"):
-        step_of(tmp_path / "absent")
-
-
 def test_a_turn_through_the_server(tmp_path, capsys):
-    sizes = ["--rounds=1", "--groups=1", "--characters=300", "--step-seconds=0.5"]
+    sizes = ["--rounds=1", "--groups=1", "--characters=300"]
     main(["--graders", "dapo", "arithmetic", *sizes, "--json", str(tmp_path / "record.json")])
     record = json.loads((tmp_path / "record.json").read_text())
     assert set(record["groups_per_second"]) == {"dapo", "arithmetic"}
     assert all(rate > 0 for ways in record["groups_per_second"].values() for rate in ways.values())
     assert record["command"].startswith("python -m tools.benchmark.grading")
-    assert "step: 1 groups, 0.500 s" in capsys.readouterr().out
+    assert "one by one" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Prefill, a training step, and a whole GRPO step with a reward that costs nothing."""
+"""A training step, and a whole GRPO step with a reward that costs nothing."""
 
 from __future__ import annotations
 
@@ -17,35 +17,12 @@ from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.types import GradeResult, Task, Transcript
 from tools.benchmark.common import benchmark_config
-from tools.benchmark.on_gpu.decode import GRAPHS, graphs_problem
-from tools.benchmark.on_gpu.engines import Rolling, make_requests, number_tokenizer, open_engine
+from tools.benchmark.on_gpu.engines import GRAPHS, graphs_problem, make_requests, number_tokenizer, open_engine
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded, wait
-from tools.benchmark.on_gpu.shapes import forward_flops, training_flops, utilisation
+from tools.benchmark.on_gpu.shapes import training_flops, utilisation
 from tools.benchmark.update import make_samples, make_trainer, our_update
 
 OPTIMIZER = ("--use-distributed-optimizer", "--lr-decay-style=constant", "--clip-grad=1.0")
-PREFILLED = 8
-"""Prompts read at once."""
-
-
-def prefill(bench: Bench) -> Iterator[Row]:
-    """Prompts of the context's length into the cache, logits for their last tokens only."""
-    for shape in (bench.sizes.small, bench.sizes.middle):
-        bench.forget()
-        context = bench.sizes.context
-        rolling = open_engine(bench, shape, batch=PREFILLED, length=context + 1)
-        rolling.warm()
-
-        def read(rolling: Rolling = rolling, context: int = context) -> None:
-            rolling.submit(prompts=PREFILLED, copies=1, prompt_tokens=context, new_tokens=1)
-            while rolling.engine.has_unfinished:
-                rolling.engine.step()
-
-        with rolling.rollouts():
-            took = bench.seconds(read)
-        tokens, flops = PREFILLED * context, forward_flops(shape, [context] * PREFILLED, head=False)
-        yield {"model": shape.name, "tokens": tokens, "ms": 1e3 * took, "tokens_per_second": tokens / took,
-               "mfu": utilisation(flops, took, bench.ceilings.peak)}  # fmt: skip
 
 
 def training(bench: Bench) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Single products of the rollout's formats, the quantiser of activations, and the re-quantisation of a model."""
+"""Single kernels: attention of a decode step, products of the rollout's formats, quantisers, and re-quantisation."""
 
 from __future__ import annotations
 
@@ -7,17 +7,75 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from megatron_rl.attention.backend import Backend, CacheKernel, Numbers
+from megatron_rl.attention.selection import facts_of
+from megatron_rl.inference.kv_cache import Cache, CacheShape
+from megatron_rl.inference.paged_cache import PagedCache
+from megatron_rl.inference.slot_cache import SlotCache
 from megatron_rl.models import build_model
 from megatron_rl.parallel import seed_everything
 from megatron_rl.quantization import formats, kernels
 from megatron_rl.quantization.linears import QuantizedLinears
-from megatron_rl.registry import RECIPES
+from megatron_rl.registry import BACKENDS, RECIPES
 from tools.benchmark.common import benchmark_config
-from tools.benchmark.on_gpu.measure import Bench, Row, guarded
-from tools.benchmark.on_gpu.roofline import scaled_product
+from tools.benchmark.on_gpu.measure import Bench, Row, guarded, scaled_product
 from tools.benchmark.on_gpu.shapes import ratio, roofline_ms
 
 MEASURED = ("fp8", "fp8_block", "int8")
+
+
+def decode_attention(bench: Bench) -> Iterator[Row]:
+    """One layer's attention of a decode step, by backend and type of KV cache, against a copy of the same bytes.
+
+    Heads of a 7B; lengths equal to the longest, drawn from 1 to it, or short ones in a cache for long ones.
+    """
+    sizes, dtype = bench.sizes, torch.bfloat16 if bench.platform.is_cuda else torch.float32
+    facts = facts_of(bench.device)
+    for name, stored in itertools.product(BACKENDS.names(), (dtype, formats.FP8)):
+        backend = BACKENDS.get(name)
+        if backend.cache is None:
+            continue
+        labels = {"backend": name, "cache": str(stored).removeprefix("torch.")}
+        problem = backend.problem(facts) or backend.cache.unfit(facts, Numbers(dtype, stored, sizes.head_width))
+        if problem is not None:
+            yield {**labels, "skipped": problem}
+            continue
+        lengths = [(longest, each) for longest in sizes.longest for each in (longest, None)]
+        for rows, (longest, length) in itertools.product(sizes.attention_rows, (*lengths, *sizes.roomy)):
+            row = _decode_attention(bench, backend, rows, longest, length, dtype, stored)
+            yield from guarded(row, {**labels, "rows": rows, "longest": longest})
+
+
+def _decode_attention(
+    bench: Bench, backend: Backend, rows: int, longest: int, length: int | None, dtype: torch.dtype, stored: torch.dtype
+) -> Iterator[Row]:
+    """``length`` of all rows; None draws one for each."""
+    torch.manual_seed(0)
+    sizes, kernel = bench.sizes, backend.cache
+    cache = _cache(bench, kernel, rows, longest, dtype, stored)
+    lengths = torch.randint(1, longest + 1, (rows,)) if length is None else torch.full((rows,), length)
+    query = torch.randn(rows, 1, sizes.heads, sizes.head_width, device=bench.device).to(dtype)
+    # What a model's layers share is prepared once a step.
+    plan = kernel.prepare_decode(cache, lengths.to(bench.device) - 1, length or longest)
+    took = bench.kernel_seconds(lambda: kernel.decode(query, cache, 0, plan), inner=sizes.inner)
+    read = 2 * int(lengths.sum()) * sizes.head_groups * sizes.head_width * stored.itemsize
+    copied = bench.ceilings.bandwidth
+    shown = {None: "ragged", longest: "equal"}.get(length, f"{length} each")
+    yield {"lengths": shown, "us": 1e6 * took, "bytes": read, "bytes_per_second": read / took,
+           "of_copy": None if copied is None else read / took / copied}  # fmt: skip
+
+
+def _cache(
+    bench: Bench, kernel: CacheKernel, rows: int, longest: int, dtype: torch.dtype, stored: torch.dtype
+) -> Cache:
+    shape = CacheShape(1, bench.sizes.head_groups, bench.sizes.head_width, longest, stored.itemsize)
+    if kernel.layout == "slots":
+        return SlotCache(shape, rows, dtype, bench.device, stored)
+    cache = PagedCache(shape, rows, kernel.page_length, dtype, bench.device, stored)
+    order = torch.randperm(cache.table.numel(), device=bench.device).view(cache.table.shape)
+    cache.table.copy_(order + 1)
+    return cache
+
 
 
 def products(bench: Bench) -> Iterator[Row]:
