@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
-from megatron_rl.families.end_tokens import end_token_ids
+from megatron_rl.families.hf_config import end_token_ids
 from megatron_rl.json_text import parse_json
 from megatron_rl.types import Message, Prompt
 

@@ -18,7 +18,7 @@ from megatron_rl.config.records import CheckpointConfig, LoggingConfig
 from megatron_rl.config.rollout import EnvironmentConfig, RolloutConfig
 from megatron_rl.config.training import OptimizerConfig, ScheduleConfig, TrainingConfig
 from megatron_rl.errors import Problem
-from megatron_rl.families import Architecture, ModelLayout
+from megatron_rl.families.layout import Architecture, ModelLayout, padded_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,10 @@ class RLConfig:
         ``vocab_size`` is the tokenizer's. The embedding has that many rows, or --vocab-size if that is more, padded.
         """
         shape = {name: value for name, value in vars(self.model).items() if name in Architecture.__dataclass_fields__}
-        return ModelLayout.of(
-            Architecture(**shape, vocab_size=max(vocab_size, self.tokenizer.vocab_size or 0)),
-            self.parallel.tensor_model_parallel_size,
-            self.tokenizer.make_vocab_size_divisible_by,
-            stage,
-            self.parallel.pipeline_model_parallel_size,
-        )
+        size, rows = self.parallel.tensor_model_parallel_size, max(vocab_size, self.tokenizer.vocab_size or 0)
+        padded = padded_vocabulary(rows, self.tokenizer.make_vocab_size_divisible_by, size)
+        architecture = Architecture(**shape, vocab_size=rows)
+        return ModelLayout.of(architecture, size, padded, stage, self.parallel.pipeline_model_parallel_size)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model among ``world_size`` ranks."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import CheckpointError, shorten
-from megatron_rl.families.discovery import HfModel
+from megatron_rl.families.family import HfModel
 from megatron_rl.json_text import parse_json
 
 SINGLE_FILE = "model.safetensors"

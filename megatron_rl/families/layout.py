@@ -10,12 +10,52 @@ built is held to it by `tests/unit/families/test_layout.py`, for every family an
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron_rl.families.architecture import Architecture
+MOST_LAYERS = 1000
+MOST_EXPERTS = 100_000
+"""Of a model, in all its layers: each tensor is listed by name, so more would fill the memory before any check."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A decoder with rotary positions, RMSNorm and a gated SiLU MLP. Fields are named like their flags."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    """Rows of the embedding, without Megatron's padding."""
+    max_position_embeddings: int
+    rotary_base: int
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    norm_epsilon: float
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    num_experts: int | None = None
+    """None: dense layers."""
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int = 2
+    moe_router_pre_softmax: bool = False
+    untie_embeddings_and_output_weights: bool
+    init_method_std: float
+    normalization: str = "RMSNorm"
+    swiglu: bool = True
+    add_bias_linear: bool = False
+    position_embedding_type: str = "rope"
+    rotary_percent: float = 1.0
+
+    def settings(self) -> dict[str, Any]:
+        """Flag's name -> value."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int = 1) -> int:
@@ -142,13 +182,13 @@ class ModelLayout:
         cls,
         model: Architecture,
         tensor_size: int = 1,
-        vocab_divisible_by: int = 1,
+        padded_vocab_size: int | None = None,
         stage: int = 0,
         stages: int = 1,
     ) -> ModelLayout:
         """The layers are shared evenly by the pipeline's ``stages``; ``stage`` is counted from 0."""
         is_first, is_last = stage == 0, stage == stages - 1
-        rows = padded_vocabulary(model.vocab_size, vocab_divisible_by, tensor_size)
+        rows = padded_vocab_size or model.vocab_size
         table, count = (rows, model.hidden_size), model.num_layers // stages
         after = list(_norm("decoder.final_layernorm", model.hidden_size, model))
         if model.untie_embeddings_and_output_weights or not is_first:

@@ -9,9 +9,11 @@ a parameter consists of, from top to bottom. Worked example, a gated MLP of widt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+
+from megatron_rl.families.layout import Architecture, ModelLayout, Parameter
 
 Rows = tuple[int, int]
 
@@ -34,70 +36,48 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter and the tensors it is made of."""
+    """The tensors that a parameter is made of."""
 
-    parameter: str
-    """Name in the whole model: layers and experts counted over all ranks."""
     tensors: dict[str, tuple[int, ...]]
     """Name -> shape."""
-    split: Literal["none", "rows", "columns", "each", "vocabulary"]
-    """How tensor-parallel ranks share it.
-
-    ``none``: each has all. ``rows``: the parameter's rows in equal parts. ``each``: the rows of each tensor by
-    themselves. ``columns``: the columns. ``vocabulary``: rows, padded with zeros first.
-    """
     order: tuple[Piece, ...] = field(default=(), repr=False)
     """Rows of the whole parameter; without it one tensor after the other."""
 
-    def pieces(self, rank: int = 0, size: int = 1, padded_vocabulary: int = 0) -> list[Piece]:
-        """What the part of tensor-parallel rank ``rank`` of ``size`` consists of, from top to bottom."""
-        if self.split == "columns":
+    def pieces(self, parameter: Parameter, rank: int = 0) -> list[Piece]:
+        """What the part of tensor-parallel rank ``rank`` consists of, from top to bottom.
+
+        ``parameter`` is that of the layout in question: it says how ranks share it, and how many rows it is padded to.
+        """
+        if parameter.cut == "columns":
             ((name, (rows, columns)),) = self.tensors.items()
-            return [Piece(name, (0, rows), _share(columns, rank, size))]
-        if self.split == "each":
-            return [Piece(name, _share(shape[0], rank, size)) for name, shape in self.tensors.items()]
+            return [Piece(name, (0, rows), _share((0, columns), rank, parameter.ranks))]
         whole = list(self.order or (Piece(name, (0, shape[0])) for name, shape in self.tensors.items()))
-        if self.split == "none":
-            return whole
         total = sum(piece.height for piece in whole)
-        if self.split == "vocabulary" and padded_vocabulary > total:
-            whole.append(Piece(None, (total, padded_vocabulary)))
-            total = padded_vocabulary
-        return list(_cut(whole, *_share(total, rank, size)))
+        if parameter.shape[0] > total:
+            whole.append(Piece(None, (total, parameter.shape[0])))
+            total = parameter.shape[0]
+        if parameter.cut is None:
+            return whole
+        height = total // parameter.blocks
+        starts = range(0, total, height)
+        parts = [_share((start, start + height), rank, parameter.ranks) for start in starts]
+        return [piece for part in parts for piece in _cut(whole, *part)]
 
 
-class WeightMap:
-    """All entries of a model, by parameter; the order is that of the Hugging Face format."""
-
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self.entries: tuple[Entry, ...] = tuple(entries)
-        self._by_parameter = {entry.parameter: entry for entry in self.entries}
-
-    def __getitem__(self, parameter: str) -> Entry:
-        return self._by_parameter[parameter]
-
-    def __contains__(self, parameter: str) -> bool:
-        return parameter in self._by_parameter
+class WeightMap(dict[str, Entry]):
+    """Parameter's name -> what it is made of; layers and experts counted over all ranks."""
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the Hugging Face checkpoint and its shape."""
-        return {name: shape for entry in self.entries for name, shape in entry.tensors.items()}
+        return {name: shape for entry in self.values() for name, shape in entry.tensors.items()}
 
 
-def interleaved(names: Sequence[str], group_rows: Sequence[int], groups: int) -> tuple[Piece, ...]:
-    """Query, key and value of the first group, then those of the second, and so on."""
-    return tuple(
-        Piece(name, (group * rows, (group + 1) * rows))
-        for group in range(groups)
-        for name, rows in zip(names, group_rows, strict=True)
-    )
-
-
-def _share(total: int, rank: int, size: int) -> Rows:
+def _share(rows: Rows, rank: int, size: int) -> Rows:
+    start, total = rows[0], rows[1] - rows[0]
     if total % size:
         raise ValueError(f"{total} rows or columns cannot be shared by {size} ranks")
-    return total // size * rank, total // size * (rank + 1)
+    return start + total // size * rank, start + total // size * (rank + 1)
 
 
 def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
@@ -109,3 +89,40 @@ def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
             shift = piece.rows[0] - offset
             yield Piece(piece.tensor, (first + shift, last + shift))
         offset += piece.height
+
+
+_THEIRS = {
+    "embedding.word_embeddings": "model.embed_tokens", "output_layer": "lm_head", "final_layernorm": "norm",
+    "decoder": "model", "self_attention": "self_attn", "pre_mlp_layernorm": "post_attention_layernorm",
+    "linear_proj": "o_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm",
+    "router": "gate", "experts.local_experts": "experts", "linear_fc2": "down_proj",
+}  # fmt: skip
+_WORDS = re.compile(rf"\b({'|'.join(map(re.escape, _THEIRS))})\b")
+_SEVERAL = {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_fc1": ("gate_proj", "up_proj")}
+"""Parameters made of several tensors."""
+
+
+def decoder_weights(model: Architecture) -> WeightMap:
+    """In Llama's naming, which all families derived from it share."""
+    return WeightMap({parameter.name: _entry(parameter, model) for parameter in ModelLayout.of(model).parameters})
+
+
+def _entry(parameter: Parameter, model: Architecture) -> Entry:
+    name = _WORDS.sub(lambda found: _THEIRS[found[0]], parameter.name)
+    module = name.split(".")[-2]
+    if module not in _SEVERAL:
+        return Entry({name: parameter.shape})
+    names = [name.replace(module, theirs) for theirs in _SEVERAL[module]]
+    height, *width = parameter.shape
+    if module == "linear_fc1":
+        return Entry({each: (height // 2, *width) for each in names})
+    groups = model.num_query_groups
+    rows = [model.num_attention_heads // groups * model.kv_channels, model.kv_channels, model.kv_channels]
+    # Query, key and value of the first group, then those of the second, and so on.
+    order = tuple(
+        Piece(each, (group * of_group, (group + 1) * of_group))
+        for group in range(groups)
+        for each, of_group in zip(names, rows, strict=True)
+    )
+    tensors = {each: (groups * of_group, *width) for each, of_group in zip(names, rows, strict=True)}
+    return Entry(tensors, order)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.hf import save_hf
 from megatron_rl.config.rl_config import all_flags
-from megatron_rl.families import read_model
+from megatron_rl.families import ModelLayout, read_model
 from megatron_rl.families.files import stored_tensors, weight_problems
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.registry import FAMILIES
@@ -70,20 +70,20 @@ class TestExample:
     @pytest.mark.parametrize("size", [1, 2, 4])
     def test_the_parts_of_all_ranks_are_every_number_once(self, written, example, size: int) -> None:
         model = read_model(written(example)[0])
-        padded = -(-model.architecture.vocab_size // 8) * 8
-        for entry in model.weights.entries:
-            ranks = 1 if entry.split == "none" else size
+        layout = ModelLayout.of(model.architecture, size, -(-model.architecture.vocab_size // 8) * 8)
+        for parameter in layout.parameters:
+            entry, ranks = model.weights[parameter.name], 1 if parameter.cut is None else size
             seen = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in entry.tensors.items()}
             heights = []
             for rank in range(ranks):
-                pieces = entry.pieces(rank, ranks, padded)
+                pieces = entry.pieces(parameter, rank)
                 heights.append(sum(piece.height for piece in pieces))
                 for piece in pieces:
                     if piece.tensor is not None:
                         rows = seen[piece.tensor][slice(*piece.rows)]
                         (rows if piece.columns is None else rows[:, slice(*piece.columns)]).add_(1)
-            assert all(bool((count == 1).all()) for count in seen.values()), entry.parameter
-            assert len(set(heights)) == 1, entry.parameter
+            assert all(bool((count == 1).all()) for count in seen.values()), parameter.name
+            assert len(set(heights)) == 1, parameter.name
 
     def test_logits_are_those_of_transformers(self, one_rank: ParallelGroups, written, example) -> None:
         directory, reference = written(example)

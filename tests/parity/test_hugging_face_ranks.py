@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.hf import export_checkpoint
 from megatron_rl.checkpoint.origin import fingerprints
-from megatron_rl.families import read_model
+from megatron_rl.families import ModelLayout, read_model
 from megatron_rl.families.files import INDEX_FILE, stored_tensors
 from megatron_rl.registry import FAMILIES
 from tests.support.hugging_face import EXAMPLES, batch_of, hf_run, loaded_policy, reference_logits, write_model
@@ -60,12 +60,8 @@ class TestEachExample:
     def test_a_rank_reads_only_what_its_parameters_hold(self, loaded: Loaded, index: int) -> None:
         model = read_model(loaded.directories[index])
         stored = sum(tensor.num_bytes for tensor in stored_tensors(model.directory).values())
-        replicated = 4 * sum(
-            torch.Size(shape).numel()
-            for entry in model.weights.entries
-            if entry.split == "none"
-            for shape in entry.tensors.values()
-        )
+        parameters = ModelLayout.of(model.architecture).parameters
+        replicated = 4 * sum(parameter.size for parameter in parameters if parameter.cut is None)
         reads = [report[index]["read"] for report in loaded.reports]
         rows = loaded.reports[0][index]["rows"] - model.architecture.vocab_size
         padding = 4 * rows * model.architecture.hidden_size

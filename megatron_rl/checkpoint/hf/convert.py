@@ -28,8 +28,9 @@ from megatron_rl.checkpoint.layout import commit, step_directory, temporary_dire
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
 from megatron_rl.config import ModelConfig, RLConfig, TokenizerConfig, resolve
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import Architecture, Entry, HfModel
-from megatron_rl.families.end_tokens import end_token_ids
+from megatron_rl.families import Architecture, HfModel, ModelLayout, Parameter
+from megatron_rl.families.hf_config import end_token_ids
+from megatron_rl.families.layout import padded_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def import_hf(
     """
     if step_directory(root, 0).exists():
         raise CheckpointError(f"{step_directory(root, 0)} exists; choose another directory")
-    padded = -(-model.architecture.vocab_size // vocab_divisible_by) * vocab_divisible_by
+    padded = padded_vocabulary(model.architecture.vocab_size, vocab_divisible_by)
     target = temporary_directory(root, 0)
     target.mkdir(parents=True, exist_ok=True)
     with HfReader(model.directory) as reader:
@@ -72,25 +73,26 @@ class _Parameters:
     """The part of torch's ``SavePlanner`` that writing asks for: the numbers of an item, when their turn comes."""
 
     def __init__(self, model: HfModel, reader: HfReader, dtype: torch.dtype, padded_vocabulary: int) -> None:
-        self._model, self._reader, self._dtype, self._padded = model, reader, dtype, padded_vocabulary
-        self._entries: dict[MetadataIndex, Entry] = {}
+        self._model, self._reader, self._dtype = model, reader, dtype
+        self._layout = ModelLayout.of(model.architecture, padded_vocab_size=padded_vocabulary)
+        self._weights = model.weights
+        self._parameters: dict[MetadataIndex, Parameter] = {}
         self.described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
 
     def items(self) -> Iterator[WriteItem]:
         """What there is to write. Also fills in ``described``, by name in the files."""
-        for entry in self._model.weights.entries:
-            key, place = stored_name(entry.parameter)
-            stacked = self._stack(place)
-            shape = self._shape(entry)
+        for parameter in self._layout.parameters:
+            key, place = stored_name(parameter.name)
+            stacked, shape = self._stack(place), parameter.shape
             offsets = torch.Size([*place, *[0] * len(shape)])
             chunk = ChunkStorageMetadata(offsets, torch.Size([*[1] * len(place), *shape]))
             properties, size = TensorProperties(dtype=self._dtype), torch.Size([*stacked, *shape])
             described = self.described.setdefault(key, TensorStorageMetadata(properties, size, []))
             described.chunks.append(chunk)
             index = MetadataIndex(key, offsets)
-            self._entries[index] = entry
+            self._parameters[index] = parameter
             yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size))
-            if ".linear_" in entry.parameter and entry.parameter.endswith(".weight"):
+            if ".linear_" in parameter.name and parameter.name.endswith(".weight"):
                 yield self._extra_state(key, place, stacked)
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -99,10 +101,10 @@ class _Parameters:
             content = io.BytesIO()
             torch.save([None], content)
             return content
-        entry = self._entries[item.index]
-        parameter = torch.empty(self._shape(entry), dtype=self._dtype)
-        fill(parameter, entry.pieces(padded_vocabulary=self._padded), self._reader)
-        return parameter.view(item.tensor_data.chunk.sizes)
+        parameter = self._parameters[item.index]
+        values = torch.empty(parameter.shape, dtype=self._dtype)
+        fill(values, self._weights[parameter.name].pieces(parameter), self._reader)
+        return values.view(item.tensor_data.chunk.sizes)
 
     def _extra_state(self, key: str, place: tuple[int, ...], stacked: tuple[int, ...]) -> WriteItem:
         """megatron's linears ask for a state beside the weight; without Transformer Engine it is empty."""
@@ -115,9 +117,6 @@ class _Parameters:
         architecture = self._model.architecture
         return (architecture.num_layers, architecture.num_experts or 0)[: len(place)]
 
-    def _shape(self, entry: Entry) -> tuple[int, ...]:
-        height = sum(piece.height for piece in entry.pieces(padded_vocabulary=self._padded))
-        return (height, *next(iter(entry.tensors.values()))[1:])
 
 
 def _write_tensors(directory: Path, parameters: _Parameters) -> None:

@@ -27,14 +27,14 @@ def load_hf(model: HfModel, policy: PolicyModel, groups: ParallelGroups) -> int:
     """
     weights, filled = model.weights, set()
     with HfReader(model.directory) as reader, torch.no_grad():
+        shared = {parameter.name: parameter for parameter in policy.layout.parameters}
         for given, parameter in policy.gpt.named_parameters():
             name = own_name(given)
             if name not in weights:
                 raise CheckpointError(f"{model.directory}: {model.family.class_name} has nothing for parameter {name}")
-            pieces = weights[name].pieces(groups.tensor_rank, groups.tensor_size, policy.padded_vocab_size)
-            fill(parameter, pieces, reader)
+            fill(parameter, weights[name].pieces(shared[name], groups.tensor_rank), reader)
             filled.add(name)
-    left = [entry.parameter for entry in weights.entries if entry.parameter not in filled]
+    left = [name for name in weights if name not in filled]
     if left:
         raise CheckpointError(f"{model.directory}: this model has no parameter {left[0]} for the tensors of it")
     logger.info("weights from %s: %.1f MiB read by this rank", model.directory, reader.bytes_read / 2**20)

@@ -16,9 +16,9 @@ from megatron_rl.checkpoint.hf.stored import StoredParameters
 from megatron_rl.checkpoint.hf.writer import HfWriter
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import read_run_state
-from megatron_rl.checkpoint.torch_files import is_megatron_layout, own_name, shards_reader
+from megatron_rl.checkpoint.torch_files import is_megatron_layout, own_name, shards_reader, tensor_size
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import Entry, HfModel
+from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
@@ -33,8 +33,8 @@ COPIED_FILES = (
 """What a directory has besides ``config.json`` and weights; copied where it is there."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-Produce = Callable[[Entry], Sequence[torch.Tensor]]
-"""An entry -> its parameter on every tensor-parallel rank, in rank order."""
+Produce = Callable[[str], Sequence[torch.Tensor]]
+"""A parameter's name -> its parts on all tensor-parallel ranks, in rank order."""
 
 
 def save_hf(
@@ -57,14 +57,14 @@ def save_hf(
         raise CheckpointError(f"{target} exists; choose another directory")
     parameters = {own_name(name): parameter for name, parameter in policy.gpt.named_parameters()}
 
-    def gathered(entry: Entry) -> Sequence[torch.Tensor]:
-        return _gather(parameters[entry.parameter].detach(), groups)
+    def gathered(name: str) -> Sequence[torch.Tensor]:
+        return _gather(parameters[name].detach(), groups)
 
     if groups.is_main:
-        write_hf(origin, target, gathered, dtype, max_file_bytes)
+        write_hf(origin, target, policy.layout, gathered, dtype, max_file_bytes)
     elif groups.data_rank == 0:  # the other tensor-parallel ranks of rank 0's copy
-        for entry in origin.weights.entries:
-            gathered(entry)
+        for parameter in policy.layout.parameters:
+            gathered(parameter.name)
     dist.barrier()
 
 
@@ -86,15 +86,16 @@ def export_checkpoint(
     problems = _differences(origin, directory)
     if problems:
         raise CheckpointError("; ".join(problems))
-    write_hf(origin, target, _parts_in(directory), dtype, max_file_bytes)
+    size = tensor_size(directory) if is_megatron_layout(directory) else 1
+    layout = ModelLayout.of(origin.architecture, size, read_run_state(directory).padded_vocab_size)
+    write_hf(origin, target, layout, _parts_in(directory), dtype, max_file_bytes)
 
 
 def _parts_in(directory: Path) -> Produce:
     if is_megatron_layout(directory):
-        shards = shards_reader(directory)
-        return lambda entry: shards(entry.parameter)
+        return shards_reader(directory)
     stored = StoredParameters(directory)
-    return lambda entry: [stored.read(entry.parameter)]
+    return lambda name: [stored.read(name)]
 
 
 def _differences(origin: HfModel, directory: Path) -> list[str]:
@@ -116,6 +117,7 @@ def _differences(origin: HfModel, directory: Path) -> list[str]:
 def write_hf(
     origin: HfModel,
     target: Path,
+    layout: ModelLayout,
     produce: Produce,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -132,8 +134,9 @@ def write_hf(
     unfinished.mkdir(parents=True)
     weights = origin.weights
     with HfWriter(unfinished, weights.tensors, dtype or dtype_of(origin), max_file_bytes) as writer:
-        for entry in weights.entries:
-            for name, tensor in tensors_of(entry, produce(entry)).items():
+        for parameter in layout.parameters:
+            shards = produce(parameter.name)
+            for name, tensor in tensors_of(weights[parameter.name], parameter, shards).items():
                 writer.write(name, tensor)
     _write_config(origin, unfinished, dtype)
     for name in COPIED_FILES:
@@ -143,15 +146,14 @@ def write_hf(
     logger.info("wrote %s", target)
 
 
-def tensors_of(entry: Entry, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def tensors_of(entry: Entry, parameter: Parameter, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The Hugging Face tensors of a parameter, from its parts on all tensor-parallel ranks."""
-    if entry.split == "none":
+    if parameter.cut is None:
         shards = shards[:1]
-    height = sum(shard.shape[0] for shard in shards)
     found = {name: torch.empty(shape, dtype=shards[0].dtype) for name, shape in entry.tensors.items()}
     for rank, shard in enumerate(shards):
         start = 0
-        for piece in entry.pieces(rank, len(shards), padded_vocabulary=height):
+        for piece in entry.pieces(parameter, rank):
             if piece.tensor is not None:
                 target = found[piece.tensor][slice(*piece.rows)]
                 block = shard[start : start + piece.height]

@@ -21,7 +21,7 @@ from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run
 from megatron_rl.checkpoint.tensors import load_weights, save_tensors
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, rank_directory
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import HfModel, Piece, read_model
+from megatron_rl.families import HfModel, ModelLayout, Piece, read_model
 from megatron_rl.families.family import SMALL
 from megatron_rl.families.files import stored_tensors
 from megatron_rl.parallel import ParallelGroups
@@ -125,11 +125,11 @@ def test_what_is_not_weights_is_copied_and_nothing_is_overwritten(
 
 
 def test_a_failed_save_leaves_nothing_in_place(model: HfModel, tmp_path: Path) -> None:
-    def fails(entry: object) -> list[torch.Tensor]:
+    def fails(name: str) -> list[torch.Tensor]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_hf(model, tmp_path / "back", fails)
+        write_hf(model, tmp_path / "back", ModelLayout.of(model.architecture), fails)
     assert not (tmp_path / "back").exists()
 
 
@@ -242,13 +242,9 @@ def test_files_of_two_tensor_parallel_ranks_become_a_hugging_face_directory(tmp_
     for rank in range(2):
         shards = {}
         with HfReader(model.directory) as reader:
-            for entry in model.weights.entries:
-                pieces = list(entry.pieces(rank, 2, padded))
-                width = next(iter(entry.tensors.values()))[1:]
-                if pieces[0].columns is not None:
-                    width = (pieces[0].columns[1] - pieces[0].columns[0],)
-                shards[entry.parameter] = torch.empty(sum(piece.height for piece in pieces), *width)
-                fill(shards[entry.parameter], pieces, reader)
+            for parameter in ModelLayout.of(model.architecture, 2, padded).parameters:
+                shards[parameter.name] = torch.empty(parameter.local_shape)
+                fill(shards[parameter.name], model.weights[parameter.name].pieces(parameter, rank), reader)
         rank_directory(target, rank).mkdir(parents=True)
         torch.save({"model": shards}, rank_directory(target, rank) / MODEL_FILE)
     state = RunState(step=4, padded_vocab_size=padded)

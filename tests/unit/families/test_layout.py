@@ -11,11 +11,12 @@ import pytest
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.config import RLConfig
-from megatron_rl.families import ModelLayout, get_family
+from megatron_rl.families import ModelLayout
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.families.layout import padded_vocabulary
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.registry import FAMILIES
 from tests.support.hugging_face import EXAMPLES, hf_run
 from tests.support.ranks import run_ranks
 from tests.support.tiny import SHAPES, VOCABULARY, tiny_config, tiny_policy
@@ -58,7 +59,7 @@ def test_of_flags(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{name}-{index}" for name, index in EXAMPLES])
 def test_of_every_family(one_rank: ParallelGroups, tmp_path: Path, example: tuple[str, int]) -> None:
     name, index = example
-    family = get_family(name)
+    family = FAMILIES.get(name)
     values = {"architectures": [family.class_name], **family.examples[index]}
     layout = ModelLayout.of(family.read(HfConfig(tmp_path, values)))
     (tmp_path / "config.json").write_text(json.dumps(values))

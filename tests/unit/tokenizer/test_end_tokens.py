@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.build_engine import build_engine, stop_strings
 from megatron_rl.errors import ConfigError
-from megatron_rl.families.end_tokens import end_token_ids
+from megatron_rl.families.hf_config import end_token_ids
 from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.preflight.text import open_tokenizer, tokenizer_problems
