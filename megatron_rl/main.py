@@ -168,7 +168,7 @@ def _run(start: _Start) -> int:
             if rank != 0:
                 _wait_for_rank_0(start.stop)
             raise ConfigError(found)
-        return _build_and_train(start, platform, groups)
+        return _build_and_execute(start, platform, groups)
     finally:
         shut_down()
 
@@ -187,12 +187,15 @@ def _wait_for_rank_0(stop: StopRequest) -> None:
         time.sleep(0.05)
 
 
-def _build_and_train(start: _Start, platform: Platform, groups: ParallelGroups) -> int:
-    from megatron_rl.build import build_run
-    from megatron_rl.loop import train
-    from megatron_rl.summary import summarise
+def _build_and_execute(start: _Start, platform: Platform, groups: ParallelGroups) -> int:
+    from megatron_rl import evaluate, loop, supervised
+    from megatron_rl.run.base import open_run
+    from megatron_rl.run.summary import summarise
 
     config = start.config
+    program = loop if config.training.perform_rl_step else supervised
+    if config.training.eval_only:
+        program = evaluate
     if groups.is_main:
         for note in notes(config):
             logger.info("note: %s", note)
@@ -200,11 +203,12 @@ def _build_and_train(start: _Start, platform: Platform, groups: ParallelGroups) 
             logger.info("  %s = %s", name, value)
     tokenizer = open_tokenizer(config)
     try:
-        with build_run(config, platform, groups, tokenizer, start.stop, typed_command(start.argv)) as run:
+        with open_run(config, platform, groups, tokenizer, start.stop, typed_command(start.argv)) as base:
+            run = program.build(base)
             start.stop.started()
             with _watchdog(start, groups).watching():
-                status = train(run)
-            run.reporter.finish(status, summarise(run, status))
+                status = program.execute(run)
+            run.reporter.finish(status, summarise(run, run.phases.quantization, status))
     except BaseException as error:
         if groups.is_main:
             _mark_as_failed(Path(config.logging.run_dir), str(error) or type(error).__name__)

@@ -78,23 +78,6 @@ class DemonstrationSource:
         return Sample(torch.tensor(ids), len(prompt), 0.0, torch.zeros(0), self._cursor, tuple(spans))
 
 
-class NoSource:
-    """Stands where a run that only evaluates has no data to train on."""
-
-    skipped_too_long = 0
-
-    def draw(self, count: int) -> list[Sample]:
-        """Nothing."""
-        return []
-
-    def state_dict(self) -> dict[str, int]:
-        """Nothing to remember."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Nothing to take up."""
-
-
 class SupervisedTrainer:
     """Cross-entropy on the demonstration's tokens; the denominator is their number in the batch."""
 

@@ -9,7 +9,7 @@ from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down
 from megatron_rl.rollout import Draw, RequestFactory, RolloutResult
-from megatron_rl.run import Run
+from megatron_rl.run.rl import RLRun
 from megatron_rl.types import GenerationRequest
 from tests.distributed.programs import join, toy_config
 from tests.support.toy import toy_run
@@ -50,12 +50,12 @@ def in_turn_and_by_length() -> dict[str, Any]:
         "steps": [{name: value for name, value in row.items() if "idle_share" in name} for row in steps],
         "state": run.expected_lengths.state_dict(),
     }
-    run.rollouter.close()
+    run.closing.close()
     shut_down()
     return report
 
 
-def generate(run: Run, requests: Sequence[GenerationRequest]) -> RolloutResult:
+def generate(run: RLRun, requests: Sequence[GenerationRequest]) -> RolloutResult:
     """The rollout phase of a step."""
     with rollout_mode(run.policy, run.optimization.wrapped):
         return run.rollouter.run(requests, seed=1, policy_version=0)

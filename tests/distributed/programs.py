@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from megatron_rl.config import RLConfig
 from megatron_rl.inference.sampler import sample_seed
-from megatron_rl.loop import rl_step, supervised_step
+from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.platform import current_platform
-from megatron_rl.run import Run
+from megatron_rl.run.rl import RLRun
+from megatron_rl.supervised import supervised_step
 from megatron_rl.trainer import optimizer
 from tests.support.tiny import single_thread, tiny_config
 from tests.support.toy import toy_run
@@ -43,7 +44,7 @@ def train_variants(folder: str, tensor_size: int, variants: Mapping[str, Mapping
         metrics = [step(run, number + 1).metrics for number in range(STEPS)]
         with rollout_mode(run.policy, run.optimization.wrapped):  # all parameters gathered
             save_weights(Path(folder) / f"{name}.after.pt", run)
-        run.rollouter.close()
+        run.closing.close()
         reports[name] = {
             **completions,
             "sequence_parallel": run.policy.gpt.decoder.layers[0].self_attention.linear_qkv.sequence_parallel,
@@ -71,7 +72,7 @@ def toy_config(groups: ParallelGroups, changes: Mapping[str, Any]) -> RLConfig:
     return tiny_config(groups.world_size, **fixed, **changes)
 
 
-def complete(run: Run) -> dict[str, Any]:
+def complete(run: RLRun) -> dict[str, Any]:
     """Sampled and greedy answers of all ranks by task: ``{"sampled": {task: [[id, ...], ...]}, ...}``."""
     draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
     run.source.load_state_dict({})
@@ -91,7 +92,7 @@ def complete(run: Run) -> dict[str, Any]:
     return answers
 
 
-def save_weights(path: Path, run: Run) -> None:
+def save_weights(path: Path, run: RLRun) -> None:
     """Write the logical weights, whatever the tensor-parallel size; collective."""
     tensor_group = run.groups.tensor_group
     whole = {name: gather_whole(p, tensor_group) for name, p in run.policy.gpt.named_parameters()}

@@ -38,7 +38,7 @@ def fail_on_one_rank(folder: str, files: Sequence[str], changes: Mapping[str, An
         run.save(final=True)
         reports[file] = [message, found, find_checkpoint(folder).name]
     reports["failed_saves"] = run.checkpoints.failed_saves
-    run.rollouter.close()
+    run.closing.close()
     shut_down()
     return reports
 

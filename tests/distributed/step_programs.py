@@ -12,11 +12,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.checkpoint import CheckpointManager
-from megatron_rl.loop import rl_step, supervised_step
+from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down
-from megatron_rl.progress import Progress
-from megatron_rl.run import Run
+from megatron_rl.run.progress import Progress
+from megatron_rl.run.rl import RLRun
+from megatron_rl.supervised import supervised_step
 from megatron_rl.types import Sample
 from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
 from tests.support.toy import toy_run
@@ -49,12 +50,12 @@ def odd_batches(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[
                 "skipped": outcome.skipped_updates,
                 "metrics": {key: outcome.metrics[key] for key in REPORTED if key in outcome.metrics},
             }
-        run.rollouter.close()
+        run.closing.close()
     shut_down()
     return reports
 
 
-def roll_out(run: Run) -> Sequence[Sample]:
+def roll_out(run: RLRun) -> Sequence[Sample]:
     """This rank's samples of the first step."""
     requests = run.requests_of_this_rank(run.source.draw(run.config.algorithm.grpo_prompts_per_step))
     with rollout_mode(run.policy, run.optimization.wrapped):
@@ -76,7 +77,7 @@ def save_while_gathering(folder: str, changes: Mapping[str, Any]) -> list[float]
     run.checkpoints.start_from_weights(folder, run.policy)
     saved = list(run.policy.gpt.parameters())
     distances = [(a - b).abs().max().item() for a, b in zip(current, saved, strict=True)]
-    run.rollouter.close()
+    run.closing.close()
     shut_down()
     return distances
 
@@ -102,7 +103,7 @@ def stop_on_one_rank(tensor_size: int, stopped_rank: int) -> dict[str, Any]:
     after = run.source.state_dict()
     run.stop.reason = ""
     again = rl_step(run, 1)
-    run.rollouter.close()
+    run.closing.close()
     shut_down()
     return {"result": interrupted is None, "cursor": before == after, "loss": again.metrics["actor/pg_loss"]}
 
@@ -114,7 +115,7 @@ def keep_the_best() -> list[bool]:
     run = SimpleNamespace(config=config, progress=Progress())
     seen = ({"val/toy/maj@k": 0.5}, {"val/toy/maj@k": 0.4}, {"val/toy/maj@k": 0.6})
     others = ({}, {"val/toy/maj@k": 0.9}, {"val/toy/maj@k": 0.1})
-    decided = [Run.is_best(run, metrics) for metrics in (seen if groups.is_main else others)]
+    decided = [RLRun.is_best(run, metrics) for metrics in (seen if groups.is_main else others)]
     shut_down()
     return decided
 

@@ -55,7 +55,7 @@ def talk(tensor_size: int) -> dict[str, Any]:
         metrics = rl_step(run, step + 1).metrics
         said = dict(pair for part in gather_json(recorded, groups.data_group) for pair in part)
         steps.append({"said": said, "metrics": metrics})
-    run.rollouter.close()
+    run.closing.close()
     shut_down()
     return {"steps": steps}
 

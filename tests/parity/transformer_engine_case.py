@@ -161,7 +161,7 @@ def _steps(groups: ParallelGroups) -> dict[str, list[dict[str, float]]]:
         try:
             steps[name] = [rl_step(run, number).metrics for number in (1, 2, 3)]
         finally:
-            run.rollouter.close()
+            run.closing.close()
     return steps
 
 

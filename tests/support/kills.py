@@ -100,9 +100,9 @@ def points() -> dict[str, tuple[Any, str, str]]:
     from megatron_rl.environments.client import EnvironmentClient
     from megatron_rl.inference.rollout_engine import RolloutEngine
     from megatron_rl.metrics.jsonl import JsonlWriter
-    from megatron_rl.reporting import Reporter
     from megatron_rl.rollout.evaluation import Evaluator
     from megatron_rl.rollout.journal import RolloutJournal, StepJournal
+    from megatron_rl.run.reporting import Reporter
     from megatron_rl.trainer.batches import BatchBuilder
     from megatron_rl.trainer.optimizer import Optimization
     from megatron_rl.trainer.policy_loss import PolicyLossFunction

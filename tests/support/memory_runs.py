@@ -91,10 +91,10 @@ def watched_runs(runs: Sequence[Sequence[str]], tight: bool) -> list[dict[str, A
 
 
 def _watched(argv: Sequence[str], tight: bool) -> dict[str, Any]:
-    from megatron_rl.build_memory import PhaseMemory
-    from megatron_rl.reporting import Reporter
+    from megatron_rl.phases import Phases
+    from megatron_rl.run.reporting import Reporter
 
-    report, hold = Reporter.step, PhaseMemory.hold
+    report, hold = Reporter.step, Phases.hold
     steps: list[dict[str, int]] = []
     caches: list[Any] = []
 
@@ -102,17 +102,17 @@ def _watched(argv: Sequence[str], tight: bool) -> dict[str, Any]:
         report(self, *args)
         steps.append(alive())
 
-    def held(self: PhaseMemory, cache: Sequence[torch.Tensor], on_release: Callable[[], None]) -> Any:
-        residency = hold(self, cache, on_release)
+    def held(self: Phases, *given: Any) -> Any:
+        residency = hold(self, *given)
         residency.training_need = _HUGE if tight else 0
         caches.append(residency)
         return residency
 
-    Reporter.step, PhaseMemory.hold = counted, held
+    Reporter.step, Phases.hold = counted, held
     try:
         code, output = _run(argv)
     finally:
-        Reporter.step, PhaseMemory.hold = report, hold
+        Reporter.step, Phases.hold = report, hold
     (residency,) = caches
     found = {"code": code, "output": output, "generation": residency.generation, "steps": steps}
     found["released"] = residency.is_released

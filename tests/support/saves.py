@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint import CheckpointManager, RandomState, manager
+from megatron_rl.checkpoint import CheckpointManager, manager
 from megatron_rl.config import RLConfig
-from megatron_rl.loop import supervised_step
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.megatron import VERSION
-from megatron_rl.run import Run
+from megatron_rl.run.training import TrainingRun
+from megatron_rl.supervised import supervised_step
 from tests.support.toy import toy_run
 
 COMMON = () if VERSION >= (0, 19) else ("common.pt",)
@@ -25,16 +25,14 @@ FILES = (
 """Everything in a checkpoint of one rank, in the order in which it is written."""
 
 
-def saving_run(config: RLConfig, groups: ParallelGroups, folder: Path, keep_last: int = 0) -> Run:
+def saving_run(config: RLConfig, groups: ParallelGroups, folder: Path, keep_last: int = 0) -> TrainingRun:
     """`Run.save` writes into ``folder``; close the rollouter at the end."""
     run = toy_run(config, groups)
     run.checkpoints = CheckpointManager(folder, keep_last, groups)
-    for name, owner in (("prompts", run.source), ("progress", run.progress), ("random", RandomState())):
-        run.states.register(name, owner)
     return run
 
 
-def train_a_step(run: Run) -> None:
+def train_a_step(run: TrainingRun) -> None:
     """One supervised step; its updates are counted, so that a save has an optimizer state."""
     result = supervised_step(run, run.progress.step + 1)
     run.progress.step += 1

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
-from megatron_rl import build
-from megatron_rl.build_engine import build_engine
-from megatron_rl.build_memory import PhaseMemory
-from megatron_rl.build_quantization import build_parity_gate, build_quantization, calibration
+from megatron_rl import loop, supervised
+from megatron_rl.checkpoint import CheckpointManager
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.progress import Progress
-from megatron_rl.rollout import ConversationSettings, Rollouter, TaskPool
+from megatron_rl.rollout import ConversationSettings, TaskPool
 from megatron_rl.rollout.rollouter import GradeFunction
-from megatron_rl.run import Run
+from megatron_rl.run.base import Run
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.trainer import Optimization
-from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.trainer.reference import ReferencePolicy
-from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Demonstration, GradeResult, Task, Transcript
 from tests.support.tiny import tiny_policy
 
@@ -80,6 +73,10 @@ class ToyEnvironments:
 
     counters = SimpleNamespace(since_last_call=dict)
 
+    def __init__(self, grade: GradeFunction, settings: ConversationSettings | None) -> None:
+        self.client = SimpleNamespace(grade=grade)
+        self._settings = settings
+
     def training_pools(self) -> list[TaskPool]:
         """One environment with eight prompts."""
         return [TaskPool("toy", TASKS, 1.0)]
@@ -88,67 +85,31 @@ class ToyEnvironments:
         """Each prompt backwards."""
         return list(DEMONSTRATIONS)
 
+    def conversations(self, max_sequence_length: int) -> ConversationSettings | None:
+        """What the test has given."""
+        return self._settings
+
 
 def toy_run(
     config: RLConfig,
     groups: ParallelGroups,
     grade: GradeFunction = vowel_share,
     conversations: ConversationSettings | None = None,
-) -> Run:
-    """The parts `build_run` makes, wired by its own helpers; nothing is written anywhere.
-
-    Close the rollouter at the end. Aligned training stays aligned: its layers are never given back.
-    """
-    tokenizer = toy_tokenizer()
-    policy = tiny_policy(config, seed=config.training.seed)
-    penalised = config.algorithm.grpo_kl_beta > 0
-    reference = ReferencePolicy(policy) if penalised else None
-    optimization = Optimization(policy, config)
-    factory = build._request_factory(config, tokenizer)
-    timer, stop = PhaseTimer(), StopRequest()
-    scorer = Scorer(policy, groups.tensor_group, build._temperature(config))
-    directory = SimpleNamespace(write_quantization=_ignore, quantization=Path("quantization.json"))
-    quantization = build_quantization(
-        config, policy, optimization, reference, groups, directory, timer, contextlib.ExitStack()
-    )
-    memory = PhaseMemory(config, optimization, groups)
-    engine = build_engine(config, policy, tokenizer, groups, memory.cache_budget_gb())
-    memory.hold(engine.cache_tensors, engine.forget_graphs)
-    environments = ToyEnvironments()
-    source = build._source(config, environments, tokenizer, factory)
-    prompts = source if config.training.perform_rl_step else None
-    return Run(
+) -> Any:
+    """The run of the program that the flags choose; nothing is written anywhere. Close `Run.closing` at the end."""
+    base = Run(
         config=config,
         groups=groups,
-        policy=policy,
-        tokenizer=tokenizer,
-        environments=environments,
-        optimization=optimization,
-        quantization=quantization,
-        source=source,
-        factory=factory,
-        rollouter=Rollouter(engine, tokenizer, groups, grade, stop, 0.0, conversations),
-        generate_a_little=calibration(engine, prompts, factory, ()),
-        samples=build._sample_builder(config, groups) if config.training.perform_rl_step else None,
-        batches=BatchBuilder(
-            config.training.rl_sequence_packing_bin_size,
-            config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1,
-            policy.device,
-            groups,
-        ),
-        trainer=build._trainer(config, optimization, scorer, reference, groups, timer),
-        memory_for_rollouts=memory.for_rollouts,
-        parity=build_parity_gate(config, scorer, quantization, policy, groups, engine),
-        evaluator=None,
-        journal=None,
-        checkpoints=None,
-        directory=Path(),
-        reporter=SimpleNamespace(records=_ignore, dump_batches=_ignore),
-        timer=timer,
-        stop=stop,
-        progress=Progress(),
-        origin=None,
+        policy=tiny_policy(config, seed=config.training.seed),
+        tokenizer=toy_tokenizer(),
+        environments=ToyEnvironments(grade, conversations),
+        checkpoints=CheckpointManager(Path("unused"), 0, groups),
+        directory=SimpleNamespace(write_quantization=_ignore, quantization=Path("quantization.json")),
+        reporter=SimpleNamespace(open=_ignore, records=_ignore, dump_batches=_ignore),
+        timer=PhaseTimer(),
+        stop=StopRequest(),
     )
+    return (loop if config.training.perform_rl_step else supervised).build(base)
 
 
 def _ignore(*_: object) -> None:

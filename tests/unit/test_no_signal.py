@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.no_signal import likely_reason, note_signal
-from megatron_rl.progress import Progress
+from megatron_rl.run.progress import Progress, likely_reason, note_signal
 from tests.support.tiny import tiny_config
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron_rl.checkpoint import CheckpointManager, find_checkpoint
 from megatron_rl.checkpoint.layout import list_checkpoints, remove_old, step_directory
 from megatron_rl.errors import CheckpointError
-from megatron_rl.run import Run
+from megatron_rl.run.training import TrainingRun
 from tests.support.saves import FILES, saving_run, train_a_step
 from tests.support.tiny import tiny_config
 
@@ -32,7 +32,7 @@ def warnings_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(one_rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Path, list[torch.Tensor]]]:
+def pair(one_rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainingRun, Path, list[torch.Tensor]]]:
     """A run, its folder with the checkpoints of steps 1 and 2, and the weights of step 1."""
     folder = tmp_path_factory.mktemp("pair")
     run = saving_run(tiny_config(**SUPERVISED), one_rank, folder)
@@ -42,7 +42,7 @@ def pair(one_rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[R
     train_a_step(run)
     run.save(final=True)
     yield run, folder, weights
-    run.rollouter.close()
+    run.closing.close()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 from megatron_rl.checkpoint import find_checkpoint, layout, manager, manifest
 from megatron_rl.checkpoint.layout import list_checkpoints, step_directory
 from megatron_rl.errors import SaveError
-from megatron_rl.run import Run
+from megatron_rl.run.training import TrainingRun
 from tests.support.saves import COMMON, FILES, before_tensors, full_disk, saving_run, train_a_step
 from tests.support.tiny import tiny_config
 from tests.unit.checkpoint.test_damage import SUPERVISED
@@ -31,7 +31,7 @@ def warnings_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(one_rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Path]]:
+def trained(one_rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainingRun, Path]]:
     """A run after two steps, and a folder with the checkpoint of the first."""
     folder = tmp_path_factory.mktemp("first")
     run = saving_run(tiny_config(**SUPERVISED), one_rank, folder)
@@ -39,11 +39,11 @@ def trained(one_rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     run.save(final=True)
     train_a_step(run)
     yield run, folder
-    run.rollouter.close()
+    run.closing.close()
 
 
 @pytest.fixture
-def run(trained, tmp_path: Path) -> Run:
+def run(trained, tmp_path: Path) -> TrainingRun:
     """It saves into a copy of the folder: ``tmp_path / "checkpoints"``."""
     run, folder = trained
     shutil.copytree(folder, tmp_path / "checkpoints")
@@ -51,7 +51,7 @@ def run(trained, tmp_path: Path) -> Run:
     return run
 
 
-def _fails(run: Run, folder: Path) -> str:
+def _fails(run: TrainingRun, folder: Path) -> str:
     """Save; the message of the failure, after all that must hold whatever fails."""
     with pytest.raises(SaveError) as caught:
         run.save(final=True)
@@ -79,7 +79,7 @@ def _with_limit(size: int, write: Callable[..., Any]) -> Callable[..., Any]:
     return limited
 
 
-def _succeeds(run: Run, folder: Path) -> None:
+def _succeeds(run: TrainingRun, folder: Path) -> None:
     run.save(final=True)
     assert find_checkpoint(folder) == step_directory(folder, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001", "step_0000002"]
@@ -87,7 +87,7 @@ def _succeeds(run: Run, folder: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("file", FILES)
-def test_a_disk_that_is_full_at_each_file(run: Run, tmp_path: Path, file: str) -> None:
+def test_a_disk_that_is_full_at_each_file(run: TrainingRun, tmp_path: Path, file: str) -> None:
     folder = tmp_path / "checkpoints"
     if file.endswith(".safetensors"):  # written under another name and renamed
         with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def test_a_disk_that_is_full_at_each_file(run: Run, tmp_path: Path, file: str) -
     _succeeds(run, folder)
 
 
-def test_a_limit_that_grows_until_the_save_succeeds(run: Run, tmp_path: Path) -> None:
+def test_a_limit_that_grows_until_the_save_succeeds(run: TrainingRun, tmp_path: Path) -> None:
     """In the midst of the large files, which processes of their own write."""
     folder = tmp_path / "checkpoints"
     largest = max(path.stat().st_size for path in (folder / "step_0000001").iterdir())
@@ -145,7 +145,7 @@ class _FailingCalls:
             patch.setattr(manager, name, self.before(getattr(manager, name)))
 
 
-def test_the_nth_call_fails_for_every_n(run: Run, tmp_path: Path) -> None:
+def test_the_nth_call_fails_for_every_n(run: TrainingRun, tmp_path: Path) -> None:
     """Up to the moment at which the checkpoint counts, a failure is one; after it, the pointer alone is old."""
     folder = tmp_path / "checkpoints"
     counted = 0
@@ -174,7 +174,7 @@ def test_the_nth_call_fails_for_every_n(run: Run, tmp_path: Path) -> None:
     assert valid == step_directory(folder, 2)
 
 
-def test_a_step_that_is_saved_again_is_not_lost_when_the_rename_fails(run: Run, tmp_path: Path) -> None:
+def test_a_step_that_is_saved_again_is_not_lost_when_the_rename_fails(run: TrainingRun, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     run.save(final=True)
     run.checkpoints = manager.CheckpointManager(folder, 0, run.groups)
@@ -194,7 +194,7 @@ def test_a_step_that_is_saved_again_is_not_lost_when_the_rename_fails(run: Run, 
     assert len(calls) == 3
 
 
-def test_a_folder_named_latest_costs_a_warning(run: Run, tmp_path: Path, caplog) -> None:
+def test_a_folder_named_latest_costs_a_warning(run, tmp_path: Path, caplog) -> None:
     folder = tmp_path / "checkpoints"
     (folder / "latest").unlink()
     (folder / "latest").mkdir()
@@ -204,44 +204,31 @@ def test_a_folder_named_latest_costs_a_warning(run: Run, tmp_path: Path, caplog)
     assert run.checkpoints.failed_saves == 0
 
 
-def test_files_in_the_way_of_a_save_are_removed(run: Run, tmp_path: Path) -> None:
+def test_files_in_the_way_of_a_save_are_removed(run: TrainingRun, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (folder / "step_0000002").write_text("not a folder")
     (folder / "step_0000002.tmp").write_text("not a folder")
     _succeeds(run, folder)
 
 
-class _Journal:
-    """Remembers which steps were forgotten."""
-
-    def __init__(self) -> None:
-        self.forgotten: list[int] = []
-
-    def forget(self, step: int) -> None:
-        """As `RolloutJournal`."""
-        self.forgotten.append(step)
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_periodic_save_that_fails_is_a_warning_and_keeps_the_journal(run: Run, tmp_path: Path, caplog) -> None:
-    run.journal = _Journal()
-    try:
-        with before_tensors(lambda folder: full_disk(folder, "run_state.json")):
-            run.save(final=False)
-        assert run.journal.forgotten == []
-        (warning,) = [line for line in caplog.messages if line.startswith("NOT SAVED")]
-        assert warning.endswith("the run goes on")
+def test_a_periodic_save_that_fails_is_a_warning_and_keeps_the_journal(run, tmp_path, caplog, monkeypatch) -> None:
+    committed: list[int] = []
+    monkeypatch.setattr(run, "committed", committed.append)
+    with before_tensors(lambda folder: full_disk(folder, "run_state.json")):
         run.save(final=False)
-        assert run.journal.forgotten == [2]
-    finally:
-        run.journal = None
+    assert committed == []
+    (warning,) = [line for line in caplog.messages if line.startswith("NOT SAVED")]
+    assert warning.endswith("the run goes on")
+    run.save(final=False)
+    assert committed == [2]
     assert find_checkpoint(tmp_path / "checkpoints") == step_directory(tmp_path / "checkpoints", 2)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("file", [*COMMON, "__0_0.distcp", "metadata.json", ".metadata", "manifest.json"])
 @pytest.mark.parametrize("seen_by", ["poll", "the next save"])
-def test_a_save_in_the_background_that_fails(run: Run, tmp_path: Path, file: str, seen_by: str, monkeypatch) -> None:
+def test_a_save_in_the_background_that_fails(run, tmp_path: Path, file: str, seen_by: str, monkeypatch) -> None:
     """It is counted and told; training goes on, and the same step can be saved again."""
     folder = tmp_path / "checkpoints"
     original = manager.begin_to_save_tensors

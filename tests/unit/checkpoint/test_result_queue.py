@@ -60,4 +60,4 @@ def test_a_save_leaves_no_process(one_rank, tmp_path: Path, monkeypatch: pytest.
     before = psutil.Process().children(recursive=True)
     run.save(final=True)
     assert psutil.Process().children(recursive=True) == before
-    run.rollouter.close()
+    run.closing.close()

@@ -26,11 +26,11 @@ def test_it_is_the_save_of_the_step(one_rank: ParallelGroups, tmp_path: Path, na
         if name == "between":
             run.save(final=True)
         else:
-            with run.memory_for_rollouts():
+            with run.phases.rollouts(quantized=False):
                 assert state_storages(run.optimization) == []
                 run.save(final=True)
                 assert state_storages(run.optimization)
         (saved[name],) = [path for path in (tmp_path / name).iterdir() if path.is_dir()]
-    run.rollouter.close()
+    run.closing.close()
     assert any("exp_avg" in key for key in contents(saved["amid"]))
     assert differences(saved["between"], saved["amid"]) == []

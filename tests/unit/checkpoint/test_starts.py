@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.build_weights import Start, start_weights
 from megatron_rl.checkpoint import CheckpointManager, RunState
 from megatron_rl.checkpoint.origin import Origin, fingerprints, weights_fingerprint
 from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
@@ -21,6 +20,7 @@ from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.preflight.checkpoints import checkpoint_problems
+from megatron_rl.run.weights import Start, start_weights
 from tests.support.hugging_face import hf_run, write_model
 from tests.support.samples import all_equal, weights_of
 from tests.support.tiny import tiny_config, tiny_policy

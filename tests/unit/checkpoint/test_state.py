@@ -14,8 +14,8 @@ import torch
 from megatron_rl.checkpoint import CheckpointManager, RandomState, StateRegistry
 from megatron_rl.errors import CheckpointError
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.progress import Progress
 from megatron_rl.rollout.expected_length import ExpectedLengths
+from megatron_rl.run.progress import Progress
 from tests.support.tiny import tiny_config
 from tests.support.toy import toy_run
 
@@ -112,10 +112,10 @@ def test_a_checkpoint_of_before_the_registry_is_gone_on_with(one_rank: ParallelG
     states.register("prompts", run.source)
     progress = states.register("progress", Progress())
     lengths = states.register("expected_lengths", ExpectedLengths())
-    states.register("quantization", run.quantization)
+    states.register("quantization", run.phases.quantization)
     states.register("random", RandomState())
     states.tell_unclaimed()
-    run.rollouter.close()
+    run.closing.close()
     assert progress == Progress(step=2, updates=2, policy_version=2, tokens=615, logprob_gap_max=0.02709817886352539)
     assert run.source.state_dict() == {"toy": 8}
     assert lengths.state_dict()["toy"]["tasks"]["pqrstuv"] == 9.2

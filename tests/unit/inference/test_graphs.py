@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl import build_engine
 from megatron_rl.attention import choose
 from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.inference import RolloutEngine
@@ -23,6 +22,7 @@ from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.quantization.observe import observed
+from megatron_rl.run import generation
 from megatron_rl.trainer import Optimization
 from megatron_rl.types import GenerationRequest
 from tests.support.generation import generate, largest_gap, ragged_requests, request, rollout_engine, tokens
@@ -469,7 +469,7 @@ def test_the_flags_reach_the_engine(
     policy: PolicyModel, flags: dict[str, object], most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = []
-    monkeypatch.setattr(build_engine, "RolloutEngine", lambda _, options, *rest: built.append(options))
+    monkeypatch.setattr(generation, "RolloutEngine", lambda _, options, *rest: built.append(options))
     tokenizer, groups = SimpleNamespace(end_token_ids=(3,), decode=None), SimpleNamespace(tensor_group=None)
-    build_engine.build_engine(tiny_config(**flags), policy, tokenizer, groups)
+    generation.build_engine(tiny_config(**flags), policy, tokenizer, groups)
     assert [options.num_cuda_graphs for options in built] == [most]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_rl.build_memory import PhaseMemory
+from megatron_rl.config import RLConfig
 from megatron_rl.errors import EngineError
 from megatron_rl.estimate import estimate, slot_bytes
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.phases import Phases
 from megatron_rl.platform.memory import DeviceMemory
+from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.offload import gradient_storages, state_storages
 from tests.support.generation import rollout_engine
@@ -21,17 +25,27 @@ from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 OFFLOAD = {"rl_offload_optimizer_during_inference": True}
 
 
-def engine_has_none() -> None:
-    """No graphs."""
+def nothing() -> None:
+    """No graphs, no calibration."""
 
 
-def phase_memory(groups: ParallelGroups, **changes: object) -> tuple[PhaseMemory, Optimization]:
-    config = tiny_config(bf16=True, **changes)
-    optimization = Optimization(tiny_policy(config), config)
-    return PhaseMemory(config, optimization, groups), optimization
+def engine_of(cache: Sequence[torch.Tensor], forget_graphs: Callable[[], None] = nothing) -> SimpleNamespace:
+    """As much of an engine as its memory."""
+    return SimpleNamespace(cache_tensors=list(cache), forget_graphs=forget_graphs)
 
 
-def slots(memory: PhaseMemory, optimization: Optimization) -> int:
+def phases_of(config: RLConfig, groups: ParallelGroups) -> tuple[Phases, Optimization]:
+    policy = tiny_policy(config)
+    optimization = Optimization(policy, config)
+    quantization = RolloutQuantization(policy.gpt, "none", (), 2, lambda rows: None)
+    return Phases(config, policy, groups, quantization, optimization), optimization
+
+
+def phase_memory(groups: ParallelGroups, **changes: object) -> tuple[Phases, Optimization]:
+    return phases_of(tiny_config(bf16=True, **changes), groups)
+
+
+def slots(memory: Phases, optimization: Optimization) -> int:
     """Of an engine with the budget it is given; sixteen are wanted."""
     engine = rollout_engine(optimization.policy, max_batch_size=16, cache_budget_gb=memory.cache_budget_gb())
     return engine.num_slots
@@ -94,10 +108,10 @@ def test_in_a_rollout_the_cache_is_there_and_the_state_is_not(one_rank: Parallel
     cache = [tensor.untyped_storage() for tensor in engine.cache_tensors]
     if tight:
         free(1000)
-    residency = memory.hold(engine.cache_tensors, lambda: told.append(len(told)))
+    residency = memory.hold(engine_of(engine.cache_tensors, lambda: told.append(len(told))), nothing)
     assert residency.is_released == tight
     for _ in range(2):
-        with memory.for_rollouts():
+        with memory.rollouts():
             assert (taken(cache), taken(state), taken(gradients)) == (True, False, False)
         assert (taken(cache), taken(state), taken(gradients)) == (not tight, True, True)
     assert len(told) == (3 if tight else 0), "whoever holds graphs hears of it every time"
@@ -108,9 +122,9 @@ def test_an_update_takes_state_activations_and_logits(one_rank: ParallelGroups, 
     free(2**40)
     result = estimate(tiny_config(bf16=True), 1, VOCABULARY)
     moments, pass_ = 8 * result.parameters_per_rank, result.activations + result.training_logits
-    assert phase_memory(one_rank)[0].hold([], engine_has_none).training_need == moments + pass_
+    assert phase_memory(one_rank)[0].hold(engine_of([]), nothing).training_need == moments + pass_
     away = result.gradients + 4 * result.parameters_per_rank
-    assert phase_memory(one_rank, **OFFLOAD)[0].hold([], engine_has_none).training_need == moments + pass_ + away
+    assert phase_memory(one_rank, **OFFLOAD)[0].hold(engine_of([]), nothing).training_need == moments + pass_ + away
 
 
 def budget_of_unequal_ranks() -> list[float | None]:
@@ -121,14 +135,13 @@ def budget_of_unequal_ranks() -> list[float | None]:
     changes = {"tensor_model_parallel_size": 2}
     config = tiny_config(2, **changes)
     groups = initialize(config.parallel, current_platform())
-    optimization = Optimization(tiny_policy(config), config)
-    memory = PhaseMemory(config, optimization, groups)
+    memory, _ = phases_of(config, groups)
     needed = estimate(config, 2, VOCABULARY)
     least = needed.rollout_logits + needed.optimizer + 4.5 * slot_bytes(config) / 0.9
     DeviceMemory.free = lambda self: int(least if groups.rank else 2**40)
     budget = memory.cache_budget_gb()
     DeviceMemory.free = lambda self: 0 if groups.rank else 2**40
-    return [budget, memory.hold([torch.zeros(4)], engine_has_none).is_released]
+    return [budget, memory.hold(engine_of([torch.zeros(4)]), nothing).is_released]
 
 
 def test_ranks_plan_with_the_memory_of_the_worst() -> None:

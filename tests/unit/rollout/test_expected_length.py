@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.rollout import Draw, RequestFactory, expected_length
 from megatron_rl.rollout.expected_length import ExpectedLengths
-from megatron_rl.run import Run
+from megatron_rl.run.rl import RLRun
 from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
 
 LIMIT = 100
@@ -92,7 +92,7 @@ def dealt(lengths: dict[str, float], tasks: str, ranks: int, environments: str =
             expected_lengths=expected,
             groups=SimpleNamespace(data_rank=rank, data_size=ranks),
         )
-        requests = Run.requests_of_this_rank(run, draws)
+        requests = RLRun.requests_of_this_rank(run, draws)
         assert [r.source.task.id for r in requests] == [tasks[r.index] for r in requests]
         found.append([r.index for r in requests])
     return found

@@ -19,9 +19,10 @@ from megatron_rl.environments.address import write_address
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.loop import StepResult, rl_step
+from megatron_rl.loop import rl_step
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.run import Run
+from megatron_rl.run.rl import RLRun
+from megatron_rl.run.training import StepResult
 from megatron_rl.types import GradeResult, RolloutGroup, Task, Transcript
 from tests.support.bad_rewards import FORGED, KINDS, forged_answer
 from tests.support.rollouts import graded_group
@@ -78,7 +79,7 @@ def grading(client: EnvironmentClient, kind: str, place: str, folder: Path) -> G
 class Bench:
     """A run that has made one good step, so that momentum would move its weights in an empty update."""
 
-    run: Run
+    run: RLRun
     grade: Callable
     first: StepResult
     start: list[torch.Tensor]
@@ -101,7 +102,7 @@ def bench(one_rank: ParallelGroups) -> Iterator[Bench]:
     bench.start = weights_of(bench.run.policy)
     bench.first = rl_step(bench.run, 1)
     yield bench
-    bench.run.rollouter.close()
+    bench.run.closing.close()
 
 
 def test_a_good_reward_moves_the_weights(bench: Bench) -> None:
@@ -165,7 +166,7 @@ def updated(groups: ParallelGroups, rollouts: Sequence[RolloutGroup]) -> tuple[l
         assert run.trainer.step(run.batches.updates(samples.samples, 64, seed=5)).skipped_updates == 0
         return [sample.advantage for sample in samples.samples], weights_of(run.policy)
     finally:
-        run.rollouter.close()
+        run.closing.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.loop import StepResult, _book
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.progress import Progress
+from megatron_rl.run.progress import Progress
+from megatron_rl.run.training import StepResult, book
 from megatron_rl.trainer.schedule import Schedule
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import tiny_config
@@ -107,7 +107,7 @@ def test_every_finished_step_moves_the_schedule_on_whatever_it_updated(one_rank:
     run = SimpleNamespace(progress=Progress(), optimization=optimization, groups=one_rank, config=tiny_config())
     rates = []
     for result in (StepResult(applied_updates=8), StepResult(), StepResult(skipped_updates=1)):
-        _book(run, result)
+        book(run, result)
         rates.append(optimization.step().learning_rate)
     assert rates == pytest.approx([0.6, 0.4, 0.2])
 

@@ -12,7 +12,7 @@ from megatron_rl.errors import TrainingError
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.progress import MAX_CONSECUTIVE_SKIPS, Progress
+from megatron_rl.run.progress import MAX_CONSECUTIVE_SKIPS, Progress
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.samples import all_equal, random_samples, tiny_optimization, weights_of

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.attention.selection import facts_of
-from megatron_rl.build_engine import build_engine
 from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
 from megatron_rl.parallel import seed_everything
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.registry import BACKENDS
+from megatron_rl.run.generation import build_engine
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
 from tools.benchmark.common import benchmark_config, random_prompts

@@ -11,18 +11,20 @@ import contextlib
 import gc
 import traceback
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import MemoryExhausted, SaveError
 from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
-from megatron_rl.run import Run
+
+if TYPE_CHECKING:
+    from megatron_rl.run.training import TrainingRun
 
 Phase = Literal["rollout", "update"]
 
 
 @contextlib.contextmanager
-def naming_memory(run: Run, phase: Phase) -> Iterator[None]:
+def naming_memory(config: RLConfig, phase: Phase) -> Iterator[None]:
     """An allocation that fails inside is told as one line.
 
     Raises:
@@ -37,13 +39,13 @@ def naming_memory(run: Run, phase: Phase) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         article = "a rollout" if phase == "rollout" else "an update"
-        advice = _to_lower_in_rollouts(run.config) if phase == "rollout" else _to_lower_in_updates(run.config)
+        advice = _to_lower_in_rollouts(config) if phase == "rollout" else _to_lower_in_updates(config)
         text = f"out of memory in {article} ({reason_of(error)}): {advice}"
         raise MemoryExhausted(text, on_all_ranks=isinstance(error, OutOfMemoryTogether)) from None
 
 
 @contextlib.contextmanager
-def finished_steps_kept(run: Run) -> Iterator[None]:
+def finished_steps_kept(run: TrainingRun) -> Iterator[None]:
     """The step inside may run out of memory: then it has not been, and the steps before it are saved if they can be."""
     cursor, begun = run.source.state_dict(), run.optimization.updates_begun
     try:
@@ -54,7 +56,7 @@ def finished_steps_kept(run: Run) -> Iterator[None]:
         raise MemoryExhausted(f"{error}; {_save(run, run.optimization.updates_begun == begun, all_here)}") from None
 
 
-def _save(run: Run, weights_are_the_steps: bool, all_here: bool) -> str:
+def _save(run: TrainingRun, weights_are_the_steps: bool, all_here: bool) -> str:
     """Save the last finished step where that is possible; what a resume finds, in words. Collective if ``all_here``."""
     step = run.progress.step
     if all_here:

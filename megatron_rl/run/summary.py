@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.names import split_validation
+from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.run.base import Run
 
-if TYPE_CHECKING:
-    from megatron_rl.run import Run
 
-
-def summarise(run: Run, status: str) -> dict[str, Any]:
+def summarise(run: Run, quantization: RolloutQuantization, status: str) -> dict[str, Any]:
     """Held-out results before and after, seconds by phase, tokens and the largest log-prob gap.
 
     ``eval`` is the mean over environments; ``eval_by_environment`` has each of them.
@@ -28,7 +27,7 @@ def summarise(run: Run, status: str) -> dict[str, Any]:
         "logprob_gap_max": run.progress.logprob_gap_max,
         "seconds": {"run": run.reporter.seconds, "by_phase": _seconds_by_phase(rows)},
         "world_size": run.groups.world_size,
-        "rollout_quantization": {"recipe": run.quantization.recipe, "bytes": run.quantization.stored_bytes},
+        "rollout_quantization": {"recipe": quantization.recipe, "bytes": quantization.stored_bytes},
     }
     attention = run.policy.attention
     summary["attention"] = {

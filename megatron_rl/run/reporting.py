@@ -32,7 +32,7 @@ from megatron_rl.metrics.writer import MetricLog
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform
-from megatron_rl.progress import Progress
+from megatron_rl.run.progress import Progress
 from megatron_rl.types import PackedBatch, RolloutGroup, Sample
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class Reporter:
         directory: RunDirectory,
         timer: PhaseTimer,
         platform: Platform,
-        progress: Progress,
         command: Sequence[str],
     ) -> None:
         self._config = config
@@ -57,9 +56,14 @@ class Reporter:
         self._timer = timer
         self._platform = platform
         self._started = time.monotonic()
+        self._command = command
         self.log = MetricLog()
-        if groups.is_main:
-            directory.create(to_dict(config), difference_from_defaults(config), command)
+
+    def open(self, progress: Progress) -> None:
+        """Begin to write, after the rows of ``progress``: the program is built and takes its first step."""
+        if self._groups.is_main:
+            config = self._config
+            self._directory.create(to_dict(config), difference_from_defaults(config), self._command)
             self.log = self._open_log(progress)
 
     def step(self, step: int, metrics: dict[str, float], policy: torch.nn.Module) -> None:

@@ -54,8 +54,7 @@ def start_weights(
     """
     directory = _to_continue(config, checkpoints)
     if directory is None:
-        _, origin = first_weights(config)
-        origin = _read(origin, policy, checkpoints, groups)
+        origin = read_first_weights(config, policy, checkpoints, groups)
     elif wants_reference(config):
         origin = _read_reference(config, directory, policy, checkpoints, groups)
     else:
@@ -70,9 +69,20 @@ def start_weights(
             optimization,
             with_optimizer=not config.checkpoint.no_load_optim,
         )
-    source = directory if directory is not None else Path(origin.path) if origin.kind == "checkpoint" else None
-    ends = read_run_state(source).end_token_ids if source is not None else ()
+    ends = end_tokens_of(origin) if directory is None else read_run_state(directory).end_token_ids
     return Start(optimization, reference, saved, origin, ends)
+
+
+def read_first_weights(
+    config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
+) -> Origin:
+    """Fill the model with what a flag names, or leave the random weights it has; collective."""
+    return _read(first_weights(config)[1], policy, checkpoints, groups)
+
+
+def end_tokens_of(origin: Origin) -> Sequence[int]:
+    """What ended an answer in the run that the weights are of."""
+    return read_run_state(Path(origin.path)).end_token_ids if origin.kind == "checkpoint" else ()
 
 
 def _to_continue(config: RLConfig, checkpoints: CheckpointManager) -> Path | None:

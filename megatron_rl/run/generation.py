@@ -1,0 +1,158 @@
+"""Rollouts from flags: how answers are drawn, the engine that generates, and the number format that it runs in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from megatron_rl.config import RLConfig
+from megatron_rl.inference import Engine, RolloutEngine
+from megatron_rl.inference.options import EngineOptions
+from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.metrics.table import format_table
+from megatron_rl.models import PolicyModel, kv_cache_dtype
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.quantization.audit import LayerAudit, table_rows
+from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.rollout import Draw, PromptSource, RequestFactory, Rollouter
+from megatron_rl.run.base import Run
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+CALIBRATION_PROMPTS = 16
+CALIBRATION_TOKENS = 64
+AUDIT_LINES = 24
+
+
+def stop_strings(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[int], tuple[str, ...]]:
+    """`--rl-stop-strings`: the ids of those that are special tokens, which text does not have, and the others."""
+    strings = config.rollout.rl_stop_strings
+    special = tokenizer.special_tokens if strings else {}
+    return [special[text] for text in strings if text in special], tuple(t for t in strings if t not in special)
+
+
+def request_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
+    """How answers are drawn, and how long a sequence may become."""
+    rollout = config.rollout
+    return RequestFactory(
+        SamplingParams(
+            temperature=rollout.rl_temperature,
+            top_k=rollout.rl_top_k,
+            top_p=rollout.rl_top_p,
+            max_new_tokens=rollout.rl_max_new_tokens,
+            stop=stop_strings(config, tokenizer)[1],
+        ),
+        rollout.inference_max_seq_length,
+    )
+
+
+def build_engine(
+    config: RLConfig,
+    policy: PolicyModel,
+    tokenizer: Tokenizer,
+    groups: ParallelGroups,
+    cache_budget_gb: float | None = None,
+) -> Engine:
+    """`--rl-inference-engine`: ours, or megatron-core's own as oracle.
+
+    ``cache_budget_gb`` is what there is room for, in GiB; without it the user's flag counts.
+    """
+    rollout, kernels = config.rollout, config.kernels
+    graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
+    if rollout.inference_dynamic_batching_block_size is not None and policy.attention.cache.layout == "slots":
+        logger.warning(
+            "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",
+            rollout.inference_dynamic_batching_block_size, policy.attention.cache_name,
+        )  # fmt: skip
+    options = EngineOptions(
+        max_batch_size=rollout.inference_max_batch_size,
+        max_sequence_length=rollout.inference_max_seq_length,
+        steps_per_host_read=rollout.rl_decode_steps_per_sync,
+        prefill_token_budget=rollout.inference_dynamic_batching_max_tokens,
+        reuse_prefixes=rollout.rl_prefix_reuse,
+        kv_overcommit=rollout.rl_kv_overcommit,
+        cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
+        num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
+        page_length=rollout.inference_dynamic_batching_block_size,
+        kv_cache_dtype=kv_cache_dtype(config),
+    )
+    by_id, _ = stop_strings(config, tokenizer)
+    ends = [*tokenizer.end_token_ids, *by_id]
+    if rollout.rl_inference_engine == "mcore":
+        from megatron_rl.inference.mcore import McoreEngine
+
+        return McoreEngine(policy, options, ends)
+    return RolloutEngine(policy, options, ends, tokenizer.decode, groups.tensor_group)
+
+
+def build_rollouter(run: Run, engine: Engine) -> Rollouter:
+    """Drives the engine and has its samples graded; closed when the run ends."""
+    rollouter = Rollouter(
+        engine,
+        run.tokenizer,
+        run.groups,
+        run.environments.client.grade,
+        run.stop,
+        run.config.training.exit_grace_seconds,
+        run.environments.conversations(run.config.rollout.inference_max_seq_length),
+    )
+    run.closing.callback(rollouter.close)
+    return rollouter
+
+
+def build_quantization(run: Run) -> RolloutQuantization:
+    """Copies of the weights as they are now; none with `--rl-rollout-quantization none`."""
+    settings, policy = run.config.quantization, run.policy
+
+    def report(rows: Sequence[LayerAudit]) -> None:
+        if run.groups.is_main:
+            _report_audit(rows, run.directory)
+
+    quantization = RolloutQuantization(
+        policy.gpt,
+        settings.rl_rollout_quantization,
+        settings.rl_quantization_skip,
+        policy.config.num_layers,
+        report,
+        run.timer.phase,
+    )
+    linears = quantization.linears
+    if linears is not None and run.groups.is_main:
+        logger.info(
+            "rollouts run %d linear layers as %s, %d as they are: %.2f MiB beside %.2f MiB of their weights",
+            len(linears.layers), linears.recipe.format, len(linears.plain), linears.stored_bytes / 2**20,
+            linears.num_weights * policy.dtype.itemsize / 2**20,
+        )
+    return quantization
+
+
+def calibration(
+    engine: Engine, source: PromptSource | None, factory: RequestFactory, held_out: Sequence[Draw]
+) -> Callable[[], None]:
+    """What generates a little from the next prompts of the run, without drawing them."""
+
+    def generate() -> None:
+        draws = list(held_out[:CALIBRATION_PROMPTS])
+        if source is not None:
+            cursor = source.state_dict()
+            draws = source.draw(CALIBRATION_PROMPTS)
+            source.load_state_dict(cursor)
+        engine.begin(seed=0, policy_version=0)
+        for index, draw in enumerate(draws):
+            engine.submit(factory.request(draw, 1, index, at_most=CALIBRATION_TOKENS))
+        while engine.has_unfinished:
+            engine.step()
+
+    return generate
+
+
+def _report_audit(rows: Sequence[LayerAudit], directory: RunDirectory) -> None:
+    directory.write_quantization([vars(row) | {"agrees": row.agrees} for row in rows])
+    shown = table_rows(rows, AUDIT_LINES)
+    title = "the linear layers of the first rollout"
+    if len(shown) < len(rows):
+        title += f", {len(shown)} of {len(rows)} with the largest errors"
+    table = format_table(("layer", "ran as", "error"), shown, unicode=False)
+    logger.info("%s (all in %s):\n%s", title, directory.quantization.name, table)

@@ -1,0 +1,241 @@
+"""The parts of an RL run, built from flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from megatron_rl.algorithms.corrections.composition import get_correction
+from megatron_rl.algorithms.interfaces import AdvantageConfig
+from megatron_rl.algorithms.settings import correction_config, loss_config
+from megatron_rl.attention.kv_numbers import rounded_attention
+from megatron_rl.checkpoint.origin import weights_fingerprint
+from megatron_rl.config import RLConfig
+from megatron_rl.inference import Engine, RolloutEngine
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.phases import Phases
+from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.registry import ADVANTAGES, LOSSES
+from megatron_rl.rollout import Draw, PromptSource, RequestFactory, Rollouter, RolloutResult
+from megatron_rl.rollout.expected_length import ExpectedLengths, deal
+from megatron_rl.rollout.journal import RolloutJournal, StepJournal
+from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
+from megatron_rl.run.base import Run
+from megatron_rl.run.generation import build_engine, build_quantization, build_rollouter, calibration, request_factory
+from megatron_rl.run.held_out import HeldOut, build_evaluator
+from megatron_rl.run.training import TrainingRun, batch_builder, finish_start, start_training
+from megatron_rl.run.weights import Start
+from megatron_rl.trainer import PolicyTrainer
+from megatron_rl.trainer.parity import EMULATION_LIMIT, KVCacheRounding, ParityGate, ParityLimits
+from megatron_rl.trainer.policy_loss import LossSettings
+from megatron_rl.trainer.samples import SampleBuilder
+from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.types import GenerationRequest
+
+
+@dataclass(kw_only=True)
+class RLRun(TrainingRun):
+    """Trains on what the model generates."""
+
+    source: PromptSource
+    trainer: PolicyTrainer
+    factory: RequestFactory
+    rollouter: Rollouter
+    samples: SampleBuilder
+    parity: ParityGate
+    journal: RolloutJournal | None
+    """None where no checkpoint is made on the way: a run that is killed then begins anew."""
+    expected_lengths: ExpectedLengths
+    """Of the training tasks; the evaluator has its own."""
+
+    def requests_of_this_rank(self, draws: Sequence[Draw]) -> list[GenerationRequest]:
+        """This data-parallel rank's groups, in the order drawn; every rank has drawn the same list.
+
+        Ranks get about the same expected tokens, so not the same number of groups. The index of a request is its
+        group's number: the place in ``draws``.
+        """
+        size = self.config.algorithm.grpo_group_size
+        requests = [self.factory.request(draw, size, number) for number, draw in enumerate(draws)]
+        ranks = deal(requests, self.expected_lengths, self.groups.data_size)
+        mine = [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.data_rank]
+        return [
+            dataclasses.replace(request, expected_tokens=max(1, round(self.expected_lengths.completion(request))))
+            for request in mine
+        ]
+
+    def learn_lengths(
+        self, draws: Sequence[Draw], requests: Sequence[GenerationRequest], rollouts: RolloutResult
+    ) -> dict[str, float]:
+        """Remember how long the groups of a step became, wherever they were generated; how idle the ranks were.
+
+        Collective over the data-parallel group.
+        """
+        lengths, seconds = lengths_and_seconds(requests, rollouts, len(draws), self.groups.data_group)
+        self.expected_lengths.learn(zip((draw.source for draw in draws), lengths, strict=True))
+        return idle_metrics(seconds)
+
+    def committed(self, step: int) -> None:
+        """What a checkpoint covers need not be in the journal."""
+        if self.journal is not None:
+            self.journal.forget(step)
+
+    def open_journal(self, step: int, seed: int) -> StepJournal | None:
+        """Finished groups of an earlier start of this step, and the place for new ones; collective."""
+        if self.journal is None:
+            return None
+        header = {
+            "seed": seed,
+            "sampling": dataclasses.asdict(self.factory.sampling),
+            "longest": self.factory.max_sequence_length,
+            "engine": self.config.rollout.rl_inference_engine,
+            "ends": self.tokenizer.end_token_ids,
+            "recipe": self.phases.quantization.recipe,
+            "kv_cache": self.config.kv_cache_dtype,
+            "environments": self._environment_list,
+            "weights": weights_fingerprint(self.policy, self.groups),
+        }
+        return self.journal.open(step, header)
+
+    @cached_property
+    def _environment_list(self) -> str:
+        """Checksum of the YAML list as the run began with it: the user may edit or remove the file meanwhile."""
+        return hashlib.sha256(Path(self.config.environment.langrl_env_config).read_bytes()).hexdigest()
+
+
+def build(base: Run) -> RLRun:
+    """The program's parts; collective over the job."""
+    config, policy, groups = base.config, base.policy, base.groups
+    start, states = start_training(base)
+    quantization = states.register("quantization", build_quantization(base))
+    _keep_copies_current(base, start, quantization)
+    factory = request_factory(config, base.tokenizer)
+    source = states.register("prompts", _prompt_source(base, factory))
+    expected_lengths = states.register("expected_lengths", ExpectedLengths(), optional=True)
+    phases = Phases(config, policy, groups, quantization, start.optimization)
+    engine = build_engine(config, policy, base.tokenizer, groups, phases.cache_budget_gb())
+    phases.hold(engine, calibration(engine, source, factory, ()))
+    rollouter = build_rollouter(base, engine)
+    held_out = None
+    if config.training.eval_interval is not None:
+        held_out = HeldOut(build_evaluator(base, factory), rollouter, phases)
+        held_out.register(states)
+    scorer = Scorer(
+        policy, groups.tensor_group, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer
+    )
+    journal = _journal(base)
+    finish_start(base, states)
+    return RLRun(
+        **vars(base),
+        states=states,
+        optimization=start.optimization,
+        origin=start.origin,
+        phases=phases,
+        source=source,
+        factory=factory,
+        rollouter=rollouter,
+        samples=_sample_builder(config, groups),
+        batches=batch_builder(base),
+        trainer=_trainer(base, start, scorer),
+        parity=build_parity_gate(config, scorer, quantization, policy, groups, engine),
+        held_out=held_out,
+        journal=journal,
+        expected_lengths=expected_lengths,
+    )
+
+
+def _keep_copies_current(base: Run, start: Start, quantization: RolloutQuantization) -> None:
+    """With aligned training the quantised layers stay installed, and each change of the weights makes them anew."""
+    optimization, linears = start.optimization, quantization.linears
+    if base.config.quantization.rl_train_forward == "quantized" and linears is not None:
+        base.closing.enter_context(linears.installed())
+        optimization.on_update.append(quantization.refresh)
+        if start.reference is not None:
+            start.reference.on_swap.append(quantization.refresh)
+    else:
+        optimization.on_update.append(quantization.weights_changed)
+
+
+def _prompt_source(base: Run, factory: RequestFactory) -> PromptSource:
+    tokenizer = base.tokenizer
+    return PromptSource(
+        base.environments.training_pools(),
+        lambda task: tokenizer.encode_prompt(task.prompt),
+        factory.max_prompt_tokens,
+        base.config.training.seed,
+    )
+
+
+def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
+    algorithm = config.algorithm
+    return SampleBuilder(
+        ADVANTAGES.module(algorithm.rl_advantage),
+        AdvantageConfig(),
+        algorithm.rl_keep_zero_variance_groups,
+        groups,
+    )
+
+
+def _trainer(base: Run, start: Start, scorer: Scorer) -> PolicyTrainer:
+    algorithm = base.config.algorithm
+    settings = LossSettings(
+        loss=LOSSES.get(algorithm.rl_policy_loss),
+        loss_config=loss_config(base.config),
+        correction=get_correction(algorithm.rl_correction),
+        correction_config=correction_config(base.config),
+        aggregation=algorithm.rl_loss_aggregation,
+        aggregation_constant=float(base.config.rollout.rl_max_new_tokens),
+        kl_beta=algorithm.grpo_kl_beta,
+        kl_estimator=algorithm.rl_kl_estimator,
+        entropy_weight=algorithm.grpo_entropy_term_weight,
+    )
+    return PolicyTrainer(
+        start.optimization, scorer, settings, algorithm.grpo_iterations, start.reference, base.groups.data_group,
+        base.timer,
+    )  # fmt: skip
+
+
+def build_parity_gate(
+    config: RLConfig,
+    scorer: Scorer,
+    quantization: RolloutQuantization,
+    policy: PolicyModel,
+    groups: ParallelGroups,
+    engine: Engine,
+) -> ParityGate:
+    """`--rl-mismatch-...`."""
+    settings = config.quantization
+    # On a GPU the 8-bit products come out in bf16 whatever the model's dtype.
+    dtype = torch.bfloat16 if policy.device.type == "cuda" else policy.dtype
+    return ParityGate(
+        scorer,
+        quantization,
+        ParityLimits(settings.rl_mismatch_max_kl, settings.rl_mismatch_max_gap, EMULATION_LIMIT[dtype]),
+        settings.rl_mismatch_action,
+        settings.rl_mismatch_interval,
+        groups.data_group,
+        config.algorithm.rl_correction or "none",
+        _kv_cache_rounding(config, policy, engine),
+    )
+
+
+def _kv_cache_rounding(config: RLConfig, policy: PolicyModel, engine: Engine) -> KVCacheRounding | None:
+    if not config.kv_cache_is_rounded or not isinstance(engine, RolloutEngine):
+        return None
+    numbers = engine.kv_numbers
+    return KVCacheRounding(config.kv_cache_dtype, lambda: rounded_attention(policy.gpt.decoder.layers, numbers))
+
+
+def _journal(base: Run) -> RolloutJournal | None:
+    if base.config.checkpoint.save_interval is None:
+        return None
+    journal = RolloutJournal(base.directory.journal, base.groups)
+    if base.groups.is_main:
+        journal.forget(base.progress.step)  # a kill may have come between the checkpoint and this
+    return journal

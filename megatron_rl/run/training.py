@@ -1,0 +1,208 @@
+"""Training, RL or supervised: what such a run has, the loop over its steps, and what it saves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from megatron_rl.checkpoint import RandomState, StateRegistry, run_state_of
+from megatron_rl.checkpoint.origin import Origin
+from megatron_rl.errors import SaveError
+from megatron_rl.parallel.collectives import any_rank, broadcast_json
+from megatron_rl.phases import Phases
+from megatron_rl.rollout import PromptSource
+from megatron_rl.run.base import Run
+from megatron_rl.run.held_out import HeldOut, evaluate
+from megatron_rl.run.progress import note_signal
+from megatron_rl.run.rescue import finished_steps_kept
+from megatron_rl.run.weights import Start, start_weights
+from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
+from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.supervised import DemonstrationSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepResult:
+    """What a step leaves for the log."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    applied_updates: int = 0
+    skipped_updates: int = 0
+    tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class TrainingRun(Run):
+    """What both training programs have."""
+
+    optimization: Optimization
+    origin: Origin | None
+    """What the run started from; None of a run that an earlier version began."""
+    states: StateRegistry
+    """What a checkpoint holds besides weights and optimizer."""
+    phases: Phases
+    source: PromptSource | DemonstrationSource
+    batches: BatchBuilder
+    trainer: PolicyTrainer | SupervisedTrainer
+    held_out: HeldOut | None
+    """None without `--eval-interval`."""
+
+    def committed(self, step: int) -> None:
+        """Called on the main rank once a checkpoint of ``step`` counts."""
+
+    def evaluation_is_due(self) -> bool:
+        """After every `--eval-interval` steps and after the last one."""
+        if self.held_out is None:
+            return False
+        step = self.progress.step
+        return step % self.config.training.eval_interval == 0 or step == self.config.total_steps
+
+    def save_is_due(self) -> bool:
+        """After every `--save-interval` steps and after the last one."""
+        interval = self.config.checkpoint.save_interval
+        step = self.progress.step
+        return step == self.config.total_steps or (interval is not None and step % interval == 0)
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation is the best so far by `--keep-best`; collective.
+
+        Rank 0 decides: the other ranks of a model copy have no verdicts, and a save wants all of them.
+        """
+        wanted = self.config.checkpoint.keep_best
+        if wanted is None:
+            return False
+        if wanted not in metrics:
+            known = ", ".join(name for name in metrics if name.startswith("val/"))
+            logger.warning("--keep-best %s is no metric of this evaluation; there are: %s", wanted, known)
+        return self.progress.is_best(broadcast_json(metrics.get(wanted), source=0))
+
+    def must_leave(self, seconds: float) -> bool:
+        """`--exit-interval` and `--exit-duration-in-mins`."""
+        training = self.config.training
+        on_step = training.exit_interval is not None and self.progress.step % training.exit_interval == 0
+        late = training.exit_duration_in_mins is not None and seconds > 60 * training.exit_duration_in_mins
+        return on_step or late
+
+    def save(self, final: bool, is_best: bool = False) -> None:
+        """Checkpoint the finished steps, with `--async-save` in the background unless it is ``final``; collective.
+
+        Raises:
+            SaveError: it failed and is the ``final`` one. Another that fails is tried again when the next is due.
+        """
+        progress, config = self.progress, self.config
+        state = run_state_of(
+            config,
+            self.policy,
+            progress.step,
+            progress.updates > 0 and not config.checkpoint.no_save_optim,
+            self.tokenizer.end_token_ids,
+            self.origin,
+            self.states.collect(),
+        )
+        try:
+            self.checkpoints.save(
+                state,
+                self.policy,
+                self.optimization,
+                in_background=config.checkpoint.async_save and not final,
+                is_best=is_best,
+                committed=partial(self.committed, progress.step),
+            )
+        except SaveError as error:
+            if final:
+                raise
+            logger.warning("NOT SAVED: %s; the run goes on", error)
+
+
+def start_training(base: Run) -> tuple[Start, StateRegistry]:
+    """Weights, optimizer, and the states that the run goes on from; collective."""
+    start = start_weights(base.config, base.policy, base.checkpoints, base.groups)
+    base.answers_end_also_at(start.end_token_ids)
+    states = StateRegistry(None if start.saved is None else start.saved.components)
+    states.register("progress", base.progress)
+    return start, states
+
+
+def finish_start(base: Run, states: StateRegistry) -> None:
+    """Everything is built: the next thing is a step."""
+    states.register("random", RandomState(), resume=not base.config.checkpoint.no_load_rng)
+    states.tell_unclaimed()
+    base.reporter.open(base.progress)
+
+
+def batch_builder(base: Run) -> BatchBuilder:
+    """`--rl-sequence-packing-bin-size`; with sequence parallelism every rank has as many tokens of a bin."""
+    parallel = base.config.parallel
+    round_to = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return BatchBuilder(
+        base.config.training.rl_sequence_packing_bin_size, round_to, base.policy.device, base.groups
+    )
+
+
+AnyRun = TypeVar("AnyRun", bound=TrainingRun)
+
+
+def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) -> str:
+    """Run to the last step, or until asked to stop. Returns ``finished`` or ``stopped``.
+
+    ``take_step`` returns None when the run was asked to stop and the step left no trace.
+    """
+    progress, started = run.progress, time.monotonic()
+    if progress.step == 0 and run.held_out is not None:
+        with run.timer.phase("eval"):
+            before = evaluate(run, run.held_out)
+        if before is None:
+            return _stop(run)
+        run.reporter.step(0, before, run.policy.gpt)
+    while progress.step < run.config.total_steps:
+        if any_rank(run.stop.requested):
+            return _stop(run)
+        with run.timer.phase("step"), finished_steps_kept(run):
+            result = take_step(run, progress.step + 1)
+        if result is None:
+            return _stop(run)
+        book(run, result)
+        best = False
+        if run.evaluation_is_due():
+            with run.timer.phase("eval"), finished_steps_kept(run):
+                held_out = evaluate(run, run.held_out)
+            result.metrics.update(held_out or {})
+            best = held_out is not None and run.is_best(held_out)
+        result.metrics["checkpoint/failed_saves"] = float(run.checkpoints.failed_saves)
+        run.reporter.step(progress.step, result.metrics, run.policy.gpt)
+        leaves_early = progress.step < run.config.total_steps and any_rank(
+            run.must_leave(time.monotonic() - started)
+        )
+        run.checkpoints.poll()
+        if run.save_is_due() or leaves_early or best:
+            with run.timer.phase("save"):
+                run.save(final=leaves_early or progress.step == run.config.total_steps, is_best=best)
+        if leaves_early:
+            return "stopped"
+    return "finished"
+
+
+def book(run: TrainingRun, result: StepResult) -> None:
+    """Count a finished step."""
+    progress = run.progress
+    progress.step += 1
+    run.optimization.schedule.go_to(progress.step)
+    progress.tokens += result.tokens
+    gap = result.metrics.get("training/rollout_logprob_gap_max", 0.0)
+    progress.logprob_gap_max = max(progress.logprob_gap_max, gap)
+    progress.count_updates(result.applied_updates, result.skipped_updates)
+    if run.groups.is_main:
+        note_signal(progress, result.metrics, run.config)
+
+
+def _stop(run: TrainingRun) -> str:
+    """Save what is finished; the interrupted step will be done again."""
+    logger.warning("asked to stop (%s): saving step %d", run.stop.reason or "another rank", run.progress.step)
+    run.save(final=True)
+    return "stopped"
