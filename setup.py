@@ -18,7 +18,7 @@ setup(
     package_data={"megatron_rl": ["metrics/*.html"]},
     install_requires=[
         "torch>=2.11",
-        "megatron-core==0.16.1",
+        "megatron-core>=0.16.1,<0.20",
         "transformers>=5.0",
         "tokenizers>=0.22",
         "safetensors>=0.5",

@@ -6,27 +6,14 @@ import contextlib
 import datetime
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import GlobalMemoryBuffer
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.platform import Platform
-
-
-class _TrainableMemoryBuffer(GlobalMemoryBuffer):
-    """megatron's scratch buffer, safe to be first asked for inside ``inference_mode``.
-
-    Stock, a buffer made during a rollout is an inference tensor, and the next training step
-    fails with "Inference tensors cannot be saved for backward".
-    """
-
-    def get_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return super().get_tensor(*args, **kwargs)
+from megatron_rl.platform.megatron import use_trainable_memory_buffer
 
 
 @dataclass(frozen=True)
@@ -105,7 +92,7 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
         expert_model_parallel_size=config.expert_model_parallel_size,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
     )
-    parallel_state._GLOBAL_MEMORY_BUFFER = _TrainableMemoryBuffer()
+    use_trainable_memory_buffer()
     return current_groups()
 
 

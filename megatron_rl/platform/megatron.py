@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.core
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import GlobalMemoryBuffer
 
 VERSION = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
 """(0, 16), ..."""
@@ -88,3 +91,18 @@ def raising(write: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return written
+
+
+class _TrainableMemoryBuffer(GlobalMemoryBuffer):
+    def get_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return super().get_tensor(*args, **kwargs)
+
+
+def use_trainable_memory_buffer() -> None:
+    """Make megatron's scratch buffer safe to be first asked for inside ``inference_mode``.
+
+    Stock, a buffer made during a rollout is an inference tensor, and the next training step fails with "Inference
+    tensors cannot be saved for backward".
+    """
+    parallel_state._GLOBAL_MEMORY_BUFFER = _TrainableMemoryBuffer()

@@ -9,16 +9,12 @@ import warnings
 
 import torch
 
-
-class _DropMessages(logging.Filter):
-    """Silences messages that are true on a CPU but useless to the user."""
-
-    def __init__(self, *parts: str) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not any(part in record.getMessage() for part in self._parts)
+_USELESS = {
+    "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",
+    # From 0.19 on, for every model: its successor's norms need Transformer Engine.
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+}
+"""Logger, and what of it says nothing that the user could act on."""
 
 
 @functools.cache
@@ -41,13 +37,12 @@ def prepare() -> None:
         import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401  (the rest of the warnings)
 
         _close_gaps()
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
-        _DropMessages("CPU RNG state changed within GPU RNG context")
-    )
+    for logger, message in _USELESS.items():
+        logging.getLogger(logger).addFilter(lambda record, useless=message: useless not in record.getMessage())
 
 
 def _close_gaps() -> None:
-    """Places where megatron-core 0.16.1 needs a package it should not need."""
+    """Places where megatron-core needs a package it should not need."""
     import megatron.core.transformer.attention as attention
     from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import moe_utils

@@ -65,6 +65,8 @@ def test_nohup_is_respected() -> None:
         signal.signal(number, handler)
 
 
+PYTHON = [sys.executable, "-W", "ignore::DeprecationWarning", "-c"]
+"""From 3.12 on Python warns of a fork beside torch's threads."""
 START = """
 import logging, os, signal, sys, time
 from megatron_rl.signals import StopRequest
@@ -91,7 +93,7 @@ os.read(ready, 1)  # as inside a rendezvous: Python's own handlers do not get th
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_it_starts_ends_the_process_cleanly(number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", START, "starting"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*PYTHON, START, "starting"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout.readline() == "starting\n"
     process.send_signal(number)
@@ -102,5 +104,5 @@ def test_a_signal_while_it_starts_ends_the_process_cleanly(number: signal.Signal
 
 
 def test_a_signal_to_a_run_that_has_started_only_asks() -> None:
-    done = subprocess.run([sys.executable, "-c", START, "started"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*PYTHON, START, "started"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (7, "starting\nasked to stop: True\n"), done.stderr

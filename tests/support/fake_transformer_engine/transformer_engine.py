@@ -183,7 +183,12 @@ pytorch = _module(
     Fp8Padding=Fp8Padding,
     Fp8Unpadding=Fp8Unpadding,
     fp8_autocast=fp8_autocast,
-    fp8=_module("pytorch.fp8", FP8GlobalStateManager=FP8GlobalStateManager, fp8_autocast=fp8_autocast),
+    fp8=_module(
+        "pytorch.fp8",
+        FP8GlobalStateManager=FP8GlobalStateManager,
+        fp8_autocast=fp8_autocast,
+        fp8_model_init=contextlib.nullcontext,  # imported by megatron-core 0.19; nobody here enters it
+    ),
     distributed=_module(
         "pytorch.distributed", CudaRNGStatesTracker=object, activation_recompute_forward=_Absent
     ),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.utils import GlobalMemoryBuffer
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
 from megatron_rl.platform import megatron
@@ -63,3 +66,14 @@ def test_a_write_that_returns_its_error_raises_it() -> None:
         megatron.raising(lambda: (0, full))()
     assert megatron.raising(lambda: (0, ["written"]))() == (0, ["written"])
     assert megatron.raising(lambda: None)() is None
+
+
+def test_a_scratch_buffer_made_in_a_rollout_can_be_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made_in_a_rollout(buffer: GlobalMemoryBuffer) -> torch.Tensor:
+        with torch.inference_mode():
+            return buffer.get_tensor((2,), torch.float32, "test")
+
+    monkeypatch.setattr(parallel_state, "_GLOBAL_MEMORY_BUFFER", None)
+    assert made_in_a_rollout(GlobalMemoryBuffer()).is_inference(), "megatron's own would do"
+    megatron.use_trainable_memory_buffer()
+    assert not made_in_a_rollout(parallel_state.get_global_memory_buffer()).is_inference()
