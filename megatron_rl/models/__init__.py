@@ -2,9 +2,8 @@
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is imported)
 from megatron_rl.models.attention_choice import attention_of, kv_cache_dtype
-from megatron_rl.models.gpt import PolicyModel, build_model, build_transformer_config
-from megatron_rl.models.mode import rollout_mode
-from megatron_rl.models.rollout_forward import RolloutForward
+from megatron_rl.models.gpt import PolicyModel, build_model, build_transformer_config, rollout_mode
+from megatron_rl.models.rollout import RolloutForward
 from megatron_rl.models.rollout_ops import RolloutOps, ops_for
 
 __all__ = [

@@ -1,14 +1,18 @@
-"""GPTModel from flags."""
+"""GPTModel from flags, and its two phases."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,6 +27,9 @@ from megatron_rl.parallel.groups import pipeline_stage
 from megatron_rl.platform import Platform
 
 logger = logging.getLogger(__name__)
+
+_SWITCHES = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+"""Attributes by which megatron's modules cut a sequence over the tensor-parallel ranks."""
 
 
 class _TrainableRotaryEmbedding(RotaryEmbedding):
@@ -59,45 +66,27 @@ class PolicyModel:
 
 
 def build_transformer_config(config: RLConfig, platform: Platform) -> TransformerConfig:
-    """Translate our sections; fused kernels stay off where there is no CUDA to run them."""
-    model, kernels, parallel = config.model, config.kernels, config.parallel
-    on_cuda, moe = platform.is_cuda, model.num_experts is not None
+    """Flags of the model's shape and of parallelism reach megatron under their own names.
+
+    Fused kernels stay off where there is no CUDA to run them.
+    """
+    model, kernels, known = config.model, config.kernels, {f.name for f in dataclasses.fields(TransformerConfig)}
+    given = {name: value for name, value in {**vars(model), **vars(config.parallel)}.items() if name in known}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            ffn_hidden_size=model.ffn_hidden_size,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            kv_channels=model.kv_channels,
-            normalization=model.normalization,
+            **given,
             layernorm_epsilon=model.norm_epsilon,
             gated_linear_unit=model.swiglu,
             activation_func=functional.silu if model.swiglu else functional.gelu,
-            add_bias_linear=model.add_bias_linear,
-            add_qkv_bias=model.add_qkv_bias,
-            qk_layernorm=model.qk_layernorm,
             num_moe_experts=model.num_experts,
-            moe_ffn_hidden_size=model.moe_ffn_hidden_size,
-            moe_router_topk=model.moe_router_topk,
-            moe_router_pre_softmax=model.moe_router_pre_softmax,
-            moe_router_load_balancing_type=model.moe_router_load_balancing_type,
-            moe_router_dtype="fp32" if moe else None,  # near ties fall the same way in rollout and trainer
-            hidden_dropout=model.hidden_dropout,
-            attention_dropout=model.attention_dropout,
-            init_method_std=model.init_method_std,
-            embedding_init_method_std=model.embedding_init_method_std,
-            use_cpu_initialization=kernels.use_cpu_initialization or not on_cuda,
+            moe_router_dtype=None if model.num_experts is None else "fp32",  # near ties fall as in the trainer
+            use_cpu_initialization=kernels.use_cpu_initialization or not platform.is_cuda,
             params_dtype=parameter_dtype(config),
             pipeline_dtype=parameter_dtype(config),
             bf16=config.precision.bf16,
             transformer_impl=kernels.transformer_impl,
             **fp8_settings(config),
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            sequence_parallel=parallel.sequence_parallel,
             recompute_granularity=kernels.recompute_granularity,
             recompute_method=kernels.recompute_method,
             recompute_num_layers=kernels.recompute_num_layers,
@@ -153,3 +142,48 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
                 f"{policy.num_parameters:,}", vocab_size, layout.padded_vocab_size)
     logger.info("%s", policy.attention.reason)
     return policy
+
+
+@contextlib.contextmanager
+def rollout_mode(
+    policy: PolicyModel, wrapped: DistributedDataParallel | None = None
+) -> Iterator[None]:
+    """Evaluation mode, all parameters gathered, sequence parallelism off.
+
+    Sequence parallelism would cut a decode batch of one token a row into uneven pieces; the
+    results are the same without it. ``wrapped`` is given in training runs: with
+    `--overlap-param-gather` the updated parameters are still on their way after the optimizer
+    step, and a rollout on half of them would be silently stale.
+    """
+    hooked = wrapped is not None and wrapped.ddp_config.overlap_param_gather
+    if hooked:
+        wrapped.disable_forward_pre_hook(param_sync=True)
+    policy.gpt.eval()
+    try:
+        with _whole_sequences(policy):
+            yield
+    finally:
+        if hooked:
+            wrapped.enable_forward_pre_hook()
+        policy.gpt.train()
+
+
+@contextlib.contextmanager
+def _whole_sequences(policy: PolicyModel) -> Iterator[None]:
+    """Sequence parallelism off, and what was on on again.
+
+    megatron's `set_model_to_sequence_parallel` remembers the modules of a model by ``id(model)`` for ever: a model
+    made where another one lay before kept its sequence parallelism, and the modules of the old one were never freed.
+    """
+    if not policy.config.sequence_parallel:
+        yield
+        return
+    owners = (policy.config, *policy.gpt.modules())
+    on = [(owner, name) for owner in owners for name in _SWITCHES if getattr(owner, name, None) is True]
+    for owner, name in on:
+        setattr(owner, name, False)
+    try:
+        yield
+    finally:
+        for owner, name in on:
+            setattr(owner, name, True)

@@ -6,7 +6,7 @@ round, and differ by the order of a norm's sum and the last bit of ``exp``.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -27,10 +27,18 @@ class Pending(NamedTuple):
     bias: torch.Tensor | None
 
 
-class RolloutOps(Protocol):
-    """The operations; [T, hidden] is the residual stream."""
+def add(residual: torch.Tensor, pending: Pending) -> torch.Tensor:
+    """``output + bias + residual`` in megatron's order, in the memory of ``output``."""
+    output = pending.output
+    if pending.bias is not None:
+        output.add_(pending.bias)
+    return output.add_(residual)
 
-    stores_heads: bool
+
+class RolloutOps:
+    """The operations in eager torch; [T, hidden] is the residual stream."""
+
+    stores_heads = False
     """Whether decode steps rotate heads and write the cache in one go where the cache has pages."""
 
     def add_norm(
@@ -41,41 +49,13 @@ class RolloutOps(Protocol):
         reader: torch.nn.Module | None,
     ) -> tuple[torch.Tensor, LinearInput]:
         """The residual stream with ``pending`` added, in its memory, and its norm as the linear ``reader`` wants it."""
-        ...
-
-    def activate(self, inner: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module) -> LinearInput:
-        """A plain MLP's activation, for the linear ``reader``: [T, F], or [T, 2 F] -> [T, F]."""
-        ...
-
-
-def add(residual: torch.Tensor, pending: Pending) -> torch.Tensor:
-    """``output + bias + residual`` in megatron's order, in the memory of ``output``."""
-    output = pending.output
-    if pending.bias is not None:
-        output.add_(pending.bias)
-    return output.add_(residual)
-
-
-class EagerOps:
-    """See `RolloutOps`."""
-
-    stores_heads = False
-
-    def add_norm(
-        self,
-        residual: torch.Tensor,
-        pending: Pending | None,
-        norm: torch.nn.Module,
-        reader: torch.nn.Module | None,
-    ) -> tuple[torch.Tensor, LinearInput]:
-        """See `RolloutOps`."""
         del reader
         if pending is not None:
             residual = add(residual, pending)
         return residual, norm.forward(residual)
 
     def activate(self, inner: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module) -> LinearInput:
-        """See `RolloutOps`."""
+        """A plain MLP's activation, for the linear ``reader``: [T, F], or [T, 2 F] -> [T, F]."""
         del reader
         if not config.gated_linear_unit:
             return config.activation_func(inner)
@@ -83,7 +63,7 @@ class EagerOps:
         return config.activation_func(gate).mul_(up)
 
 
-class FusedOps(EagerOps):
+class FusedOps(RolloutOps):
     """A Triton kernel for each, eager for what the kernels do not know: LayerNorm and other activations."""
 
     stores_heads = True
@@ -119,4 +99,4 @@ def is_rms(norm: torch.nn.Module) -> bool:
 
 def ops_for(device: torch.device) -> RolloutOps:
     """The kernels on CUDA with Triton, eager torch elsewhere."""
-    return FusedOps() if device.type == "cuda" and kernels.available() else EagerOps()
+    return FusedOps() if device.type == "cuda" and kernels.available() else RolloutOps()

@@ -16,7 +16,6 @@ from megatron_rl.inference.paged_cache import PagedCache
 from megatron_rl.inference.slot_cache import SlotCache
 from megatron_rl.inference.slot_state import SlotState
 from megatron_rl.models import PolicyModel, RolloutForward, RolloutOps
-from megatron_rl.models.rollout_ops import EagerOps
 from megatron_rl.registry import BACKENDS
 from tests.support.tiny import VOCABULARY
 
@@ -43,7 +42,7 @@ def meta_context(
 
 def meta_step(policy: PolicyModel, backend: str) -> tuple[DecodeBurst, SlotState]:
     """A decode step in eager torch; takes the model's values."""
-    context = meta_context(policy, backend, EagerOps())
+    context = meta_context(policy, backend, RolloutOps())
     state = SlotState(6, 48, VOCABULARY, META)
     is_stop = torch.zeros(VOCABULARY, dtype=torch.bool, device=META)
     return DecodeBurst(context, state, RolloutForward(policy, context), Drawer(state, is_stop, None)), state

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.attention import PackedPlan
-from megatron_rl.models import PolicyModel
-from megatron_rl.models.layer import RolloutLayer
+from megatron_rl.models import PolicyModel, RolloutForward
+from megatron_rl.models.rollout import RolloutLayer
 from megatron_rl.quantization.observe import observed
 from tests.support.generation import generate, largest_gap, ragged_requests, randomise_vectors, rollout_engine, tokens
 from tests.support.tiny import tiny_config, tiny_policy
@@ -40,23 +41,35 @@ def family(name: str) -> PolicyModel:
     return policy
 
 
+Passes = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Passes]:
+    """Token ids, positions and logits of every forward pass of engines that are made inside."""
+    passes: Passes = []
+    own = RolloutForward.forward
+
+    def noted(self: RolloutForward, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits = own(self, token_ids, positions)
+        passes.append((token_ids.clone(), positions.clone(), logits.clone()))
+        return logits
+
+    with mock.patch.object(RolloutForward, "forward", noted):
+        yield passes
+
+
 def run(policy: PolicyModel, short: bool, **sampling: object):
     """Completions of a ragged batch, and the logits of every forward pass."""
-    engine = rollout_engine(policy, max_batch_size=6)
-    assert engine._model.is_short, "the short way is never taken"
-    engine._model.is_short = short
-    seen: list[torch.Tensor] = []
-    forward = engine._model.forward
-
-    def noted(*arguments: torch.Tensor) -> torch.Tensor:
-        seen.append(forward(*arguments).clone())
-        return seen[-1]
-
-    engine._model.forward = noted
-    layer_forward = RolloutLayer.forward if short else TransformerLayer.forward
-    with mock.patch.object(RolloutLayer, "forward", layer_forward):
+    with (
+        mock.patch.object(RolloutForward, "is_short", short),
+        mock.patch.object(RolloutLayer, "decode", autospec=True, side_effect=RolloutLayer.decode) as decode,
+        recorded() as passes,
+    ):
+        engine = rollout_engine(policy, max_batch_size=6)
         groups = generate(policy, engine, ragged_requests(7, num_samples=2, max_new_tokens=20, **sampling))
-    return groups, seen
+    assert decode.called == short
+    return groups, [logits for *_, logits in passes]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -74,18 +87,10 @@ def test_same_logits_and_tokens_as_the_stock_modules(one_rank: object, name: str
 @pytest.mark.parametrize("name", FAMILIES)
 def test_same_logits_as_the_training_forward(one_rank: object, name: str) -> None:
     policy = family(name)
-    engine = rollout_engine(policy, stop_ids=())  # nobody ends early, so no row moves
     wanted = ragged_requests(5, max_new_tokens=16, greedy=True)
-    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    forward = engine._model.forward
-
-    def noted(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = forward(token_ids, positions)
-        seen.append((token_ids.clone(), positions.clone(), logits.clone()))
-        return logits
-
-    engine._model.forward = noted
-    groups = generate(policy, engine, wanted)
+    with recorded() as seen:
+        engine = rollout_engine(policy, stop_ids=())  # nobody ends early, so no row moves
+        groups = generate(policy, engine, wanted)
     trained = training_logits(policy, [r.prompt_ids + c.token_ids for r, (c,) in zip(wanted, groups, strict=True)])
     assert len(seen) == 16
     for token_ids, positions, logits in seen[1:]:  # the first is the prefill
@@ -138,12 +143,3 @@ def test_a_replaced_forward_is_called(one_rank: object) -> None:
     changed = tokens(generate(policy, rollout_engine(policy), ragged_requests(3, max_new_tokens=12)))
     del linear.forward
     assert changed != plain
-
-
-def test_what_it_does_not_know_goes_the_stock_way(one_rank: object) -> None:
-    policy = family("qwen2")
-    expected = tokens(generate(policy, rollout_engine(policy), ragged_requests(3, max_new_tokens=8)))
-    policy.gpt.decoder.layers[0].has_short_way = False
-    engine = rollout_engine(policy)
-    assert not engine._model.is_short
-    assert tokens(generate(policy, engine, ragged_requests(3, max_new_tokens=8))) == expected

@@ -147,14 +147,14 @@ class KernelChecks:
     def test_a_rollout(self, one_rank, monkeypatch, model, recipe):
         """The same greedy tokens as eager torch, and log-probs within 1e-5; int8 codes may round another way."""
         from megatron_rl.inference import rollout_engine as module
-        from megatron_rl.models.rollout_ops import EagerOps, FusedOps
+        from megatron_rl.models.rollout_ops import FusedOps, RolloutOps
         from tests.support.generation import largest_gap, rollout_engine, tokens
         from tests.support.quantized import complete, quantizable_policy, rollout_quantization, short_requests
 
         changes = {"qk_layernorm": True, "add_qkv_bias": False} if model == "normed" else {}
         policy = quantizable_policy(attention_backend=self.paged, **changes)
         requests, results = short_requests(2, greedy=True, max_new_tokens=3), []
-        for ops in (EagerOps(), FusedOps()):
+        for ops in (RolloutOps(), FusedOps()):
             monkeypatch.setattr(module, "ops_for", lambda _, ops=ops: ops)
             quantization = rollout_quantization(policy, recipe)
             results.append(complete(policy, rollout_engine(policy), quantization, requests))

@@ -1,25 +1,29 @@
-"""A decoder layer that takes the short way in rollouts: its submodules and nothing around them.
+"""The model's forward pass in a rollout: embedding, layers, norm and head, and nothing around them.
 
-Stock, a layer is wrapped for recomputation, dropout, offloading and cross-attention, all of them off in a
-rollout; at 64 rows and a hidden size of 64 the wrapping took as long as the products. Here the same operations
-run on the same numbers, so that on a CPU the result is the training forward's to the bit.
+Stock, a layer is wrapped for recomputation, dropout, offloading and cross-attention, all of them off in a rollout; at
+64 rows and a hidden size of 64 the wrapping took as long as the products. Here the same operations run on the same
+numbers, so that on a CPU the result is the training forward's to the bit.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from megatron.core.transformer.identity_op import IdentityOp
+import torch.nn.functional as functional
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.attention import AttentionPlan, PlannedSelfAttention
-from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, add, is_rms
+from megatron_rl.attention import AttentionPlan
+from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, is_rms
+from megatron_rl.platform.megatron import inference_flag
+
+if TYPE_CHECKING:
+    from megatron_rl.models.gpt import PolicyModel
 
 
 class RolloutPlan(AttentionPlan, Protocol):
-    """What layers ask of a rollout's context."""
+    """What the forward pass asks of a rollout's context."""
 
     ops: RolloutOps
 
@@ -37,48 +41,26 @@ class RolloutPlan(AttentionPlan, Protocol):
         """
         ...
 
+    def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[1, T, hidden]`` -> ``[rows, hidden]``: the tokens worth a logit."""
+        ...
+
 
 class RolloutLayer(TransformerLayer):
-    """megatron's layer; `decode` is its evaluation-mode forward with an `AttentionPlan`."""
+    """megatron's layer; `decode` is its evaluation-mode forward with a `RolloutPlan`."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.has_short_way = (
-            isinstance(self.self_attention, PlannedSelfAttention)
-            and isinstance(self.cross_attention, IdentityOp)
-            and not self.config.attention_output_gate
-            and not self.config.fp32_residual_connection
-            and not self.config.inference_fuse_tp_communication
-        )
-        """Whether `decode` knows everything this layer does."""
-        self.has_plain_mlp = (
-            type(self.mlp) is MLP
-            and not self.config.use_te_activation_func
-            and not self.config.bias_activation_fusion
-            and self.config.activation_func_clamp_value is None
-            and not self.config.glu_linear_offset
-        )
-        attention = self.self_attention
-        # Left to megatron: norms of query and key, and fewer groups than ranks, which then exchange their parts.
-        self.has_plain_heads = (
-            not self.config.qk_layernorm and self.config.num_query_groups >= attention.world_size
-        )
-        self._head_norms = (attention.q_layernorm, attention.k_layernorm) if self.config.qk_layernorm else (None, None)
-        self.has_storable_heads = self.config.num_query_groups >= attention.world_size and (
-            not self.config.qk_layernorm or all(map(is_rms, self._head_norms))
-        )
-        """Whether a kernel knows everything between the projection and the cache."""
+        attention, config = self.self_attention, self.config
+        self._has_plain_mlp = isinstance(self.mlp, MLP)  # experts are left to megatron
+        # So are norms of query and key, and fewer groups than ranks, which then exchange their parts.
+        has_whole_groups = config.num_query_groups >= attention.world_size
+        self._has_plain_heads = not config.qk_layernorm and has_whole_groups
+        self._head_norms = (attention.q_layernorm, attention.k_layernorm) if config.qk_layernorm else (None, None)
+        # A kernel knows everything between the projection and the cache.
+        self._has_storable_heads = has_whole_groups and (not config.qk_layernorm or all(map(is_rms, self._head_norms)))
         self._groups = attention.num_query_groups_per_partition
         self._head_width = attention.hidden_size_per_attention_head
-
-    def forward(
-        self, hidden_states: torch.Tensor, *stock: Any, inference_context: Any = None, **others: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See megatron's layer; the short way where a rollout asks for it."""
-        short = self.has_short_way and not self.training and not torch.is_grad_enabled()
-        if short and hasattr(inference_context, "attend"):
-            return add(*self.decode(hidden_states.squeeze(1), None, inference_context))[:, None], None
-        return super().forward(hidden_states, *stock, inference_context=inference_context, **others)
 
     def decode(
         self, hidden: torch.Tensor, pending: Pending | None, plan: RolloutPlan
@@ -91,7 +73,7 @@ class RolloutLayer(TransformerLayer):
         hidden, normed = ops.add_norm(hidden, pending, self.input_layernorm, attention.linear_qkv)
         attended = self._attended(normed, plan).view(hidden.shape[0], -1)
         pending = Pending(*call_linear(attention.linear_proj, attended))
-        if self.has_plain_mlp:
+        if self._has_plain_mlp:
             hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, self.mlp.linear_fc1)
             return hidden, Pending(*self._plain_mlp(normed, ops))
         hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, None)
@@ -101,18 +83,18 @@ class RolloutLayer(TransformerLayer):
     def _attended(self, normed: LinearInput, plan: RolloutPlan) -> torch.Tensor:
         """The normed ``[T, hidden]`` -> ``[T, 1, heads * D]``."""
         attention = self.self_attention
-        if plan.stores_heads and self.has_storable_heads:
+        if plan.stores_heads and self._has_storable_heads:
             mixed, _ = call_linear(attention.linear_qkv, normed)
             heads = mixed.view(mixed.shape[0], self._groups, -1, self._head_width)
             return plan.attend_mixed(self.layer_number, heads, *self._head_norms)
         return plan.attend(self.layer_number, *self._heads(normed, plan))
 
     def _heads(
-        self, normed: LinearInput, plan: AttentionPlan
+        self, normed: LinearInput, plan: RolloutPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> rotated query and key, and value, ``[T, 1, heads, D]`` each."""
         attention = self.self_attention
-        if not self.has_plain_heads:
+        if not self._has_plain_heads:
             query, key, value = attention.get_query_key_value_tensors(normed[:, None])
             return plan.rotate(query), plan.rotate(key), value
         mixed, _ = call_linear(attention.linear_qkv, normed)
@@ -138,3 +120,46 @@ def call_linear(module: torch.nn.Module, tokens: LinearInput) -> tuple[torch.Ten
     if module._forward_hooks or module._forward_pre_hooks:
         return module(tokens)
     return module.forward(tokens)
+
+
+class RolloutForward:
+    """Calls the model of ``policy`` with ``plan``; Transformer Engine's layers go through `GPTModel.forward`.
+
+    On a CPU both ways give the same bits. Call it in evaluation mode and without gradients.
+    """
+
+    def __init__(self, policy: PolicyModel, plan: RolloutPlan) -> None:
+        self._policy, self._plan = policy, plan
+        self._is_whole = policy.config.tensor_model_parallel_size == 1
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the short way is taken."""
+        return self._policy.config.transformer_impl == "local"
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """``[N]`` ids and positions -> ``[rows, V]`` fp32 logits over the real vocabulary."""
+        logits = self._short(token_ids) if self.is_short else self._stock(token_ids, positions)
+        return logits[:, : self._policy.vocab_size].float()
+
+    def _short(self, token_ids: torch.Tensor) -> torch.Tensor:
+        gpt, plan = self._policy.gpt, self._plan
+        embedding = gpt.embedding.word_embeddings
+        hidden = functional.embedding(token_ids, embedding.weight) if self._is_whole else embedding(token_ids)
+        pending = None
+        for layer in gpt.decoder.layers:
+            hidden, pending = layer.decode(hidden, pending, plan)
+        _, normed = plan.ops.add_norm(hidden, pending, gpt.decoder.final_layernorm, None)
+        chosen = plan.last_token_logits(normed[None])
+        tied = gpt.share_embeddings_and_output_weights
+        weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
+        if self._is_whole:
+            return torch.mm(chosen, weight.t())
+        return gpt.output_layer(chosen[:, None], weight=weight, runtime_gather_output=True)[0][:, 0]
+
+    def _stock(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        with inference_flag():
+            logits = self._policy.gpt(
+                token_ids[None], positions[None], None, inference_context=self._plan, runtime_gather_output=True
+            )
+        return logits.view(-1, logits.shape[-1])
