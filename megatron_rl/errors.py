@@ -5,8 +5,9 @@ A message has three parts: what, why, what instead.
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 MAX_VALUE = 200
@@ -93,6 +94,16 @@ class ConfigError(MegatronRLError):
     def lines(self) -> list[str]:
         """The problems as text."""
         return [problem.text for problem in self.problems]
+
+
+@contextlib.contextmanager
+def collecting(problems: list[Problem], flag: str | None = None) -> Iterator[None]:
+    """What a check raises is added to ``problems``, as found in what ``flag`` names, instead of ending the others."""
+    try:
+        yield
+    except (ConfigError, CheckpointError) as error:
+        found = error.problems if isinstance(error, ConfigError) else (Problem(flag, str(error)),)
+        problems += [each if flag is None else each.under(flag) for each in found]
 
 
 class CheckpointError(MegatronRLError):

@@ -7,9 +7,11 @@ mentions. No process group is needed: `--check` calls this, and rank 0 of every 
 from __future__ import annotations
 
 from megatron_rl.config import RLConfig
-from megatron_rl.preflight.algorithms import algorithm_problems
-from megatron_rl.preflight.attention import attention_problems
-from megatron_rl.preflight.checkpoints import (
+from megatron_rl.errors import Problem
+from megatron_rl.preflight import inputs, machine
+from megatron_rl.preflight.inputs import open_tokenizer
+from megatron_rl.preflight.machine import backend_problems
+from megatron_rl.preflight.starts import (
     checkpoint_problems,
     first_weights,
     reference_weights,
@@ -17,12 +19,6 @@ from megatron_rl.preflight.checkpoints import (
     run_to_continue,
     wants_reference,
 )
-from megatron_rl.preflight.environments import environment_problems
-from megatron_rl.preflight.hugging_face import hugging_face_problems
-from megatron_rl.preflight.output import output_problems
-from megatron_rl.preflight.quantization import quantization_problems
-from megatron_rl.preflight.services import backend_problems, service_problems
-from megatron_rl.preflight.text import open_tokenizer, tokenizer_problems
 
 __all__ = [
     "backend_problems", "first_weights", "open_tokenizer", "preflight", "reference_weights", "resumes",
@@ -30,17 +26,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-def preflight(config: RLConfig) -> list[str]:
-    """One line for every problem: what, why, what instead."""
-    tokenizer, problems = tokenizer_problems(config)
+def preflight(config: RLConfig) -> list[Problem]:
+    """Every problem there is."""
+    tokenizer, problems = inputs.tokenizer_problems(config)
     return [
-        *output_problems(config),
+        *machine.output_problems(config),
         *problems,
-        *environment_problems(config, tokenizer),
+        *inputs.environment_problems(config, tokenizer),
         *checkpoint_problems(config, tokenizer),
-        *hugging_face_problems(config, tokenizer),
-        *algorithm_problems(config),
-        *quantization_problems(config),
-        *attention_problems(config),
-        *service_problems(config),
+        *inputs.hugging_face_problems(config, tokenizer),
+        *machine.algorithm_problems(config),
+        *machine.quantization_problems(config),
+        *machine.attention_problems(config),
+        *machine.service_problems(config),
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig
-from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.errors import CheckpointError, Problem, collecting
 from megatron_rl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # megatron-core takes seconds, which --help and wrong flags need not wait for
@@ -83,7 +83,7 @@ def reference_weights(config: RLConfig, directory: Path, state: RunState) -> Ori
     return replace(named, weights=recorded.weights)
 
 
-def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[str]:
+def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Problem]:
     """Checkpoints that are absent, of another model, or of a run this one cannot continue.
 
     Checksums are compared when a checkpoint is loaded: at the size of a large model they take minutes.
@@ -93,14 +93,13 @@ def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[s
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     continued, problems = run_to_continue(config), []
     for flag, path in [continued] if continued is not None else _weights_alone(config):
-        try:
+        with collecting(problems, flag):
             directory = find_checkpoint(path, contents=False)
             found = architecture_problems(config, directory, vocab_size)
-            found += continuation_problems(config, directory) if continued is not None else []
-            found += _reference_problems(config, directory, vocab_size) if continued is not None and not found else []
-        except CheckpointError as error:
-            found = [str(error)]
-        problems += [f"{flag}: {line}" for line in found]
+            if continued is not None:
+                found += continuation_problems(config, directory)
+                found = found or _reference_problems(config, directory, vocab_size)
+            problems += [Problem(None, line).under(flag) for line in found]
     return problems
 
 
@@ -127,17 +126,15 @@ def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | Non
     if not wants_reference(config):
         return []
     origin = reference_weights(config, directory, read_run_state(directory))
-    try:
+    problems: list[Problem] = []
+    found: list[str] = []
+    with collecting(problems):
         if origin.kind == "checkpoint":
             found = architecture_problems(config, find_checkpoint(origin.path, contents=False), vocab_size)
-        else:
-            found = weight_problems(read_model(origin.path)) if origin.kind == "hugging_face" else []
-    except CheckpointError as error:
-        found = [str(error)]
-    except ConfigError as error:
-        found = error.lines
+        elif origin.kind == "hugging_face":
+            found = weight_problems(read_model(origin.path))
     return [
         f"the reference of --grpo-kl-beta is what the run started from: {line}; if it lies elsewhere now, name that "
         "place with --pretrained-checkpoint or --load-hf, or use --grpo-kl-beta 0"
-        for line in found
+        for line in (*found, *problems)
     ]

@@ -1,0 +1,191 @@
+"""What a run reads: the tokenizer, the environments with their tasks, and a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from megatron_rl.config import RLConfig
+from megatron_rl.environments.loading import Surveyed, surveyed
+from megatron_rl.errors import ConfigError, Problem, collecting, one_line
+from megatron_rl.families import read_model
+from megatron_rl.families.files import weight_problems
+from megatron_rl.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.types import Message
+
+DEADLINE_S = 10.0
+_QUESTION = "What is 2 + 3?"
+_LONGEST_TEXT = 100_000
+_MEMORY_BYTES = 2**30
+
+
+def open_tokenizer(config: RLConfig) -> Tokenizer:
+    """`--tokenizer-model`, which knows the end tokens that the model's directory names.
+
+    Raises:
+        ConfigError: it cannot be used, or what the directory says of end tokens cannot be read.
+    """
+    directories = [config.checkpoint.load_hf, config.model.hf_config]
+    return load_tokenizer(config.tokenizer.tokenizer_model, [name for name in directories if name is not None])
+
+
+def tokenizer_problems(config: RLConfig) -> tuple[Tokenizer | None, list[Problem]]:
+    """The tokenizer for the checks that need it, or None with the reasons."""
+    problems: list[Problem] = []
+    if config.tokenizer.tokenizer_model is None:
+        return None, problems  # already reported as a missing flag
+    with collecting(problems):
+        tokenizer = open_tokenizer(config)
+        return tokenizer, list(_stop_strings(config, tokenizer))
+    return None, problems
+
+
+def _stop_strings(config: RLConfig, tokenizer: Tokenizer) -> Iterator[Problem]:
+    """A special token is no text: alone it is looked for by its id, within other text it is nowhere."""
+    strings = config.rollout.rl_stop_strings
+    special = [text for text in tokenizer.special_tokens if text] if strings else []
+    for string in strings:
+        inside = next((text for text in special if text in string), None)
+        if inside is not None and string not in special:
+            yield Problem(
+                "--rl-stop-strings",
+                f"--rl-stop-strings {string!r} has the special token {inside} within other text, where it is never "
+                "found; give the token alone, or the text alone",
+            )
+
+
+def hugging_face_problems(config: RLConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
+    """What the headers of the files of `--load-hf` tell, no weight is read; and whether the tokenizer is the model's."""
+    directory, rows = config.checkpoint.load_hf, config.tokenizer.vocab_size
+    try:
+        found = [] if directory is None else weight_problems(read_model(directory))
+    except ConfigError:
+        found = []  # already reported when the flags were read
+    yield from (Problem(None, line).under("--load-hf") for line in found)
+    if rows is not None and tokenizer is not None and tokenizer.vocab_size > rows:
+        source = directory or config.model.hf_config
+        whose = f"--vocab-size {rows}" if source is None else f"the model of {source}, whose vocab_size is {rows}"
+        yield Problem(
+            "--tokenizer-model",
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, which does not fit {whose}; use the "
+            "model's own tokenizer",
+        )
+
+
+def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Problem]:
+    """What is wrong with the list, every environment on it and all of their tasks."""
+    problems: list[Problem] = []
+    path = config.environment.langrl_env_config
+    if path is None:
+        return problems  # already reported as a missing flag
+    alone = config.training.eval_only
+    supervised = not config.training.perform_rl_step and not alone
+    with collecting(problems):
+        found = surveyed(path, config.environment.rl_environment_load_timeout, demonstrations=supervised)
+        lines = _environment_faults(config, path, found, supervised)
+        problems += [Problem("--langrl-env-config", line) for line in lines]
+        if tokenizer is not None and (alone or not all(item.evaluation_only for item in found)):
+            problems += _chat_prompts(found, tokenizer)
+    return problems
+
+
+def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], supervised: bool) -> Iterator[str]:
+    trained = [item for item in found if not item.evaluation_only]
+    longest = config.rollout.rl_max_new_tokens
+    if not trained and not config.training.eval_only:
+        yield f"{path}: every environment is evaluation_only, so there is nothing to train on; add one that is not"
+        return
+    if supervised and not any(item.demonstrates for item in trained):
+        names = ", ".join(item.name for item in trained)
+        yield (
+            f"{path}: no environment gives demonstrations ({names}), which supervised training needs; "
+            "add --perform-rl-step to train by RL, or an environment that has some"
+        )
+    for item in trained if config.training.perform_rl_step and longest else ():
+        buffer, max_tokens, free_tokens = item.overlong or (0, 0, 0)
+        if longest <= free_tokens:  # a length punishment that no answer can reach: one of two numbers is wrong
+            yield (
+                f"{item.name}: overlong_buffer {buffer} of max_response_tokens {max_tokens} begins "
+                f"beyond the {longest} tokens of --rl-max-new-tokens; make max_response_tokens {longest}"
+            )
+    for item in found if config.training.eval_interval is not None else ():
+        if not item.test_tasks:
+            yield (
+                f"{item.name}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
+            )
+
+
+def _chat_prompts(found: Sequence[Surveyed], tokenizer: Tokenizer) -> Iterator[Problem]:
+    """A prompt that is a list of messages needs a chat template to become text, and one that does so."""
+    chats = [item for item in found if item.first_chat is not None]
+    if chats and tokenizer.has_chat_template:
+        yield from template_problems(tokenizer)
+        return
+    for item in chats:
+        yield Problem(
+            "--tokenizer-model",
+            f"{item.name}: task {item.first_chat!r} is a chat, and tokenizer {tokenizer.name!r} has no chat template; "
+            'set "chat_template" in its tokenizer_config.json, or use the tokenizer of a chat model',
+        )
+
+
+def template_problems(tokenizer: Tokenizer, deadline_s: float = DEADLINE_S) -> Iterator[Problem]:
+    """Why the chat template cannot render a single question, if it cannot.
+
+    It is a program that came with the tokenizer: transformers renders it in jinja's sandbox, here where it can be
+    stopped.
+    """
+    fault = _fault_of(tokenizer, deadline_s)
+    if fault is not None:
+        yield Problem(
+            "--tokenizer-model",
+            f'the chat template of tokenizer {tokenizer.name!r} {fault}; mend "chat_template" in its '
+            "tokenizer_config.json or its chat_template.jinja, or use the tokenizer of a chat model",
+        )
+
+
+def _fault_of(tokenizer: Tokenizer, deadline_s: float) -> str | None:
+    # Forked, so that nothing is imported or loaded again; the copy runs jinja and no thread of this process.
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_render, args=(tokenizer, writer), daemon=True)
+    process.start()
+    writer.close()
+    try:
+        if not reader.poll(deadline_s):
+            return f"does not end: a single question takes more than {deadline_s:g} s"
+        outcome = json.loads(reader.recv_bytes())
+    except EOFError:
+        process.join()
+        return f"ends the process that renders it (exit code {process.exitcode})"
+    finally:
+        process.kill()
+        process.join()
+        reader.close()
+    if "error" in outcome:
+        return f"cannot render a single question ({one_line(outcome['error'], 300)})"
+    return _fault_in(outcome["text"])
+
+
+def _fault_in(text: str) -> str | None:
+    if len(text) > _LONGEST_TEXT:
+        return f"makes more than {_LONGEST_TEXT:,} characters of a single question"
+    if "".join(_QUESTION.split()) not in "".join(text.split()):
+        return f"leaves out what the user says: {_QUESTION!r} becomes {one_line(text, 100)!r}"
+    return None
+
+
+def _render(tokenizer: Tokenizer, writer: Connection) -> None:
+    """In the process: what became of the question, as JSON."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY_BYTES, resource.RLIM_INFINITY))
+    messages: list[Message] = [{"role": "user", "content": _QUESTION}]
+    try:
+        outcome = {"text": tokenizer.render(messages)[: _LONGEST_TEXT + 1]}
+    except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
+        outcome = {"error": f"{type(error).__name__}: {error}"[: 10 * _LONGEST_TEXT]}
+    writer.send_bytes(json.dumps(outcome).encode())

@@ -1,0 +1,189 @@
+"""What a run needs of the machine: places to write to, ports, accounts, devices and the names of extensions."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from megatron_rl.config import RLConfig
+from megatron_rl.errors import ConfigError, Problem, collecting
+from megatron_rl.metrics.rundir import check_usable, writable
+from megatron_rl.metrics.wandb import Mode, wandb_mode
+from megatron_rl.preflight.starts import resumes
+from megatron_rl.quantization.layers import layer_problems
+from megatron_rl.registry import ADVANTAGES, LOSSES, RECIPES
+
+_ASKED = ("attention_backend", "rl_kv_cache_dtype", "inference_dynamic_batching_block_size", "rl_kv_overcommit")
+
+
+def output_problems(config: RLConfig) -> Iterator[Problem]:
+    """A run directory that cannot be made or is taken, and other directories that cannot be written."""
+    if config.logging.run_dir is None:
+        return  # already reported as a missing flag
+    run_dir, save = Path(config.logging.run_dir), Path(config.checkpoint.save)
+    unusable = check_usable(run_dir, resume=resumes(config))
+    yield from (Problem("--run-dir", line) for line in unusable)
+    if not unusable and not resumes(config) and save != run_dir / "checkpoints":
+        from megatron_rl.checkpoint import list_checkpoints
+
+        if list_checkpoints(save):
+            yield config.problem(
+                "save",
+                "already holds checkpoints, which this run would overwrite; continue them with --resume or choose "
+                "another directory",
+            )
+    others = [("save", str(save)), ("tensorboard_dir", config.logging.tensorboard_dir)]
+    if config.logging.wandb_project is not None:
+        others.append(("wandb_save_dir", config.logging.wandb_save_dir))
+    for name, directory in others:
+        fault = None if Path(directory).is_relative_to(run_dir) else _unwritable(Path(directory))
+        if fault is not None:
+            yield config.problem(name, fault)
+
+
+def _unwritable(directory: Path) -> str | None:
+    if directory.resolve().parent == directory.resolve():
+        return "is the root of the file system; name a directory for this run alone"
+    existing = directory
+    while not os.path.exists(existing):  # Path.exists raises below an unsearchable directory
+        existing = existing.parent
+    if existing.is_dir() and writable(existing):
+        return None
+    return f": {existing} {'is not writable' if existing.is_dir() else 'is a file'}; choose another directory"
+
+
+def service_problems(config: RLConfig) -> Iterator[Problem]:
+    """Communication, ports and accounts."""
+    yield from backend_problems(config)
+    port = config.environment.rl_environment_port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            yield config.problem(
+                "rl_environment_port",
+                f"cannot be used ({error.strerror}); choose another one, or 0 for any free port",
+            )
+    mode = wandb_mode(config.logging.wandb_mode)
+    if config.logging.wandb_project is None:
+        return
+    if mode not in get_args(Mode):
+        text = f"WANDB_MODE={mode} is not {', '.join(get_args(Mode))}; set one of them, or give --wandb-mode"
+        yield Problem("--wandb-mode", text)
+    elif mode == "online" and not (os.environ.get("WANDB_API_KEY") or _netrc_knows_wandb()):
+        yield Problem(
+            "--wandb-mode",
+            "--wandb-mode or WANDB_MODE online needs an API key and there is none; set WANDB_API_KEY, run 'wandb "
+            "login', or use --wandb-mode offline",
+        )
+
+
+def backend_problems(config: RLConfig) -> Iterator[Problem]:
+    """A communication library that this machine cannot use."""
+    if config.parallel.distributed_backend != "nccl" or _is_for_other_machines(config):
+        return
+    from megatron_rl.platform import current_platform  # brings torch, which most checks need not wait for
+
+    if not current_platform().is_cuda:
+        text = ", and there is no CUDA device here; use auto, which is gloo on the CPU"
+        yield config.problem("distributed_backend", text)
+
+
+def _is_for_other_machines(config: RLConfig) -> bool:
+    """With --check-world-size nobody can ask the run's devices."""
+    return config.training.check and config.training.check_world_size is not None
+
+
+def _netrc_knows_wandb() -> bool:
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def algorithm_problems(config: RLConfig) -> list[Problem]:
+    """Names that are not found, with the nearest ones, and settings that an algorithm refuses."""
+    problems: list[Problem] = []
+    if not config.training.perform_rl_step:
+        return problems
+    # imported here: it brings torch, which --help and wrong flags need not wait for
+    from megatron_rl.algorithms.settings import correction_config, loss_config
+
+    algorithm = config.algorithm
+    with collecting(problems, "--rl-advantage"):
+        ADVANTAGES.module(algorithm.rl_advantage)
+    with collecting(problems, "--rl-policy-loss"):
+        LOSSES.get(algorithm.rl_policy_loss)
+        loss_config(config)
+    with collecting(problems, "--rl-correction"):
+        _check_correction(config)
+        correction_config(config)
+    return problems
+
+
+def _check_correction(config: RLConfig) -> None:
+    """Raises ``ConfigError`` for an unknown name, and for bounds that the correction does not read."""
+    from megatron_rl.algorithms.corrections.composition import correction_modules  # here for the reason above
+
+    name = config.algorithm.rl_correction
+    modules = correction_modules(name)
+    given = [f"--rl-correction-{side}" for side in ("lower", "upper") if config.value(f"rl_correction_{side}") is not None]
+    if given and not any("DEFAULT_BOUNDS" in vars(module) for module in modules):
+        raise ConfigError([
+            f"{name} has no bounds and would ignore {' and '.join(given)}; use masked_is or geometric, or leave the "
+            "bounds out"
+        ])
+
+
+def quantization_problems(config: RLConfig) -> list[Problem]:
+    """Recipes, the device and the layers' shapes: everything that would fail once the model is built."""
+    problems: list[Problem] = []
+    asked, name = config.typed.get("transformer_impl"), config.quantization.rl_rollout_quantization
+    if asked == "transformer_engine" and not transformer_engine_is_installed():
+        text = (
+            ", but Transformer Engine is not installed; install it with pip install 'megatron-rl[te]' (GPU machines "
+            "only), or use --transformer-impl local"
+        )
+        problems.append(config.problem("transformer_impl", text))
+    if name == "none":
+        return problems
+    with collecting(problems, "--rl-rollout-quantization"):
+        recipe = RECIPES.get(name)
+        from megatron_rl.platform import current_platform  # brings torch, which wrong names need not wait for
+
+        unfit = recipe.device_problem(current_platform().compute_capability)
+        if unfit is not None:
+            problems.append(config.problem("rl_rollout_quantization", f": {unfit}"))
+        if config.model.is_complete:
+            problems += layer_problems(config, recipe.name, recipe.shape_problem)
+    return problems
+
+
+def transformer_engine_is_installed() -> bool:
+    """Looked up, not imported: that takes seconds."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def attention_problems(config: RLConfig) -> list[Problem]:
+    """A backend that the device lacks or that does not take the model's numbers, or for its pages.
+
+    What is chosen automatically always runs.
+    """
+    problems: list[Problem] = []
+    asked = any(name in config.typed for name in _ASKED)
+    if not asked or not config.model.is_complete or _is_for_other_machines(config):
+        return problems
+    from megatron_rl.models import attention_of  # brings torch and megatron-core, which most runs need not wait for
+    from megatron_rl.platform import current_platform
+
+    rollout = config.rollout
+    with collecting(problems):
+        attention = attention_of(config, current_platform())
+        problems += attention.page_problems(rollout.inference_dynamic_batching_block_size, rollout.rl_kv_overcommit)
+    return problems
