@@ -174,7 +174,7 @@ def _run(start: _Start) -> int:
 
 
 def _found_by_rank_0(config: RLConfig, groups: ParallelGroups) -> list[str]:
-    return preflight(config) or size_problems(config, groups.world_size)
+    return [str(problem) for problem in preflight(config) or size_problems(config, groups.world_size)]
 
 
 def _wait_for_rank_0(stop: StopRequest) -> None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, Numbers, PackedKernel
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.registry import BACKENDS
 
 AUTO = "auto"
@@ -33,6 +33,22 @@ class Attention:
     reason: str
     """One line for the log: what was chosen and why not something else."""
 
+    def page_problems(self, page_length: int | None, overcommit: float) -> list[Problem]:
+        """What the KV cache does not take: pages of that many tokens, or promising them more than once."""
+        multiple = self.cache.page_multiple
+        if self.cache.layout == "slots":
+            text = (
+                f"--rl-kv-overcommit {overcommit:g} needs a KV cache of pages, and the attention backend "
+                f"{self.cache_name} keeps one of slots; leave it out, or use --attention-backend paged"
+            )
+            return [Problem("--rl-kv-overcommit", text)] if overcommit > 1 else []
+        flag = "--inference-dynamic-batching-block-size"
+        text = (
+            f"{flag} {page_length} is not a multiple of {multiple}, as the pages of {self.cache_name} must be; use "
+            f"{-(-(page_length or 0) // multiple) * multiple}"
+        )
+        return [Problem(flag, text)] if (page_length or 0) % multiple else []
+
 
 def choose(
     asked: str, device: DeviceFacts, numbers: Numbers | None = None, faults: Mapping[str, str] = MappingProxyType({})
@@ -52,7 +68,8 @@ def choose(
         problem = backend.problem(device) or next(filter(None, unfit), None) or faults.get(asked)
         if problem is not None:
             others = _usable(device, numbers, faults)
-            raise ConfigError([f"--attention-backend {asked} {problem}; use auto, or {others}"])
+            text = f"--attention-backend {asked} {problem}; use auto, or {others}"
+            raise ConfigError([Problem("--attention-backend", text)])
     refused: list[str] = []
 
     def pick(part: Callable[[Backend], Kernel | None], rank: Callable[[Backend], int]) -> Backend:

@@ -65,7 +65,7 @@ class RLConfig:
             value = " ".join(value)
         shown = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
         derived = f" (from {source})" if source and name not in self.typed else ""
-        return Problem(flag, f"{flag}{shown}{derived}{'' if text.startswith(':') else ' '}{text}")
+        return Problem(flag, f"{flag}{shown}{derived}{'' if text[0] in ':,' else ' '}{text}")
 
     @property
     def model_parallel_size(self) -> int:

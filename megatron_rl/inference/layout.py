@@ -41,13 +41,10 @@ def make_layout(policy: PolicyModel, options: EngineOptions) -> CacheLayout:
     # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
     stored = options.kv_cache_dtype or policy.dtype
     shape = CacheShape.of(policy.gpt, max(options.max_sequence_length, FEWEST_KEYS), stored)
+    for problem in policy.attention.page_problems(options.page_length, options.kv_overcommit):
+        raise EngineError(problem.text)
     kernel = policy.attention.cache
     if kernel.layout == "slots":
-        if options.kv_overcommit > 1:
-            raise EngineError(
-                f"--rl-kv-overcommit {options.kv_overcommit:g} needs a KV cache of pages, and the attention backend "
-                f"{policy.attention.cache_name} keeps one of slots; leave it out, or use --attention-backend paged"
-            )
         slots = shape.slots_within(options.cache_budget_gb, options.max_batch_size)
         cache = SlotCache(shape, slots, policy.dtype, policy.device, options.kv_cache_dtype)
         return CacheLayout(cache, SlotStorage(options.reuse_prefixes), slots)

@@ -59,7 +59,7 @@ def _stop_strings(config: RLConfig, tokenizer: Tokenizer) -> Iterator[Problem]:
 
 
 def hugging_face_problems(config: RLConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
-    """What the headers of the files of `--load-hf` tell, no weight is read; and whether the tokenizer is the model's."""
+    """What the headers of the files of `--load-hf` tell; and whether the tokenizer is the model's."""
     directory, rows = config.checkpoint.load_hf, config.tokenizer.vocab_size
     try:
         found = [] if directory is None else weight_problems(read_model(directory))

@@ -84,15 +84,14 @@ def service_problems(config: RLConfig) -> Iterator[Problem]:
         )
 
 
-def backend_problems(config: RLConfig) -> Iterator[Problem]:
+def backend_problems(config: RLConfig) -> list[Problem]:
     """A communication library that this machine cannot use."""
     if config.parallel.distributed_backend != "nccl" or _is_for_other_machines(config):
-        return
+        return []
     from megatron_rl.platform import current_platform  # brings torch, which most checks need not wait for
 
-    if not current_platform().is_cuda:
-        text = ", and there is no CUDA device here; use auto, which is gloo on the CPU"
-        yield config.problem("distributed_backend", text)
+    text = ", and there is no CUDA device here; use auto, which is gloo on the CPU"
+    return [] if current_platform().is_cuda else [config.problem("distributed_backend", text)]
 
 
 def _is_for_other_machines(config: RLConfig) -> bool:
@@ -131,13 +130,14 @@ def _check_correction(config: RLConfig) -> None:
     """Raises ``ConfigError`` for an unknown name, and for bounds that the correction does not read."""
     from megatron_rl.algorithms.corrections.composition import correction_modules  # here for the reason above
 
-    name = config.algorithm.rl_correction
-    modules = correction_modules(name)
-    given = [f"--rl-correction-{side}" for side in ("lower", "upper") if config.value(f"rl_correction_{side}") is not None]
+    algorithm = config.algorithm
+    modules = correction_modules(algorithm.rl_correction)
+    bounds = {"lower": algorithm.rl_correction_lower, "upper": algorithm.rl_correction_upper}
+    given = [f"--rl-correction-{side}" for side, value in bounds.items() if value is not None]
     if given and not any("DEFAULT_BOUNDS" in vars(module) for module in modules):
         raise ConfigError([
-            f"{name} has no bounds and would ignore {' and '.join(given)}; use masked_is or geometric, or leave the "
-            "bounds out"
+            f"{algorithm.rl_correction} has no bounds and would ignore {' and '.join(given)}; use masked_is or "
+            "geometric, or leave the bounds out"
         ])
 
 

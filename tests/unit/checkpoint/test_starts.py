@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.preflight.checkpoints import checkpoint_problems
+from megatron_rl.preflight.starts import checkpoint_problems
 from megatron_rl.run.weights import Start, start_weights
 from tests.support.hugging_face import hf_run, write_model
 from tests.support.samples import all_equal, weights_of
@@ -86,7 +86,7 @@ class Runs:
             with pytest.raises(CheckpointError) as raised:
                 self.build(config)
             problems = [str(raised.value)]
-        (line,) = problems
+        (line,) = map(str, problems)
         assert "\n" not in line
         return line
 

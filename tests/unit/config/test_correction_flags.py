@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.algorithms.settings import correction_config
 from megatron_rl.config import parse_config, resolve
 from megatron_rl.errors import ConfigError
-from megatron_rl.preflight.algorithms import algorithm_problems
+from megatron_rl.preflight.machine import algorithm_problems
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,8 @@ def test_a_value_out_of_bounds_is_refused_in_one_line(command, flag, value):
 )
 def test_a_correction_that_cannot_be_is_refused_in_one_line(config, changes, parts):
     (problem,) = algorithm_problems(resolve(config(**changes), 1))
-    assert all(part in problem for part in parts), problem
+    assert problem.flag == "--rl-correction"
+    assert all(part in problem.text for part in parts), problem
 
 
 def test_bounds_are_read_by_a_part_of_a_composition(config):

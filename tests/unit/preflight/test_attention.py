@@ -7,7 +7,7 @@ import pytest
 from megatron_rl import platform
 from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.models import attention_choice
-from megatron_rl.preflight.attention import attention_problems
+from megatron_rl.preflight.machine import attention_problems
 from tests.support.tiny import tiny_config
 
 
@@ -19,8 +19,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["flash", "varlen", "te", "triton_paged"])
 def test_a_backend_that_needs_a_gpu(name: str) -> None:
-    (line,) = attention_problems(tiny_config(attention_backend=name))
-    assert line == f"--attention-backend {name} needs a CUDA device; use auto, or paged, sdpa"
+    (problem,) = attention_problems(tiny_config(attention_backend=name))
+    assert problem.text == f"--attention-backend {name} needs a CUDA device; use auto, or paged, sdpa"
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_what_runs_on_a_cpu(changes: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(("asked", "advice"), [(8, 16), (24, 32), (65, 80)])
 def test_pages_of_our_kernel(hopper: None, asked: int, advice: int) -> None:
-    (line,) = attention_problems(tiny_config(inference_dynamic_batching_block_size=asked))
-    assert line == (
+    (problem,) = attention_problems(tiny_config(inference_dynamic_batching_block_size=asked))
+    assert problem.text == (
         f"--inference-dynamic-batching-block-size {asked} is not a multiple of 16, as the pages of triton_paged "
         f"must be; use {advice}"
     )
@@ -48,8 +48,8 @@ def test_pages_of_our_kernel(hopper: None, asked: int, advice: int) -> None:
 
 
 def test_numbers_that_a_kernel_does_not_take(hopper: None) -> None:
-    (line,) = attention_problems(tiny_config(attention_backend="varlen"))
-    assert "computes in 16 bits only" in line or "needs torch 2.13" in line
+    (problem,) = attention_problems(tiny_config(attention_backend="varlen"))
+    assert "computes in 16 bits only" in problem.text or "needs torch 2.13" in problem.text
     assert attention_problems(tiny_config(attention_backend="triton_paged", rl_kv_cache_dtype="fp8")) == []
 
 
@@ -60,6 +60,6 @@ def test_the_automatic_choice_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_over_commit_needs_pages() -> None:
-    (line,) = attention_problems(tiny_config(rl_kv_overcommit=1.5))
-    assert line.startswith("--rl-kv-overcommit 1.5 needs a KV cache of pages, and the attention backend sdpa keeps one")
+    (problem,) = attention_problems(tiny_config(rl_kv_overcommit=1.5))
+    assert problem.text.startswith("--rl-kv-overcommit 1.5 needs a KV cache of pages, and the attention backend sdpa")
     assert attention_problems(tiny_config(rl_kv_overcommit=1.5, attention_backend="paged")) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.preflight.chat_template import template_problems
+from megatron_rl.preflight.inputs import template_problems
 from megatron_rl.tokenizer import load_tokenizer
 from tests.support.tiny import write_tokenizer
 
@@ -27,7 +27,7 @@ def _problems(tokenizer: Path, folder: Path, template: object, deadline_s: float
     directory = shutil.copytree(tokenizer, folder / "tokenizer")
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    return template_problems(load_tokenizer(str(directory)), deadline_s)
+    return [problem.text for problem in template_problems(load_tokenizer(str(directory)), deadline_s)]
 
 
 @pytest.mark.parametrize("template", [CHATML, {"default": CHATML}, [{"name": "default", "template": CHATML}]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.preflight.environments import environment_problems
+from megatron_rl.preflight.inputs import environment_problems
 from tests.support.tiny import tiny_config
 
 CASES = [(4, 12, True), (4, 13, False), (4, 16, False), (0, 1, False)]
@@ -18,4 +18,4 @@ def test_the_buffer_must_be_within_reach(tmp_path, buffer, longest, refused):
     path.write_text(f"- {{environment: countdown, args: {{{options}}}}}\n")
     problems = environment_problems(tiny_config(langrl_env_config=path, rl_max_new_tokens=longest), tokenizer=None)
     wanted = f"countdown: overlong_buffer 4 of max_response_tokens 16 begins beyond the {longest} tokens of"
-    assert [problem.startswith(wanted) for problem in problems] == [True] * refused
+    assert [problem.text.startswith(wanted) for problem in problems] == [True] * refused

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from megatron_rl.preflight import services
-from megatron_rl.preflight.services import service_problems
+from megatron_rl.preflight.machine import service_problems
 from tests.support.tiny import tiny_config
 
 
 def test_nccl_needs_a_gpu() -> None:
-    (line,) = service_problems(tiny_config(distributed_backend="nccl"))
-    assert line.startswith("--distributed-backend nccl, and there is no CUDA device here; use auto")
+    (problem,) = service_problems(tiny_config(distributed_backend="nccl"))
+    assert problem.text.startswith("--distributed-backend nccl, and there is no CUDA device here; use auto")
     elsewhere = {"check": True, "check_world_size": 1}
-    assert service_problems(tiny_config(distributed_backend="nccl", **elsewhere)) == []
+    assert list(service_problems(tiny_config(distributed_backend="nccl", **elsewhere))) == []
 
 
 @pytest.mark.parametrize(
@@ -29,12 +30,12 @@ def test_nccl_needs_a_gpu() -> None:
     ],
 )
 def test_the_flag_wins_over_the_variable(
-    monkeypatch: pytest.MonkeyPatch, flag: str | bool, variable: str | None, problem: str | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str | bool, variable: str | None, problem: str | None
 ) -> None:
-    monkeypatch.setattr(services, "_netrc_knows_wandb", lambda: False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a .netrc
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_MODE", variable or "")
-    found = service_problems(tiny_config(wandb_project="p", wandb_mode=flag))
+    found = list(service_problems(tiny_config(wandb_project="p", wandb_mode=flag)))
     assert len(found) == (problem is not None)
-    assert problem is None or problem in found[0]
-    assert service_problems(tiny_config()) == []
+    assert problem is None or problem in found[0].text
+    assert list(service_problems(tiny_config())) == []

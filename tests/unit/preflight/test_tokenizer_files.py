@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.preflight.text import tokenizer_problems
+from megatron_rl.preflight.inputs import tokenizer_problems
 from megatron_rl.tokenizer import load_tokenizer
 from tests.support.tiny import tiny_config, write_tokenizer
 
@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _problems(directory: Path) -> list[str]:
-    return tokenizer_problems(tiny_config(tokenizer_model=directory))[1]
+    return [problem.text for problem in tokenizer_problems(tiny_config(tokenizer_model=directory))[1]]
 
 
 @pytest.mark.parametrize(

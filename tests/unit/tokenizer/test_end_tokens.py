@@ -14,7 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.families.hf_config import end_token_ids
 from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.preflight.text import open_tokenizer, tokenizer_problems
+from megatron_rl.preflight.inputs import open_tokenizer, tokenizer_problems
 from megatron_rl.run.generation import build_engine, stop_strings
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from tests.support.generation import generate, ragged_requests
@@ -24,6 +24,9 @@ from tests.support.toy import letters_tokenizer
 ROOT = Path(__file__).parents[3]
 END, USER, ASSISTANT = 0, 1, 2
 """The special tokens of `chat`: <|end|>, <|user|>, <|assistant|>; then one token a byte."""
+
+TURNS = "{% for m in messages %}<|user|>{{ m['content'] }}"
+"""The beginning of a template, up to what closes a turn."""
 
 
 @pytest.fixture
@@ -100,17 +103,21 @@ def test_an_ordinary_word_does_not_end_an_answer(tmp_path: Path) -> None:
     assert tokenizer.passed_over == (2, 5000)
 
 
+def _with_template(directory: Path, template: str) -> Tokenizer:
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    return load_tokenizer(str(directory))
+
+
 def test_a_turn_that_any_end_token_closes_is_not_closed_again(chat: Path) -> None:
     """The template closes a turn with <|end|>; the model may have said another one."""
     _write(chat, generation_config=[END, USER])
-    tokenizer = load_tokenizer(str(chat))
-    tokenizer._backend.chat_template = (
-        "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}<|assistant|>"
-    )
+    tokenizer = _with_template(chat, TURNS + "<|end|>{% endfor %}<|assistant|>")
     prompt, reply = ({"role": "user", "content": "a"},), ({"role": "user", "content": "b"},)
     closed = tokenizer.encode_reply(prompt, reply, ended=True)
     assert tokenizer.encode_reply(prompt, reply, ended=False) == [END, *closed]
-    tokenizer._backend.chat_template = tokenizer._backend.chat_template.replace("<|end|>", "<|user|>")
+    tokenizer = _with_template(chat, TURNS + "<|user|>{% endfor %}<|assistant|>")
     assert tokenizer.encode_reply(prompt, reply, ended=False) == [USER, *tokenizer.encode_reply(prompt, reply, True)]
 
 
@@ -137,8 +144,8 @@ def test_stop_strings_that_are_special_tokens_are_looked_for_by_id(chat: Path) -
 
 def test_a_special_token_within_other_text_is_refused_in_a_line(chat: Path) -> None:
     _, problems = tokenizer_problems(tiny_config(tokenizer_model=chat, rl_stop_strings="<|end|>\n"))
-    (line,) = problems
-    assert line.startswith(r"--rl-stop-strings '<|end|>\n' has the special token <|end|> within other text")
+    (problem,) = problems
+    assert problem.text.startswith(r"--rl-stop-strings '<|end|>\n' has the special token <|end|> within other text")
     for right in ("<|end|>", "end"):
         assert tokenizer_problems(tiny_config(tokenizer_model=chat, rl_stop_strings=right))[1] == []
 
