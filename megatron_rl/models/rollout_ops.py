@@ -78,7 +78,7 @@ class FusedOps(RolloutOps):
         """See `RolloutOps`."""
         if not is_rms(norm):
             return super().add_norm(residual, pending, norm, reader)
-        from megatron_rl.models.kernels.add_norm import add_norm
+        from megatron_rl.models.kernels.rows import add_norm
 
         packing = None if reader is None else packing_for(reader)
         return add_norm(residual, *(pending or (None, None)), norm.weight, norm.eps, packing)
@@ -87,7 +87,7 @@ class FusedOps(RolloutOps):
         """See `RolloutOps`."""
         if not (config.gated_linear_unit and config.activation_func is functional.silu):
             return super().activate(inner, config, reader)
-        from megatron_rl.models.kernels.gate import gate_up
+        from megatron_rl.models.kernels.rows import gate_up
 
         return gate_up(inner, packing_for(reader))
 

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _OURS = (
     "megatron_rl.attention.kernels.paged_decode",
-    "megatron_rl.models.kernels.add_norm",
-    "megatron_rl.models.kernels.gate",
+    "megatron_rl.models.kernels.rows",
     "megatron_rl.models.kernels.rotate_store",
     "megatron_rl.quantization.kernels.int8_matmul",
     "megatron_rl.quantization.kernels.quantize",

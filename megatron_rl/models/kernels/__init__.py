@@ -3,7 +3,6 @@
 The eager twin of each is in `megatron_rl.models.rollout_ops`. The modules below import Triton, so import them only
 after `megatron_rl.quantization.kernels.available` said yes:
 
-- `add_norm`: residual + output of the product before, RMSNorm, and the next product's quantisation;
-- `gate`: ``silu(gate) x up``, and the next product's quantisation;
+- `rows`: residual + last product and RMSNorm, or ``silu(gate) x up``; with the next product's quantisation;
 - `rotate_store`: norms of query and key, rotation, and the cache's key and value.
 """

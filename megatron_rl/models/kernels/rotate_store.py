@@ -123,40 +123,45 @@ def rotate_store_kernel(
     if query_norm is not None:
         squares = tl.sum(left * left, 1) + tl.sum(right * right, 1) + tl.sum(rest * rest, 1)
         inverse = tl.rsqrt(squares / WIDTH + epsilon)[:, None]
-        left = _normed(left, inverse, query_norm, key_norm, near, in_half, head, SHARE).to(dtype).to(tl.float32)
-        right = _normed(right, inverse, query_norm, key_norm, far, in_half, head, SHARE).to(dtype).to(tl.float32)
-        rest = _normed(rest, inverse, query_norm, key_norm, beyond, in_rest, head, SHARE).to(dtype).to(tl.float32)
+        left = _normed(left, inverse, query_norm, key_norm, near, in_half, mixed, head, SHARE)
+        right = _normed(right, inverse, query_norm, key_norm, far, in_half, mixed, head, SHARE)
+        rest = _normed(rest, inverse, query_norm, key_norm, beyond, in_rest, mixed, head, SHARE)
     angles = token * 2 * HALF
-    cos_left = tl.load(cos + angles + near, mask=in_half, other=0.0).to(tl.float32)
-    cos_right = tl.load(cos + angles + far, mask=in_half, other=0.0).to(tl.float32)
-    sin_left = tl.load(sin + angles + near, mask=in_half, other=0.0).to(tl.float32)
-    sin_right = tl.load(sin + angles + far, mask=in_half, other=0.0).to(tl.float32)
+    turned_left = _turned(left, right, cos + angles + near, sin + angles + near, in_half, mixed)
+    turned_right = _turned(right, left, cos + angles + far, sin + angles + far, in_half, mixed)
     is_turned = head <= SHARE
-    turned_left = (left * cos_left).to(dtype).to(tl.float32) + right * sin_left
-    turned_right = (right * cos_right).to(dtype).to(tl.float32) + left * sin_right
     left = tl.where(is_turned, turned_left, left).to(dtype)
     right = tl.where(is_turned, turned_right, right).to(dtype)
     rest = rest.to(dtype)
-    is_query = head < SHARE
-    place = query + ((token * groups + group) * SHARE + head) * WIDTH
-    tl.store(place + near, left, mask=is_query & in_half)
-    tl.store(place + far, right, mask=is_query & in_half)
-    tl.store(place + beyond, rest, mask=is_query & in_rest)
+    place = ((token * groups + group) * SHARE + head) * WIDTH
+    _write(left, right, rest, query, place, None, group, head < SHARE, near, far, beyond, in_half, in_rest)
     cell = (tl.load(cells + token) * groups + group) * WIDTH + head * 0
     is_key, is_value = head == SHARE, head == SHARE + 1
-    tl.store(keys + cell + near, _stored(left, keys, key_scales, group), mask=is_key & in_half)
-    tl.store(keys + cell + far, _stored(right, keys, key_scales, group), mask=is_key & in_half)
-    tl.store(keys + cell + beyond, _stored(rest, keys, key_scales, group), mask=is_key & in_rest)
-    tl.store(values + cell + near, _stored(left, values, value_scales, group), mask=is_value & in_half)
-    tl.store(values + cell + far, _stored(right, values, value_scales, group), mask=is_value & in_half)
-    tl.store(values + cell + beyond, _stored(rest, values, value_scales, group), mask=is_value & in_rest)
+    _write(left, right, rest, keys, cell, key_scales, group, is_key, near, far, beyond, in_half, in_rest)
+    _write(left, right, rest, values, cell, value_scales, group, is_value, near, far, beyond, in_half, in_rest)
 
 
 @triton.jit
-def _normed(numbers, inverse, query_norm, key_norm, column, inside, head, SHARE: tl.constexpr):
+def _normed(numbers, inverse, query_norm, key_norm, column, inside, mixed, head, SHARE: tl.constexpr):
     of_query = tl.load(query_norm + column, mask=inside, other=0.0).to(tl.float32)
     of_key = tl.load(key_norm + column, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(head > SHARE, numbers, numbers * inverse * tl.where(head < SHARE, of_query, of_key))
+    normed = tl.where(head > SHARE, numbers, numbers * inverse * tl.where(head < SHARE, of_query, of_key))
+    return normed.to(mixed.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _turned(numbers, others, cos, sin, inside, mixed):
+    along = numbers * tl.load(cos, mask=inside, other=0.0).to(tl.float32)
+    across = others * tl.load(sin, mask=inside, other=0.0).to(tl.float32)
+    return along.to(mixed.dtype.element_ty).to(tl.float32) + across
+
+
+@triton.jit
+def _write(left, right, rest, to, place, scales, group, chosen, near, far, beyond, in_half, in_rest):
+    """The heads that are ``chosen``, in the numbers of ``to``."""
+    tl.store(to + place + near, _stored(left, to, scales, group), mask=chosen & in_half)
+    tl.store(to + place + far, _stored(right, to, scales, group), mask=chosen & in_half)
+    tl.store(to + place + beyond, _stored(rest, to, scales, group), mask=chosen & in_rest)
 
 
 @triton.jit

@@ -69,7 +69,7 @@ class KernelChecks:
     @DTYPES
     @pytest.mark.parametrize("case", ["first", "added", "biased"])
     def test_residual_and_norm(self, dtype, case):
-        from megatron_rl.models.kernels.add_norm import add_norm
+        from megatron_rl.models.kernels.rows import add_norm
 
         residual, output, bias, weight = self._stream(dtype)
         output, bias = (None if case == "first" else output), (bias if case == "biased" else None)
@@ -82,7 +82,7 @@ class KernelChecks:
 
     @pytest.mark.parametrize("packing", [ROWS_FP8, ROWS_INT8, SEGMENTS, POWERS])
     def test_norm_and_codes(self, packing):
-        from megatron_rl.models.kernels.add_norm import add_norm
+        from megatron_rl.models.kernels.rows import add_norm
 
         columns = 300 if packing.in_segments else 100
         residual, output, _, weight = self._stream(torch.float32, columns)
@@ -96,7 +96,7 @@ class KernelChecks:
     @DTYPES
     @pytest.mark.parametrize("columns", [100, 1500])
     def test_gate(self, dtype, columns):
-        from megatron_rl.models.kernels.gate import gate_up
+        from megatron_rl.models.kernels.rows import gate_up
 
         inner = 3 * randn(3, 2 * columns, dtype=dtype)
         gate, up = inner.chunk(2, -1)
@@ -106,7 +106,7 @@ class KernelChecks:
         "packing", [ROWS_FP8, ROWS_INT8, SEGMENTS, POWERS, Packing(formats.FP8, 1280, in_segments=True)]
     )
     def test_gate_and_codes(self, packing):
-        from megatron_rl.models.kernels.gate import gate_up
+        from megatron_rl.models.kernels.rows import gate_up
 
         columns = packing.columns - (84 if packing.in_segments else 12)
         inner = 3 * randn(3, 2 * columns)

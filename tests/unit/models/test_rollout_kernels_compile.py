@@ -36,7 +36,7 @@ def check(text: str, sink: str) -> None:
 
 @pytest.mark.parametrize(("sink", "block"), [("numbers", 4096), ("fp8", 8192), ("int8", 4096), ("segments", 8192)])
 def test_residual_and_norm(sink, block):
-    from megatron_rl.models.kernels.add_norm import add_norm_kernel
+    from megatron_rl.models.kernels.rows import add_norm_kernel
 
     pointers, constants = SINKS[sink]
     types = dict.fromkeys(("residual", "output", "weight"), "*bf16") | {"scales": "*fp32", "epsilon": "fp32"}
@@ -47,7 +47,7 @@ def test_residual_and_norm(sink, block):
 
 @pytest.mark.parametrize("sink", SINKS)
 def test_gate(sink):
-    from megatron_rl.models.kernels.gate import gate_kernel
+    from megatron_rl.models.kernels.rows import gate_kernel
 
     pointers, constants = SINKS[sink]
     block = 32768 if sink in ("fp8", "int8") else 1024
