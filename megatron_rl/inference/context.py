@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 
-from megatron_rl.attention import Attention, PackedPlan
+from megatron_rl.attention import PackedPlan
 from megatron_rl.attention.backend import NewTokens
 from megatron_rl.attention.product import FEWEST_ROWS
-from megatron_rl.attention.rope import RopeTable, rotate
+from megatron_rl.attention.rope import rotate
 from megatron_rl.inference.kv_cache import Cache
-from megatron_rl.models import RolloutOps
+from megatron_rl.models import PolicyModel, RolloutOps
 from megatron_rl.platform.megatron import last_logits_only
 
 
@@ -20,7 +20,7 @@ class RolloutContext(BaseInferenceContext):
     """The inference context and the attention plan of the rollout engine.
 
     It is in one of three states: prefill (prompts laid end to end), extend (the same, with their beginnings in the
-    cache), both with token ids ``[1, T]``; or decode (one token for each of the first N slots, ``[1, N]``).
+    cache), both with token ids ``[1, T]``; or decode (one token for each of the first N rows, ``[1, N]``).
     """
 
     use_flashinfer_fused_rope = False
@@ -28,22 +28,14 @@ class RolloutContext(BaseInferenceContext):
     padding_slice = slice(0, 0)
     """The tokens that megatron zeroes where the layers run in fp8: none are padding here."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        attention: Attention,
-        rope: RopeTable,
-        first_layer: int,
-        dtype: torch.dtype,
-        ops: RolloutOps,
-    ) -> None:
+    def __init__(self, policy: PolicyModel, cache: Cache, ops: RolloutOps) -> None:
         super().__init__(**last_logits_only())
-        self.max_sequence_length = cache.shape.max_length
-        self._cache = cache
-        self._kernels = attention
-        self._rope = rope
-        self._first_layer = first_layer
-        self._dtype = dtype
+        self.max_sequence_length = cache.max_length
+        self.cache = cache
+        self._kernels = policy.attention
+        self._rope = policy.rope
+        self._first_layer = policy.gpt.decoder.layers[0].layer_number
+        self._dtype = policy.dtype
         self.ops = ops
         """What the layers do between their products."""
         self._prompts: PackedPlan | None = None
@@ -52,28 +44,28 @@ class RolloutContext(BaseInferenceContext):
     # -- the three states ----------------------------------------------------------------------
 
     def begin_prefill(
-        self, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, slots: torch.Tensor
+        self, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor
     ) -> None:
-        """Whole prompts: ``lengths[i]`` tokens into slot ``slots[i]``."""
+        """Whole prompts: ``lengths[i]`` tokens into row ``rows[i]``."""
         self._prompts = PackedPlan.build(
             lengths, cu_seqlens, position_ids, self._rope, self._dtype, self._kernels.packed
         )
-        self._cells = self._cache.cells(self._slot_of_token(slots, cu_seqlens, position_ids), position_ids)
+        self._slots = self.cache.slot_mapping(_row_of_token(rows, cu_seqlens, position_ids), position_ids)
         self._pick_last_tokens(cu_seqlens)
 
     def begin_extend(self, new: NewTokens) -> None:
         """More tokens of sequences whose beginnings are in the cache."""
         self._prompts = None
-        self._cells = self._cache.cells(
-            self._slot_of_token(new.slots, new.cu_seqlens, new.position_ids), new.position_ids
+        self._slots = self.cache.slot_mapping(
+            _row_of_token(new.slots, new.cu_seqlens, new.position_ids), new.position_ids
         )
         self._cos, self._sin = self._rope.at(new.position_ids, self._dtype)
         self._attend = self._kernels.cache.extend
-        self._plan = self._kernels.cache.prepare_extend(self._cache, new)
+        self._plan = self._kernels.cache.prepare_extend(self.cache, new)
         self._pick_last_tokens(new.cu_seqlens)
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
-        """The steps of a burst, ``positions`` [k, N] in slots 0..N-1, each one further than the last.
+        """The steps of a burst, ``positions`` [k, N] in rows 0..N-1, each one further than the last.
 
         No position of the first step reaches ``key_length``. What the steps need is computed here in one go;
         `next_step` begins each of them, the first too.
@@ -82,13 +74,13 @@ class RolloutContext(BaseInferenceContext):
         steps, rows = positions.shape
         cos, sin = self._rope.at(positions.view(-1), self._dtype)
         tables = (table.view(steps, rows, 1, 1, -1) for table in (cos, sin))
-        plans = self._kernels.cache.plans(self._cache, positions, key_length)
+        plans = self._kernels.cache.plans(self.cache, positions, key_length)
         self._attend = self._kernels.cache.decode
-        self._steps = zip(plans, self._cache.next_cells(positions), *tables, strict=True)
+        self._steps = zip(plans, self.cache.decode_slots(positions), *tables, strict=True)
 
     def next_step(self) -> None:
         """Go on to the next step of the burst."""
-        self._plan, self._cells, self._cos, self._sin = next(self._steps)
+        self._plan, self._slots, self._cos, self._sin = next(self._steps)
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------
 
@@ -102,13 +94,13 @@ class RolloutContext(BaseInferenceContext):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See `AttentionPlan`; also stores the keys and values."""
-        index, numbers = layer - self._first_layer, self._cache.numbers
+        index, numbers = layer - self._first_layer, self.cache.numbers
         if self._last_tokens is not None:
             numbers.calibrate(index, key, value)
-        self._cache.write(index, self._cells, key, value)
+        self.cache.write(index, self._slots, key, value)
         if self._prompts is not None:
             return self._prompts.attend(layer, query, *numbers.round_trip(index, key, value))
-        return self._attend(query, self._cache, index, self._plan)
+        return self._attend(query, self.cache, index, self._plan)
 
     # -- asked by RolloutLayer -----------------------------------------------------------------
 
@@ -123,9 +115,9 @@ class RolloutContext(BaseInferenceContext):
         """See `RolloutPlan`."""
         from megatron_rl.models.kernels.rotate_store import HeadNorms, Pages, rotate_store
 
-        cache, index = self._cache, layer - self._first_layer
+        cache, index = self.cache, layer - self._first_layer
         scales = cache.numbers.scales(index)
-        pages = Pages(cache.keys[index], cache.values[index], self._cells, *scales)
+        pages = Pages(cache.keys[index], cache.values[index], self._slots, *scales)
         norms = None if query_norm is None else HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps)
         query = rotate_store(mixed, self._cos, self._sin, pages, norms)
         return self._attend(query, cache, index, self._plan)
@@ -153,15 +145,13 @@ class RolloutContext(BaseInferenceContext):
             return hidden_states[0]
         return hidden_states[0].index_select(0, self._last_tokens)
 
-    @staticmethod
-    def _slot_of_token(
-        slots: torch.Tensor, cu_seqlens: torch.Tensor, position_ids: torch.Tensor
-    ) -> torch.Tensor:
-        lengths = cu_seqlens[1:].long() - cu_seqlens[:-1].long()
-        # The size is given, so that it is not read from the device.
-        return torch.repeat_interleave(slots, lengths, output_size=position_ids.numel())
-
     def _pick_last_tokens(self, cu_seqlens: torch.Tensor) -> None:
         last = cu_seqlens[1:].long() - 1
         missing = max(0, FEWEST_ROWS - last.numel())
         self._last_tokens = torch.cat((last, last[-1:].expand(missing)))
+
+
+def _row_of_token(rows: torch.Tensor, cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    lengths = cu_seqlens[1:].long() - cu_seqlens[:-1].long()
+    # The size is given, so that it is not read from the device.
+    return torch.repeat_interleave(rows, lengths, output_size=position_ids.numel())

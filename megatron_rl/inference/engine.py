@@ -1,4 +1,4 @@
-"""What the rest of the system may ask of a generation engine."""
+"""What the rest of the system may ask of a generation engine, and how large one is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,47 @@ from typing import Protocol
 
 import torch
 
+from megatron_rl.errors import EngineError
 from megatron_rl.types import GeneratedGroup, GenerationRequest
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of a rollout engine."""
+
+    max_batch_size: int
+    max_sequence_length: int
+    steps_per_host_read: int = 8
+    prefill_token_budget: int = 8192
+    cache_budget_gb: float | None = None
+    block_size: int | None = None
+    """Tokens a block, where the attention backend wants pages; None is the backend's own choice."""
+    kv_cache_dtype: torch.dtype | None = None
+    """What the KV cache stores: None is the model's dtype, else bf16 or E4M3."""
+    num_cuda_graphs: int | None = None
+    """Most batch sizes to capture a decode step for; None: it runs eager."""
+    reuse_prefixes: bool = True
+    """Prompts go on from what the cache has of their beginning."""
+    kv_overcommit: float = 1.0
+    """How often the blocks of the KV cache may be promised to completions; 1: all may become as long as they may."""
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what no engine of these sizes can finish.
+
+        Raises:
+            EngineError: nothing is asked for, or prompt and answer exceed the maximum sequence length.
+        """
+        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        if min(prompt, new, request.num_samples) < 1:
+            raise EngineError(
+                f"task {request.source.task.id!r}: {prompt} prompt tokens, {new} new ones and "
+                f"{request.num_samples} samples; each must be at least 1"
+            )
+        if prompt + new > self.max_sequence_length:
+            raise EngineError(
+                f"task {request.source.task.id!r}: {prompt} prompt tokens and {new} new ones do not fit "
+                f"--inference-max-seq-length {self.max_sequence_length}; raise it, or lower --rl-max-new-tokens"
+            )
 
 
 @dataclass
@@ -22,7 +62,7 @@ class EngineStatistics:
     """Of prompts, found in the cache instead of computed."""
     preemptions: int = 0
     recomputed_tokens: int = 0
-    """Those among the prefilled tokens that a pre-empted sample had in the cache before."""
+    """Those among the prefilled tokens that a preempted sequence had in the cache before."""
     generated_tokens: int = 0
     completions: int = 0
     host_reads: int = 0

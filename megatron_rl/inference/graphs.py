@@ -13,21 +13,23 @@ import bisect
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron_rl.attention.product import FEWEST_ROWS
-from megatron_rl.inference.decode import DecodeBurst, SamplingKinds
-from megatron_rl.inference.graph_sources import StepSources, Variant
+from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.kv_cache import Cache
-from megatron_rl.inference.slot_state import SlotState
+from megatron_rl.inference.model_runner import ModelRunner
+from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.models import PolicyModel
+from megatron_rl.quantization.linears import parallel_linears
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,14 @@ _STEP = 8
 _SHORTEST_REACH = 256
 
 
-class Decode(Protocol):
-    """See `DecodeBurst.__call__`."""
+Decode = Callable[[int, int, int, SamplingKinds], None]
+"""`ModelRunner.decode`: (rows, key_length, steps, kinds)."""
+Variant = tuple[weakref.ref | None, ...]
+"""What stands in for the ``forward`` of every linear layer; None where it runs as it is.
 
-    def __call__(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None: ...
+Quantised copies put on and taken off again give the same variant, those of another recipe give another one. All
+ranks see the same changes, which addresses do not promise. The references keep nothing alive.
+"""
 
 
 class Recorder(Protocol):
@@ -59,6 +65,198 @@ class Recorder(Protocol):
     def used_bytes(self) -> int:
         """Device memory in use by this process."""
         ...
+
+
+class StepSources:
+    """What a decode step reads and others own: weights, their quantised copies, the KV cache.
+
+    A captured graph reads addresses. New values in old places are seen by the next replay; another code path or
+    another place is not, and that is what has to be noticed here. Asked before every replay, while the device is busy
+    with the last one: it has to stay well below a step.
+    """
+
+    def __init__(self, policy: PolicyModel, cache: Cache) -> None:
+        self._cache = cache
+        self._hooks = [hooks for m in policy.gpt.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._attributes = [vars(linear) for linear in parallel_linears(policy.gpt).values()]
+        self._weights = (*policy.gpt.parameters(), *policy.gpt.buffers())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the cache holds."""
+        return self._cache.max_length
+
+    @property
+    def observed(self) -> bool:
+        """True while a module has hooks: calibration and audit of quantised layers. A replay would not call them."""
+        return any(self._hooks)
+
+    @property
+    def variant(self) -> Variant:
+        """See `Variant`."""
+        return tuple([_owner(attributes.get("forward")) for attributes in self._attributes])
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of weights and cache. Quantised copies are never replaced: new ones have new owners, see `variant`."""
+        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *self._cache.keys, *self._cache.values)))
+
+
+def _owner(forward: Any) -> weakref.ref | None:
+    return None if forward is None else weakref.ref(getattr(forward, "__self__", forward))
+
+
+@dataclass
+class _Recorded:
+    """The graphs of one variant, and where the buffers lay that they read."""
+
+    addresses: tuple[int, ...]
+    replays: dict[tuple[int, SamplingKinds], dict[int, Work]] = field(default_factory=dict)
+    """(reach, kinds) -> batch size -> replay."""
+
+
+class GraphedDecode:
+    """`ModelRunner.decode` step by step, replayed where it can be, the rows rounded up to a size that was recorded.
+
+    Rows beyond the running ones are not alive: their steps write to the trash column.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        state: BatchState,
+        sources: StepSources,
+        recorder: Recorder,
+        sizes: Sequence[int],
+        reaches: Sequence[int],
+    ) -> None:
+        """``sizes`` and ``reaches`` ascend."""
+        self.eager = decode
+        self._state = state
+        self._sources = sources
+        self._recorder = recorder
+        self._sizes = tuple(sizes)
+        self._reaches = tuple(reaches)
+        self.recorded: dict[Variant, _Recorded] = {}
+        self._logged: set[str] = set()
+        self._off = False
+
+    def __call__(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
+        """See `ModelRunner.decode`."""
+        for step in range(steps):
+            reach = min(key_length + step, self._sources.longest)
+            replay = None if self._off or not self._covered(rows, reach) else self._replay(rows, reach, kinds)
+            if replay is None:
+                self.eager(rows, reach, 1, kinds)
+            else:
+                replay()
+
+    def forget(self) -> None:
+        """Drop all graphs and the memory they hold: the KV cache goes, and comes back at other addresses."""
+        self.recorded = {}
+
+    def _covered(self, rows: int, key_length: int) -> bool:
+        why = None
+        if self._sources.observed:
+            why = "while the linear layers are observed (calibration, or the audit of the first quantised rollout)"
+        elif rows > self._sizes[-1]:
+            why = f"for batches above {self._sizes[-1]} rows, the largest size recorded"
+        elif key_length > self._reaches[-1]:
+            why = f"beyond {self._reaches[-1]} keys, the longest reach recorded"
+        if why is not None and why not in self._logged:
+            self._logged.add(why)
+            logger.info("decode runs eager %s", why)
+        return why is None
+
+    def _replay(self, rows: int, key_length: int, kinds: SamplingKinds) -> Work | None:
+        """None when the capture failed."""
+        recorded = self._current()
+        reach = self._reaches[bisect.bisect_left(self._reaches, key_length)]
+        family = recorded.replays.get((reach, kinds))
+        if family is None:
+            family = self.record(reach, kinds)
+            if family is None:
+                return None
+            recorded.replays[reach, kinds] = family
+        return family[self._sizes[bisect.bisect_left(self._sizes, rows)]]
+
+    def _current(self) -> _Recorded:
+        """The graphs for the linears in use now; those that read what is no longer there are dropped."""
+        variant, addresses = self._sources.variant, self._sources.addresses
+        known = self.recorded.get(variant)
+        if known is not None and known.addresses == addresses:
+            return known
+        if known is not None:
+            logger.warning("decode graphs are captured anew: weights or the KV cache have moved in memory")
+        others = {other: graphs for other, graphs in self.recorded.items() if other != variant and _alive(other)}
+        self.recorded = others | {variant: _Recorded(addresses)}
+        return self.recorded[variant]
+
+    def record(self, reach: int, kinds: SamplingKinds) -> dict[int, Work] | None:
+        """Every size, the largest first: the smaller ones then fit into its memory. None when a capture failed."""
+        started, before = time.perf_counter(), self._recorder.used_bytes()
+        replays = {}
+        with _untouched(self._state):
+            for size in reversed(self._sizes):
+                work = partial(self.eager, size, reach, 1, kinds)
+                self._recorder.warm_up(work)
+                try:
+                    replays[size] = self._recorder.record(work)
+                except RuntimeError as error:  # what torch raises for all that CUDA does not like in a capture
+                    self._off = True
+                    self.recorded.clear()
+                    logger.warning("decode runs eager from here on: no CUDA graph could be captured (%s)", error)
+                    return None
+        logger.info(
+            "decode graphs: %d batch sizes up to %d, captured in %.1f s, %.1f MiB (up to %d keys)",
+            len(replays), self._sizes[-1], time.perf_counter() - started,
+            max(0, self._recorder.used_bytes() - before) / 2**20, reach,
+        )  # fmt: skip
+        return replays
+
+
+@contextlib.contextmanager
+def _untouched(state: BatchState) -> Iterator[None]:
+    """Inside, all rows count as ended, and afterwards everything is as it was.
+
+    A step then only writes a row's next key and value where the row itself will write the same ones.
+    """
+    kept = [buffer.clone() for buffer in state.buffers]
+    state.alive.zero_()
+    try:
+        yield
+    finally:
+        for buffer, was in zip(state.buffers, kept, strict=True):
+            buffer.copy_(was)
+
+
+def _alive(variant: Variant) -> bool:
+    return all(reference is None or reference() is not None for reference in variant)
+
+
+# -- which graphs --------------------------------------------------------------------------------
+
+
+def with_graphs(runner: ModelRunner, policy: PolicyModel, most: int | None) -> Decode:
+    """``runner.decode`` behind graphs of at most ``most`` batch sizes; as it is for None, or where they cannot be."""
+    if most is None:
+        return runner.decode
+    problem = None
+    if policy.device.type != "cuda":
+        problem = f"it needs a CUDA device, and this run is on {policy.device.type}"
+    elif policy.config.num_moe_experts is not None:
+        problem = "megatron-core's experts read on the host how many tokens each of them gets"
+    if problem is not None:
+        logger.info("--enable-cuda-graph has no effect: %s", problem)
+        return runner.decode
+    from megatron_rl.inference.cuda_recorder import CudaRecorder
+
+    cache = runner.context.cache
+    reaches = graph_reaches(cache.max_length) if policy.attention.cache.needs_key_length else (cache.max_length,)
+    sizes = graph_sizes(runner.state.alive.shape[0], most)
+    return GraphedDecode(
+        runner.decode, runner.state, StepSources(policy, cache), CudaRecorder(policy.device), sizes, reaches
+    )
 
 
 def graph_sizes(slots: int, most: int) -> tuple[int, ...]:
@@ -87,164 +285,3 @@ def graph_reaches(max_length: int) -> tuple[int, ...]:
         reaches.append(reach)
         reach *= 2
     return (*reaches, max_length)
-
-
-@dataclass
-class _Recorded:
-    """The graphs of one variant, and where the buffers lay that they read."""
-
-    generation: int
-    addresses: tuple[int, ...]
-    replays: dict[tuple[int, SamplingKinds], dict[int, Work]] = field(default_factory=dict)
-    """(reach, kinds) -> batch size -> replay."""
-
-
-class GraphedDecode:
-    """A `DecodeBurst` step by step, replayed where it can be, with the rows rounded up to a size that was recorded.
-
-    Rows beyond the running ones are not alive: their steps write to the trash column.
-    """
-
-    def __init__(
-        self,
-        burst: Decode,
-        state: SlotState,
-        sources: StepSources,
-        recorder: Recorder,
-        sizes: Sequence[int],
-        reaches: Sequence[int],
-    ) -> None:
-        """``sizes`` and ``reaches`` ascend."""
-        self._burst = burst
-        self._state = state
-        self._sources = sources
-        self._recorder = recorder
-        self._sizes = tuple(sizes)
-        self._reaches = tuple(reaches)
-        self._recorded: dict[Variant, _Recorded] = {}
-        self._said: set[str] = set()
-        self._off = False
-
-    def __call__(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
-        """See `DecodeBurst.__call__`."""
-        for step in range(steps):
-            reach = min(key_length + step, self._sources.longest)
-            replay = None if self._off or not self._covered(rows, reach) else self._replay(rows, reach, kinds)
-            if replay is None:
-                self._burst(rows, reach, 1, kinds)
-            else:
-                replay()
-
-    def forget(self) -> None:
-        """Drop all graphs and the memory they hold: the KV cache goes, and comes back at other addresses."""
-        self._recorded = {}
-
-    def _covered(self, rows: int, key_length: int) -> bool:
-        why = None
-        if self._sources.observed:
-            why = "while the linear layers are observed (calibration, or the audit of the first quantised rollout)"
-        elif rows > self._sizes[-1]:
-            why = f"for batches above {self._sizes[-1]} rows, the largest size recorded"
-        elif key_length > self._reaches[-1]:
-            why = f"beyond {self._reaches[-1]} keys, the longest reach recorded"
-        if why is not None and why not in self._said:
-            self._said.add(why)
-            logger.info("decode runs eager %s", why)
-        return why is None
-
-    def _replay(self, rows: int, key_length: int, kinds: SamplingKinds) -> Work | None:
-        """None when the capture failed."""
-        recorded = self._current()
-        reach = self._reaches[bisect.bisect_left(self._reaches, key_length)]
-        family = recorded.replays.get((reach, kinds))
-        if family is None:
-            family = self._record_all(reach, kinds)
-            if family is None:
-                return None
-            recorded.replays[reach, kinds] = family
-        return family[self._sizes[bisect.bisect_left(self._sizes, rows)]]
-
-    def _current(self) -> _Recorded:
-        """The graphs for the linears in use now; those that read what is no longer there are dropped."""
-        variant, generation, addresses = self._sources.variant, self._sources.generation, self._sources.addresses
-        known = self._recorded.get(variant)
-        if known is not None and (known.generation, known.addresses) == (generation, addresses):
-            return known
-        if known is not None and known.generation == generation:
-            logger.warning("decode graphs are captured anew: weights or the KV cache have moved in memory")
-        self._recorded = {
-            other: graphs
-            for other, graphs in self._recorded.items()
-            if other != variant and graphs.generation == generation and _alive(other)
-        }
-        self._recorded[variant] = fresh = _Recorded(generation, addresses)
-        return fresh
-
-    def _record_all(self, reach: int, kinds: SamplingKinds) -> dict[int, Work] | None:
-        """Every size, the largest first: the smaller ones then fit into its memory."""
-        started, before = time.perf_counter(), self._recorder.used_bytes()
-        replays = {}
-        with _untouched(self._state):
-            for size in reversed(self._sizes):
-                work = partial(self._burst, size, reach, 1, kinds)
-                self._recorder.warm_up(work)
-                try:
-                    replays[size] = self._recorder.record(work)
-                except RuntimeError as error:  # what torch raises for all that CUDA does not like in a capture
-                    self._off = True
-                    self._recorded.clear()
-                    logger.warning("decode runs eager from here on: no CUDA graph could be captured (%s)", error)
-                    return None
-        logger.info(
-            "decode graphs: %d batch sizes up to %d, captured in %.1f s, %.1f MiB (up to %d keys)",
-            len(replays), self._sizes[-1], time.perf_counter() - started,
-            max(0, self._recorder.used_bytes() - before) / 2**20, reach,
-        )  # fmt: skip
-        return replays
-
-
-def with_graphs(
-    burst: DecodeBurst, state: SlotState, policy: PolicyModel, cache: Cache, most: int | None
-) -> Decode:
-    """``burst`` behind graphs of at most ``most`` batch sizes; as it is where ``most`` is None or they cannot be."""
-    if most is None:
-        return burst
-    problem = None
-    if policy.device.type != "cuda":
-        problem = f"it needs a CUDA device, and this run is on {policy.device.type}"
-    elif policy.config.num_moe_experts is not None:
-        problem = "megatron-core's experts read on the host how many tokens each of them gets"
-    if problem is not None:
-        logger.info("--enable-cuda-graph has no effect: %s", problem)
-        return burst
-    from megatron_rl.inference.cuda_recorder import CudaRecorder
-
-    longest = cache.shape.max_length
-    return GraphedDecode(
-        burst,
-        state,
-        StepSources(policy.gpt, cache),
-        CudaRecorder(policy.device),
-        graph_sizes(state.alive.shape[0], most),
-        graph_reaches(longest) if policy.attention.cache.needs_key_length else (longest,),
-    )
-
-
-@contextlib.contextmanager
-def _untouched(state: SlotState) -> Iterator[None]:
-    """Inside, all rows count as finished, and afterwards everything is as it was.
-
-    A step then only writes a row's next key and value where the row itself will write the same ones.
-    """
-    buffers = [held for held in vars(state).values() if isinstance(held, torch.Tensor)]
-    kept = [buffer.clone() for buffer in buffers]
-    state.alive.zero_()
-    try:
-        yield
-    finally:
-        for buffer, was in zip(buffers, kept, strict=True):
-            buffer.copy_(was)
-
-
-def _alive(variant: Variant) -> bool:
-    return all(reference is None or reference() is not None for reference in variant)

@@ -1,113 +1,237 @@
-"""The size of the key-value cache and its two layouts."""
+"""The key-value cache in the two layouts that attention backends read, and how much of it a budget holds.
+
+    RowCache     [rows, heads, max_length, width] a layer: a row of the batch is a stretch of memory
+    PagedCache   [blocks, block_size, heads, width] a layer: a block table says where a row's tokens lie
+
+The slot mapping says where new tokens go; a layer writes them with it.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.attention.backend import KVCache
+from megatron_rl.attention.kv_numbers import KVNumbers
+from megatron_rl.attention.product import FEWEST_KEYS
 from megatron_rl.errors import EngineError
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """The size of one sequence's cache on this rank."""
-
-    layers: int
-    groups: int
-    width: int
-    max_length: int
-    element_bytes: int
-
-    @classmethod
-    def of(cls, gpt: GPTModel, max_length: int, dtype: torch.dtype) -> CacheShape:
-        """Read the shape off the model, so that it is right under tensor parallelism."""
-        attention = gpt.decoder.layers[0].self_attention
-        return cls(
-            layers=len(gpt.decoder.layers),
-            groups=attention.num_query_groups_per_partition,
-            width=attention.hidden_size_per_attention_head,
-            max_length=max_length,
-            element_bytes=dtype.itemsize,
-        )
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Keys and values of one sequence of ``max_length`` tokens."""
-        return 2 * self.layers * self.groups * self.width * self.max_length * self.element_bytes
-
-    def slots_within(self, budget_gb: float | None, wanted: int) -> int:
-        """How many of ``wanted`` slots fit a budget in GiB (None: all of them).
-
-        Raises:
-            EngineError: not even one sequence fits.
-        """
-        if budget_gb is None:
-            return wanted
-        fitting = int(budget_gb * 2**30 // self.bytes_per_slot)
-        if fitting < 1:
-            raise EngineError(
-                f"the KV cache budget of {budget_gb} GB is too small for one sequence of "
-                f"{self.max_length} tokens; use --inference-dynamic-batching-buffer-size-gb "
-                f"{_rounded_up(self.bytes_per_slot / 2**30)} or more"
-            )
-        return min(wanted, fitting)
-
-    def pages_per_sequence(self, page_length: int) -> int:
-        """Pages of ``page_length`` tokens of the longest sequence."""
-        return -(-self.max_length // page_length)
-
-    def pages_within(self, budget_gb: float | None, page_length: int, slots: int) -> int:
-        """How many pages fit a budget in GiB beside the one that is nobody's; never more than ``slots`` can fill.
-
-        Raises:
-            EngineError: not even one sequence fits.
-        """
-        needed = self.pages_per_sequence(page_length)
-        if budget_gb is None:
-            return slots * needed
-        bytes_per_page = self.bytes_per_slot * page_length // self.max_length
-        fitting = int(budget_gb * 2**30 // bytes_per_page) - 1
-        if fitting < needed:
-            raise EngineError(
-                f"the KV cache budget of {budget_gb} GB is too small for one sequence of {self.max_length} tokens in "
-                f"pages of {page_length} and the page that is nobody's; use "
-                f"--inference-dynamic-batching-buffer-size-gb {_rounded_up((needed + 1) * bytes_per_page / 2**30)} "
-                "or more"
-            )
-        return min(slots * needed, fitting)
-
-
-def _rounded_up(value: float) -> str:
-    """Three digits and never less than ``value``, so that who follows the advice is not refused again."""
-    step = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return f"{math.ceil(value / step) * step:.3g}"
+from megatron_rl.families.layout import LayerCache
+from megatron_rl.inference.block_manager import BlockManager, RowBlocks
+from megatron_rl.inference.engine import EngineOptions
+from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
+from megatron_rl.models import PolicyModel
 
 
 class Cache(KVCache, Protocol):
     """What the engine and its context ask of a cache."""
 
-    shape: CacheShape
-
-    def next_cells(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where the tokens at ``positions`` [k, N] of slots 0..N-1 go; the i-th is to be given to `write` in step i."""
+    def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where token i of row ``rows[i]``, at ``positions[i]``, goes; to be given to `write`."""
         ...
 
-    def cells(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where token i of slot ``slots[i]``, at ``positions[i]``, goes; to be given to `write`."""
+    def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """The same for ``positions`` [k, N] of rows 0..N-1; the i-th is to be given to `write` in step i."""
         ...
 
-    def write(self, layer: int, cells: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store one token a cell: ``key`` and ``value`` [N, 1, groups, width]."""
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
         ...
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Slot, or page, ``destination[i]`` receives what ``source[i]`` held before any of them was changed.
+        """Row, or block, ``destination[i]`` receives what ``source[i]`` held before any of them was changed.
 
-        Of slots no more than the first ``length`` positions.
+        Of rows no more than the first ``length`` positions.
         """
         ...
+
+    def set_block_table(self, table: array) -> None:
+        """The blocks of all rows, row after row."""
+        ...
+
+
+class _Buffers:
+    """What both layouts have: keys and values of all layers, zeroed."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None,
+    ) -> None:
+        """``dtype`` of the model; ``stored`` as in `KVNumbers`."""
+        self.layers = layers
+        self.max_length = max_length
+        self.dtype = dtype
+        self.device = device
+        self.numbers = KVNumbers(len(layers), layers[0].heads, dtype, stored, device)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def _zeros(self, *size: int) -> torch.Tensor:
+        """Not torch.empty: with garbage a masked place gives 0 * NaN = NaN."""
+        return torch.zeros(size, dtype=self.numbers.storage, device=self.device)
+
+
+class RowCache(_Buffers):
+    """A row holds the positions 0.. of one sequence."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        rows: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(layers, max_length, dtype, device, stored)
+        self.keys = [self._zeros(rows, layer.heads, max_length, layer.key_width) for layer in layers]
+        self.values = [self._zeros(rows, layer.heads, max_length, layer.value_width) for layer in layers]
+        heads = layers[0].heads
+        row = torch.arange(rows, device=device)[:, None] * heads
+        self._starts = (row + torch.arange(heads, device=device)) * max_length
+
+    def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See `Cache`; a place for each head of each token."""
+        return (self._starts.index_select(0, rows) + positions[:, None]).view(-1)
+
+    def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """See `Cache`."""
+        return (self._starts[: positions.shape[1]] + positions[..., None]).flatten(1)
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See `Cache`."""
+        for held, new in zip((self.keys[layer], self.values[layer]), self.numbers.pack(layer, key, value), strict=True):
+            width = held.shape[-1]
+            held.view(-1, width).index_copy_(0, slots, new.reshape(-1, width))
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """See `Cache`."""
+        for held in (*self.keys, *self.values):
+            held[destination, :, :length] = held[source, :, :length]
+
+    def set_block_table(self, table: array) -> None:
+        """There is none."""
+
+
+class PagedCache(_Buffers):
+    """Block 0 belongs to no sequence: rows without one write there."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        rows: int,
+        max_length: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+        num_blocks: int | None = None,
+    ) -> None:
+        """``num_blocks`` are handed out by `set_block_table`; without it every row has all it can fill, for good."""
+        super().__init__(layers, max_length, dtype, device, stored)
+        per_row = -(-max_length // block_size)
+        count = rows * per_row if num_blocks is None else num_blocks
+        self.keys = [self._zeros(count + 1, block_size, layer.heads, layer.key_width) for layer in layers]
+        self.values = [self._zeros(count + 1, block_size, layer.heads, layer.value_width) for layer in layers]
+        self.page_length = block_size
+        self.table = torch.zeros(rows, per_row, dtype=torch.int32, device=device)
+        """[rows, blocks of the longest sequence] int32."""
+        if num_blocks is None:
+            self.table.copy_(torch.arange(1, count + 1).view(rows, per_row))
+        self._rows = torch.arange(rows, device=device)
+
+    def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See `Cache`."""
+        block = self.table[rows, positions // self.page_length]
+        return block * self.page_length + positions % self.page_length
+
+    def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """See `Cache`."""
+        return self.slot_mapping(self._rows[: positions.shape[1]], positions)
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See `Cache`."""
+        for held, new in zip((self.keys[layer], self.values[layer]), self.numbers.pack(layer, key, value), strict=True):
+            held.view(-1, *held.shape[2:]).index_copy_(0, slots, new[:, 0])
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """See `Cache`; whole blocks."""
+        del length
+        for held in (*self.keys, *self.values):
+            held[destination] = held[source]
+
+    def set_block_table(self, table: array) -> None:
+        """See `Cache`; in one copy and in place: captured graphs hold the table's address."""
+        self.table.copy_(torch.frombuffer(table, dtype=torch.int32).view(self.table.shape))
+
+
+def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, BlockManager, int]:
+    """The cache, its blocks, and the rows of the batch: as many as asked for, or as the budget holds.
+
+    Raises:
+        EngineError: the budget does not hold the longest sequence, or the layout cannot do what is asked for.
+    """
+    # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
+    length, kernel = max(options.max_sequence_length, FEWEST_KEYS), policy.attention.cache
+    layers = [layer.cache for layer in policy.layout.layers]
+    rows, stored = options.max_batch_size, options.kv_cache_dtype
+    sequence_bytes = policy.layout.cache_numbers(length) * (stored or policy.dtype).itemsize
+    for problem in policy.attention.page_problems(options.block_size, options.kv_overcommit):
+        raise EngineError(problem.text)
+    if kernel.layout == "slots":
+        rows = rows_within(options.cache_budget_gb, sequence_bytes, length, rows)
+        cache = RowCache(layers, rows, length, policy.dtype, policy.device, stored)
+        return cache, RowBlocks(options.reuse_prefixes), rows
+    block_size = options.block_size or kernel.page_length
+    count = blocks_within(options.cache_budget_gb, sequence_bytes, length, block_size, rows)
+    cache = PagedCache(layers, rows, length, block_size, policy.dtype, policy.device, stored, count)
+    pool = BlockPool(count, block_size)
+    return cache, PagedBlocks(rows, cache.table.shape[1], pool, options.reuse_prefixes, options.kv_overcommit), rows
+
+
+def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wanted: int) -> int:
+    """How many of ``wanted`` sequences of ``length`` tokens fit a budget in GiB (None: all of them).
+
+    Raises:
+        EngineError: not even one fits.
+    """
+    if budget_gb is None:
+        return wanted
+    fitting = int(budget_gb * 2**30 // sequence_bytes)
+    if fitting < 1:
+        raise _too_small(budget_gb, f"one sequence of {length} tokens", sequence_bytes)
+    return min(wanted, fitting)
+
+
+def blocks_within(budget_gb: float | None, sequence_bytes: int, length: int, block_size: int, rows: int) -> int:
+    """How many blocks fit a budget in GiB beside the one of no sequence; never more than ``rows`` can fill.
+
+    Raises:
+        EngineError: not even one sequence of ``length`` tokens fits.
+    """
+    needed = -(-length // block_size)
+    if budget_gb is None:
+        return rows * needed
+    block_bytes = sequence_bytes * block_size // length
+    fitting = int(budget_gb * 2**30 // block_bytes) - 1
+    if fitting < needed:
+        text = f"one sequence of {length} tokens in pages of {block_size} and the page that is no sequence's"
+        raise _too_small(budget_gb, text, (needed + 1) * block_bytes)
+    return min(rows * needed, fitting)
+
+
+def _too_small(budget_gb: float, what: str, size: int) -> EngineError:
+    """Three digits and never less than ``size`` bytes, so that who follows the advice is not refused again."""
+    wanted = size / 2**30
+    digit = 10.0 ** (math.floor(math.log10(wanted)) - 2)
+    return EngineError(
+        f"the KV cache budget of {budget_gb} GB is too small for {what}; use "
+        f"--inference-dynamic-batching-buffer-size-gb {math.ceil(wanted / digit) * digit:.3g} or more"
+    )

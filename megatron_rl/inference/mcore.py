@@ -1,63 +1,58 @@
-"""megatron-core's own dynamic engine behind our protocol: the oracle in tests, the baseline in benchmarks."""
+"""megatron-core's own dynamic engine behind our protocol: the oracle in tests, the baseline in benchmarks.
+
+The small classes each repair one thing that would be wrong beside a trainer, and leave the rest stock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from collections.abc import Sequence as ListOf
 from typing import Any
 
 import torch
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams as StockSamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
 from megatron_rl.errors import EngineError
-from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.inference.mcore_stock import build_stock_engine
-from megatron_rl.inference.options import EngineOptions
+from megatron_rl.inference.engine import EngineOptions, EngineStatistics
+from megatron_rl.inference.kv_cache import rows_within
 from megatron_rl.inference.sampler import sample_seed
+from megatron_rl.inference.sequence import Sequence, SequenceGroup
 from megatron_rl.models import PolicyModel
-from megatron_rl.types import Completion, GeneratedGroup, GenerationRequest, SamplingParams
+from megatron_rl.platform.megatron import VERSION, inference_flag
+from megatron_rl.types import GeneratedGroup, GenerationRequest, SamplingParams
 
-
-@dataclass
-class _Pending:
-    request: GenerationRequest
-    completions: dict[int, Completion] = field(default_factory=dict)
+BLOCK_TOKENS = 64
+"""Tokens in a block of the KV buffer; the stock engine pauses a request at every border between blocks."""
 
 
 class McoreEngine:
     """`Engine` by megatron-core's DynamicInferenceEngine on the same GPTModel.
 
-    Every sample is a request of its own, with its own prefill. The draws are a function of the
-    seed and of the requests submitted so far; unlike the rollout engine's they also depend on
-    what shares the batch, so they change with ``max_batch_size``.
+    Every sample is a request of its own, with its own prefill. The draws are a function of the seed and of the
+    requests submitted so far; unlike the rollout engine's they also depend on what shares the batch, so they change
+    with ``max_batch_size``.
     """
 
-    def __init__(
-        self, policy: PolicyModel, options: EngineOptions, stop_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, policy: PolicyModel, options: EngineOptions, stop_token_ids: ListOf[int]) -> None:
         self._options = options
         self._stop_ids = frozenset(stop_token_ids)
         is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
         is_stop[list(self._stop_ids)] = True
-        self._stock = build_stock_engine(
-            policy,
-            options.max_batch_size,
-            options.max_sequence_length,
-            options.prefill_token_budget,
-            options.cache_budget_gb,
-            is_stop,
-        )
-        self.num_slots = self._stock.context.max_requests
-        self._pending: dict[int, _Pending] = {}
-        # (group, sample index) of every stock request under way
-        self._owner: dict[int, tuple[int, int]] = {}
+        self.stock = _stock_engine(policy, options, is_stop)
+        self.max_batch_size = self.stock.context.max_requests
+        self._sequences: dict[int, Sequence] = {}
+        """By the number of the stock request."""
         self.begin(seed=0, policy_version=0)
 
     def begin(self, seed: int, policy_version: int) -> None:
         """See `Engine.begin`."""
         self.abort()
         self._policy_version, self._draw_key = policy_version, seed
-        self._next_group = self._next_request = 0
+        self._submitted = 0
         self.statistics = EngineStatistics()
 
     def submit(self, request: GenerationRequest) -> None:
@@ -70,27 +65,22 @@ class McoreEngine:
         source = request.source
         # The tasks are part of the seed, so that data-parallel ranks draw different numbers.
         self._draw_key = sample_seed(self._draw_key, source.environment, source.task.id, source.epoch)
-        self._stock.reseed(self._draw_key)
-        for sample_index in range(request.num_samples):
-            self._owner[self._next_request] = (self._next_group, sample_index)
-            self._stock.add_request(
-                self._next_request, list(request.prompt_ids), _stock_sampling(request.sampling)
-            )
-            self._next_request += 1
-        self._pending[self._next_group] = _Pending(request)
-        self._next_group += 1
+        self.stock.controller.sampling_rng.manual_seed(self._draw_key)
+        for sequence in SequenceGroup(0, request, [0] * request.num_samples).sequences:
+            self._sequences[self._submitted] = sequence
+            self.stock.add_request(self._submitted, list(request.prompt_ids), _stock_sampling(request.sampling))
+            self._submitted += 1
 
     @property
     def has_unfinished(self) -> bool:
         """See `Engine.has_unfinished`."""
-        return bool(self._pending)
+        return bool(self._sequences)
 
     def abort(self) -> None:
         """See `Engine.abort`."""
         # Never suspend and resume: the stock engine then goes on with freed end-token storage.
-        self._stock.reset()
-        self._pending.clear()
-        self._owner.clear()
+        self.stock.reset()
+        self._sequences.clear()
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
@@ -103,38 +93,23 @@ class McoreEngine:
     @torch.inference_mode()
     def step(self) -> list[GeneratedGroup]:
         """Admit who fits and draw one token for every running sample."""
-        if not self._pending:
+        if not self._sequences:
             return []
-        finished = self._stock.advance()["finished_request_records"]
-        self._count()
-        delivered = [self._deliver(record.merge()) for record in finished]
-        return [group for group in delivered if group is not None]
-
-    def _deliver(self, stock_request: Any) -> GeneratedGroup | None:
-        """File a finished sample; the group comes out when its last sample is in."""
-        group_id, sample_index = self._owner.pop(stock_request.request_id)
-        token_ids = tuple(stock_request.generated_tokens)
-        pending = self._pending[group_id]
-        pending.completions[sample_index] = Completion(
-            token_ids=token_ids,
-            inference_logprobs=tuple(stock_request.generated_log_probs),
-            finish_reason="stop" if token_ids[-1] in self._stop_ids else "length",
-            policy_version=self._policy_version,
-        )
-        self.statistics.count_completion(len(token_ids))
-        if len(pending.completions) < pending.request.num_samples:
-            return None
-        del self._pending[group_id]
-        ordered = tuple(pending.completions[i] for i in range(pending.request.num_samples))
-        return GeneratedGroup(pending.request, ordered)
-
-    def _count(self) -> None:
-        done, padded = self._stock.context.batch_dimensions, self._stock.context.padded_batch_dimensions
-        statistics = self.statistics
-        statistics.prefill_tokens += done.token_count - done.decode_req_count
-        statistics.decode_steps += done.decode_req_count > 0
-        statistics.decode_rows += padded.decode_req_count
-        statistics.host_reads += 1
+        records = self.stock.advance()["finished_request_records"]
+        done, padded = self.stock.context.batch_dimensions, self.stock.context.padded_batch_dimensions
+        self.statistics.prefill_tokens += done.token_count - done.decode_req_count
+        self.statistics.decode_steps += done.decode_req_count > 0
+        self.statistics.decode_rows += padded.decode_req_count
+        self.statistics.host_reads += 1
+        groups = []
+        for finished in (record.merge() for record in records):
+            sequence = self._sequences.pop(finished.request_id)
+            sequence.append(tuple(finished.generated_tokens), tuple(finished.generated_log_probs))
+            sequence.finish("stop" if sequence.output_ids[-1] in self._stop_ids else "length")
+            self.statistics.count_completion(sequence.num_generated)
+            if sequence.group.is_finished:
+                groups.append(sequence.group.result(self._policy_version))
+        return groups
 
     def _refuse(self, request: GenerationRequest) -> None:
         self._options.check(request)
@@ -164,3 +139,158 @@ def _stock_sampling(sampling: SamplingParams) -> StockSamplingParams:
         skip_prompt_log_probs=True,
         termination_id=-1,
     )
+
+
+# -- the stock engine, corrected -----------------------------------------------------------------
+
+
+class _ZeroedContext(DynamicInferenceContext):
+    def allocate_all_tensors(self, *, is_init: bool) -> None:
+        """Zeroed: with the garbage of torch.empty a masked place gives 0 * NaN = NaN."""
+        super().allocate_all_tensors(is_init=is_init)
+        self.memory_buffer.zero_()
+
+    def initialize_all_tensors(self) -> None:
+        """The same under the name that it has from 0.17 on."""
+        super().initialize_all_tensors()
+        self.memory_buffer.zero_()
+
+
+class _RealVocabulary(GPTInferenceWrapper):
+    """Logits in fp32, and none for the padding of the vocabulary.
+
+    Stock, padding columns are sampled from and count in the log-prob's denominator, and a bf16
+    model is sampled from a bf16 softmax.
+    """
+
+    def __init__(self, policy: PolicyModel, *settings_and_context: Any) -> None:
+        super().__init__(policy.gpt, *settings_and_context)
+        self._vocab_size = policy.vocab_size
+
+    def _forward(self, inference_input: dict[str, torch.Tensor | None]) -> torch.Tensor:
+        logits = super()._forward(inference_input).float()
+        logits[..., self._vocab_size :] = float("-inf")
+        return logits
+
+
+class _SeveralEndTokens(TextGenerationController):
+    """Ends a request at any of several tokens; stock, a request knows a single one."""
+
+    def __init__(self, wrapped: GPTInferenceWrapper, is_stop: torch.Tensor) -> None:
+        super().__init__(wrapped, _NoText())
+        self._is_stop = is_stop
+
+    def _dynamic_step_context_bookkeeping(self) -> dict[str, torch.Tensor]:
+        context = self.inference_wrapped_model.inference_context
+        active = slice(context.paused_request_count, context.total_request_count)
+        drawn = self._sampled_tokens_cuda[: active.stop - active.start]
+        # A request ends when it drew its end token, so the end token becomes what it just drew.
+        ends = torch.where(self._is_stop[drawn], drawn, -1)
+        if VERSION < (0, 18):
+            self._request_metadata["termination_id"][active] = ends
+        else:
+            context.active_request_metadata["termination_id"][: ends.numel()] = ends
+        return super()._dynamic_step_context_bookkeeping()
+
+
+class _NoText:
+    """The tokenizer of an engine that is given token ids and asked for token ids."""
+
+    eod = -1
+    bos = None
+
+    def detokenize(self, _token_ids: ListOf[int]) -> str:
+        return ""
+
+
+class _NoEventLoop:
+    """The stock engine announces every admission to coroutines that sleep until there is work. It is stepped by hand
+    here, and a real loop that never runs would keep the announcements for ever."""
+
+    def create_future(self) -> _NoEventLoop:
+        return self
+
+    def set_result(self, _result: object) -> None:
+        """Also the future of every request."""
+
+    def create_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        coroutine.close()
+
+    def call_soon_threadsafe(self, function: Callable[..., None], *arguments: object) -> None:
+        function(*arguments)
+
+
+class _SteppedEngine(DynamicInferenceEngine):
+    """The stock engine without an event loop: `advance` does one step and returns."""
+
+    _loop = _NoEventLoop()
+
+    def advance(self) -> dict[str, Any]:
+        """One forward pass over all requests that fit, and its bookkeeping.
+
+        The coroutine only ever yields to let others run (``asyncio.sleep(0)``), so it can be driven
+        from inside the rollouter's event loop too; the stock wrapper would start a thread there.
+        """
+        coroutine = self.async_step()
+        with inference_flag():
+            while True:
+                try:
+                    coroutine.send(None)
+                except StopIteration as finished:
+                    return finished.value
+
+
+def _stock_engine(policy: PolicyModel, options: EngineOptions, is_stop: torch.Tensor) -> _SteppedEngine:
+    """An engine on the training model itself; ``is_stop`` [V] bool marks end tokens.
+
+    Raises:
+        EngineError: the budget does not hold one sequence.
+    """
+    blocks = -(-options.max_sequence_length // BLOCK_TOKENS)
+    length = blocks * BLOCK_TOKENS
+    sequence_bytes = policy.layout.cache_numbers(length) * policy.dtype.itemsize
+    requests = rows_within(options.cache_budget_gb, sequence_bytes, length, options.max_batch_size)
+    sizes = {
+        "max_sequence_length": options.max_sequence_length,
+        # Room for every sequence at full length and the block that padding writes to: nothing is ever
+        # evicted, and an evicted request would be sampled again from its first token.
+        "buffer_size_gb": (sequence_bytes * requests + sequence_bytes // blocks) / 2**30,
+        "max_requests": requests,
+        # Stock rounds the tokens of a step up, also beyond a limit that is not round itself.
+        "max_tokens": DynamicInferenceContext.round_up_tokens(
+            max(options.prefill_token_budget, options.max_sequence_length, requests)
+        ),
+        "block_size_tokens": BLOCK_TOKENS,
+        "materialize_only_last_token_logits": True,
+    }
+    # Whole prompts only: chunks give wrong prompt log-probs at their borders.
+    if VERSION < (0, 17):
+        return _engine_of_0_16(policy, sizes, is_stop)
+    from megatron.core.inference.config import InferenceConfig
+
+    context = _ZeroedContext(policy.config, InferenceConfig(**sizes, enable_chunked_prefill=False))
+    controller = _SeveralEndTokens(_RealVocabulary(policy, context), is_stop)
+    with inference_flag():  # which the constructor sets and leaves on
+        return _SteppedEngine(controller, context)
+
+
+def _engine_of_0_16(policy: PolicyModel, sizes: dict[str, Any], is_stop: torch.Tensor) -> _SteppedEngine:
+    from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+
+    layers, tensor_size = policy.layout.layers, policy.config.tensor_model_parallel_size
+    context = _ZeroedContext(
+        params_dtype=policy.dtype,
+        num_layers=len(layers),
+        kv_channels=layers[0].cache.key_width,
+        num_attention_heads=layers[0].cache.heads * tensor_size,  # every rank has one, also of fewer than ranks
+        tensor_model_parallel_size=tensor_size,
+        **sizes,
+    )
+    wrapper = InferenceWrapperConfig(
+        hidden_size=policy.config.hidden_size,
+        params_dtype=policy.dtype,
+        inference_batch_times_seqlen_threshold=-1,
+        padded_vocab_size=policy.padded_vocab_size,
+    )
+    controller = _SeveralEndTokens(_RealVocabulary(policy, wrapper, context), is_stop)
+    return _SteppedEngine(controller, context, random_seed=0, enable_chunked_prefill=False)

@@ -1,78 +1,64 @@
-"""Dynamic batching on the training model: the loop around forward, sampling and bookkeeping.
+"""Continuous batching on the training model: the loop around scheduler, forward passes and output processing.
 
-    submit ──► Scheduler ──plan──► prefill (a prompt once per group) ──► first tokens
-                 ▲  ▲                                                       │
-       make_room │  └──release── host read ◄── k decode steps (device only) ◄┘
+    submit ──► Scheduler ──chunks──► ModelRunner.prefill (a prompt once per group) ──► first tokens
+                 ▲  ▲                                                                      │
+       make_room │  └── free ── OutputProcessor: one host read ◄── k decode steps ◄────────┘
 
-A decode step is tensor operations from end to end; the host reads once every ``k`` steps which
-rows have finished. Slots are refilled as they empty. The scheduler and its books (`Storage`) know
-tokens and positions, never a tensor; `CacheLayout.publish` tells the device what they decided.
+A decode step is tensor operations from end to end; the host reads once every ``k`` steps which sequences have ended.
+Rows are filled again as they become free. Scheduler, `BlockManager` and output processor hold references to the same
+`Sequence` objects: where a sample is and what is known of it stands there.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
+from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.context import RolloutContext
-from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
-from megatron_rl.inference.engine import EngineStatistics
+from megatron_rl.inference.engine import EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import GraphedDecode, with_graphs
-from megatron_rl.inference.harvest import Harvest
-from megatron_rl.inference.layout import make_layout
-from megatron_rl.inference.ledger import Ledger
-from megatron_rl.inference.options import EngineOptions
-from megatron_rl.inference.pieces import Piece, Seat
-from megatron_rl.inference.prefill import Prefill, Prompt
-from megatron_rl.inference.sampler import sample_seed
-from megatron_rl.inference.scheduler import Scheduler
-from megatron_rl.inference.slot_state import SlotState
-from megatron_rl.inference.waiting import FIRST_TURN, LATER_TURN, PREEMPTED, Waiting
+from megatron_rl.inference.kv_cache import build_cache
+from megatron_rl.inference.model_runner import ModelRunner
+from megatron_rl.inference.output_processor import OutputProcessor
+from megatron_rl.inference.sampler import Sampler, SamplingKinds, sample_seed
+from megatron_rl.inference.scheduler import Chunk, Scheduler
+from megatron_rl.inference.sequence import Sequence, SequenceGroup
 from megatron_rl.models import PolicyModel, RolloutForward, ops_for
-from megatron_rl.types import Completion, GeneratedGroup, GenerationRequest
+from megatron_rl.types import GeneratedGroup, GenerationRequest
 
 
 class RolloutEngine:
-    """The default `Engine`: continuous batching over slots, or pages, of a KV cache."""
+    """The default `Engine`: continuous batching over a KV cache of rows or of blocks."""
 
     def __init__(
         self,
         policy: PolicyModel,
         options: EngineOptions,
-        stop_token_ids: Sequence[int],
-        decode_text: Callable[[Sequence[int]], str],
+        stop_token_ids: ListOf[int],
+        decode_text: Callable[[ListOf[int]], str],
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._policy = policy
         self._options = options
-        self._layout = make_layout(policy, options)
-        self._cache, slots = self._layout.cache, self._layout.num_slots
-        first_layer = policy.gpt.decoder.layers[0].layer_number
-        self._context = RolloutContext(
-            self._cache, policy.attention, policy.rope, first_layer, policy.dtype, ops_for(policy.device)
-        )
-        self._model = RolloutForward(policy, self._context)
-        paged = policy.attention.cache.layout == "pages"
-        self._state = SlotState(slots, options.max_sequence_length, policy.vocab_size, policy.device, paged)
+        self.cache, self._blocks, self.max_batch_size = build_cache(policy, options)
         self._scheduler = Scheduler(
-            slots, options.prefill_token_budget, self._layout.storage, options.steps_per_host_read
+            self.max_batch_size, options.prefill_token_budget, self._blocks, options.steps_per_host_read
         )
         is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
         is_stop[list(stop_token_ids)] = True
-        shared = tensor_group is not None and tensor_group.size() > 1
-        drawer = Drawer(self._state, is_stop, tensor_group if shared else None)
-        self._prefill = Prefill(self._context, self._cache, self._state, self._model, drawer)
-        burst = DecodeBurst(self._context, self._state, self._model, drawer)
-        self._decode = with_graphs(burst, self._state, policy, self._cache, options.num_cuda_graphs)
-        self._harvest = Harvest(self._state, stop_token_ids, decode_text)
-        self._requests = Ledger()
-        self.num_slots = slots
+        paged = policy.attention.cache.layout == "pages"
+        state = BatchState(self.max_batch_size, options.max_sequence_length, is_stop, paged)
+        context = RolloutContext(policy, self.cache, ops_for(policy.device))
+        self.runner = ModelRunner(context, RolloutForward(policy, context), state, Sampler(tensor_group))
+        self.decode = with_graphs(self.runner, policy, options.num_cuda_graphs)
+        """`ModelRunner.decode`, or CUDA graphs of it."""
+        self._outputs = OutputProcessor(state, stop_token_ids, decode_text)
+        self._groups: dict[int, SequenceGroup] = {}
         self.begin(seed=0, policy_version=0)
 
     # -- Engine --------------------------------------------------------------------------------
@@ -80,8 +66,8 @@ class RolloutEngine:
     def begin(self, seed: int, policy_version: int) -> None:
         """See `Engine.begin`."""
         self.abort()
-        self._cache.numbers.begin()
-        self._seed, self._policy_version = seed, policy_version
+        self.cache.numbers.begin()
+        self._seed, self._policy_version, self._submitted = seed, policy_version, 0
         self.statistics = EngineStatistics()
 
     def submit(self, request: GenerationRequest) -> None:
@@ -91,79 +77,80 @@ class RolloutEngine:
             EngineError: see `EngineOptions.check`.
         """
         self._options.check(request)
-        number = self._requests.add(request)
-        new = request.sampling.max_new_tokens
-        expected = max(1, min(new, request.expected_tokens or new))
-        samples = deque(range(request.num_samples))
-        urgency = LATER_TURN if request.turn else FIRST_TURN
-        self._scheduler.add(Waiting(number, request.prompt_ids, samples, new, expected, urgency, request.goes_on))
+        source, samples = request.source, range(request.first_sample, request.first_sample + request.num_samples)
+        key = self._seed, source.environment, source.task.id, source.epoch
+        group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample) for sample in samples])
+        self._groups[group.number] = group
+        self._submitted += 1
+        for sequence in group.sequences:
+            self._scheduler.add(sequence)
 
     @property
     def kv_numbers(self) -> KVNumbers:
         """What the KV cache does to keys and values."""
-        return self._cache.numbers
+        return self.cache.numbers
 
     @property
     def has_unfinished(self) -> bool:
         """See `Engine.has_unfinished`."""
-        return len(self._requests) > 0
+        return bool(self._groups)
 
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._scheduler.clear()
-        self._requests.clear()
-        self._state.stop()
+        self._groups.clear()
+        self.runner.state.idle()
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
         """See `Engine.cache_tensors`."""
-        return [*self._cache.keys, *self._cache.values]
+        return [*self.cache.keys, *self.cache.values]
 
     def forget_graphs(self) -> None:
         """See `Engine.forget_graphs`."""
-        if isinstance(self._decode, GraphedDecode):
-            self._decode.forget()
+        if isinstance(self.decode, GraphedDecode):
+            self.decode.forget()
 
     @torch.inference_mode()
     def step(self) -> list[GeneratedGroup]:
-        """Seat who fits, decode up to k tokens a row, read once what has finished."""
-        self._put_back(self._scheduler.make_room())
-        pieces = self._scheduler.plan()
-        self._layout.publish()
-        self._kinds = SamplingKinds.of(request.sampling for request in self._requests)
-        if pieces:
-            self._compute(pieces)
-        if not self._scheduler.has_running:
+        """Admit sequences, draw up to k tokens a row, read once which have ended."""
+        preempted = self._scheduler.make_room()
+        self._outputs.save(preempted)
+        self.statistics.host_reads += len(preempted) > 0
+        self.statistics.preemptions += len(preempted)
+        chunks = self._scheduler.plan()
+        table = self._blocks.changed_table()
+        if table is not None:
+            self.cache.set_block_table(table)
+        kinds = SamplingKinds.of(group.request.sampling for group in self._groups.values())
+        if chunks:
+            self._count(chunks)
+            self.runner.prefill(chunks, kinds)
+        running = self._scheduler.running
+        if not running:
             return []
-        self._decode_burst()
-        finished = self._collect()
+        self._decode_burst(running, kinds)
+        complete = self._finish(running)
         self._compact()
-        return finished
+        return complete
 
-    # -- device work ---------------------------------------------------------------------------
+    # -- parts of a step -----------------------------------------------------------------------
 
-    def _compute(self, pieces: Sequence[Piece]) -> None:
-        """Prefill, and the first tokens of those whose prompts are complete."""
-        prompts = []
-        for piece in pieces:
-            request = self._requests[piece.request]
-            seeds = tuple(self._sample_seed(request, sample) for sample in piece.samples)
-            prompts.append(Prompt(piece, seeds, replace(request.sampling, max_new_tokens=piece.most_new)))
-            self.statistics.prefill_tokens += piece.end - piece.start
-            self.statistics.reused_tokens += piece.reused
-            self.statistics.recomputed_tokens += piece.returning * (piece.end - piece.start)
-        self._prefill(prompts, self._kinds)
+    def _count(self, chunks: ListOf[Chunk]) -> None:
+        for chunk in chunks:
+            self.statistics.prefill_tokens += chunk.num_tokens
+            self.statistics.reused_tokens += chunk.reused
+            self.statistics.recomputed_tokens += chunk.sequences[0].preempted * chunk.num_tokens
 
-    def _decode_burst(self) -> None:
+    def _decode_burst(self, running: ListOf[Sequence], kinds: SamplingKinds) -> None:
         """Up to k steps on rows ``0 .. n - 1``; the host reads nothing."""
-        running = self._scheduler.running()
         # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see attention/product.py).
-        rows = max(self._scheduler.num_rows, min(FEWEST_ROWS, self.num_slots))
-        longest = max(seat.position for seat in running)
-        steps = min(max(seat.remaining for seat in running), self._steps_per_read())
+        rows = max(self._scheduler.num_rows, min(FEWEST_ROWS, self.max_batch_size))
+        longest = max(sequence.position for sequence in running)
+        steps = min(max(sequence.remaining for sequence in running), self._steps_per_read())
         if steps == 0:  # all ended with their first token
             return
-        self._decode(rows, min(max(longest + 1, FEWEST_KEYS), self._cache.max_length), steps, self._kinds)
+        self.decode(rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps, kinds)
         self._scheduler.advance(steps)
         self.statistics.decode_steps += steps
         self.statistics.decode_rows += steps * rows
@@ -176,56 +163,25 @@ class RolloutEngine:
         costs more than the rows.
         """
         most, seen = self._options.steps_per_host_read, self.statistics
-        stops = any(request.sampling.stop for request in self._requests)
-        if self._policy.device.type != "cpu" or stops or seen.completions == 0:
+        stops = any(group.request.sampling.stop for group in self._groups.values())
+        if self.cache.device.type != "cpu" or stops or seen.completions == 0:
             return most
         return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
 
-    # -- host work -----------------------------------------------------------------------------
-
-    def _collect(self) -> list[GeneratedGroup]:
-        """The one host read; frees the rows that have ended."""
-        watched = {s.slot: self._requests.watch(s.request, s.sample) for s in self._scheduler.running()}
+    def _finish(self, running: ListOf[Sequence]) -> list[GeneratedGroup]:
+        """The one host read; frees the rows that have ended, and returns the groups that are complete."""
         self.statistics.host_reads += 1
-        groups = []
-        for row in self._harvest(watched):
-            prompt_ids = self._requests[self._scheduler.seat(row.slot).request].prompt_ids
-            # The last token was drawn, but not fed.
-            seat = self._scheduler.release(row.slot, prompt_ids + row.token_ids[:-1])
-            completion = Completion(row.token_ids, row.logprobs, row.reason, self._policy_version)
-            self.statistics.count_completion(len(row.token_ids))
-            groups.append(self._requests.file(seat.request, seat.sample, completion))
-        return [group for group in groups if group is not None]
-
-    def _put_back(self, seats: Sequence[Seat]) -> None:
-        """Pre-empted samples keep what they have said, and go on from there when their turn comes again."""
-        said = self._harvest.said({seat.slot: seat.drawn for seat in seats})
-        self._harvest.stop(list(said))
-        self.statistics.host_reads += len(said) > 0
-        self.statistics.preemptions += len(said)
-        for seat in seats:
-            tokens, logprobs = said[seat.slot]
-            self._requests.keep(seat.request, seat.sample, tokens, logprobs)
-            self._scheduler.add(
-                Waiting(
-                    seat.request, seat.tokens + tokens, deque([seat.sample]), seat.remaining, seat.remaining,
-                    PREEMPTED, seat.goes_on, seat.said,
-                )
-            )  # fmt: skip
+        finished = self._outputs.finish(running)
+        for sequence in finished:
+            self._scheduler.free(sequence)
+            self.statistics.count_completion(sequence.num_generated)
+        complete = [group for group in dict.fromkeys(s.group for s in finished) if group.is_finished]
+        for group in complete:
+            del self._groups[group.number]
+        return [group.result(self._policy_version) for group in complete]
 
     def _compact(self) -> None:
-        moves = self._scheduler.compaction()
-        if not moves:
-            return
-        places = [slot for move in moves for slot in move]
-        back = [slot for move in moves for slot in reversed(move)]
-        source, destination = (torch.tensor(slots, device=self._state.device) for slots in (places, back))
-        self._state.move(source, destination)  # rows change places, so what is idle stays idle
-        length = self._scheduler.longest([slot for _, slot in moves])
-        self._prefill.copy([self._layout.storage.move(moves, length)])
-
-    def _sample_seed(self, request: GenerationRequest, sample_index: int) -> int:
-        source = request.source
-        number = request.first_sample + sample_index
-        return sample_seed(self._seed, source.environment, source.task.id, source.epoch, number)
-
+        moves, copies = self._scheduler.compact()
+        if moves:
+            self.runner.state.exchange(moves)
+            self.runner.copy([copies])

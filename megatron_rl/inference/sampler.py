@@ -7,11 +7,14 @@ same whatever shares its batch and however the model is laid out over ranks.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.attention import kernels
+from megatron_rl.types import SamplingParams
 
 # Constants of the splitmix64 finaliser (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _GAMMA = -7046029254386353131
@@ -41,28 +44,58 @@ def _shift(state: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class SamplingKinds:
+    """What the requests need of the sampler; each that none needs saves a pass over [N, V]."""
+
+    greedy: bool = False
+    filtered: bool = False
+    """Top-k or top-p."""
+    tempered: bool = False
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> SamplingKinds:
+        """Of all requests under way."""
+        params = list(params)
+        return cls(
+            greedy=any(p.greedy for p in params),
+            filtered=any(p.top_k > 0 or p.top_p < 1.0 for p in params),
+            tempered=any(p.temperature != 1.0 for p in params),
+        )
+
+
+@dataclass(frozen=True)
 class SamplingTensors:
-    """Per-row sampling parameters on the device, all [N], and what the host knows about them."""
+    """How rows are sampled, all [N] on the device; None is off for all rows."""
 
     seeds: torch.Tensor
-    temperature: torch.Tensor
+    temperature: torch.Tensor | None = None
     """fp32; 1 in greedy rows."""
-    greedy: torch.Tensor
-    top_k: torch.Tensor
-    """int64; the vocabulary size where off."""
-    top_p: torch.Tensor
+    greedy: torch.Tensor | None = None
+    """bool."""
+    top_k: torch.Tensor | None = None
+    """int64; the vocabulary size where off. There is one where there is ``top_p``."""
+    top_p: torch.Tensor | None = None
     """fp32; 1 where off."""
-    any_greedy: bool
-    any_filter: bool
-    any_tempered: bool = True
-    """False where every temperature is 1, which saves a pass over [N, V]."""
 
 
-def sample(
-    logits: torch.Tensor, positions: torch.Tensor, params: SamplingTensors
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw` for the tokens at ``positions`` [N] int64."""
-    return draw(logits, uniform(params.seeds, positions), params)
+class Sampler:
+    """Draws the next tokens, the same on all tensor-parallel ranks."""
+
+    def __init__(self, tensor_group: dist.ProcessGroup | None = None) -> None:
+        self._tensor_group = tensor_group if tensor_group is not None and tensor_group.size() > 1 else None
+
+    def __call__(
+        self, logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `draw`."""
+        token, logprob = draw(logits, numbers, params)
+        if self._tensor_group is not None:
+            # The ranks computed the same logits; if rounding ever made them differ, one draws for
+            # all, because ranks that disagree on an end token would wait for each other for ever.
+            source = dist.get_global_rank(self._tensor_group, 0)
+            dist.broadcast(token, source, group=self._tensor_group)
+            dist.broadcast(logprob, source, group=self._tensor_group)
+        return token, logprob
 
 
 def draw(
@@ -74,17 +107,16 @@ def draw(
     of the tokens to draw. Returns token ids [N] int64 and their log-probs [N] fp32 under the distribution they
     were drawn from: tempered, and renormalised over the top-k / top-p support where that is on.
     """
-    temperature = params.temperature if params.any_tempered else None
-    greedy = params.greedy if params.any_greedy else None
-    if params.any_filter:
+    temperature = params.temperature
+    if params.top_k is not None:
         if temperature is not None:
             logits, temperature = logits / temperature[:, None], None
         logits = _keep_support(logits, params.top_k, params.top_p)
     if logits.is_cuda and kernels.problem("cuda") is None:
         from megatron_rl.inference.sampling_kernel import draw_by_chunks
 
-        return draw_by_chunks(logits, numbers, temperature, greedy)
-    return draw_by_columns(logits, numbers, temperature, greedy)
+        return draw_by_chunks(logits, numbers, temperature, params.greedy)
+    return draw_by_columns(logits, numbers, temperature, params.greedy)
 
 
 def draw_by_columns(

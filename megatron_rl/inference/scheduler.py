@@ -1,171 +1,237 @@
-"""Who sits in which slot, and which stretches of prompts are computed next: plain Python, never touches a tensor."""
+"""Which sequences have a row of the batch, and which stretches of prompts are computed next: never touches a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import math
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
-from megatron_rl.inference.pieces import Piece, Prefilling, Seat
-from megatron_rl.inference.storage import Need, Storage
-from megatron_rl.inference.waiting import PREEMPTED, Queue, Waiting
+from megatron_rl.inference.block_manager import Allocation, BlockManager, Copies
+from megatron_rl.inference.sequence import Sequence, SequenceStatus
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stretch of a prompt, computed in the row of the first of the ``sequences`` that share it."""
+
+    sequences: tuple[Sequence, ...]
+    token_ids: tuple[int, ...]
+    """The whole prompt."""
+    start: int
+    end: int
+    reused: int = 0
+    """Tokens of the prompt that the cache held already; counted once, with the first chunk."""
+    before: Copies = field(default_factory=Copies)
+    """Copies in the cache that come first."""
+    after: Copies = field(default_factory=Copies)
+    """Copies that give the finished prompt to the other sequences."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of the sequences."""
+        return tuple(sequence.row for sequence in self.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        """Computed now."""
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """The prompt is complete, and its sequences draw their first tokens."""
+        return self.end == len(self.token_ids)
+
+
+class _Prefill:
+    """Sequences of one prompt that have their rows, and how much of the prompt is computed."""
+
+    def __init__(self, sequences: list[Sequence], allocation: Allocation, budget: int) -> None:
+        self.sequences = sequences
+        self._token_ids = sequences[0].prefill_ids
+        self._allocation = allocation
+        self._computed = allocation.reused
+        # Chunks of one size: a short last one would take another way through the processor.
+        missing = len(self._token_ids) - allocation.reused
+        self._size = math.ceil(missing / math.ceil(missing / budget))
+
+    @property
+    def is_done(self) -> bool:
+        return self._computed == len(self._token_ids)
+
+    def next_chunk(self, blocks: BlockManager) -> Chunk:
+        """What is computed now; with the last chunk the sequences have drawn their first tokens."""
+        allocation, start, length = self._allocation, self._computed, len(self._token_ids)
+        is_first = start == allocation.reused
+        end = self._computed = min(start + self._size, length)
+        if self.is_done:
+            for sequence in self.sequences:
+                sequence.status = SequenceStatus.RUNNING
+                sequence.num_generated += 1
+        return Chunk(
+            tuple(self.sequences), self._token_ids, start, end,
+            reused=allocation.reused if is_first else 0,
+            before=allocation.copies if is_first else Copies(),
+            after=blocks.share(self.sequences, length) if self.is_done else Copies(),
+        )  # fmt: skip
 
 
 class Scheduler:
-    """Admission, pieces of prompts, room in the cache, compaction.
+    """Admission, chunks of prompts, preemption, compaction.
 
-    Decoding computes the rows ``0 .. num_rows - 1``, so a free slot below ``num_rows`` is waste:
-    it is refilled first, and closed by `compaction` when nobody is waiting.
+    Decoding computes the rows ``0 .. num_rows - 1``, so a free row below ``num_rows`` is waste: it is filled first, and
+    closed by `compact` when nothing is waiting.
     """
 
-    def __init__(
-        self, num_slots: int, prefill_token_budget: int, storage: Storage, steps_per_host_read: int = 1
-    ) -> None:
-        self._num_slots = num_slots
-        self._steps = steps_per_host_read
+    def __init__(self, max_rows: int, prefill_token_budget: int, blocks: BlockManager, lookahead: int = 1) -> None:
+        """``lookahead``: tokens drawn between two reads by the host, for which there must be blocks."""
+        self._max_rows = max_rows
+        self._lookahead = lookahead
         self._budget = prefill_token_budget
-        self._storage = storage
-        self._queue = Queue()
-        self._seats: dict[int, Seat] = {}
-        self._prefilling: list[Prefilling] = []
-        self._refused = False  # the head of the queue waits for room in the cache, not for a slot
+        self._blocks = blocks
+        self._waiting: list[Sequence] = []
+        """By priority."""
+        self._rows: dict[int, Sequence] = {}
+        self._prefills: list[_Prefill] = []
+        self._lacks_blocks = False  # the first in the queue waits for blocks, not for a row
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that decode, by row."""
+        sequences = (self._rows[row] for row in sorted(self._rows))
+        return [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
 
     @property
     def num_rows(self) -> int:
-        """One more than the highest slot that decodes."""
-        return max((slot for slot, seat in self._seats.items() if seat.drawn), default=-1) + 1
+        """One more than the highest row that decodes."""
+        return max((row for row, s in self._rows.items() if s.status is SequenceStatus.RUNNING), default=-1) + 1
 
     @property
     def has_waiting(self) -> bool:
-        """True while samples wait for a slot."""
-        return len(self._queue) > 0
+        """True while sequences wait for a row."""
+        return bool(self._waiting)
 
-    @property
-    def has_running(self) -> bool:
-        """True while a slot decodes."""
-        return any(seat.drawn for seat in self._seats.values())
-
-    def running(self) -> list[Seat]:
-        """Who decodes, in the order of slots."""
-        return [self._seats[slot] for slot in sorted(self._seats) if self._seats[slot].drawn]
-
-    def seat(self, slot: int) -> Seat:
-        """Who sits in ``slot``."""
-        return self._seats[slot]
-
-    def add(self, waiting: Waiting) -> None:
-        """Queue samples of one prompt."""
-        self._queue.add(waiting)
+    def add(self, sequence: Sequence) -> None:
+        """Queue it by priority."""
+        bisect.insort(self._waiting, sequence, key=lambda entry: entry.priority)
 
     # -- prompts -------------------------------------------------------------------------------
 
-    def plan(self) -> list[Piece]:
-        """What to prefill now: the pieces of prompts under way, then new ones within the budget.
+    def plan(self) -> list[Chunk]:
+        """What to prefill now: the next chunks of prompts under way, then new prompts within the budget.
 
-        While others run it waits until an eighth of the slots are free: a prefill for every
-        single free slot would cost more than the rows it fills.
+        While sequences run it waits until an eighth of the rows are free: a prefill for every single free row would
+        cost more than the rows it fills.
         """
-        self._refused = False
-        pieces = [group.next_piece(self._storage) for group in self._prefilling]
-        left = self._budget - sum(piece.end - piece.start for piece in pieces)
-        free = self._num_slots - len(self._seats)
-        if free >= max(1, self._num_slots // 8) or not self._seats:
-            while self._queue and left > 0 and len(self._seats) < self._num_slots:
-                piece = self._admit(left, alone=not pieces)
-                if piece is None:
+        self._lacks_blocks = False
+        chunks = [prefill.next_chunk(self._blocks) for prefill in self._prefills]
+        left = self._budget - sum(chunk.num_tokens for chunk in chunks)
+        if not self._rows or self._max_rows - len(self._rows) >= max(1, self._max_rows // 8):
+            while self._waiting and left > 0 and len(self._rows) < self._max_rows:
+                chunk = self._admit(left, alone=not chunks)
+                if chunk is None:
                     break
-                pieces.append(piece)
-                left -= piece.end - piece.start
-        for piece in pieces:
-            if piece.is_last:
-                self._storage.learn(piece.slots, piece.tokens)
-        self._prefilling = [group for group in self._prefilling if not group.is_done]
-        return pieces
+                chunks.append(chunk)
+                left -= chunk.num_tokens
+        for chunk in chunks:
+            if chunk.is_last:
+                self._blocks.remember(chunk.sequences, chunk.token_ids)
+        self._prefills = [prefill for prefill in self._prefills if not prefill.is_done]
+        return chunks
 
-    def _admit(self, left: int, alone: bool) -> Piece | None:
-        """The head of the queue takes its seats; None when it has to wait."""
-        head = self._queue.head
-        length = len(head.tokens)
-        vacant = [slot for slot in range(self._num_slots) if slot not in self._seats]
-        if not alone and length - self._storage.cached(head.tokens) > left:
+    def _admit(self, left: int, alone: bool) -> Chunk | None:
+        """Rows for the first in the queue and those that share its prompt; None when it has to wait."""
+        first = self._waiting[0]
+        token_ids = first.prefill_ids
+        if not alone and len(token_ids) - self._blocks.num_cached(token_ids) > left:
             return None
-        # The last token that is drawn is not fed, so it takes no room.
-        longest, expected = length + head.most_new - 1, length + head.expected_new - 1
-        need = Need(min(length + self._steps, longest), longest, expected, head.urgency == PREEMPTED)
-        entry = self._storage.enter(vacant, head.tokens, len(head.samples), need)
-        if entry is None:
-            self._refused = True
+        free = [row for row in range(self._max_rows) if row not in self._rows]
+        # A sequence that has drawn tokens has a prompt of its own.
+        most, priority = 1 if first.num_generated else len(free), first.priority
+        candidates = list(takewhile(
+            lambda s: s.priority == priority and s.num_generated == first.num_generated, islice(self._waiting, most)
+        ))  # fmt: skip
+        allocation = self._blocks.allocate(candidates, free, self._lookahead)
+        if allocation is None:
+            self._lacks_blocks = True
             return None
-        samples = self._queue.take(len(entry.slots))
-        seats = [
-            Seat(slot, head.request, sample, head.tokens, head.most_new, head.goes_on, head.earlier)
-            for slot, sample in zip(entry.slots, samples, strict=True)
-        ]
-        self._seats.update({seat.slot: seat for seat in seats})
-        self._prefilling.append(Prefilling(head, seats, entry, self._budget))
-        return self._prefilling[-1].next_piece(self._storage)
+        admitted = candidates[: allocation.count]
+        del self._waiting[: allocation.count]
+        for sequence in admitted:
+            sequence.status = SequenceStatus.PREFILL
+            self._rows[sequence.row] = sequence
+        self._prefills.append(_Prefill(admitted, allocation, self._budget))
+        return self._prefills[-1].next_chunk(self._blocks)
 
     # -- decoding ------------------------------------------------------------------------------
 
-    def make_room(self) -> list[Seat]:
-        """Room for what everybody draws before the host looks again; who has to leave for it.
+    def make_room(self) -> list[Sequence]:
+        """Blocks for what is drawn before the host looks again; returns the running sequences preempted for it.
 
-        Whoever has said least leaves; whoever has said most never does, so work is finished in the end. Those who
-        were decoding come back by `add` with what they have said; prompts under way go back by themselves.
+        The sequence with the fewest generated tokens is preempted; the one with the most never is, so work is finished
+        in the end. All of them wait again; what was drawn is still to be read from their rows.
         """
-        left: list[Seat] = []
-        for seat in sorted(self.running(), key=lambda seat: (-seat.said, seat.slot)):
-            while self._seats.get(seat.slot) is seat:  # until it has room, or has to leave itself
-                if self._storage.grow(seat.slot, seat.position + min(self._steps, seat.remaining)):
+        preempted: list[Sequence] = []
+        for sequence in sorted(self.running, key=lambda s: (-s.num_generated, s.row)):
+            while sequence.status is SequenceStatus.RUNNING:  # until it has blocks, or is preempted itself
+                drawn = min(self._lookahead, sequence.remaining)
+                if self._blocks.extend(sequence, sequence.position + drawn):
                     break
-                left += self._preempt(min(self._seats.values(), key=lambda seat: (seat.said, -seat.slot)))
-        return left
+                preempted += self._preempt(min(self._rows.values(), key=lambda s: (s.num_generated, -s.row)))
+        for sequence in preempted:
+            self.add(sequence)
+        return preempted
 
-    def _preempt(self, victim: Seat) -> list[Seat]:
-        if victim.drawn:
-            self.release(victim.slot, victim.tokens)
+    def _preempt(self, victim: Sequence) -> list[Sequence]:
+        if victim.status is SequenceStatus.RUNNING:
+            self._release(victim, victim.prefill_ids)
+            victim.preempt()
             return [victim]
-        group = next(group for group in self._prefilling if victim in group.seats)
-        self._prefilling.remove(group)
-        for seat in group.seats:
-            self.release(seat.slot, ())
-        self._queue.add(group.given_up())
+        prefill = next(prefill for prefill in self._prefills if victim in prefill.sequences)
+        self._prefills.remove(prefill)
+        for sequence in prefill.sequences:
+            self._release(sequence, ())
+            sequence.preempt()
+            self.add(sequence)
         return []
 
     def advance(self, steps: int) -> None:
-        """Everybody who decodes has drawn ``steps`` tokens."""
-        for seat in self.running():
-            seat.advance(steps)
+        """Every running sequence has drawn ``steps`` tokens."""
+        for sequence in self.running:
+            sequence.num_generated += steps
 
-    def release(self, slot: int, tokens: Sequence[int]) -> Seat:
-        """The sequence in ``slot`` has ended; the cache holds its ``tokens``."""
-        seat = self._seats.pop(slot)
-        self._storage.leave(slot, tokens, seat.goes_on)
-        return seat
+    def free(self, sequence: Sequence) -> None:
+        """It has finished; its last token was drawn, but not fed."""
+        self._release(sequence, sequence.prefill_ids[:-1])
 
-    def longest(self, slots: Sequence[int]) -> int:
-        """Tokens in the cache of the longest of the sequences in ``slots``."""
-        return max(len(self._seats[slot].tokens) + self._seats[slot].drawn for slot in slots)
+    def compact(self) -> tuple[list[tuple[int, int]], Copies]:
+        """Moves (from, to) of rows that close the holes, and the copies in the cache that they take.
 
-    def compaction(self) -> list[tuple[int, int]]:
-        """Moves (from, to) that close the holes, when nobody is about to fill them and a row in 32 idles.
-
-        A row's move costs less than computing it once more: on a CPU a third of that at 256 x 6.
+        None while a sequence is about to fill the holes, or less than a row in 32 idles: a row's move costs less than
+        computing it once more, on a CPU a third of that at 256 x 6.
         """
-        rows, seated = self.num_rows, len(self._seats)
-        if (self._queue and not self._refused) or seated == 0 or rows - seated < max(1, rows // 32):
-            return []
-        holes = [slot for slot in range(seated) if slot not in self._seats]
-        movers = [slot for slot in sorted(self._seats) if slot >= seated]
+        rows, taken = self.num_rows, len(self._rows)
+        if (self._waiting and not self._lacks_blocks) or taken == 0 or rows - taken < max(1, rows // 32):
+            return [], Copies()
+        holes = [row for row in range(taken) if row not in self._rows]
+        movers = [row for row in sorted(self._rows) if row >= taken]
         moves = list(zip(movers, holes, strict=True))
-        for source, destination in moves:
-            seat = self._seats.pop(source)
-            seat.slot = destination
-            self._seats[destination] = seat
-        return moves
+        moved = [self._rows.pop(row) for row in movers]
+        for sequence, row in zip(moved, holes, strict=True):
+            sequence.row = row
+            self._rows[row] = sequence
+        longest = max((len(s.prefill_ids) + s.num_unread for s in moved), default=0)
+        return moves, self._blocks.move(moves, longest) if moves else Copies()
 
     def clear(self) -> None:
-        """Forget everybody."""
-        self._queue.clear()
-        self._seats.clear()
-        self._prefilling.clear()
-        self._refused = False
-        self._storage.clear()
+        """Forget all sequences."""
+        self._waiting.clear()
+        self._rows.clear()
+        self._prefills.clear()
+        self._lacks_blocks = False
+        self._blocks.clear()
+
+    def _release(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """The cache holds ``token_ids`` of it."""
+        del self._rows[sequence.row]
+        self._blocks.free(sequence, token_ids)

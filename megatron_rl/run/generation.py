@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from megatron_rl.config import RLConfig
-from megatron_rl.inference import Engine, RolloutEngine
-from megatron_rl.inference.options import EngineOptions
+from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, kv_cache_dtype
@@ -75,7 +74,7 @@ def build_engine(
         kv_overcommit=rollout.rl_kv_overcommit,
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
         num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
-        page_length=rollout.inference_dynamic_batching_block_size,
+        block_size=rollout.inference_dynamic_batching_block_size,
         kv_cache_dtype=kv_cache_dtype(config),
     )
     by_id, _ = stop_strings(config, tokenizer)

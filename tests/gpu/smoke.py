@@ -72,15 +72,14 @@ def attention(stored: str) -> str:
 
 def draws() -> str:
     """The draw of a decode step against a CPU's."""
-    from megatron_rl.inference.sampler import SamplingTensors, sample
+    from megatron_rl.inference.sampler import SamplingTensors, draw, uniform
 
     rows, columns, drawn = 32, 151665, []
     logits = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * 3
     for where in (torch.device("cpu"), device()):
-        ones, no = torch.ones(rows, device=where), torch.zeros(rows, dtype=torch.bool, device=where)
-        seeds, top_k = torch.arange(rows, device=where), torch.full((rows,), columns, device=where)
-        params = SamplingTensors(seeds, ones * 0.7, no, top_k, ones, any_greedy=False, any_filter=False)
-        drawn.append([result.cpu() for result in sample(logits.to(where), seeds, params)])
+        seeds = torch.arange(rows, device=where)
+        params = SamplingTensors(seeds, torch.full((rows,), 0.7, device=where))
+        drawn.append([result.cpu() for result in draw(logits.to(where), uniform(seeds, seeds), params)])
     same = drawn[0][0] == drawn[1][0]
     assert same.sum() >= rows - 1, f"{int(same.sum())} of {rows} tokens agree"
     torch.testing.assert_close(drawn[0][1][same], drawn[1][1][same], rtol=1e-5, atol=1e-5)

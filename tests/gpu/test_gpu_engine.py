@@ -11,8 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def _generate(policy, greedy: bool):
-    from megatron_rl.inference import RolloutEngine
-    from megatron_rl.inference.options import EngineOptions
+    from megatron_rl.inference import EngineOptions, RolloutEngine
     from megatron_rl.models import rollout_mode
     from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
 

@@ -11,10 +11,8 @@ import logging
 import pytest
 import torch
 
-from megatron_rl.inference import RolloutEngine
-from megatron_rl.inference.graph_sources import StepSources
-from megatron_rl.inference.graphs import GraphedDecode, Work, graph_reaches, graph_sizes
-from megatron_rl.inference.rollout_engine import EngineOptions
+from megatron_rl.inference import EngineOptions, RolloutEngine
+from megatron_rl.inference.graphs import GraphedDecode, StepSources, Work, graph_reaches, graph_sizes
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel.groups import current_groups
 from megatron_rl.quantization.linears import QuantizedLinears
@@ -50,10 +48,11 @@ def _engine(policy: PolicyModel, graphs: int | None) -> RolloutEngine:
 def _pair(policy: PolicyModel) -> tuple[RolloutEngine, RolloutEngine]:
     """With graphs, and its eager twin."""
     graphed, eager = _engine(policy, 16), _engine(policy, None)
-    assert isinstance(graphed._decode, GraphedDecode)
+    assert isinstance(graphed.decode, GraphedDecode)
     reaches = graph_reaches(LONGEST)
-    sources = StepSources(policy.gpt, eager._cache)
-    eager._decode = GraphedDecode(eager._decode, eager._state, sources, _Eager(), graph_sizes(SLOTS, 16), reaches)
+    sources = StepSources(policy, eager.cache)
+    sizes = graph_sizes(SLOTS, 16)
+    eager.decode = GraphedDecode(eager.decode, eager.runner.state, sources, _Eager(), sizes, reaches)
     return graphed, eager
 
 
@@ -181,13 +180,13 @@ def test_a_capture_that_fails_leaves_an_engine_that_works(one_rank, caplog):
     """The host reads in the middle of a step: the run goes on eager, the allocator is in order, new graphs work."""
     policy = tiny_policy(tiny_config(bf16=True))
     graphed, eager = _pair(policy)
-    burst = graphed._decode._burst
+    burst = graphed.decode.eager
 
     def reads(*args: object) -> None:
         burst(*args)
-        graphed._state.alive.any().item()
+        graphed.runner.state.alive.any().item()
 
-    graphed._decode._burst = reads
+    graphed.decode.eager = reads
     assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
     assert "no CUDA graph could be captured" in caplog.text
     torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.inference.sampler import SamplingTensors, sample
+from megatron_rl.inference.sampler import SamplingTensors, draw, uniform
 from tests.unit.inference.test_sampling_kernel import DrawChecks
 
 pytestmark = pytest.mark.gpu
@@ -32,14 +32,11 @@ class TestCompiled(DrawChecks):
             params = SamplingTensors(
                 seeds=torch.arange(rows, device=device),
                 temperature=torch.full((rows,), 0.8, device=device),
-                greedy=torch.zeros(rows, dtype=torch.bool, device=device),
-                top_k=torch.full((rows,), filters.get("top_k", columns), device=device),
-                top_p=torch.full((rows,), filters.get("top_p", 1.0), device=device),
-                any_greedy=False,
-                any_filter=bool(filters),
+                top_k=torch.full((rows,), filters.get("top_k", columns), device=device) if filters else None,
+                top_p=torch.full((rows,), filters.get("top_p", 1.0), device=device) if filters else None,
             )
-            positions = torch.arange(rows, device=device)
-            drawn.append([result.cpu() for result in sample(logits.to(device), positions, params)])
+            numbers = uniform(params.seeds, params.seeds)
+            drawn.append([result.cpu() for result in draw(logits.to(device), numbers, params)])
         (on_cpu, cpu_logprobs), (on_gpu, gpu_logprobs) = drawn
         same = on_cpu == on_gpu
         assert same.sum() >= rows - 1, "a number may fall on a border"

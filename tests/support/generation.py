@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.inference import Engine, RolloutEngine
+from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
 from megatron_rl.inference.mcore import McoreEngine
-from megatron_rl.inference.options import EngineOptions
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel.groups import current_groups
 from megatron_rl.types import Completion, GenerationRequest, SamplingParams, SourcedTask, Task
@@ -46,7 +45,7 @@ def ragged_requests(
 
 
 def rollout_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **options: object) -> RolloutEngine:
-    """Our engine for a tiny model: 8 slots of 48 tokens unless said otherwise."""
+    """Our engine for a tiny model: 8 rows of 48 tokens unless said otherwise."""
     return RolloutEngine(policy, _sizes(options), stop_ids, letters, current_groups().tensor_group)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from megatron_rl.attention.backend import CacheKernel, NewTokens
 from megatron_rl.attention.product import FEWEST_KEYS
-from megatron_rl.inference.kv_cache import CacheShape
-from megatron_rl.inference.paged_cache import PagedCache
+from megatron_rl.families.layout import LayerCache
+from megatron_rl.inference.kv_cache import PagedCache
 
 
 def naive(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -42,16 +42,16 @@ class FilledPages:
     ) -> None:
         self._random = torch.Generator().manual_seed(seed)
         self.lengths, self.heads, self.width, self.dtype, self.device = list(lengths), heads, width, dtype, device
-        shape = CacheShape(1, groups, width, max_length or max(lengths), 4)
-        self.cache = PagedCache(shape, len(lengths), page_length, dtype, torch.device(device), stored)
+        layers, longest = [LayerCache(groups, width, width)], max_length or max(lengths)
+        self.cache = PagedCache(layers, len(lengths), longest, page_length, dtype, torch.device(device), stored)
         order = torch.randperm(self.cache.table.numel(), generator=self._random).view(self.cache.table.shape)
         self.cache.table.copy_(order + 1)
         self._poison()
         for slot, length in enumerate(lengths):
             key, value = (self.random(length, 1, groups, width) for _ in range(2))
             self.cache.numbers.calibrate(0, key, value)
-            cells = self.cache.cells(self._tensor([slot] * length), torch.arange(length, device=device))
-            self.cache.write(0, cells, key, value)
+            places = self.cache.slot_mapping(self._tensor([slot] * length), torch.arange(length, device=device))
+            self.cache.write(0, places, key, value)
 
     def random(self, *size: int) -> torch.Tensor:
         """Normal numbers of the cache's model."""
@@ -59,10 +59,11 @@ class FilledPages:
 
     def known(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the slot holds as numbers, [length, groups, D] fp32 each, by way of the table."""
-        cells = self.cache.cells(
+        places = self.cache.slot_mapping(
             self._tensor([slot] * self.lengths[slot]), torch.arange(self.lengths[slot], device=self.device)
         )
-        rows = [buffer[0].flatten(0, 1)[cells][None].transpose(1, 2) for buffer in (self.cache.keys, self.cache.values)]
+        held = self.cache.keys[0], self.cache.values[0]
+        rows = [buffer.flatten(0, 1)[places][None].transpose(1, 2) for buffer in held]
         return tuple(numbers[0].transpose(0, 1).float() for numbers in self.cache.numbers.unpack(0, *rows))
 
     def decoded(self, kernel: CacheKernel) -> tuple[torch.Tensor, torch.Tensor]:

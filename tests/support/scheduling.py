@@ -1,4 +1,4 @@
-"""The rollout engine without a model: scheduler and books of the cache over cells that hold tokens instead of keys.
+"""The rollout engine without a model: scheduler and block manager over cells that hold tokens instead of keys.
 
 It does what the engine does, in the same order, and looks at every cell before it would be attended to.
 """
@@ -6,17 +6,16 @@ It does what the engine does, in the same order, and looks at every cell before 
 from __future__ import annotations
 
 import random
-from collections import deque
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from megatron_rl.inference.blocks import PagePool
-from megatron_rl.inference.page_storage import PageStorage
-from megatron_rl.inference.pieces import Piece, Seat
-from megatron_rl.inference.scheduler import Scheduler
-from megatron_rl.inference.slot_storage import SlotStorage
-from megatron_rl.inference.storage import Copies
-from megatron_rl.inference.waiting import LATER_TURN, PREEMPTED, Waiting
+from megatron_rl.inference.block_manager import Copies, RowBlocks
+from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
+from megatron_rl.inference.scheduler import Chunk, Scheduler
+from megatron_rl.inference.sequence import Sequence as Sample
+from megatron_rl.inference.sequence import SequenceGroup
+from tests.support.generation import request
 
 GARBAGE = -1
 
@@ -25,21 +24,21 @@ GARBAGE = -1
 class Sizes:
     """Of an engine."""
 
-    slots: int = 4
+    rows: int = 4
     budget: int = 1000
     steps: int = 4
     longest: int = 64
     """Tokens of the longest sequence."""
-    page_length: int = 0
-    """0: slots."""
-    pages: int = 0
-    """0: as many as the slots can fill."""
+    block_size: int = 0
+    """0: every row has a block of its own."""
+    blocks: int = 0
+    """0: as many as the rows can fill."""
     overcommit: float = 1.0
     reuse: bool = True
 
     @property
-    def pages_per_slot(self) -> int:
-        return -(-self.longest // self.page_length)
+    def blocks_per_row(self) -> int:
+        return -(-self.longest // self.block_size)
 
 
 @dataclass
@@ -66,34 +65,35 @@ class Twin:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.storage = self._make_storage()
-        self.scheduler = Scheduler(sizes.slots, sizes.budget, self.storage, sizes.steps)
-        units = sizes.slots if not sizes.page_length else self.storage._pool.count + 1
-        self.cells = [[GARBAGE] * (sizes.page_length or sizes.longest) for _ in range(units)]
+        self.blocks = self._make_blocks()
+        self.scheduler = Scheduler(sizes.rows, sizes.budget, self.blocks, sizes.steps)
+        units = self.blocks.pool.count + 1 if isinstance(self.blocks, PagedBlocks) else sizes.rows
+        self.cells = [[GARBAGE] * (sizes.block_size or sizes.longest) for _ in range(units)]
+        self.table = array("i")
         self.wanted: list[Wanted] = []
-        self.position = [0] * sizes.slots
-        self.alive = [False] * sizes.slots
-        self.ends = [0] * sizes.slots
+        self.position = [0] * sizes.rows
+        self.alive = [False] * sizes.rows
         self.text: dict[int, tuple[int, ...]] = {}
-        """The whole sequence in a slot, up to its end."""
+        """The whole sequence in a row, up to its end."""
         self.prefilled = self.reused = self.preempted = self.decoded_rows = 0
-        self.pieces: list[Piece] = []
+        self.chunks: list[Chunk] = []
 
-    def _make_storage(self) -> SlotStorage | PageStorage:
+    def _make_blocks(self) -> RowBlocks | PagedBlocks:
         sizes = self.sizes
-        if not sizes.page_length:
-            return SlotStorage(sizes.reuse)
-        pool = PagePool(sizes.pages or sizes.slots * sizes.pages_per_slot, sizes.page_length)
-        return PageStorage(sizes.slots, sizes.pages_per_slot, pool, sizes.reuse, sizes.overcommit)
+        if not sizes.block_size:
+            return RowBlocks(sizes.reuse)
+        pool = BlockPool(sizes.blocks or sizes.rows * sizes.blocks_per_row, sizes.block_size)
+        return PagedBlocks(sizes.rows, sizes.blocks_per_row, pool, sizes.reuse, sizes.overcommit)
 
     def add(self, wanted: Wanted) -> None:
         assert len(wanted.prompt) + wanted.limit <= self.sizes.longest
-        urgency = {"urgency": LATER_TURN} if wanted.later_turn else {}
-        samples = deque(range(len(wanted.lengths)))
-        expected = wanted.expected or wanted.limit
-        self.scheduler.add(
-            Waiting(len(self.wanted), wanted.prompt, samples, wanted.limit, expected, goes_on=wanted.goes_on, **urgency)
-        )
+        number, samples = len(self.wanted), len(wanted.lengths)
+        asked = replace(
+            request(wanted.prompt, samples, number, max_new_tokens=wanted.limit),
+            expected_tokens=wanted.expected, goes_on=wanted.goes_on, turn=int(wanted.later_turn),
+        )  # fmt: skip
+        for sample in SequenceGroup(number, asked, [0] * samples).sequences:
+            self.scheduler.add(sample)
         self.wanted.append(wanted)
 
     @property
@@ -102,12 +102,14 @@ class Twin:
 
     def step(self) -> list[int]:
         """One step of the engine; numbers of the requests that finished in it."""
-        for seat in self.scheduler.make_room():
-            self._put_back(seat)
-        self.pieces = self.scheduler.plan()
-        self._prefill(self.pieces)
-        if not self.scheduler.has_running:
-            assert self.pieces or not self.unfinished, "nothing runs, nothing begins: a dead-lock"
+        for sample in self.scheduler.make_room():
+            self._save(sample)
+        self.chunks = self.scheduler.plan()
+        table = self.blocks.changed_table()
+        self.table = self.table if table is None else table[:]
+        self._prefill(self.chunks)
+        if not self.scheduler.running:
+            assert self.chunks or not self.unfinished, "nothing runs, nothing begins: a dead-lock"
             return []
         self._decode()
         finished = self._collect()
@@ -116,103 +118,99 @@ class Twin:
 
     # -- what the device does ------------------------------------------------------------------
 
-    def _cell(self, slot: int, position: int) -> tuple[int, int]:
-        if not self.sizes.page_length:
-            return slot, position
-        page, offset = divmod(position, self.sizes.page_length)
-        return self.storage.table[slot * self.sizes.pages_per_slot + page], offset
+    def _cell(self, row: int, position: int) -> tuple[int, int]:
+        if not self.sizes.block_size:
+            return row, position
+        block, offset = divmod(position, self.sizes.block_size)
+        return self.table[row * self.sizes.blocks_per_row + block], offset
 
-    def _write(self, slot: int, position: int, token: int) -> None:
-        unit, offset = self._cell(slot, position)
+    def _write(self, row: int, position: int, token: int) -> None:
+        unit, offset = self._cell(row, position)
         self.cells[unit][offset] = token
 
-    def _check(self, slot: int, tokens: Sequence[int]) -> None:
+    def _check(self, row: int, tokens: Sequence[int]) -> None:
         for position, token in enumerate(tokens):
-            unit, offset = self._cell(slot, position)
-            assert not self.sizes.page_length or unit > 0, "a sequence without a page"
-            assert self.cells[unit][offset] == token, f"slot {slot} has another token at {position}"
+            unit, offset = self._cell(row, position)
+            assert not self.sizes.block_size or unit > 0, "a sequence without a block"
+            assert self.cells[unit][offset] == token, f"row {row} has another token at {position}"
 
     def _copy(self, several: Sequence[Copies]) -> None:
         pairs = [pair for copies in several for pair in copies.pairs]
-        length = self.sizes.page_length or max((copies.length for copies in several), default=0)
+        length = self.sizes.block_size or max((copies.length for copies in several), default=0)
         held = [self.cells[source][:length] for source, _ in pairs]
         for (_, destination), contents in zip(pairs, held, strict=True):
             self.cells[destination][:length] = contents
 
-    def _prefill(self, pieces: Sequence[Piece]) -> None:
-        self._copy([piece.before for piece in pieces])
-        # Whole prompts and first pieces, then those that begin in the cache.
-        for piece in sorted(pieces, key=lambda piece: piece.start > 0):
-            self._check(piece.slots[0], piece.tokens[: piece.start])
-            for position in range(piece.start, piece.end):
-                self._write(piece.slots[0], position, piece.tokens[position])
-            self.prefilled += piece.end - piece.start
-            self.reused += piece.reused
-            if not piece.is_last:
-                for slot in piece.slots:
-                    self.alive[slot], self.position[slot] = False, len(piece.tokens) - 1
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        self._copy([chunk.before for chunk in chunks])
+        # Whole prompts and first chunks, then those that begin in the cache.
+        for chunk in sorted(chunks, key=lambda chunk: chunk.start > 0):
+            self._check(chunk.rows[0], chunk.token_ids[: chunk.start])
+            for position in range(chunk.start, chunk.end):
+                self._write(chunk.rows[0], position, chunk.token_ids[position])
+            self.prefilled += chunk.num_tokens
+            self.reused += chunk.reused
+            if not chunk.is_last:
+                for row in chunk.rows:
+                    self.alive[row], self.position[row] = False, len(chunk.token_ids) - 1
                 continue
-            self._copy([piece.after])
-            for slot, sample in zip(piece.slots, piece.samples, strict=True):
-                wanted = self.wanted[piece.request]
-                self.text[slot] = wanted.prompt + answer(piece.request, sample, wanted.lengths[sample])
-                assert piece.tokens == self.text[slot][: len(piece.tokens)]
-                self.position[slot] = len(piece.tokens)
-                self.alive[slot] = self.position[slot] + 1 < len(self.text[slot])
+            self._copy([chunk.after])
+            for sample in chunk.sequences:
+                row, number = sample.row, sample.group.number
+                wanted = self.wanted[number]
+                self.text[row] = wanted.prompt + answer(number, sample.sample, wanted.lengths[sample.sample])
+                assert chunk.token_ids == self.text[row][: len(chunk.token_ids)]
+                self.position[row] = len(chunk.token_ids)
+                self.alive[row] = self.position[row] + 1 < len(self.text[row])
 
     def _decode(self) -> None:
-        running = self.scheduler.running()
+        running = self.scheduler.running
         rows = self.scheduler.num_rows
-        steps = min(self.sizes.steps, max(seat.remaining for seat in running))
+        steps = min(self.sizes.steps, max(sample.remaining for sample in running))
         for _ in range(steps):
             self.decoded_rows += rows
-            for slot in range(rows):
-                position = self.position[slot]
-                token = self.text[slot][position] if self.alive[slot] else GARBAGE
-                self._write(slot, position, token)
-                if self.alive[slot]:
-                    self._check(slot, self.text[slot][: position + 1])
-                    self.position[slot] += 1
-                    self.alive[slot] = self.position[slot] + 1 < len(self.text[slot])
+            for row in range(rows):
+                position = self.position[row]
+                token = self.text[row][position] if self.alive[row] else GARBAGE
+                self._write(row, position, token)
+                if self.alive[row]:
+                    self._check(row, self.text[row][: position + 1])
+                    self.position[row] += 1
+                    self.alive[row] = self.position[row] + 1 < len(self.text[row])
         self.scheduler.advance(steps)
 
     # -- what the host does --------------------------------------------------------------------
 
     def _collect(self) -> list[int]:
         finished = []
-        for seat in self.scheduler.running():
-            if self.alive[seat.slot]:
+        for sample in self.scheduler.running:
+            if self.alive[sample.row]:
                 continue
-            text = self.text.pop(seat.slot)
-            self.scheduler.release(seat.slot, text[:-1])
-            wanted = self.wanted[seat.request]
-            assert seat.sample not in wanted.answers, "a sample finished twice"
-            wanted.answers[seat.sample] = text[len(wanted.prompt) :]
-            if len(wanted.answers) == len(wanted.lengths):
-                finished.append(seat.request)
+            text = self.text.pop(sample.row)
+            new = text[len(sample.prefill_ids) :]
+            sample.append(new, (0.0,) * len(new))
+            sample.finish("stop")
+            self.scheduler.free(sample)
+            wanted = self.wanted[sample.group.number]
+            assert sample.sample not in wanted.answers, "a sample finished twice"
+            wanted.answers[sample.sample] = text[len(wanted.prompt) :]
+            if sample.group.is_finished:
+                finished.append(sample.group.number)
         return finished
 
-    def _put_back(self, seat: Seat) -> None:
+    def _save(self, sample: Sample) -> None:
         self.preempted += 1
-        assert self.alive[seat.slot]
-        assert seat.position == self.position[seat.slot]
-        self.alive[seat.slot] = False
-        said = self.text.pop(seat.slot)[len(seat.tokens) : seat.position + 1]
-        assert len(said) == seat.drawn
-        self.scheduler.add(
-            Waiting(
-                seat.request, seat.tokens + said, deque([seat.sample]), seat.remaining, seat.remaining, PREEMPTED,
-                seat.goes_on, seat.said,
-            )
-        )  # fmt: skip
+        assert self.alive[sample.row]
+        assert sample.position == self.position[sample.row]
+        self.alive[sample.row] = False
+        new = self.text.pop(sample.row)[len(sample.prefill_ids) : sample.position + 1]
+        assert len(new) == sample.num_unread
+        sample.append(new, (0.0,) * len(new))
 
     def _compact(self) -> None:
-        moves = self.scheduler.compaction()
-        if not moves:
-            return
-        length = self.scheduler.longest([slot for _, slot in moves])
+        moves, copies = self.scheduler.compact()
         for source, destination in moves:
             for column in (self.position, self.alive):
                 column[source], column[destination] = column[destination], column[source]
             self.text[destination] = self.text.pop(source) if source in self.text else ()
-        self._copy([self.storage.move(moves, length)])
+        self._copy([copies])

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.inference import Engine, RolloutEngine
-from megatron_rl.inference.options import EngineOptions
+from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
 from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
 from tools.benchmark.common import (

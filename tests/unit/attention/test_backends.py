@@ -9,9 +9,8 @@ from megatron_rl.attention.backend import Backend, NewTokens
 from megatron_rl.attention.kv_numbers import FP8
 from megatron_rl.attention.selection import choose, facts_of
 from megatron_rl.errors import ConfigError
-from megatron_rl.inference.kv_cache import Cache, CacheShape
-from megatron_rl.inference.paged_cache import PagedCache
-from megatron_rl.inference.slot_cache import SlotCache
+from megatron_rl.families.layout import LayerCache
+from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.registry import BACKENDS
 from tests.support.paged import naive
 
@@ -23,18 +22,18 @@ CACHES = [name for name in HERE if BACKENDS.get(name).cache is not None]
 
 
 def make_cache(backend: Backend, stored: torch.dtype | None) -> Cache:
-    shape = CacheShape(layers=1, groups=GROUPS, width=WIDTH, max_length=LENGTH, element_bytes=4)
+    layers = [LayerCache(GROUPS, WIDTH, WIDTH)]
     if backend.cache.layout == "slots":
-        return SlotCache(shape, 5, torch.float32, torch.device("cpu"), stored)
-    return PagedCache(shape, 5, 16, torch.float32, torch.device("cpu"), stored)
+        return RowCache(layers, 5, LENGTH, torch.float32, torch.device("cpu"), stored)
+    return PagedCache(layers, 5, LENGTH, 16, torch.float32, torch.device("cpu"), stored)
 
 
 def written(cache: Cache, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill a slot up to ``length``; what is read from it, [length, groups, D] each."""
     key, value = torch.randn(length, 1, GROUPS, WIDTH), 30 * torch.randn(length, 1, GROUPS, WIDTH)
     cache.numbers.calibrate(0, key, value)
-    cells = cache.cells(torch.full((length,), slot), torch.arange(length))
-    cache.write(0, cells, key, value)
+    places = cache.slot_mapping(torch.full((length,), slot), torch.arange(length))
+    cache.write(0, places, key, value)
     key, value = cache.numbers.round_trip(0, key, value)
     return key[:, 0], value[:, 0]
 

@@ -124,8 +124,8 @@ def test_kv_cache(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
         kv_cache_dtype=kv_cache_dtype(config),
     )
     result = estimated(config)
-    assert result.cache_slots == engine.num_slots
-    assert result.kv_cache == held([*engine._cache.keys, *engine._cache.values])
+    assert result.cache_slots == engine.max_batch_size
+    assert result.kv_cache == held([*engine.cache.keys, *engine.cache.values])
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name != "none"])

@@ -9,7 +9,6 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.inference import RolloutEngine
-from megatron_rl.inference.kv_cache import CacheShape
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.types import Completion, GenerationRequest
 from tests.support.generation import (
@@ -44,8 +43,7 @@ def either(request: pytest.FixtureRequest, policy: PolicyModel, paged: PolicyMod
 
 def gigabytes(policy: PolicyModel, cells: int) -> float:
     """A budget of so many tokens."""
-    shape = CacheShape.of(policy.gpt, 48, torch.float32)
-    return cells * shape.bytes_per_slot / 48 / 2**30
+    return 4 * policy.layout.cache_numbers(cells) / 2**30
 
 
 def assert_same(policy: PolicyModel, engine: RolloutEngine, wanted: list[GenerationRequest]) -> None:
@@ -69,7 +67,7 @@ def test_a_row_without_pages_reads_one_key_and_a_slot_keeps_its_place(either: Po
             engine.submit(one)
         while engine.has_unfinished:
             engine.step()
-            state = engine._state
+            state = engine.runner.state
             seen += state.position[~state.alive].tolist()
             assert (state.position[state.alive] >= len(PROMPT)).all()
     assert len(seen) > 0
@@ -80,11 +78,11 @@ def test_a_row_without_pages_reads_one_key_and_a_slot_keeps_its_place(either: Po
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_length": 1},
-        {"page_length": 16, "max_batch_size": 3},
-        {"page_length": 100, "steps_per_host_read": 1},
-        {"page_length": 4, "prefill_token_budget": 5},
-        {"page_length": 4, "prefill_token_budget": 1, "max_batch_size": 2},
+        {"block_size": 1},
+        {"block_size": 16, "max_batch_size": 3},
+        {"block_size": 100, "steps_per_host_read": 1},
+        {"block_size": 4, "prefill_token_budget": 5},
+        {"block_size": 4, "prefill_token_budget": 1, "max_batch_size": 2},
     ],
     ids=str,
 )
@@ -97,7 +95,7 @@ def test_sizes_of_a_paged_engine_change_no_token(paged: PolicyModel, options: di
 @pytest.mark.parametrize("cells", [52, 96, 200])
 def test_a_budget_changes_no_token(paged: PolicyModel, cells: int, overcommit: float) -> None:
     wanted = ragged_requests(7, num_samples=3, longest_prompt=24, max_new_tokens=20)
-    options = {"page_length": 4, "cache_budget_gb": gigabytes(paged, cells), "kv_overcommit": overcommit}
+    options = {"block_size": 4, "cache_budget_gb": gigabytes(paged, cells), "kv_overcommit": overcommit}
     engine = rollout_engine(paged, steps_per_host_read=3, **options)
     assert_same(paged, engine, wanted)
     statistics = engine.statistics
@@ -109,7 +107,7 @@ def test_a_stop_string_over_the_border_of_a_pre_emption(paged: PolicyModel) -> N
     free = ragged_requests(6, num_samples=2, longest_prompt=8, max_new_tokens=36)
     stops = [letters(group[0].token_ids[17:20]) for group in generate(paged, rollout_engine(paged, stop_ids=()), free)]
     wanted = [replace(r, sampling=replace(r.sampling, stop=(stop,))) for r, stop in zip(free, stops, strict=True)]
-    options = {"page_length": 2, "cache_budget_gb": gigabytes(paged, 52), "kv_overcommit": 9.0}
+    options = {"block_size": 2, "cache_budget_gb": gigabytes(paged, 52), "kv_overcommit": 9.0}
     engine = rollout_engine(paged, stop_ids=(), steps_per_host_read=2, **options)
     plain = generate(paged, rollout_engine(paged, stop_ids=()), wanted)
     groups = generate(paged, engine, wanted)
@@ -121,9 +119,9 @@ def test_a_stop_string_over_the_border_of_a_pre_emption(paged: PolicyModel) -> N
 
 
 def test_no_read_in_a_burst_over_pages(paged: PolicyModel) -> None:
-    engine = rollout_engine(paged, page_length=4, cache_budget_gb=gigabytes(paged, 96), kv_overcommit=3.0)
+    engine = rollout_engine(paged, block_size=4, cache_budget_gb=gigabytes(paged, 96), kv_overcommit=3.0)
     in_bursts: list[str] = []
-    bursts = watch(engine, "_decode_burst", in_bursts)
+    bursts = watch(engine, "decode", in_bursts)
     generate(paged, engine, ragged_requests(7, num_samples=3, longest_prompt=24, max_new_tokens=20))
     assert engine.statistics.preemptions > 0
     assert len(bursts) > 5
@@ -197,7 +195,7 @@ def two_turns(
 def test_a_later_turn_goes_on_from_the_cache(either: PolicyModel, slots: int) -> None:
     first = ragged_requests(2, num_samples=4, longest_prompt=16, seed=3, max_new_tokens=14)
     first = [replace(wanted, goes_on=True) for wanted in first]
-    options = {"max_batch_size": slots, "page_length": 4, "stop_ids": ()}
+    options = {"max_batch_size": slots, "block_size": 4, "stop_ids": ()}
     plain, everything = two_turns(either, rollout_engine(either, reuse_prefixes=False, **options), first)
     engine = rollout_engine(either, **options)
     turns, computed = two_turns(either, engine, first)
@@ -213,7 +211,7 @@ def test_a_later_turn_goes_on_from_the_cache(either: PolicyModel, slots: int) ->
 def test_the_rest_of_a_group_takes_the_prompt_from_the_cache(either: PolicyModel) -> None:
     prompt = [3 + i % 20 for i in range(32)]
     wanted = [request(prompt, 9, max_new_tokens=12)]
-    engine = rollout_engine(either, max_batch_size=3, page_length=4)
+    engine = rollout_engine(either, max_batch_size=3, block_size=4)
     assert_same(either, engine, wanted)
     assert engine.statistics.prefill_tokens < 32 + 8 * 4
     assert engine.statistics.prefill_tokens + engine.statistics.reused_tokens >= 3 * 32
@@ -221,7 +219,7 @@ def test_the_rest_of_a_group_takes_the_prompt_from_the_cache(either: PolicyModel
 
 def test_the_switch(either: PolicyModel) -> None:
     wanted = [request([3 + i % 20 for i in range(32)], 9, max_new_tokens=12)]
-    engine = rollout_engine(either, max_batch_size=3, page_length=4, reuse_prefixes=False)
+    engine = rollout_engine(either, max_batch_size=3, block_size=4, reuse_prefixes=False)
     generate(either, engine, wanted)
     assert engine.statistics.reused_tokens == 0
     assert engine.statistics.prefill_tokens >= 3 * 32
@@ -231,17 +229,17 @@ def test_new_weights_find_nothing_in_the_cache(one_rank: object) -> None:
     for backend in ("sdpa", "paged"):
         policy = tiny_policy(tiny_config(attention_backend=backend))
         wanted = [request([3 + i % 20 for i in range(32)], 2, max_new_tokens=12)]
-        engine = rollout_engine(policy, page_length=4)
+        engine = rollout_engine(policy, block_size=4)
         generate(policy, engine, wanted)
         randomise_vectors(policy)
         again = generate(policy, engine, wanted)
         assert engine.statistics.reused_tokens == 0
-        assert again == generate(policy, rollout_engine(policy, page_length=4), wanted)
+        assert again == generate(policy, rollout_engine(policy, block_size=4), wanted)
 
 
 def test_nothing_is_found_after_an_abort(either: PolicyModel) -> None:
     wanted = [request([3 + i % 20 for i in range(32)], 2, max_new_tokens=12)]
-    engine = rollout_engine(either, page_length=4)
+    engine = rollout_engine(either, block_size=4)
     plain = generate(either, engine, wanted)
     with rollout_mode(either):
         engine.abort()
@@ -256,8 +254,8 @@ def test_nothing_is_found_after_an_abort(either: PolicyModel) -> None:
 
 def test_pages_for_less_than_one_sequence_are_refused(paged: PolicyModel) -> None:
     with pytest.raises(EngineError, match="one sequence of 48 tokens in pages of 16 and .*buffer-size-gb .* or more"):
-        rollout_engine(paged, page_length=16, cache_budget_gb=gigabytes(paged, 63))
-    assert rollout_engine(paged, page_length=16, cache_budget_gb=gigabytes(paged, 64)).num_slots == 8
+        rollout_engine(paged, block_size=16, cache_budget_gb=gigabytes(paged, 63))
+    assert rollout_engine(paged, block_size=16, cache_budget_gb=gigabytes(paged, 64)).max_batch_size == 8
 
 
 def test_slots_cannot_be_promised_twice(policy: PolicyModel) -> None:

@@ -14,11 +14,10 @@ import torch
 from megatron_rl.attention import choose
 from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.inference import RolloutEngine
-from megatron_rl.inference.decode import DecodeBurst, Drawer, SamplingKinds
-from megatron_rl.inference.graph_sources import StepSources
-from megatron_rl.inference.graphs import GraphedDecode, graph_reaches, graph_sizes, with_graphs
+from megatron_rl.inference.batch_state import BatchState
+from megatron_rl.inference.graphs import GraphedDecode, StepSources, graph_reaches, graph_sizes, with_graphs
 from megatron_rl.inference.memory import CacheResidency
-from megatron_rl.inference.slot_state import SlotState
+from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.quantization.observe import observed
@@ -81,8 +80,8 @@ def taped(
 ) -> TapeRecorder:
     """Put a tape in front of the engine's decode step."""
     recorder = TapeRecorder()
-    sources = StepSources(policy.gpt, engine._cache)
-    engine._decode = GraphedDecode(engine._decode, engine._state, sources, recorder, sizes, reaches)
+    sources = StepSources(policy, engine.cache)
+    engine.decode = GraphedDecode(engine.decode, engine.runner.state, sources, recorder, sizes, reaches)
     return recorder
 
 
@@ -143,8 +142,8 @@ def test_each_kind_and_reach_is_recorded_once_the_largest_size_first(
     engine = rollout_engine(policy, stop_ids=())
     recorder = taped(engine, policy)
     sizes = []
-    original = engine._decode._burst
-    engine._decode._burst = lambda rows, *rest: (sizes.append(rows), original(rows, *rest))
+    original = engine.decode.eager
+    engine.decode.eager = lambda rows, *rest: (sizes.append(rows), original(rows, *rest))
     with caplog.at_level(logging.INFO):
         generate(policy, engine, [request((4, 9), 8, max_new_tokens=12)])  # up to 13 keys
     assert sizes == [8, 8, 4, 4], "a warm-up and a capture each, and nothing else"
@@ -177,17 +176,17 @@ def test_recording_writes_at_most_the_next_cell_of_each_row(either: PolicyModel)
         engine.begin(1, 0)
         engine.submit(request((4, 9, 2), 5, max_new_tokens=20))
         engine.step()
-        engine._decode._recorded.clear()
-        state, cache = copy.deepcopy(vars(engine._state)), engine._cache
+        engine.decode.forget()
+        state, cache = copy.deepcopy(vars(engine.runner.state)), engine.cache
         before = [keys.clone() for keys in cache.keys]
-        next_cells = cache.next_cells(engine._state.position[None])[0].tolist()
-        engine._decode._record_all(48, SamplingKinds())
+        next_slots = cache.decode_slots(engine.runner.state.position[None])[0].tolist()
+        engine.decode.record(48, SamplingKinds())
         for was, now in zip(before, cache.keys, strict=True):
             rows = -1, (now.shape[-1] if not hasattr(cache, "table") else now.shape[-2] * now.shape[-1])
             changed = (was.view(rows) != now.view(rows)).any(-1).nonzero()[:, 0].tolist()
-            assert set(changed) <= set(next_cells)
+            assert set(changed) <= set(next_slots)
     for name, was in state.items():
-        now = getattr(engine._state, name)
+        now = getattr(engine.runner.state, name)
         assert torch.equal(was, now) if isinstance(was, torch.Tensor) else was == now
 
 
@@ -238,13 +237,13 @@ def test_a_capture_that_fails_leaves_an_eager_run(policy: PolicyModel, caplog: p
     eager = generate(policy, rollout_engine(policy), wanted)
     engine = rollout_engine(policy)
     recorder = taped(engine, policy)
-    original = engine._decode._burst
+    original = engine.decode.eager
 
     def reads(rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
         original(rows, key_length, steps, kinds)
-        torch.nonzero(engine._state.alive)
+        torch.nonzero(engine.runner.state.alive)
 
-    engine._decode._burst = reads
+    engine.decode.eager = reads
     groups = generate(policy, engine, wanted)
     assert tokens(groups) == tokens(eager)
     assert recorder.replayed == 0
@@ -255,7 +254,7 @@ def test_a_capture_that_fails_leaves_an_eager_run(policy: PolicyModel, caplog: p
 def test_a_cpu_has_no_graphs_and_says_so(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = rollout_engine(policy, num_cuda_graphs=16)
-    assert isinstance(engine._decode, DecodeBurst)
+    assert engine.decode == engine.runner.decode
     assert [r.message for r in caplog.records] == [
         "--enable-cuda-graph has no effect: it needs a CUDA device, and this run is on cpu"
     ]
@@ -276,7 +275,7 @@ def test_experts_have_no_graphs(caplog: pytest.LogCaptureFixture, one_rank: obje
     on_cuda = copy.copy(policy)
     object.__setattr__(on_cuda, "device", torch.device("cuda"))
     with caplog.at_level(logging.INFO):
-        assert with_graphs(engine._decode, engine._state, on_cuda, engine._cache, 16) is engine._decode
+        assert with_graphs(engine.runner, on_cuda, 16) == engine.runner.decode
     assert "experts read on the host" in caplog.text
 
 
@@ -359,7 +358,7 @@ def test_graphs_of_a_recipe_go_with_its_buffers(one_rank: object) -> None:
         complete(policy, engine, quantization, requests_of_a_step())
     recorded = recorder.recorded
     codes = weakref.ref(quantization.linears.layers[0].weight.codes)
-    (old,) = engine._decode._recorded.values()
+    (old,) = engine.decode.recorded.values()
     graphs = weakref.ref(old)
     del old
     assert quantization.fall_back() is not None
@@ -371,22 +370,17 @@ def test_graphs_of_a_recipe_go_with_its_buffers(one_rank: object) -> None:
     assert codes() is None, "a tape holds what it reads, so this also says that the tapes are gone"
 
 
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_cache_made_anew_is_recorded_anew(
-    policy: PolicyModel, announced: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_made_anew_is_recorded_anew(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
     engine = rollout_engine(policy)
     recorder = taped(engine, policy)
     wanted = requests_of_a_step()
     first = generate(policy, engine, wanted)
     recorded = recorder.recorded
-    cache = engine._cache
+    cache = engine.cache
     cache.keys = [torch.zeros_like(keys) for keys in cache.keys]
-    if announced:
-        cache.generation = 1
     assert tokens(generate(policy, engine, wanted)) == tokens(first)
     assert recorder.recorded == 2 * recorded
-    assert ["moved in memory" in r.message for r in caplog.records] == ([] if announced else [True])
+    assert ["moved in memory" in r.message for r in caplog.records] == [True]
 
 
 def test_a_cache_that_goes_takes_its_graphs_along(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
@@ -399,7 +393,7 @@ def test_a_cache_that_goes_takes_its_graphs_along(policy: PolicyModel, caplog: p
     first = tokens(generate(policy, engine, wanted))
     recorded = recorder.recorded
     residency.after_rollout()
-    assert not engine._decode._recorded
+    assert not engine.decode.recorded
     with residency.resident():
         assert tokens(generate(policy, engine, wanted)) == first
     assert recorder.recorded == 2 * recorded
@@ -430,15 +424,14 @@ def test_weights_that_moved_are_recorded_anew_with_a_warning(
 @torch.inference_mode()
 def test_a_row_that_is_not_alive_only_writes_to_the_trash_column() -> None:
     """A batch is rounded up, so rows are computed that belong to nobody."""
-    state = SlotState(4, max_new_tokens=5, vocab_size=7, device=torch.device("cpu"))
+    state = BatchState(4, max_new_tokens=5, is_stop=torch.zeros(7, dtype=torch.bool))
     state.alive[1:3] = True
     for field in ("token", "position", "count"):
         getattr(state, field).copy_(torch.tensor([3, 1, 2, 2]))
     state.limit.fill_(4)
     state.tokens.copy_(torch.arange(24).view(4, 6))
     before = copy.deepcopy(vars(state))
-    is_stop = torch.zeros(7, dtype=torch.bool)
-    Drawer(state, is_stop, None).book(slice(0, 4), torch.tensor([[1, 2, 3, 4]]), -torch.rand(1, 4))
+    state.record(slice(0, 4), torch.tensor([[1, 2, 3, 4]]), -torch.rand(1, 4))
     for name in ("position", "count", "alive", "limit", "seed"):
         assert getattr(state, name)[[0, 3]].tolist() == before[name][[0, 3]].tolist(), name
     for name in ("tokens", "logprobs"):

@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.inference.decode import SamplingKinds
-from tests.support.meta import META, meta_step
+from megatron_rl.inference.sampler import SamplingKinds
+from tests.support.meta import META, meta_runner
 from tests.support.tape import TapeRecorder
 from tests.support.tiny import tiny_config, tiny_policy
 
@@ -49,7 +49,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @torch.inference_mode()
 def test_no_host_tensor_in_a_decode_step(one_rank: object, model: str, backend: str) -> None:
-    step, _ = meta_step(tiny_policy(tiny_config(**MODELS[model])), backend)
+    step = meta_runner(tiny_policy(tiny_config(**MODELS[model])), backend).decode
     for bits in range(8):
         kinds = SamplingKinds(*(bool(bits >> i & 1) for i in range(len(dataclasses.fields(SamplingKinds)))))
         step(6, 48, 1, kinds)  # what is made once and kept is made here
@@ -62,7 +62,7 @@ def test_no_host_tensor_in_a_decode_step(one_rank: object, model: str, backend: 
 def test_experts_do_read_and_so_have_no_graphs(one_rank: object) -> None:
     policy = tiny_policy(tiny_config(num_experts=4, moe_router_topk=2, add_qkv_bias=False))
     with pytest.raises((NotImplementedError, RuntimeError), match="(?i)meta"):
-        meta_step(policy, "sdpa")[0](6, 48, 1, SamplingKinds())
+        meta_runner(policy, "sdpa").decode(6, 48, 1, SamplingKinds())
 
 
 DEVICE = torch.zeros(3, device=META)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.inference.output_processor import OutputProcessor
 from megatron_rl.models import PolicyModel
 from tests.support.generation import generate, request, rollout_engine
 
@@ -59,9 +60,9 @@ def recorded_reads(into: list[str]) -> Iterator[None]:
         into.extend(reads.seen)
 
 
-def watch(engine: object, method: str, into: list[str]) -> list[int]:
+def watch(owner: object, method: str, into: list[str], patch: pytest.MonkeyPatch | None = None) -> list[int]:
     """Record the reads of every call of ``method``; returns a list that grows by one a call."""
-    original = getattr(engine, method)
+    original = getattr(owner, method)
     calls: list[int] = []
 
     def watched(*args: object) -> Any:
@@ -69,7 +70,7 @@ def watch(engine: object, method: str, into: list[str]) -> list[int]:
         with recorded_reads(into):
             return original(*args)
 
-    setattr(engine, method, watched)
+    setattr(owner, method, watched) if patch is None else patch.setattr(owner, method, watched)
     return calls
 
 
@@ -83,21 +84,21 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
-def test_no_read_in_a_decode_burst(policy: PolicyModel, kind: str) -> None:
+def test_no_read_in_a_decode_burst(policy: PolicyModel, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = itertools.cycle(SAMPLINGS[kind])
     wanted = [request((4, 9, 17 - i), 3, i, max_new_tokens=20 + i, **next(settings)) for i in range(5)]
     engine = rollout_engine(policy, max_batch_size=6, steps_per_host_read=4)
     in_bursts: list[str] = []
     in_collecting: list[str] = []
-    bursts = watch(engine, "_decode_burst", in_bursts)
-    collections = watch(engine, "_collect", in_collecting)
+    bursts = watch(engine, "decode", in_bursts)
+    outputs = watch(OutputProcessor, "finish", in_collecting, monkeypatch)
     generate(policy, engine, wanted)
 
     assert len(bursts) > 5
     assert in_bursts == []
     # The recorder works: the reads that have to be are seen, and are few.
     assert "tolist" in in_collecting
-    assert len(in_collecting) <= 3 * len(collections)
+    assert len(in_collecting) <= 3 * len(outputs)
 
 
 VALUES = torch.tensor([1.0, 0.0, 3.0])

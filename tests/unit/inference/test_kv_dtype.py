@@ -29,21 +29,21 @@ def fp8_engine(policy: PolicyModel, **options: object) -> RolloutEngine:
 
 
 def held(engine: RolloutEngine) -> int:
-    return sum(buffer.nbytes for buffer in (*engine._cache.keys, *engine._cache.values))
+    return sum(buffer.nbytes for buffer in (*engine.cache.keys, *engine.cache.values))
 
 
 def test_bytes_and_slots(policy: PolicyModel) -> None:
     plain, half, quarter = (rollout_engine(policy, kv_cache_dtype=d) for d in (None, torch.bfloat16, FP8))
     assert held(plain) == 2 * held(half) == 4 * held(quarter)
-    budget = 2.5 * plain._cache.shape.bytes_per_slot
+    budget = 2.5 * 4 * policy.layout.cache_numbers(48)
     wide, narrow = (
-        rollout_engine(policy, max_batch_size=32, page_length=16, cache_budget_gb=budget / 2**30, kv_cache_dtype=d)
+        rollout_engine(policy, max_batch_size=32, block_size=16, cache_budget_gb=budget / 2**30, kv_cache_dtype=d)
         for d in (None, FP8)
     )
     if policy.attention.cache.layout == "slots":
-        assert (wide.num_slots, narrow.num_slots) == (2, 10)
+        assert (wide.max_batch_size, narrow.max_batch_size) == (2, 10)
     else:  # a sequence has three pages of 16, and one page is nobody's
-        assert (wide._cache.keys[0].shape[0], narrow._cache.keys[0].shape[0]) == (7, 30)
+        assert (wide.cache.keys[0].shape[0], narrow.cache.keys[0].shape[0]) == (7, 30)
 
 
 @NARROW

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.inference.mcore_stock import PAGE_TOKENS
+from megatron_rl.inference.mcore import BLOCK_TOKENS
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.platform.megatron import VERSION
 from tests.support.generation import generate, mcore_engine, ragged_requests, request, tokens
@@ -48,22 +48,22 @@ def test_the_kv_buffer_starts_at_zero(policy: PolicyModel, monkeypatch: pytest.M
 
     monkeypatch.setattr(torch, "empty", garbage)
     engine = mcore_engine(policy)
-    assert not engine._stock.context.memory_buffer.any()
+    assert not engine.stock.context.memory_buffer.any()
 
 
 def test_nothing_is_evicted_when_every_sequence_fills_up(policy: PolicyModel) -> None:
-    length = 3 * PAGE_TOKENS
+    length = 3 * BLOCK_TOKENS
     engine = mcore_engine(policy, stop_ids=(), max_batch_size=5, max_sequence_length=length)
     wanted = [request([7] * (1 + i), index=i, max_new_tokens=length - 1 - i) for i in range(7)]
     groups = generate(policy, engine, wanted)
     assert [len(group[0].token_ids) for group in groups] == [length - 1 - i for i in range(7)]
-    assert engine._stock.evicted_request_count == 0
+    assert engine.stock.evicted_request_count == 0
 
 
 def test_the_kv_budget_bounds_the_requests(policy: PolicyModel) -> None:
-    per_sequence = 2 * 2 * 2 * 8 * PAGE_TOKENS * 4  # key and value, layers, groups, width, tokens, bytes
+    per_sequence = 2 * 2 * 2 * 8 * BLOCK_TOKENS * 4  # key and value, layers, groups, width, tokens, bytes
     engine = mcore_engine(policy, cache_budget_gb=3.5 * per_sequence / 2**30)
-    assert engine.num_slots == 3
+    assert engine.max_batch_size == 3
     with pytest.raises(EngineError, match="too small for one sequence"):
         mcore_engine(policy, cache_budget_gb=0.5 * per_sequence / 2**30)
 
@@ -79,7 +79,7 @@ def test_a_bf16_model_is_sampled_from_fp32(one_rank: object, monkeypatch: pytest
     """A bf16 softmax has two or three digits: not the distribution whose log-prob is reported."""
     policy = tiny_policy(tiny_config(bf16=True))
     engine = mcore_engine(policy)
-    controller = engine._stock.controller
+    controller = engine.stock.controller
     owner, name = (controller, "_torch_sampling_func") if VERSION < (0, 18) else (controller._sampling, "sample_kernel")
     stock_sampling = getattr(owner, name)
     seen: set[torch.dtype] = set()
@@ -118,5 +118,4 @@ def test_finished_requests_are_forgotten(policy: PolicyModel) -> None:
         engine.submit(request(PROMPT, num_samples=4, max_new_tokens=3))
         while engine.has_unfinished:
             engine.step()
-    assert not engine._stock.requests
-    assert not engine._owner
+    assert not engine.stock.requests

@@ -48,7 +48,7 @@ def phase_memory(groups: ParallelGroups, **changes: object) -> tuple[Phases, Opt
 def slots(memory: Phases, optimization: Optimization) -> int:
     """Of an engine with the budget it is given; sixteen are wanted."""
     engine = rollout_engine(optimization.policy, max_batch_size=16, cache_budget_gb=memory.cache_budget_gb())
-    return engine.num_slots
+    return engine.max_batch_size
 
 
 @pytest.fixture

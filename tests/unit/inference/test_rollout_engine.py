@@ -196,6 +196,6 @@ def test_a_paged_cache_changes_no_token(one_rank: object) -> None:
     slots, pages = (tiny_policy(tiny_config(attention_backend=name)) for name in ("sdpa", "paged"))
     requests = ragged_requests(6, num_samples=3, max_new_tokens=20)
     by_slots = generate(slots, rollout_engine(slots), requests)
-    by_pages = generate(pages, rollout_engine(pages, page_length=16), requests)
+    by_pages = generate(pages, rollout_engine(pages, block_size=16), requests)
     assert tokens(by_slots) == tokens(by_pages)
     assert largest_gap(by_slots, by_pages) < 1e-5

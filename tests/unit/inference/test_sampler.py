@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from megatron_rl.inference import sampler
-from megatron_rl.inference.sampler import SamplingTensors, sample, sample_seed, uniform
+from megatron_rl.inference.sampler import SamplingTensors, draw, sample_seed, uniform
 
 HAND = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
 """Probabilities .1 .4 .2 .3: in order of likelihood tokens 1, 3, 2, 0."""
@@ -32,15 +32,21 @@ def params(
     kept = column(top_k, torch.int64)
     mass = column(top_p, torch.float32)
     argmax = column(greedy, torch.bool)
+    filtered = bool((kept > 0).any() or (mass < 1).any())
     return SamplingTensors(
         seeds=torch.arange(rows) * 7919 + 11 if seeds is None else seeds,
         temperature=column(temperature, torch.float32),
-        greedy=argmax,
-        top_k=torch.where(kept > 0, kept, vocabulary),
-        top_p=mass,
-        any_greedy=bool(argmax.any()),
-        any_filter=bool((kept > 0).any() or (mass < 1).any()),
+        greedy=argmax if argmax.any() else None,
+        top_k=torch.where(kept > 0, kept, vocabulary) if filtered else None,
+        top_p=mass if filtered else None,
     )
+
+
+def sample(
+    logits: torch.Tensor, positions: torch.Tensor, settings: SamplingTensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws for the tokens at ``positions``."""
+    return draw(logits, uniform(settings.seeds, positions), settings)
 
 
 def draw_many(logits: torch.Tensor, rows: int, **sampling: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,56 +1,67 @@
-"""Admission, refill and compaction: who sits where."""
+"""Admission, refill and compaction: which sequence has which row."""
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import replace
 
 import pytest
 
-from megatron_rl.inference.pieces import Piece
-from megatron_rl.inference.scheduler import Scheduler
-from megatron_rl.inference.slot_storage import SlotStorage
-from megatron_rl.inference.waiting import FIRST_TURN, LATER_TURN, PREEMPTED, Waiting
+from megatron_rl.inference.block_manager import RowBlocks
+from megatron_rl.inference.scheduler import Chunk, Scheduler
+from megatron_rl.inference.sequence import SequenceGroup, SequenceStatus
+from tests.support.generation import request
 
 
-def scheduler(num_slots: int, budget: int = 1000) -> Scheduler:
-    return Scheduler(num_slots, budget, SlotStorage())
+def scheduler(rows: int, budget: int = 1000) -> Scheduler:
+    return Scheduler(rows, budget, RowBlocks())
 
 
 def add(
     plan: Scheduler,
-    request: int,
+    number: int,
     prompt_length: int = 1,
     samples: int = 1,
     new: int = 100,
     expected: int | None = None,
-    urgency: int = FIRST_TURN,
-) -> None:
+    turn: int = 0,
+    preempted: bool = False,
+) -> SequenceGroup:
     """Prompts of different requests have no token in common."""
-    prompt = tuple(1000 * request + i for i in range(prompt_length))
-    plan.add(Waiting(request, prompt, deque(range(samples)), new, expected or new, urgency))
+    prompt = tuple(1000 * number + i for i in range(prompt_length))
+    asked = replace(request(prompt, samples, max_new_tokens=new), expected_tokens=expected, turn=turn)
+    group = SequenceGroup(number, asked, [0] * samples)
+    for sequence in group.sequences:
+        sequence.preempted = preempted
+        plan.add(sequence)
+    return group
 
 
-def seated(pieces: list[Piece]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    return [(piece.request, piece.samples, piece.slots) for piece in pieces]
+def admitted(chunks: list[Chunk]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    return [(number(chunk), tuple(s.sample for s in chunk.sequences), chunk.rows) for chunk in chunks]
+
+
+def number(chunk: Chunk) -> int:
+    return chunk.sequences[0].group.number
 
 
 def occupants(plan: Scheduler) -> dict[int, tuple[int, int]]:
-    return {seat.slot: (seat.request, seat.sample) for seat in plan.running()}
+    return {sequence.row: (sequence.group.number, sequence.sample) for sequence in plan.running}
 
 
-def release(plan: Scheduler, slots: list[int]) -> None:
-    for slot in slots:
-        plan.release(slot, ())
+def release(plan: Scheduler, rows: list[int]) -> None:
+    for sequence in [sequence for sequence in plan.running if sequence.row in rows]:
+        sequence.finish("stop")
+        plan.free(sequence)
 
 
-# -- who is next -------------------------------------------------------------------------------
+# -- what is next -------------------------------------------------------------------------------
 
 
-def test_equals_are_served_as_they_come_in_the_lowest_slots() -> None:
+def test_equals_are_served_as_they_come_in_the_lowest_rows() -> None:
     plan = scheduler(8)
     add(plan, 0, 5, samples=2)
     add(plan, 1, 5, samples=3)
-    assert seated(plan.plan()) == [(0, (0, 1), (0, 1)), (1, (0, 1, 2), (2, 3, 4))]
+    assert admitted(plan.plan()) == [(0, (0, 1), (0, 1)), (1, (0, 1, 2), (2, 3, 4))]
     assert plan.num_rows == 5
     assert not plan.has_waiting
     assert occupants(plan) == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1), 4: (1, 2)}
@@ -58,72 +69,72 @@ def test_equals_are_served_as_they_come_in_the_lowest_slots() -> None:
 
 def test_the_longest_begin_first() -> None:
     plan = scheduler(8)
-    for request, (new, expected) in enumerate([(10, 10), (90, 20), (50, 50), (90, 20)]):
-        add(plan, request, new=new, expected=expected)
-    assert [piece.request for piece in plan.plan()] == [2, 1, 3, 0]
+    for place, (new, expected) in enumerate([(10, 10), (90, 20), (50, 50), (90, 20)]):
+        add(plan, place, new=new, expected=expected)
+    assert [number(chunk) for chunk in plan.plan()] == [2, 1, 3, 0]
 
 
-def test_begun_work_and_conversations_before_everybody_else() -> None:
+def test_preempted_sequences_and_conversations_before_the_rest() -> None:
     plan = scheduler(8)
     add(plan, 0, new=100)
-    add(plan, 1, new=5, urgency=LATER_TURN)
-    add(plan, 2, new=3, urgency=PREEMPTED)
-    add(plan, 3, new=7, urgency=LATER_TURN)
-    assert [piece.request for piece in plan.plan()] == [2, 3, 1, 0]
+    add(plan, 1, new=5, turn=1)
+    add(plan, 2, new=3, preempted=True)
+    add(plan, 3, new=7, turn=1)
+    assert [number(chunk) for chunk in plan.plan()] == [2, 3, 1, 0]
 
 
-def test_a_group_larger_than_the_slots_enters_in_parts() -> None:
+def test_a_group_larger_than_the_rows_is_admitted_in_parts() -> None:
     plan = scheduler(4)
     add(plan, 7, 5, samples=10)
     seen = []
     while plan.has_waiting:
-        (piece,) = plan.plan()
-        seen += piece.samples
-        release(plan, list(piece.slots))
+        (chunk,) = plan.plan()
+        seen += [sequence.sample for sequence in chunk.sequences]
+        release(plan, list(chunk.rows))
     assert seen == list(range(10))
 
 
-def test_freed_slots_are_refilled_before_new_rows_open() -> None:
+def test_freed_rows_are_refilled_before_new_ones() -> None:
     plan = scheduler(8)
     add(plan, 0, samples=6)
     plan.plan()
     release(plan, [1, 4])
     add(plan, 1, samples=3)
-    assert seated(plan.plan()) == [(1, (0, 1, 2), (1, 4, 6))]
+    assert admitted(plan.plan()) == [(1, (0, 1, 2), (1, 4, 6))]
 
 
 @pytest.mark.parametrize(("released", "admitted"), [(1, 0), (2, 2)])
-def test_a_running_batch_waits_for_an_eighth_of_the_slots(released: int, admitted: int) -> None:
+def test_a_running_batch_waits_for_an_eighth_of_the_rows(released: int, admitted: int) -> None:
     plan = scheduler(16)
     add(plan, 0, samples=20)
     plan.plan()
     release(plan, list(range(released)))
-    assert sum(len(piece.samples) for piece in plan.plan()) == admitted
+    assert sum(len(chunk.sequences) for chunk in plan.plan()) == admitted
 
 
 def test_an_empty_batch_never_waits() -> None:
     plan = scheduler(16)
     add(plan, 0)
-    assert seated(plan.plan()) == [(0, (0,), (0,))]
+    assert admitted(plan.plan()) == [(0, (0,), (0,))]
 
 
-def test_with_few_slots_one_free_slot_is_enough() -> None:
+def test_with_few_rows_one_free_row_is_enough() -> None:
     plan = scheduler(3)
     add(plan, 0, samples=4)
     plan.plan()
     release(plan, [2])
-    assert seated(plan.plan()) == [(0, (3,), (2,))]
+    assert admitted(plan.plan()) == [(0, (3,), (2,))]
 
 
-# -- pieces of prompts -------------------------------------------------------------------------
+# -- chunks of prompts -------------------------------------------------------------------------
 
 
 def test_the_prefill_budget_counts_a_prompt_once_per_group() -> None:
     plan = scheduler(16, budget=10)
-    for request in range(3):
-        add(plan, request, 5, samples=4)
-    assert [piece.request for piece in plan.plan()] == [0, 1]
-    assert [piece.request for piece in plan.plan()] == [2]
+    for place in range(3):
+        add(plan, place, 5, samples=4)
+    assert [number(chunk) for chunk in plan.plan()] == [0, 1]
+    assert [number(chunk) for chunk in plan.plan()] == [2]
 
 
 def test_a_prompt_that_fits_the_budget_is_never_cut() -> None:
@@ -131,25 +142,25 @@ def test_a_prompt_that_fits_the_budget_is_never_cut() -> None:
     plan = scheduler(16, budget=10)
     add(plan, 0, 7)
     add(plan, 1, 9)
-    assert [(p.request, p.start, p.end) for p in plan.plan()] == [(0, 0, 7)]
-    assert [(p.request, p.start, p.end) for p in plan.plan()] == [(1, 0, 9)]
+    assert [(number(p), p.start, p.end) for p in plan.plan()] == [(0, 0, 7)]
+    assert [(number(p), p.start, p.end) for p in plan.plan()] == [(1, 0, 9)]
 
 
-def test_a_longer_prompt_is_cut_into_pieces_of_one_size() -> None:
+def test_a_longer_prompt_is_cut_into_chunks_of_one_size() -> None:
     plan = scheduler(16, budget=10)
     add(plan, 0, 1, samples=2)
     add(plan, 1, 23, samples=3)
     add(plan, 2, 2)
-    assert [(p.request, p.start, p.end) for p in plan.plan()] == [(0, 0, 1)]
-    pieces = [plan.plan() for _ in range(3)]
-    # What the pieces leave of the budget goes to the next prompts.
-    assert [[(p.request, p.start, p.end) for p in step] for step in pieces] == [
+    assert [(number(p), p.start, p.end) for p in plan.plan()] == [(0, 0, 1)]
+    chunks = [plan.plan() for _ in range(3)]
+    # What the chunks leave of the budget goes to the next prompts.
+    assert [[(number(p), p.start, p.end) for p in step] for step in chunks] == [
         [(1, 0, 8), (2, 0, 2)],
         [(1, 8, 16)],
         [(1, 16, 23)],
     ]
-    assert [step[0].is_last for step in pieces] == [False, False, True]
-    assert all(step[0].slots == (2, 3, 4) for step in pieces)
+    assert [step[0].is_last for step in chunks] == [False, False, True]
+    assert all(step[0].rows == (2, 3, 4) for step in chunks)
     assert plan.plan() == []
 
 
@@ -158,10 +169,10 @@ def test_a_prompt_under_way_is_not_decoded() -> None:
     add(plan, 0, 15, samples=2)
     plan.plan()
     assert plan.num_rows == 0
-    assert not plan.has_running
+    assert not plan.running
     plan.plan()
     assert plan.num_rows == 2
-    assert [(seat.position, seat.remaining) for seat in plan.running()] == [(15, 99), (15, 99)]
+    assert [(sequence.position, sequence.remaining) for sequence in plan.running] == [(15, 99), (15, 99)]
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -172,20 +183,20 @@ def test_compaction_moves_the_highest_rows_into_the_holes() -> None:
     add(plan, 0, samples=8)
     plan.plan()
     release(plan, [0, 2, 3])
-    assert plan.compaction() == [(5, 0), (6, 2), (7, 3)]
+    assert plan.compact()[0] == [(5, 0), (6, 2), (7, 3)]
     assert plan.num_rows == 5
     assert occupants(plan) == {0: (0, 5), 1: (0, 1), 2: (0, 6), 3: (0, 7), 4: (0, 4)}
-    assert plan.compaction() == []
+    assert plan.compact()[0] == []
 
 
-def test_no_compaction_while_somebody_waits() -> None:
+def test_no_compaction_while_a_sequence_waits() -> None:
     plan = scheduler(32)
     add(plan, 0, samples=33)
     plan.plan()
     release(plan, [0, 1, 2, 3])
-    assert plan.compaction() == []  # sample 32 waits for a slot
+    assert plan.compact()[0] == []  # sample 32 waits for a row
     plan.plan()
-    assert plan.compaction() == [(29, 1), (30, 2), (31, 3)]
+    assert plan.compact()[0] == [(29, 1), (30, 2), (31, 3)]
 
 
 def test_no_compaction_where_little_is_won() -> None:
@@ -193,25 +204,39 @@ def test_no_compaction_where_little_is_won() -> None:
     add(plan, 0, samples=128)
     plan.plan()
     release(plan, [0, 1, 2])
-    assert plan.compaction() == []  # three idle rows of 128 are less than one in 32
+    assert plan.compact()[0] == []  # three idle rows of 128 are less than one in 32
     release(plan, [20])
-    assert plan.compaction() == [(124, 0), (125, 1), (126, 2), (127, 20)]
+    assert plan.compact()[0] == [(124, 0), (125, 1), (126, 2), (127, 20)]
 
 
-def test_free_slots_at_the_end_are_no_holes() -> None:
+def test_free_rows_at_the_end_are_no_holes() -> None:
     plan = scheduler(8)
     add(plan, 0, samples=8)
     plan.plan()
     release(plan, [4, 5, 6, 7])
     assert plan.num_rows == 4
-    assert plan.compaction() == []
+    assert plan.compact()[0] == []
 
 
-def test_clear_forgets_everybody() -> None:
+def test_clear_forgets_all() -> None:
     plan = scheduler(4)
     add(plan, 0, samples=6)
     plan.plan()
     plan.clear()
     assert plan.num_rows == 0
-    assert not plan.has_running
+    assert not plan.running
     assert plan.plan() == []
+
+
+def test_the_status_says_where_a_sequence_is() -> None:
+    """From the queue by way of a prompt in two chunks to its end; the second sample waits for the only row."""
+    plan = scheduler(1, budget=10)
+    first, second = add(plan, 0, 15, samples=2).sequences
+    assert [first.status, second.status] == [SequenceStatus.WAITING] * 2
+    plan.plan()
+    assert (first.status, second.status) == (SequenceStatus.PREFILL, SequenceStatus.WAITING)
+    plan.plan()
+    assert (first.status, first.row, first.num_generated) == (SequenceStatus.RUNNING, 0, 1)
+    release(plan, [0])
+    plan.plan()
+    assert (first.status, second.status) == (SequenceStatus.FINISHED, SequenceStatus.PREFILL)

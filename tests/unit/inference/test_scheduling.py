@@ -1,4 +1,4 @@
-"""Random workloads over the twin of the engine: everybody is served, and nobody attends to another one's cells."""
+"""Random workloads over the twin of the engine: all sequences are served, and none attends to the cells of another."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tests.support.scheduling import Sizes, Twin, Wanted, answer
 
 
 def random_sizes(draw: random.Random) -> Sizes:
-    slots, longest = draw.randint(1, 9), draw.randint(20, 90)
+    rows, longest = draw.randint(1, 9), draw.randint(20, 90)
     sizes = Sizes(
-        slots, budget=draw.choice([1, 7, 16, 40, 500]), steps=draw.randint(1, 9), longest=longest,
-        page_length=draw.choice([0, 1, 4, 16, 100]), reuse=draw.random() < 0.8,
+        rows, budget=draw.choice([1, 7, 16, 40, 500]), steps=draw.randint(1, 9), longest=longest,
+        block_size=draw.choice([0, 1, 4, 16, 100]), reuse=draw.random() < 0.8,
     )  # fmt: skip
-    if not sizes.page_length:
+    if not sizes.block_size:
         return sizes
     # Often no more than one sequence fits.
-    pages = sizes.pages_per_slot + draw.choice([0, 0, 1, 3, slots * sizes.pages_per_slot])
-    return replace(sizes, pages=pages, overcommit=draw.choice([1.0, 1.0, 1.5, 4.0, 100.0]))
+    blocks = sizes.blocks_per_row + draw.choice([0, 0, 1, 3, rows * sizes.blocks_per_row])
+    return replace(sizes, blocks=blocks, overcommit=draw.choice([1.0, 1.0, 1.5, 4.0, 100.0]))
 
 
 def random_request(draw: random.Random, sizes: Sizes, common: tuple[int, ...]) -> Wanted:
@@ -29,7 +29,7 @@ def random_request(draw: random.Random, sizes: Sizes, common: tuple[int, ...]) -
     tail = tuple(draw.randrange(9) for _ in range(draw.randint(1, max(1, min(room - len(head), 12)))))
     prompt = head + tail
     limit = draw.randint(1, sizes.longest - len(prompt))
-    samples = draw.randint(1, 2 * sizes.slots)
+    samples = draw.randint(1, 2 * sizes.rows)
     lengths = [draw.randint(1, limit) for _ in range(samples)]
     return Wanted(prompt, limit, lengths, draw.choice([None, draw.randint(1, limit)]), goes_on=draw.random() < 0.5)
 
@@ -70,10 +70,10 @@ def test_everybody_is_served(seed: int) -> None:
     twin = served(sizes, seed)
     assert sizes.reuse or twin.reused == 0
     assert sizes.overcommit > 1 or twin.preempted == 0, "without over-commit nobody has to leave"
-    assert not twin.scheduler.has_running
-    if sizes.page_length:
-        assert twin.storage._pool.held == 0, "pages are lost"
-        assert set(twin.storage.table) == {0}
+    assert not twin.scheduler.running
+    if sizes.block_size:
+        assert twin.blocks.pool.held == 0, "blocks are lost"
+        assert set(twin.blocks.table) == {0}
 
 
 def test_the_random_workloads_meet_everything() -> None:
@@ -81,13 +81,13 @@ def test_the_random_workloads_meet_everything() -> None:
     twins = [served(random_sizes(random.Random(seed)), seed) for seed in range(40)]
     assert sum(twin.preempted > 0 for twin in twins) >= 4
     assert sum(twin.reused > 0 for twin in twins) >= 8
-    assert {bool(twin.sizes.page_length) for twin in twins if twin.reused} == {False, True}
+    assert {bool(twin.sizes.block_size) for twin in twins if twin.reused} == {False, True}
 
 
 def crowded(overcommit: float, expected: int | None) -> tuple[Twin, int]:
     """128 answers of 60 tokens on average, 200 at most; pages for 8 of the longest, rows for 32. Also the bursts."""
     draw = random.Random(3)
-    twin = Twin(Sizes(32, 2000, 8, longest=256, page_length=16, pages=16 * 8, overcommit=overcommit))
+    twin = Twin(Sizes(32, 2000, 8, longest=256, block_size=16, blocks=16 * 8, overcommit=overcommit))
     for _ in range(16):
         prompt = tuple(draw.randrange(1000) for _ in range(40))
         lengths = [min(200, 1 + int(draw.expovariate(1 / 60))) for _ in range(8)]

@@ -9,9 +9,8 @@ import torch
 
 from megatron_rl.attention.backend import Backend, CacheKernel, Numbers
 from megatron_rl.attention.selection import facts_of
-from megatron_rl.inference.kv_cache import Cache, CacheShape
-from megatron_rl.inference.paged_cache import PagedCache
-from megatron_rl.inference.slot_cache import SlotCache
+from megatron_rl.families.layout import LayerCache
+from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.models import build_model
 from megatron_rl.parallel import seed_everything
 from megatron_rl.quantization import formats, kernels
@@ -68,10 +67,10 @@ def _decode_attention(
 def _cache(
     bench: Bench, kernel: CacheKernel, rows: int, longest: int, dtype: torch.dtype, stored: torch.dtype
 ) -> Cache:
-    shape = CacheShape(1, bench.sizes.head_groups, bench.sizes.head_width, longest, stored.itemsize)
+    layers = [LayerCache(bench.sizes.head_groups, bench.sizes.head_width, bench.sizes.head_width)]
     if kernel.layout == "slots":
-        return SlotCache(shape, rows, dtype, bench.device, stored)
-    cache = PagedCache(shape, rows, kernel.page_length, dtype, bench.device, stored)
+        return RowCache(layers, rows, longest, dtype, bench.device, stored)
+    cache = PagedCache(layers, rows, longest, kernel.page_length, dtype, bench.device, stored)
     order = torch.randperm(cache.table.numel(), device=bench.device).view(cache.table.shape)
     cache.table.copy_(order + 1)
     return cache

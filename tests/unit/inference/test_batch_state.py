@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.inference.slot_state import SlotState
-from megatron_rl.types import SamplingParams
+from megatron_rl.inference.batch_state import BatchState
+from megatron_rl.inference.sequence import SequenceGroup
+from tests.support.generation import request
 
 ROWS, STEPS, STOP = 6, 5, 3
 
 
-def seated(limits: list[int]) -> SlotState:
-    state = SlotState(slots=ROWS + 1, max_new_tokens=8, vocab_size=10, device=torch.device("cpu"))
-    slots = torch.arange(len(limits))
-    params = [SamplingParams(max_new_tokens=limit) for limit in limits]
-    state.seat(slots, slots + 4, slots, params)
+def begun(limits: list[int]) -> BatchState:
+    """Rows 0.. with prompts of four tokens and so many to draw."""
+    is_stop = torch.zeros(10, dtype=torch.bool)
+    is_stop[STOP] = True
+    state = BatchState(ROWS + 1, 8, is_stop)
+    sequences = [SequenceGroup(0, request((1, 2, 4, 5), max_new_tokens=n), [n]).sequences[0] for n in limits]
+    state.begin(sequences, torch.arange(len(limits)))
     return state
 
 
@@ -28,13 +31,11 @@ def test_a_burst_is_booked_like_its_steps() -> None:
         [5, 3, 5, 3, 5, 5],
     ])  # fmt: skip
     logprobs = torch.rand(STEPS, ROWS)
-    is_stop = torch.zeros(10, dtype=torch.bool)
-    is_stop[STOP] = True
 
-    at_once, one_by_one = seated(limits), seated(limits)
-    at_once.record(slice(0, ROWS), tokens, logprobs, is_stop)
+    at_once, one_by_one = begun(limits), begun(limits)
+    at_once.record(slice(0, ROWS), tokens, logprobs)
     for step in range(STEPS):
-        one_by_one.record(slice(0, ROWS), tokens[step : step + 1], logprobs[step : step + 1], is_stop)
+        one_by_one.record(slice(0, ROWS), tokens[step : step + 1], logprobs[step : step + 1])
 
     assert at_once.count.tolist() == [3, 1, 3, 5, 5, 1, 0]
     assert at_once.alive.tolist() == [False] * 7
@@ -47,11 +48,10 @@ def test_a_burst_is_booked_like_its_steps() -> None:
 
 
 def test_rows_by_index_and_by_slice_are_booked_alike() -> None:
-    is_stop = torch.zeros(10, dtype=torch.bool)
     tokens, logprobs = torch.tensor([[1, 2], [4, 5]]), torch.rand(2, 2)
-    by_slice, by_index = seated([4, 2]), seated([4, 2])
-    by_slice.record(slice(0, 2), tokens, logprobs, is_stop)
-    by_index.record(torch.tensor([0, 1]), tokens, logprobs, is_stop)
+    by_slice, by_index = begun([4, 2]), begun([4, 2])
+    by_slice.record(slice(0, 2), tokens, logprobs)
+    by_index.record(torch.tensor([0, 1]), tokens, logprobs)
     assert by_slice.alive.tolist()[:2] == [True, False]
     for name in ("count", "alive", "position", "tokens", "logprobs", "token"):
         assert torch.equal(getattr(by_slice, name), getattr(by_index, name)), name

@@ -1,0 +1,124 @@
+"""The running batch on the device: one row a sequence, updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListOf
+
+import torch
+
+from megatron_rl.inference.sampler import SamplingKinds, SamplingTensors
+from megatron_rl.inference.sequence import Sequence
+
+
+class BatchState:
+    """Static buffers, [rows] each; a step reads and writes views of the first N rows.
+
+    ``position`` is where ``token`` (drawn, not yet fed) goes; ``count`` is how many tokens the row has produced since
+    its prefill, ``limit`` how many it may. ``tokens`` and ``logprobs`` are [rows, max_new + 1]; the last column takes
+    the writes of rows that have ended.
+    """
+
+    def __init__(self, rows: int, max_new_tokens: int, is_stop: torch.Tensor, paged: bool = False) -> None:
+        """``is_stop`` [V] bool marks end tokens; ``paged``: a row without a sequence has no place of its own."""
+        self.device = device = is_stop.device
+        self.is_stop = is_stop
+        self._paged = paged
+        self.trash = max_new_tokens
+        for name in ("token", "position", "count", "limit", "seed", "top_k"):
+            setattr(self, name, torch.zeros(rows, dtype=torch.int64, device=device))
+        self.temperature = torch.ones(rows, device=device)
+        self.top_p = torch.ones(rows, device=device)
+        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.alive = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(rows, max_new_tokens + 1, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(rows, max_new_tokens + 1, device=device)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """What belongs to rows."""
+        return [held for held in vars(self).values() if isinstance(held, torch.Tensor) and held is not self.is_stop]
+
+    def begin(self, sequences: ListOf[Sequence], rows: torch.Tensor) -> None:
+        """``sequences`` in ``rows`` [N], theirs: their prompts are in the cache, nothing is drawn yet."""
+
+        def column(values: list[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        params = [sequence.request.sampling for sequence in sequences]
+        lengths = [len(sequence.prefill_ids) for sequence in sequences]
+        drawn = [len(sequence.output_ids) for sequence in sequences]
+        self.position[rows] = column(lengths) - 1
+        self.count[rows] = 0
+        self.alive[rows] = True
+        self.seed[rows] = column([sequence.seed for sequence in sequences])
+        self.limit[rows] = column([p.max_new_tokens - before for p, before in zip(params, drawn, strict=True)])
+        self.top_k[rows] = column([p.top_k or self.is_stop.numel() for p in params])
+        self.top_p[rows] = column([p.top_p for p in params], torch.float32)
+        self.greedy[rows] = column([p.greedy for p in params], torch.bool)
+        self.temperature[rows] = column([1.0 if p.greedy else p.temperature for p in params], torch.float32)
+
+    def sampling(self, rows: slice | torch.Tensor, kinds: SamplingKinds) -> SamplingTensors:
+        """How ``rows`` are sampled."""
+        return SamplingTensors(
+            seeds=self.seed[rows],
+            temperature=self.temperature[rows] if kinds.tempered else None,
+            greedy=self.greedy[rows] if kinds.greedy else None,
+            top_k=self.top_k[rows] if kinds.filtered else None,
+            top_p=self.top_p[rows] if kinds.filtered else None,
+        )
+
+    def positions_ahead(self, rows: int, steps: int, max_length: int) -> torch.Tensor:
+        """``[steps, rows]``: where the first rows' next tokens go, if none of them ends; below ``max_length``.
+
+        A row that has ended goes on behind its last token; what it writes there is never read.
+        """
+        ahead = torch.arange(steps, device=self.device)[:, None]
+        return (self.position[:rows] + ahead).clamp_max_(max_length - 1)
+
+    def record(self, rows: slice | torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Append what k steps drew, [k, N] each, to ``rows`` and end those that stopped or are full.
+
+        Tokens drawn after a row's end go to the trash column. Nothing is read by the host. What a row that has ended
+        is fed next does not matter, but its position stays: it must not run out of the cache.
+        """
+        alive, count, position = self.alive[rows], self.count[rows], self.position[rows]
+        room = self.limit[rows] - count
+        step = torch.arange(tokens.shape[0], device=self.device)[:, None]
+        ends = self.is_stop[tokens]
+        ended_before = ends.cumsum(0) - ends.long() if tokens.shape[0] > 1 else torch.zeros_like(tokens)
+        kept = alive & (step < room) & (ended_before == 0)
+        column = torch.where(kept, count + step, self.trash).t()
+        if isinstance(rows, slice):
+            self.tokens[rows].scatter_(1, column, tokens.t())
+            self.logprobs[rows].scatter_(1, column, logprobs.t())
+        else:
+            self.tokens[rows[:, None], column] = tokens.t()
+            self.logprobs[rows[:, None], column] = logprobs.t()
+        added = kept.sum(0)
+        count += added
+        position += added
+        if not isinstance(rows, slice):  # a slice is a view and has been updated in place
+            self.count[rows], self.position[rows] = count, position
+        self.token[rows] = tokens[-1]
+        self.alive[rows] = alive & (added < room) & ~ends.any(0)
+
+    def idle(self, rows: list[int] | slice = slice(None), positions: list[int] | None = None) -> None:
+        """The rows have no running sequence: they are computed until they are taken or left out.
+
+        They write to the cache meanwhile, at ``positions`` or where they stand: in a row of the cache behind its
+        sequence, whose beginning may be used again. Over blocks a row without a sequence goes on with one key, and not
+        with as many as it had.
+        """
+        rows = rows if isinstance(rows, slice) else torch.tensor(rows, device=self.device)
+        self.alive[rows] = False
+        if positions is not None:
+            self.position[rows] = torch.tensor(positions, device=self.device)
+        elif self._paged:
+            self.position[rows] = 0
+
+    def exchange(self, pairs: ListOf[tuple[int, int]]) -> None:
+        """Rows change places, so what is idle stays idle (compaction)."""
+        source = torch.tensor([row for pair in pairs for row in pair], device=self.device)
+        destination = torch.tensor([row for pair in pairs for row in reversed(pair)], device=self.device)
+        for buffer in self.buffers:
+            buffer[destination] = buffer[source]

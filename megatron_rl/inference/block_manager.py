@@ -1,0 +1,203 @@
+"""Which blocks of the KV cache hold which sequence, and what of them can be used again: never touches a tensor.
+
+    RowBlocks     every row has one block, as long as the longest sequence; common beginnings are copied
+    PagedBlocks   a sequence has a table of short blocks (paged_blocks.py); full blocks of a common beginning are shared
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_rl.attention.product import FEWEST_ROWS
+from megatron_rl.inference.sequence import Sequence
+
+FEWEST_REUSED = 16
+"""A shorter common beginning is not worth a pass of its own."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What has to be copied in the cache; all at once, so that two may exchange places."""
+
+    pairs: tuple[tuple[int, int], ...] = ()
+    """(from, to): blocks, or rows where each row has one."""
+    length: int = 0
+    """Tokens of a row that matter, from its beginning."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The first ``count`` sequences have got a row and blocks."""
+
+    count: int
+    reused: int = 0
+    """Tokens at the beginning of their prompt that need not be computed again."""
+    copies: Copies = Copies()
+    """What brings them to the first sequence."""
+
+
+class BlockManager(Protocol):
+    """What the scheduler asks."""
+
+    def num_cached(self, token_ids: tuple[int, ...]) -> int:
+        """How many tokens at the beginning of a prompt need not be computed again."""
+        ...
+
+    def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
+        """``free`` rows and blocks for as many of the ``sequences``, of one prompt, as possible; None: for none.
+
+        They must fit with ``lookahead`` tokens drawn. The first sequence of an empty cache always does.
+        """
+        ...
+
+    def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
+        """The copies that give a prompt of ``length`` tokens, computed for the first sequence, to the others."""
+        ...
+
+    def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
+        """The blocks of ``sequences`` will hold ``token_ids`` when the next prompts are looked at."""
+        ...
+
+    def extend(self, sequence: Sequence, length: int) -> bool:
+        """Blocks for the first ``length`` tokens; False when there are none left."""
+        ...
+
+    def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """The sequence leaves its row; its blocks hold ``token_ids``, which may be used again."""
+        ...
+
+    def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
+        """Sequences of at most ``length`` tokens change rows (from, to); the copies that this takes."""
+        ...
+
+    def changed_table(self) -> array | None:
+        """The block table, row after row, if it has changed since the last call."""
+        ...
+
+    def clear(self) -> None:
+        """All rows are free, and nothing in the cache can be used again."""
+        ...
+
+
+def reusable(length: int) -> int:
+    """Tokens of a prompt that need not be computed at most: its last one must be, for its logits.
+
+    A few more are: a CPU's product of fewer rows adds up in another order.
+    """
+    return max(0, length - FEWEST_ROWS)
+
+
+class RowBlocks:
+    """There is always room: a free row holds the longest sequence.
+
+    What a finished sequence leaves in its row stays until the row is taken. A prompt that begins with all of it takes
+    the row and goes on from there: the next turn of a conversation. Any other common beginning is copied. A row without
+    a sequence is written to as well, but behind what it holds: at the position where its sequence ended.
+    """
+
+    def __init__(self, reuse: bool = True) -> None:
+        """Without ``reuse`` every prompt is computed from its beginning."""
+        self._reuse = reuse
+        self._known: dict[int, tuple[int, ...]] = {}
+        """Tokens that a row holds; the last remembered stands last."""
+        self._kept: set[int] = set()
+        """Rows whose sequences have ended and will probably go on."""
+
+    def num_cached(self, token_ids: tuple[int, ...]) -> int:
+        """See `BlockManager`."""
+        return self._best_source(set(), token_ids)[1]
+
+    def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
+        """See `BlockManager`."""
+        del lookahead
+        token_ids, rows, copies = sequences[0].prefill_ids, set(free), Copies()
+        source, reused = self._best_source(rows, token_ids)
+        # Rows that no sequence will go on from, from the lowest; then what was kept longest ago.
+        order = sorted(rows - self._kept) + [row for row in self._known if row in self._kept & rows]
+        if source in order and self._known[source] == token_ids[: len(self._known[source])]:
+            order.remove(source)
+            order.insert(0, source)
+        elif source is not None and order and order[0] != source:
+            copies = Copies(((source, order[0]),), reused)
+        count = min(len(sequences), len(order))
+        for sequence, row in zip(sequences[:count], order[:count], strict=True):
+            sequence.row = row
+            self._forget(row)
+        return Allocation(count, reused, copies) if count else None
+
+    def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
+        """See `BlockManager`."""
+        return Copies(tuple((sequences[0].row, other.row) for other in sequences[1:]), length)
+
+    def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
+        """See `BlockManager`."""
+        for sequence in sequences:
+            self._learn(sequence.row, token_ids)
+
+    def extend(self, sequence: Sequence, length: int) -> bool:
+        """See `BlockManager`."""
+        del sequence, length
+        return True
+
+    def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """See `BlockManager`."""
+        self._learn(sequence.row, token_ids, sequence.request.goes_on)
+
+    def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
+        """See `BlockManager`; what is kept in the row that a sequence goes to takes the row it comes from."""
+        pairs = list(moves)
+        for source, destination in moves:
+            kept = self._known[destination] if destination in self._kept else ()
+            self._forget(destination)
+            if source in self._known:
+                self._known[destination] = self._known.pop(source)
+            if kept:
+                self._learn(source, kept, keep=True)
+                pairs.append((destination, source))
+                length = max(length, len(kept))
+        return Copies(tuple(pairs), length)
+
+    def changed_table(self) -> None:
+        """See `BlockManager`; there is none."""
+
+    def clear(self) -> None:
+        """See `BlockManager`."""
+        self._known.clear()
+        self._kept.clear()
+
+    def _learn(self, row: int, token_ids: tuple[int, ...], keep: bool = False) -> None:
+        self._forget(row)
+        if self._reuse and len(token_ids) >= FEWEST_REUSED:
+            self._known[row] = token_ids
+            if keep:
+                self._kept.add(row)
+
+    def _forget(self, row: int) -> None:
+        self._known.pop(row, None)
+        self._kept.discard(row)
+
+    def _best_source(self, free: set[int], token_ids: tuple[int, ...]) -> tuple[int | None, int]:
+        """The row with the longest common beginning, and its length; a free one before one in use."""
+        best, reused, most = None, FEWEST_REUSED - 1, reusable(len(token_ids))
+        for row, known in self._known.items():
+            # The cheap test first: most rows do not even have as much in common as the best so far.
+            if known[: reused + 1] == token_ids[: reused + 1] and reused < most:
+                best, reused = row, min(_common_beginning(known, token_ids), most)
+            elif best is not None and row in free and best not in free and known[:reused] == token_ids[:reused]:
+                best = row
+        return (None, 0) if best is None else (best, reused)
+
+
+def _common_beginning(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,112 @@
+"""The device work of the engine: prompts into the cache, decode steps, copies. It knows tensors and no queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListOf
+
+import torch
+
+from megatron_rl.attention.backend import NewTokens
+from megatron_rl.attention.product import FEWEST_KEYS
+from megatron_rl.inference.batch_state import BatchState
+from megatron_rl.inference.block_manager import Copies
+from megatron_rl.inference.context import RolloutContext
+from megatron_rl.inference.sampler import Sampler, SamplingKinds, uniform
+from megatron_rl.inference.scheduler import Chunk
+from megatron_rl.models import RolloutForward
+
+
+class ModelRunner:
+    """Forward passes, draws, and what they leave in the cache and in the state of the batch."""
+
+    def __init__(
+        self, context: RolloutContext, model: RolloutForward, state: BatchState, sampler: Sampler
+    ) -> None:
+        self.context = context
+        self.model = model
+        self.state = state
+        self._sampler = sampler
+
+    # -- prompts -------------------------------------------------------------------------------
+
+    def prefill(self, chunks: ListOf[Chunk], kinds: SamplingKinds) -> None:
+        """Prompts laid end to end into the cache; the first token of every sequence whose prompt is complete.
+
+        First chunks attend to themselves alone; what begins in the cache takes a second pass.
+        """
+        # First of all: a later pass may write over what is copied.
+        self.copy([chunk.before for chunk in chunks])
+        for batch in ([c for c in chunks if c.start == 0], [c for c in chunks if c.start > 0]):
+            if batch:
+                logits = self._compute(batch)
+                self._hold([chunk for chunk in batch if not chunk.is_last])
+                self._begin([(place, chunk) for place, chunk in enumerate(batch) if chunk.is_last], logits, kinds)
+
+    def copy(self, several: ListOf[Copies]) -> None:
+        """Carry out copies in the cache, all at once."""
+        pairs = [pair for copies in several for pair in copies.pairs]
+        if pairs:
+            source, destination = (self._to_device(column) for column in zip(*pairs, strict=True))
+            self.context.cache.copy(source, destination, max(copies.length for copies in several))
+
+    def _compute(self, chunks: ListOf[Chunk]) -> torch.Tensor:
+        """Logits of the last token of each chunk; those of a few more rows may follow."""
+        lengths = [chunk.num_tokens for chunk in chunks]
+        borders = [0]
+        for length in lengths:
+            borders.append(borders[-1] + length)
+        cu_seqlens = self._to_device(borders, torch.int32)
+        positions = self._to_device([i for c in chunks for i in range(c.start, c.end)])
+        leaders = self._to_device([chunk.rows[0] for chunk in chunks])
+        if chunks[0].start == 0:
+            self.context.begin_prefill(lengths, cu_seqlens, positions, leaders)
+        else:
+            offsets = self._to_device([i for length in lengths for i in range(length)])
+            reach = max(FEWEST_KEYS, *(chunk.end for chunk in chunks))
+            self.context.begin_extend(NewTokens(leaders, lengths, cu_seqlens, offsets, positions, reach))
+        ids = self._to_device([token for c in chunks for token in c.token_ids[c.start : c.end]])
+        return self.model.forward(ids, positions)
+
+    def _hold(self, chunks: ListOf[Chunk]) -> None:
+        """Rows write to the cache while their prompts are computed: where the last token comes, they do no harm."""
+        rows = [row for chunk in chunks for row in chunk.rows]
+        if rows:
+            self.state.idle(rows, [len(chunk.token_ids) - 1 for chunk in chunks for _ in chunk.rows])
+
+    def _begin(self, ready: ListOf[tuple[int, Chunk]], logits: torch.Tensor, kinds: SamplingKinds) -> None:
+        """The sequences of complete prompts draw from their chunks' places in ``logits``."""
+        if not ready:
+            return
+        self.copy([chunk.after for _, chunk in ready])
+        started = [(sequence, place) for place, chunk in ready for sequence in chunk.sequences]
+        sequences, places = zip(*started, strict=True)
+        rows, state = self._to_device([sequence.row for sequence in sequences]), self.state
+        state.begin(sequences, rows)
+        sampling = state.sampling(rows, kinds)
+        numbers = uniform(sampling.seeds, state.position[rows] + 1)
+        token, logprob = self._sampler(logits.index_select(0, self._to_device(places)), numbers, sampling)
+        state.record(rows, token[None], logprob[None])
+
+    def _to_device(self, values: ListOf[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.state.device)
+
+    # -- decode steps --------------------------------------------------------------------------
+
+    def decode(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
+        """Feed the last tokens of the first rows and draw the next ones, ``steps`` times; the host reads nothing.
+
+        No row's position reaches ``key_length`` in the first of the steps, at least one.
+        """
+        state, context = self.state, self.context
+        positions = state.positions_ahead(rows, steps, context.max_sequence_length)
+        sampling = state.sampling(slice(0, rows), kinds)
+        numbers = uniform(sampling.seeds, positions + 1)
+        context.begin_decode(positions, key_length)
+        token = state.token[:rows]
+        drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for at, number in zip(positions, numbers, strict=True):
+            context.next_step()
+            drawn.append(self._sampler(self.model.forward(token, at), number, sampling))
+            token = drawn[-1][0]
+        tokens, logprobs = (torch.stack(column) for column in zip(*drawn, strict=True))
+        state.record(slice(0, rows), tokens, logprobs)

@@ -1,0 +1,248 @@
+"""A KV cache of short blocks: which sequence has which, which are shared, and how many are promised. Plain Python."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
+
+from megatron_rl.inference.block_manager import FEWEST_REUSED, Allocation, Copies, reusable
+from megatron_rl.inference.sequence import Sequence
+
+NULL_BLOCK = 0
+"""The block that rows without a sequence write to."""
+
+_Content = tuple[int, tuple[int, ...]]
+"""Serial number of the content of the block before (0: it is the first), and the block's own tokens."""
+
+
+class BlockPool:
+    """Blocks ``1 .. count`` with reference counts.
+
+    A full block whose tokens are known may be held by several sequences, and is kept when none holds it any more,
+    until it is needed: the block longest without a holder goes first.
+    """
+
+    def __init__(self, count: int, block_size: int) -> None:
+        self.count = count
+        self.block_size = block_size
+        self.clear()
+
+    def clear(self) -> None:
+        """All blocks are free, and nothing is known."""
+        self._free = list(range(self.count, 0, -1))
+        self._holders = [0] * (self.count + 1)
+        self._known: dict[_Content, tuple[int, int]] = {}
+        """Content -> its serial number, never used again so that a block is found only behind the very blocks it was
+        computed with, and its block."""
+        self._content: dict[int, _Content] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Known blocks without a holder, the longest idle first."""
+        self._next_number = 1
+
+    @property
+    def available(self) -> int:
+        """Blocks without a holder."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def held(self) -> int:
+        """Blocks with holders, each counted once."""
+        return self.count - self.available
+
+    def is_idle(self, block: int) -> bool:
+        """It has no holder, but its content is known."""
+        return block in self._idle
+
+    def take(self, number: int) -> list[int]:
+        """Blocks to write to; there must be as many `available`."""
+        return [self._take() for _ in range(number)]
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One holder more."""
+        for block in blocks:
+            self._holders[block] += 1
+            self._idle.pop(block, None)
+
+    def give_back(self, blocks: ListOf[int]) -> None:
+        """One holder less. The last blocks of a sequence go first: without those before them they are useless."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                if block in self._content:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def find(self, token_ids: tuple[int, ...]) -> list[int]:
+        """The blocks that hold the beginning of ``token_ids``, as far as it is known; not yet held for it."""
+        return [block for _, block in self._chain(token_ids)]
+
+    def remember(self, token_ids: tuple[int, ...], blocks: ListOf[int]) -> None:
+        """``blocks`` hold ``token_ids``; the full ones among them can be found from now on."""
+        known, size = self._chain(token_ids), self.block_size
+        before = known[-1][0] if known else 0
+        for index in range(len(known), len(token_ids) // size):
+            block = blocks[index]
+            if block in self._content:  # behind a twin of the block it was computed with
+                return
+            content = before, token_ids[index * size : (index + 1) * size]
+            before = self._next_number
+            self._known[content], self._content[block] = (before, block), content
+            self._next_number += 1
+
+    def _chain(self, token_ids: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Serial numbers and blocks of what is known of the beginning."""
+        found: list[tuple[int, int]] = []
+        size, before = self.block_size, 0
+        for start in range(0, len(token_ids) - size + 1, size):
+            known = self._known.get((before, token_ids[start : start + size]))
+            if known is None:
+                break
+            found.append(known)
+            before = known[0]
+        return found
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            del self._known[self._content.pop(block)]
+        self._holders[block] = 1
+        return block
+
+
+class PagedBlocks:
+    """A sequence is admitted when the blocks it needs soon are free and what it may need is not promised to others."""
+
+    def __init__(
+        self, rows: int, blocks_per_row: int, pool: BlockPool, reuse: bool = True, overcommit: float = 1.0
+    ) -> None:
+        """``overcommit`` is how often the blocks may be promised; 1 keeps to the longest length of every sequence."""
+        self.pool = pool
+        self._width = blocks_per_row
+        self._reuse = reuse
+        self._overcommit = overcommit
+        self._sequences: dict[int, Sequence] = {}
+        self.table = array("i", [NULL_BLOCK]) * (rows * blocks_per_row)
+        """Row after row, the block of each stretch of its sequence; `NULL_BLOCK` where there is none."""
+        self._changed = True
+
+    def num_cached(self, token_ids: tuple[int, ...]) -> int:
+        """See `BlockManager`."""
+        return len(self._found(token_ids)) * self.pool.block_size
+
+    def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
+        """See `BlockManager`."""
+        pool, first = self.pool, sequences[0]
+        token_ids = first.prefill_ids
+        found, full = self._found(token_ids), len(token_ids) // pool.block_size
+        soon, later = self._needed(first, lookahead)
+        shared = sum(map(pool.is_idle, found)) - len(found) + full
+        count = self._fitting(min(len(sequences), len(free)), first, shared, soon - full, later - full)
+        if count == 0:
+            return None
+        pool.hold(found)
+        leader = found + pool.take(soon - len(found))
+        for sequence, row in zip(sequences[:count], sorted(free)[:count], strict=True):
+            sequence.row, sequence.blocks_promised = row, later
+            if sequence is first:
+                blocks = leader
+            else:
+                pool.hold(leader[:full])
+                blocks = leader[:full] + pool.take(soon - full)
+            self._set(sequence, blocks)
+        return Allocation(count, len(found) * pool.block_size)
+
+    def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
+        """See `BlockManager`; only the last block, where the prompt does not fill it, is each sequence's own."""
+        full, rest = divmod(length, self.pool.block_size)
+        own = [sequence.block_table[full] for sequence in sequences] if rest else []
+        return Copies(tuple((own[0], block) for block in own[1:]), length)
+
+    def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
+        """See `BlockManager`."""
+        if self._reuse:
+            self.pool.remember(token_ids, sequences[0].block_table)
+
+    def extend(self, sequence: Sequence, length: int) -> bool:
+        """See `BlockManager`."""
+        missing = self._blocks_for(length) - len(sequence.block_table)
+        if missing > self.pool.available:
+            return False
+        if missing > 0:
+            self._set(sequence, sequence.block_table + self.pool.take(missing))
+        return True
+
+    def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """See `BlockManager`; whatever is known is kept until it is needed."""
+        self.remember([sequence], token_ids)
+        self.pool.give_back(sequence.block_table)
+        self._write_row(sequence.row, [])
+        sequence.block_table = []
+        del self._sequences[sequence.row]
+
+    def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
+        """See `BlockManager`; rows of the table change places and nothing is copied."""
+        del length
+        for source, _ in moves:
+            self._write_row(source, [])
+            sequence = self._sequences.pop(source)
+            self._set(sequence, sequence.block_table)
+        return Copies()
+
+    def changed_table(self) -> array | None:
+        """See `BlockManager`."""
+        changed, self._changed = self._changed, False
+        return self.table if changed else None
+
+    def clear(self) -> None:
+        """See `BlockManager`."""
+        for row in self._sequences:
+            self._write_row(row, [])
+        self._sequences.clear()
+        self.pool.clear()
+
+    def _found(self, token_ids: tuple[int, ...]) -> list[int]:
+        size = self.pool.block_size
+        if not self._reuse:
+            return []
+        found = self.pool.find(token_ids[: reusable(len(token_ids)) // size * size])
+        return found if len(found) * size >= FEWEST_REUSED else []
+
+    def _needed(self, sequence: Sequence, lookahead: int) -> tuple[int, int]:
+        """Blocks that a sequence takes now, and blocks to promise it.
+
+        The last token drawn is not fed, so it takes no room. A sequence that was preempted comes back when all of it
+        fits, lest it be preempted again.
+        """
+        prompt = len(sequence.prefill_ids)
+        longest, expected = prompt + sequence.remaining - 1, prompt + sequence.expected - 1
+        soon = self._blocks_for(min(prompt + lookahead, longest))
+        careful = sequence.preempted or self._overcommit == 1.0
+        return soon, max(soon, self._blocks_for(longest if careful else expected))
+
+    def _fitting(self, count: int, first: Sequence, shared: int, soon: int, later: int) -> int:
+        """How many of ``count`` may be admitted, if they take ``shared`` blocks together and the others each."""
+        limit = self.pool.count * (1.0 if first.preempted else self._overcommit)
+        promised = sum(max(0, s.blocks_promised - len(s.block_table)) for s in self._sequences.values())
+        free = self.pool.available - shared
+        unpromised = limit - self.pool.held - promised - shared
+        while count and (count * soon > free or count * later > unpromised):
+            count -= 1
+        return count
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.block_size)
+
+    def _set(self, sequence: Sequence, blocks: list[int]) -> None:
+        sequence.block_table = blocks
+        self._sequences[sequence.row] = sequence
+        self._write_row(sequence.row, blocks)
+
+    def _write_row(self, row: int, blocks: list[int]) -> None:
+        start = row * self._width
+        self.table[start : start + self._width] = array("i", blocks + [NULL_BLOCK] * (self._width - len(blocks)))
+        self._changed = True

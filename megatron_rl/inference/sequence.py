@@ -1,0 +1,128 @@
+"""One sample from submission to completion: a `Sequence`, to which scheduler, cache and output processing refer.
+
+    WAITING ──admitted──► PREFILL ──prompt complete──► RUNNING ──end token, limit, stop string──► FINISHED
+       ▲                     │                            │
+       └─────────────────────┴──preempted: no free block──┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from megatron_rl.types import Completion, FinishReason, GeneratedGroup, GenerationRequest
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    """In the scheduler's queue, without a row."""
+    PREFILL = "prefill"
+    """It has a row, and its prompt is on the way into the cache."""
+    RUNNING = "running"
+    """It is decoded."""
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample of a request, as far as the host knows it without reading the device."""
+
+    group: SequenceGroup
+    sample: int
+    """Its number in the request."""
+    seed: int
+    """With a token's position it fixes the token's draw."""
+    status: SequenceStatus = SequenceStatus.WAITING
+    row: int = -1
+    """In the batch; of a sequence that waits, the last one it had."""
+    block_table: list[int] = field(default_factory=list)
+    """The blocks of the KV cache that hold it, in order; empty where every row has a stretch of its own."""
+    blocks_promised: int = 0
+    """Blocks that it may come to have."""
+    num_generated: int = 0
+    """Tokens drawn. A row that has ended counts on until the host reads it."""
+    output_ids: tuple[int, ...] = ()
+    """Tokens drawn, as far as they were read: at a preemption, and at the end."""
+    logprobs: tuple[float, ...] = ()
+    """One for each of ``output_ids``."""
+    finish_reason: FinishReason | None = None
+    preempted: bool = False
+    """It has made room for others before."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What was asked for."""
+        return self.group.request
+
+    @property
+    def prefill_ids(self) -> tuple[int, ...]:
+        """The prompt, and behind it what was drawn before a preemption."""
+        return self.request.prompt_ids + self.output_ids if self.output_ids else self.request.prompt_ids
+
+    @property
+    def position(self) -> int:
+        """Of the last token drawn, which is fed next."""
+        return len(self.request.prompt_ids) + self.num_generated - 1
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that only the device knows."""
+        return self.num_generated - len(self.output_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still draw."""
+        return self.request.sampling.max_new_tokens - self.num_generated
+
+    @property
+    def expected(self) -> int:
+        """Tokens it will probably draw, never more than ``remaining``."""
+        if self.num_generated:
+            return self.remaining
+        return max(1, min(self.remaining, self.request.expected_tokens or self.remaining))
+
+    @property
+    def priority(self) -> tuple[int, int, int]:
+        """The lowest is admitted first: preempted sequences, then turns that hold up a conversation, then the rest.
+
+        Among equals the longest, so that none begins alone at the end.
+        """
+        urgency = 0 if self.preempted else 1 if self.request.turn else 2
+        return urgency, -self.expected, self.group.number
+
+    def preempt(self) -> None:
+        """Give up the row and wait again."""
+        self.status, self.preempted = SequenceStatus.WAITING, True
+
+    def append(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
+        """Tokens that were read."""
+        self.output_ids += token_ids
+        self.logprobs += logprobs
+
+    def finish(self, reason: FinishReason) -> None:
+        """``output_ids`` are complete."""
+        self.status, self.finish_reason, self.num_generated = SequenceStatus.FINISHED, reason, len(self.output_ids)
+
+
+class SequenceGroup:
+    """The samples of one request."""
+
+    def __init__(self, number: int, request: GenerationRequest, seeds: list[int]) -> None:
+        """``number`` counts requests; one seed a sample."""
+        self.number = number
+        self.request = request
+        self.sequences = [Sequence(self, sample, seed) for sample, seed in enumerate(seeds)]
+
+    @property
+    def is_finished(self) -> bool:
+        """All samples are."""
+        return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
+
+    def result(self, policy_version: int) -> GeneratedGroup:
+        """Of a finished group: its completions in the order of the samples."""
+        return GeneratedGroup(
+            self.request,
+            tuple(Completion(s.output_ids, s.logprobs, s.finish_reason, policy_version) for s in self.sequences),
+        )
