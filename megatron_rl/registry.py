@@ -28,6 +28,7 @@ from megatron_rl.errors import ConfigError, one_line, shorten
 if TYPE_CHECKING:
     from megatron_rl.algorithms.interfaces import AdvantageMethod, CorrectionFunction, LossFunction
     from megatron_rl.attention.backend import Backend
+    from megatron_rl.environments.grading.dispatch import Grader
     from megatron_rl.families.family import Family
     from megatron_rl.quantization.recipe import Recipe
 
@@ -164,3 +165,4 @@ CORRECTIONS: Registry[CorrectionFunction] = Registry("correction", "megatron_rl.
 RECIPES: Registry[Recipe] = Registry("quantisation recipe", "megatron_rl.quantization.recipes", "RECIPE")
 BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.attention.backends", "BACKEND")
 FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.known", "FAMILY")
+GRADERS: Registry[Grader] = Registry("grader", "megatron_rl.environments.grading", "judge")

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.environments.limits import LOAD_SECONDS
 from megatron_rl.environments.loader import is_listed
 from megatron_rl.environments.loading import found, inspected
-from megatron_rl.environments.loading.supervise import LOAD_SECONDS
 from megatron_rl.environments.scaffold import class_name, write_environment
 from megatron_rl.errors import ConfigError, MegatronRLError
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--unix-socket", metavar="PATH", help="listen there (mode 0600) instead of on a port")
     serve.add_argument("--address-file", help="where to write the url and the token (mode 0600)")
     serve.add_argument("--allow-remote", action="store_true", help="permit a host that is not loopback")
+    serve.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # the process it follows in death
     serve.set_defaults(run=_serve)
     return parser
 
@@ -117,6 +118,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.allow_remote,
         arguments.unix_socket,
         arguments.load_timeout,
+        arguments.parent,
     )
     return 0
 

@@ -22,14 +22,16 @@ One that answers the model, with a tool's result or a follow-up question, is a `
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from megatron_rl.environments.naming import suggestion
-from megatron_rl.errors import ConfigError, one_line, shorten
+from megatron_rl.errors import MAX_LINE, ConfigError, one_line, shorten
 from megatron_rl.types import Demonstration, Grade, Split, Step, Task, Transcript, Turn
+
+LONGEST_NAME = 100
 
 
 class Environment(ABC):
@@ -170,3 +172,14 @@ def _fits(value: object, default: object) -> bool:
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)
+
+
+def suggestion(name: object, known: Iterable[str]) -> str:
+    """The tail of an error message about an unknown ``name``: the nearest known names, else all of them."""
+    names = sorted(known)
+    name = (name if isinstance(name, str) else shorten(name))[:LONGEST_NAME]
+    lowered = {candidate.lower(): candidate for candidate in names}
+    near = difflib.get_close_matches(name.lower(), list(lowered), n=3, cutoff=0.6)
+    if near:
+        return "; did you mean " + " or ".join(repr(lowered[match]) for match in near) + "?"
+    return one_line("; known: " + ", ".join(names), MAX_LINE) if names else "; none exists"

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.loader import Begin, ignore
-from megatron_rl.environments.wire import check_bounds, dumps, task_to_json
-from megatron_rl.errors import ConfigError, one_line, shorten
+from megatron_rl.environments.wire import task_to_json
+from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
+from megatron_rl.json_text import check_bounds, dumps
 from megatron_rl.types import Demonstration, Split, Task
 
 MAX_PROBLEMS = 20
@@ -86,6 +87,30 @@ def bounded(rows: Iterable[object], seconds: float | None = None) -> Iterator[ob
         if seconds is not None and time.monotonic() - start > seconds:
             raise TooMuch([f"has given {number + 1:,} rows in {seconds:g} s and goes on; give fewer, or faster"])
         yield row
+
+
+def read_rows(environment: Environment, what: str, split: Split, seconds: float) -> tuple[object, ...]:
+    """All ``tasks`` or ``demonstrations`` of a split; ``EnvironmentFault`` names the row that cannot be used."""
+    found: dict[object, object] = {}
+    try:
+        for number, row in enumerate(bounded(getattr(environment, what)(split), seconds)):
+            problems = row_problems(row) if what == "tasks" else _demonstration_problems(row)
+            key = row.id if what == "tasks" and not problems else number
+            if key in found:
+                problems = [f"has the id {shorten(key)} of an earlier row"]
+            if problems:
+                raise EnvironmentFault(f"{split} row {number} {problems[0]}")
+            found[key] = row
+    except (ConfigError, EnvironmentFault) as error:
+        raise EnvironmentFault(str(error)) from error
+    except Exception as error:  # an author's code may raise anything
+        raise EnvironmentFault(f"{split} raises {one_line(f'{type(error).__name__}: {error}')}") from error
+    return tuple(found.values())
+
+
+def _demonstration_problems(row: object) -> list[str]:
+    right = isinstance(row, Demonstration) and isinstance(row.completion, str)
+    return [] if right else ["is not a Demonstration with a text"]
 
 
 def _size(row: object) -> int:

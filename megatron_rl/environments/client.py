@@ -1,36 +1,56 @@
 """The trainer's side of the environment server: grades while it generates, tasks before it starts.
 
 A sample that cannot be graded is data (``GradeResult`` with a code), never an exception and never a silent 0:
-the caller decides what a failed sample means for a group.
+the caller decides what a failed sample means for a group. A request whose server died is sent again: a grade is a
+function of its arguments.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from megatron_rl.environments.address import ServerError, get_json, read_address
-from megatron_rl.environments.exchange import LONGEST_BACKOFF, Exchange, RequestFailed
-from megatron_rl.environments.loading.supervise import LOAD_SECONDS
-from megatron_rl.environments.wire import (
-    demonstration_from_json,
-    failed,
-    item_to_json,
-    read_key,
-    results_from_json,
-    task_from_json,
-)
+import aiohttp
+
+from megatron_rl.environments import wire
+from megatron_rl.environments.limits import LOAD_SECONDS
+from megatron_rl.environments.results import failed, results_from_json
 from megatron_rl.errors import EnvironmentFault
+from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Demonstration, GradeResult, Item, Split, Task, Transcript, Turn
 
 PAGE = 2000
 LIST_MARGIN = 30.0
 """Seconds beyond the server's own deadline for reading a split, so that its words arrive."""
-COUNTERS_TIMEOUT = 2.0
+QUICK_SECONDS = 5.0
+"""For routes that take no time."""
+CONCURRENT = 16
+"""Grade requests of one client at once; the others wait here, where they start no timeout."""
+BUSY = (429, 503)
+"""Statuses of a server that may grant the same request later."""
+BUSY_SECONDS = 1.0
+PATIENCE_TIMEOUTS = 20.0
+"""A request is sent again for so many timeouts: each of those before it at a busy server may take a whole one."""
+LONGEST_BACKOFF = 2.0
+"""Two dozen attempts then span 40 s, in which even a busy machine has restarted a server."""
+
+logger = logging.getLogger(__name__)
+
+
+class RequestFailed(EnvironmentFault):
+    """No answer, or none that is a success; ``code`` is what ``GradeResult.code`` says of the samples."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -57,20 +77,17 @@ class EnvironmentClient:
         list_timeout: float = LOAD_SECONDS,
         attempts: int = 24,
         backoff: float = 0.1,
-        revive: Callable[[], None] | None = None,
-        answered: Callable[[], None] | None = None,
     ) -> None:
         """``timeout`` bounds one grade request from its sending to its answer, ``list_timeout`` the server's reading
-        of a data set. An attempt that cannot reach the
-        server is repeated after ``backoff`` seconds, doubled every time up to 2, and after a call of ``revive``,
-        which may restart it (``EnvironmentServerProcess.ensure_alive``); ``answered`` is called after every
-        answer. A server that is busy is asked again for twenty timeouts."""
+        of a data set. A server that does not answer is tried ``attempts`` times, each server anew, with pauses of
+        ``backoff`` seconds that double up to 2; one that is busy is asked again for twenty timeouts."""
         self._address_file = Path(address_file)
+        self._timeout = timeout
         self._list_timeout = list_timeout + LIST_MARGIN
         self._attempts = attempts
         self._backoff = backoff
-        self._revive = revive
-        self._exchange = Exchange(self._address_file, timeout, attempts, backoff, revive, answered)
+        self._counts = Counter({"requests_repeated": 0, "busy_waits": 0})
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def grade(self, environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
         """One result per item, in order."""
@@ -83,73 +100,143 @@ class EnvironmentClient:
     async def _judge(self, environment: str, route: str, items: Sequence[Item]) -> list[GradeResult]:
         if not items:
             return []
+        body = dumps({"items": [wire.item_to_json(item) for item in items]}).encode()
         try:
-            answer = await self._exchange.post(environment, route, [item_to_json(item) for item in items])
+            async with self._place():
+                answer = await self._ask(_path(environment, route), self._timeout, body)
             return results_from_json(answer, len(items))
         except RequestFailed as failure:
-            return _all_failed(items, failure.code, str(failure))
+            return [failed(failure.code, str(failure))] * len(items)
         except ValueError as error:
-            return _all_failed(items, "environment_exception", f"the server's answer cannot be read: {error}")
+            return [failed("environment_exception", f"the server's answer cannot be read: {error}")] * len(items)
+
+    def _place(self) -> asyncio.Semaphore:
+        """A semaphore belongs to the event loop that waits on it; a client may be used on several in turn."""
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = (loop, asyncio.Semaphore(CONCURRENT))
+        return self._places[1]
 
     def fetch_tasks(self, environment: str, split: Split) -> list[Task]:
         """All tasks of a split; ``EnvironmentFault`` when they cannot be had."""
-        return [task_from_json(row) for row in self._fetch(environment, "tasks", split)]
+        return [wire.task_from_json(row) for row in self._fetch(environment, "tasks", split)]
 
     def fetch_demonstrations(self, environment: str, split: Split) -> list[Demonstration]:
         """All demonstrations of a split in the order of the curriculum; often none."""
-        return [demonstration_from_json(row) for row in self._fetch(environment, "demonstrations", split)]
+        return [wire.demonstration_from_json(row) for row in self._fetch(environment, "demonstrations", split)]
 
     def environments(self) -> tuple[ServedEnvironment, ...]:
         """What is served, in the order of the list; ``EnvironmentFault`` when the server does not say."""
-        rows = read_key(self._get("/v1/environments"), "items", list, "")
         kinds = {"name": str, "weight": float, "evaluation_only": bool, "max_turns": int}
-        return tuple(
-            ServedEnvironment(**{key: read_key(row, key, kind, f"items[{index}]") for key, kind in kinds.items()})
-            for index, row in enumerate(rows)
-        )
-
-    def health(self) -> bool:
-        """Whether the server answers."""
-        try:
-            get_json(read_address(self._address_file), "/v1/health", timeout=5.0)
-        except EnvironmentFault:
-            return False
-        return True
-
-    def counters(self) -> dict[str, int]:
-        """How often this client sent a request again, and waited for a busy server, since its start."""
-        return self._exchange.counts.as_dict()
-
-    def server_counters(self) -> dict[str, Any]:
-        """The answer of ``/v1/counters``; ``EnvironmentFault`` when there is none."""
-        return get_json(read_address(self._address_file), "/v1/counters", COUNTERS_TIMEOUT)
+        rows = wire.read_key(self._get("/v1/environments"), "items", list, "")
+        served = ({key: wire.read_key(row, key, kind, "items") for key, kind in kinds.items()} for row in rows)
+        return tuple(ServedEnvironment(**row) for row in served)
 
     def _fetch(self, environment: str, what: str, split: Split) -> Iterator[Any]:
         """The rows of a list, page by page."""
         offset, total = 0, 1
         while offset < total:
             query = urlencode({"split": split, "offset": offset, "limit": PAGE})
-            page = self._get(f"/v1/environments/{quote(environment, safe='')}/{what}?{query}")
-            rows, total = read_key(page, "items", list, ""), read_key(page, "total", int, "")
+            page = self._get(f"{_path(environment, what)}?{query}")
+            rows, total = wire.read_key(page, "items", list, ""), wire.read_key(page, "total", int, "")
             if not rows and offset < total:
                 raise EnvironmentFault(f"{what} of {environment!r} end at row {offset} of {total}")
             yield from rows
             offset += len(rows)
 
     def _get(self, path: str) -> Any:
-        """The answer to a GET; one that was lost with the server, or refused by a busy one, is asked for again."""
-        ends = time.monotonic() + self._list_timeout
-        for attempt in range(self._attempts):
-            try:
-                return get_json(read_address(self._address_file), path, max(ends - time.monotonic(), 1.0))
-            except EnvironmentFault as fault:
-                last = attempt == self._attempts - 1 or time.monotonic() > ends
-                if last or (isinstance(fault, ServerError) and not fault.may_pass):
-                    raise
-            time.sleep(min(self._backoff * 2**attempt, LONGEST_BACKOFF))
-            if self._revive is not None:
-                self._revive()
+        return asyncio.run(self._ask(path, self._list_timeout))
+
+    def health(self, timeout: float = QUICK_SECONDS) -> bool:
+        """Whether the server answers."""
+        try:
+            return asyncio.run(_send(wire.read_address(self._address_file), "/v1/health", timeout))[0] == 200
+        except (EnvironmentFault, aiohttp.ClientError, OSError):
+            return False
+
+    def counters(self) -> dict[str, int]:
+        """How often this client sent a request again, and waited for a busy server, since its start."""
+        return dict(self._counts)
+
+    def server_counters(self) -> dict[str, Any]:
+        """The answer of ``/v1/counters``; ``EnvironmentFault`` when there is none."""
+        try:
+            return loads(asyncio.run(_send(wire.read_address(self._address_file), "/v1/counters", QUICK_SECONDS))[1])
+        except (aiohttp.ClientError, OSError) as error:
+            raise EnvironmentFault(str(error) or type(error).__name__) from error
+
+    async def _ask(self, path: str, timeout: float, body: bytes | None = None) -> Any:
+        """The JSON of a success; ``RequestFailed`` for an answer that will not change, or when no server answers."""
+        gives_up = time.monotonic() + PATIENCE_TIMEOUTS * timeout
+        attempt, server = 0, 0
+        while True:
+            attempt += 1
+            pid, status, answer = await self._try(path, timeout, body)
+            if status == 200:
+                return _json_of(answer)
+            if pid not in (0, server):  # a new server: that the one before did not answer says nothing about it
+                attempt, server = 1, pid
+            problem, in_time = _message_of(answer), time.monotonic() < gives_up
+            if status in BUSY and in_time:
+                self._counts["busy_waits"] += 1
+                attempt = 0  # it is there
+                await asyncio.sleep(BUSY_SECONDS)
+            elif status not in (0, 401, *BUSY):  # 401: restarted with another token after its address was read
+                what = f"the environment server refuses {path} ({status}): {problem}"
+                raise RequestFailed("environment_exception", what)
+            elif attempt < self._attempts and in_time:
+                self._counts["requests_repeated"] += 1
+                await asyncio.sleep(min(self._backoff * 2 ** (attempt - 1), LONGEST_BACKOFF))
+            else:
+                logger.warning("no answer from the environment server after %d attempts: %s", attempt, problem)
+                raise RequestFailed("server_unreachable", problem)
+
+    async def _try(self, path: str, timeout: float, body: bytes | None) -> tuple[int, int, bytes]:
+        """The server's process id, status and answer; where there is none, a status of 0 and why."""
+        pid = 0
+        try:
+            address = wire.read_address(self._address_file)
+            pid = address.pid
+            return pid, *await _send(address, path, timeout, body)
+        except wire.ServerGivenUp as fault:
+            raise RequestFailed("server_unreachable", str(fault)) from None
+        except TimeoutError:  # before ClientError: aiohttp's timeouts are both
+            raise RequestFailed("timeout", f"no answer within {timeout:g} s") from None
+        except (aiohttp.ClientError, EnvironmentFault, OSError) as error:
+            return pid, 0, (str(error) or type(error).__name__).encode()
 
 
-def _all_failed(items: Sequence[object], code: str, message: str) -> list[GradeResult]:
-    return [failed(code, message) for _ in items]
+async def _send(address: wire.Address, path: str, timeout: float, body: bytes | None = None) -> tuple[int, bytes]:
+    """Status and body of one GET, or POST where there is a ``body``.
+
+    A session per request costs 0.4 ms; a kept one would be tied to one event loop and, after a pause, meet
+    connections that the server has dropped.
+    """
+    headers = {"Authorization": f"Bearer {address.token}", "Content-Type": "application/json"}
+    unix = address.url.startswith("unix:")
+    connector = aiohttp.UnixConnector(address.url.removeprefix("unix:")) if unix else None
+    url = ("http://localhost" if unix else address.url) + path
+    async with (
+        aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(timeout), connector=connector) as session,
+        session.request("GET" if body is None else "POST", url, data=body) as response,
+    ):
+        return response.status, await response.read()
+
+
+def _path(environment: str, route: str) -> str:
+    return f"/v1/environments/{quote(environment, safe='')}/{route}"
+
+
+def _json_of(answer: bytes) -> Any:
+    try:
+        return loads(answer)
+    except ValueError as error:
+        raise RequestFailed("environment_exception", f"the server's answer cannot be read: {error}") from error
+
+
+def _message_of(answer: bytes) -> str:
+    """The text of an error answer, whoever wrote it."""
+    try:
+        return str(json.loads(answer)["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer[:200].decode("utf-8", errors="replace")

@@ -22,12 +22,11 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.environments.base import Environment
+from megatron_rl.environments.base import Environment, suggestion
 from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.loader import NAME_PATTERN, find_environment
-from megatron_rl.environments.naming import suggestion
-from megatron_rl.environments.wire import check_bounds, dumps
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
+from megatron_rl.json_text import check_bounds, dumps
 
 KEYS = (
     *("environment", "agent_type", "args", "agent_args", "weight"),

@@ -24,8 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 import megatron_rl
-from megatron_rl.environments.base import Environment
-from megatron_rl.environments.naming import suggestion
+from megatron_rl.environments.base import Environment, suggestion
 from megatron_rl.errors import ConfigError, one_line, shorten
 
 PACKAGE = "megatron_rl_environments"

@@ -9,8 +9,8 @@ from itertools import islice
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.checks import survey_tasks
-from megatron_rl.environments.grading.sample import grade_one, step_one
 from megatron_rl.environments.loader import Begin, ignore
+from megatron_rl.environments.results import judge
 from megatron_rl.errors import shorten
 from megatron_rl.types import GradeResult, Split, Task, Transcript, Turn
 
@@ -110,11 +110,11 @@ def _speed(player: _Player, answers: Sequence[Played]) -> Check:
 def play(environment: Environment, task: Task, turns: Sequence[str]) -> GradeResult:
     """The result of a conversation in which the model says ``turns``; of one turn, of a grade."""
     if environment.max_turns == 1:
-        return grade_one(environment, task, Transcript(turns[0], "stop", len(turns[0])))
+        return judge(environment, (task, Transcript(turns[0], "stop", len(turns[0]))))
     result, state = GradeResult("error", code="no_turns"), None
     for number, text in enumerate(turns):
         last = number + 1 == environment.max_turns
-        result = step_one(environment, task, state, Turn(text, "stop", len(text), number, last))
+        result = judge(environment, (task, state, Turn(text, "stop", len(text), number, last)))
         if result.continuation is None:
             break
         state = result.continuation.state

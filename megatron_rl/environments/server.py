@@ -8,39 +8,265 @@
     GET  /v1/environments/<name>
     GET  /v1/environments/<name>/tasks?split&offset&limit
     GET  /v1/environments/<name>/demonstrations?split&offset&limit
-    POST /v1/environments/<name>/grade    {"request_id": .., "items": [{"task": .., "transcript": ..}]}
-    POST /v1/environments/<name>/step     {"request_id": .., "items": [{"task": .., "state": .., "turn": ..}]}
+    POST /v1/environments/<name>/grade    {"items": [{"task": .., "transcript": ..}]}
+    POST /v1/environments/<name>/step     {"items": [{"task": .., "state": .., "turn": ..}]}
 
 A grade request answers ``{"items": [..]}`` with a status for each item: one bad sample costs no other.
-Every error, of any URL, is JSON: ``{"message": ".."}``. 429 and 503 say when to come back.
+Errors are JSON: ``{"message": ".."}``. After 429 and 503 the same request may succeed later.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hmac
 import ipaddress
 import logging
 import os
 import secrets
+import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
-from megatron_rl.environments.address import Address, write_address, write_curl_options
-from megatron_rl.environments.config import load_environment_specs
-from megatron_rl.environments.graders import PooledGrading
-from megatron_rl.environments.lifeline import follow_parent
-from megatron_rl.environments.listening import hosts_of, listen_tcp, listen_unix, make_server
-from megatron_rl.environments.loading.supervise import LOAD_SECONDS
-from megatron_rl.environments.process import LOADING
-from megatron_rl.environments.serving import Admission, create_app
-from megatron_rl.errors import ConfigError
+import waitress
+from flask import Flask, Response, request
+from flask_restful import Api, Resource, abort
 
+from megatron_rl.environments import wire
+from megatron_rl.environments.base import Environment, suggestion
+from megatron_rl.environments.checks import read_rows
+from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
+from megatron_rl.environments.limits import LOAD_SECONDS, die_with_parent
+from megatron_rl.environments.results import MAX_MESSAGE, judge, result_to_json
+from megatron_rl.environments.workers import WorkerPool
+from megatron_rl.errors import ConfigError, EnvironmentFault
+from megatron_rl.json_text import check_bounds, loads
+from megatron_rl.types import GradeResult, Item, Split
+
+WORKING = 8
+"""Grade requests worked on at once: enough to keep the workers busy, and few, because one whose samples wait behind
+many that hang runs into its client's timeout. One that is turned away waits at its client, which starts no timeout."""
+PATIENCE_SECONDS = 1.0
+"""Longest wait for one of these places."""
+THREADS = 160
+"""Eight ranks send sixteen requests each; those that are left over answer the health route."""
+MAX_BODY_BYTES = 16 * 2**20
+"""A group of 64 completions of 32,000 tokens is about half of it."""
+MAX_PAGE = 5000
+MAX_CONNECTIONS = 1000
+"""waitress's 100 is less than the ranks of a large node send at once."""
 SWITCH_SECONDS = 0.001
 """A thread that computes lets others in so often; Python's 5 ms add up for a request of many small steps."""
 
 logger = logging.getLogger(__name__)
+
+
+class Service:
+    """The environments of one server and what was done with them; for any number of threads."""
+
+    def __init__(
+        self,
+        environments: Mapping[str, Environment],
+        token: str,
+        specs: Mapping[str, EnvironmentSpec] | None = None,
+        *,
+        list_seconds: float = LOAD_SECONDS,
+        working: int = WORKING,
+        patience_s: float = PATIENCE_SECONDS,
+    ) -> None:
+        """Samples of environments that have a spec, and are not ``in_process``, are graded in worker processes."""
+        self.environments = dict(environments)
+        self.token = token
+        self.specs = specs or {}
+        self.places = threading.BoundedSemaphore(working)
+        self.patience_s = patience_s
+        pooled = [self.specs[name] for name, each in self.environments.items() if not each.in_process]
+        prepared = [(spec.reference, dict(spec.options)) for spec in pooled]
+        self.pool = WorkerPool(environments=prepared) if pooled else None
+        self._list_seconds = list_seconds
+        self._lists: dict[tuple[str, str, Split], Sequence[Any]] = {}
+        self._reading, self._in_turn, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._counts = Counter({"turned_away": 0, "late_completions": 0})
+
+    def environment(self, name: str) -> Environment:
+        """The environment of that name; answers 404 with the nearest names otherwise."""
+        if name not in self.environments:
+            abort(404, message=f"unknown environment {name!r}{suggestion(name, self.environments)}")
+        return self.environments[name]
+
+    def rows(self, name: str, what: str, split: Split) -> Sequence[Any]:
+        """All ``tasks`` or ``demonstrations`` of a split, read at the first call; answers 500 for unusable ones."""
+        environment, key = self.environment(name), (name, what, split)
+        with self._reading:  # two requests at start would both read the data set
+            if key not in self._lists:
+                try:
+                    self._lists[key] = read_rows(environment, what, split, self._list_seconds)
+                except EnvironmentFault as fault:
+                    logger.exception("a list could not be read")
+                    abort(500, message=f"{what} of {name!r}: {fault}")
+            return self._lists[key]
+
+    def judge(self, name: str, items: Sequence[Item]) -> list[GradeResult]:
+        """One result for each sample or step, in order; ``EnvironmentFault`` when nothing can be graded now."""
+        environment = self.environment(name)
+        if environment.in_process:
+            with self._in_turn:  # two threads that compute at once are no faster, and delay the health route
+                results = [judge(environment, item) for item in items]
+        else:
+            spec, lowest = self.specs[name], environment.reward_range[0]
+            deadline = environment.grade_deadline
+            results = self.pool.grade(spec.reference, spec.options, items, lowest=lowest, deadline_s=deadline)
+        with self._counting:
+            self._counts["late_completions"] += sum(result.verdict == "timeout" for result in results)
+        return results
+
+    def count_turned_away(self) -> None:
+        """One more request for which there was no place."""
+        with self._counting:
+            self._counts["turned_away"] += 1
+
+    def counters(self) -> dict[str, Any]:
+        """The answer of ``/v1/counters``; the process id tells of a restart, after which they begin at 0."""
+        pool = self.pool.counters() if self.pool else {}
+        return {"pid": os.getpid(), "counters": {**self._counts, **pool}}
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self.pool is not None:
+            self.pool.close()
+
+
+class _Served(Resource):
+    """A resource that knows the environments, for who has the token."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+
+class _Health(Resource):
+    def get(self) -> dict[str, str]:
+        return {"status": "ok"}
+
+
+class _Counters(_Served):
+    def get(self) -> dict[str, Any]:
+        return self.service.counters()
+
+
+class _Environments(_Served):
+    def get(self) -> dict[str, Any]:
+        return {"items": [_summary(self.service, name) for name in self.service.environments]}
+
+
+class _OneEnvironment(_Served):
+    def get(self, name: str) -> dict[str, Any]:
+        return {"reward_range": list(self.service.environment(name).reward_range), **_summary(self.service, name)}
+
+
+class _Rows(_Served):
+    def get(self, name: str, what: str) -> dict[str, Any]:
+        """A page of tasks or demonstrations."""
+        split = request.args.get("split", "train")
+        if split not in get_args(Split):
+            abort(422, message=f"split is {split!r}; use one of {', '.join(get_args(Split))}")
+        offset = _query_integer("offset", default=0, lowest=0, highest=2**31)
+        limit = _query_integer("limit", default=1000, lowest=1, highest=MAX_PAGE)
+        rows = self.service.rows(name, what, split)
+        to_json = wire.task_to_json if what == "tasks" else wire.demonstration_to_json
+        items = [to_json(row) for row in rows[offset : offset + limit]]
+        return {"total": len(rows), "offset": offset, "items": items}
+
+
+class _Judged(_Served):
+    def post(self, name: str, action: str) -> dict[str, Any]:
+        """A result for each item, in order; a bad sample is a result of its own, never an exception."""
+        service = self.service
+        service.environment(name)
+        if not service.places.acquire(timeout=service.patience_s):
+            service.count_turned_away()
+            abort(429, message="too many requests wait already; come back later")
+        try:
+            results = service.judge(name, _read_items(request.get_data(), action))
+        except EnvironmentFault as fault:  # of the server itself: no sample is to blame
+            logger.error("%s: %s", request.path, fault)
+            abort(503, message=str(fault))
+        finally:
+            service.places.release()
+        return {"items": [result_to_json(result) for result in results]}
+
+
+def _summary(service: Service, name: str) -> dict[str, Any]:
+    environment = service.environments[name]
+    return {
+        "name": name,
+        "weight": service.specs[name].weight if name in service.specs else 1.0,
+        "environment": environment.name,
+        "description": environment.description(),
+        "evaluation_only": environment.evaluation_only,
+        "max_turns": environment.max_turns,
+    }
+
+
+def _query_integer(name: str, default: int, lowest: int, highest: int) -> int:
+    text = request.args.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= 10) or not lowest <= int(text) <= highest:
+        abort(422, message=f"{name} is {text!r}; give an integer from {lowest} to {highest}")
+    return int(text)
+
+
+def _read_items(body: bytes, action: str) -> list[Item]:
+    """The items of a request; answers 400 for what is not JSON, 422 for what is no request."""
+    try:
+        value = loads(body.decode())  # bytes may be in any encoding of Unicode
+        check_bounds(value)
+    except ValueError as error:
+        abort(400, message=f"the body is not JSON: {error}"[:MAX_MESSAGE])
+    said = "transcript" if action == "grade" else "turn"
+    try:
+        items = wire.read_key(value, "items", list, "")
+        return [wire.item_from_json(item, said, f"items[{index}]") for index, item in enumerate(items)]
+    except wire.WireError as error:
+        abort(422, message=str(error)[:MAX_MESSAGE])
+
+
+class _JsonApi(Api):
+    """flask-restful leaves unknown URLs and methods to Flask, which answers in HTML."""
+
+    def error_router(self, original_handler: Any, e: Exception) -> Response:
+        """JSON, whatever the error and the URL."""
+        return self.handle_error(e)
+
+
+def create_app(service: Service) -> Flask:
+    """The application that serves the environments of ``service`` to whoever presents its token."""
+    app = Flask("megatron_rl.environments", static_folder=None)
+    app.config["RESTFUL_JSON"] = {"allow_nan": False}  # its default writes NaN, which is not JSON
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+
+    @app.before_request
+    def require_token() -> None:
+        scheme, _, presented = request.headers.get("Authorization", "").partition(" ")
+        # compare_digest: the time taken must not tell how much of the token was right
+        right = scheme.lower() == "bearer" and hmac.compare_digest(presented.encode(), service.token.encode())
+        if not right and request.endpoint != "health":
+            abort(401, message="a valid bearer token is required; it is in the server's address file")
+
+    api, one = _JsonApi(app), "/v1/environments/<string:name>"
+    api.add_resource(_Health, "/v1/health", endpoint="health")
+    for resource, url in {
+        _Counters: "/v1/counters",
+        _Environments: "/v1/environments",
+        _OneEnvironment: one,
+        _Rows: f"{one}/<any(tasks,demonstrations):what>",
+        _Judged: f"{one}/<any(grade,step):action>",
+    }.items():
+        api.add_resource(resource, url, resource_class_kwargs={"service": service})
+    return app
 
 
 def serve(
@@ -51,68 +277,81 @@ def serve(
     allow_remote: bool = False,
     unix_socket: str | Path | None = None,
     load_seconds: float = LOAD_SECONDS,
+    parent: int | None = None,
 ) -> None:
-    """Serves the environments of a YAML list until SIGTERM or the parent's death.
+    """Serves the environments of a YAML list until Ctrl-C or the death of the process ``parent``.
 
     Port 0 takes a free one; ``address_file`` then tells clients where, and with which token. Without it the
     token is left in a private folder that the log names. ``unix_socket`` takes the place of host and port. Reading
     the tasks of a split may take ``load_seconds``.
     """
-    follow_parent()
     _refuse_remote(host, allow_remote)
+    if parent is not None:
+        die_with_parent(parent)
     sys.setswitchinterval(SWITCH_SECONDS)
+    # one warning a request while all threads are busy: normal here, and it would fill the log
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     # the log's last line names the module, should it hang or end the process
     specs = {spec.name: spec for spec in load_environment_specs(config_path, begin=_log)}
     environments = {name: spec.create() for name, spec in specs.items()}
-    token, admission = secrets.token_urlsafe(32), Admission()
-    with contextlib.ExitStack() as stack:
-        if unix_socket is not None:
-            path = Path(unix_socket).absolute()
-            listener, url, hosts = listen_unix(path), f"unix:{path}", None
-            stack.callback(path.unlink, missing_ok=True)
-        else:
-            listener = listen_tcp(host, port)
-            port = listener.getsockname()[1]
-            reachable = "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
-            url, hosts = f"http://{reachable}:{port}", hosts_of(host, port)
-        stack.enter_context(listener)
-        grading = PooledGrading(specs, environments)
-        stack.callback(grading.close)
-        app = create_app(
-            environments, token, grading, hosts=hosts, admission=admission, pool_counters=grading.counters,
-            weights={name: spec.weight for name, spec in specs.items()}, list_seconds=load_seconds,
-        )  # fmt: skip
-
-        def closing() -> None:
-            admission.close()
-            grading.close()
-
-        server = make_server(app, listener, closing)
-        address = Address(url, token, os.getpid())
+    token = secrets.token_urlsafe(32)
+    service = Service(environments, token, specs, list_seconds=load_seconds)
+    with contextlib.closing(service):
+        server = _listen(create_app(service), host, port, unix_socket and Path(unix_socket).absolute())
+        reachable = "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
+        url = f"unix:{Path(unix_socket).absolute()}" if unix_socket else f"http://{reachable}:{server.effective_port}"
         logger.info("serving %s on %s", ", ".join(environments), url)
-        stack.enter_context(_announced(address, address_file))
-        server.run()
+        with _announced(wire.Address(url, token, os.getpid()), address_file):
+            server.run()
     logger.info("stopped")
 
 
 def _log(_: int, where: str, name: str, doing: str) -> None:
-    logger.info("%s%senvironment %r (%s)", where, LOADING, name, doing)
+    logger.info("%s%senvironment %r (%s)", where, wire.LOADING, name, doing)
+
+
+def _listen(app: Flask, host: str, port: int, path: Path | None) -> Any:
+    """waitress at an address, or on a socket file that its owner alone may use; one that a dead server left goes."""
+    where, mask = (path, os.umask(0o177)) if path else (f"{host}:{port}", None)
+    at = {"unix_socket": str(path), "unix_socket_perms": "600"} if path else {"host": host, "port": port}
+    try:
+        if path and path.exists():
+            with socket.socket(socket.AF_UNIX) as probe:
+                if not path.is_socket() or probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+                    raise OSError(errno.EADDRINUSE, "it is in use")
+        return waitress.create_server(
+            app,
+            **at,
+            threads=THREADS,
+            connection_limit=MAX_CONNECTIONS,
+            max_request_body_size=2 * MAX_BODY_BYTES,  # what is a little too large reaches Flask, which answers in JSON
+            recv_bytes=2**16,  # of its 8 KiB a large body takes thousands of turns of the loop that accepts others
+            asyncore_use_poll=True,  # select() stops at 1024 descriptors
+        )
+    except OSError as error:
+        raise ConfigError([f"cannot listen on {where}: {error.strerror or error}; choose another"]) from error
+    finally:
+        if mask is not None:
+            os.umask(mask)
 
 
 @contextlib.contextmanager
-def _announced(address: Address, address_file: str | Path | None) -> Iterator[None]:
-    """Leaves url and token where clients, or a person with curl, find them; removed at the end."""
+def _announced(address: wire.Address, address_file: str | Path | None) -> Iterator[None]:
+    """Leaves url and token where clients, or a person with curl, find them: on a command line everybody would."""
     if address_file is not None:
-        write_address(Path(address_file), address)
+        wire.write_address(Path(address_file), address)
         try:
             yield
         finally:
             Path(address_file).unlink(missing_ok=True)
         return
+    unix = address.url.startswith("unix:")
+    lines = [f'header = "Authorization: Bearer {address.token}"']
+    lines += [f'unix-socket = "{address.url.removeprefix("unix:")}"'] if unix else []
     with tempfile.TemporaryDirectory(prefix="environment_server_") as folder:
-        options = Path(folder) / "curl"
-        write_curl_options(options, address)
-        logger.info("the token is in %s; try: curl -K %s %s/v1/environments", options, options, address.base_url)
+        options, url = Path(folder) / "curl", "http://localhost" if unix else address.url
+        wire.write_private(options, "\n".join([*lines, ""]))
+        logger.info("the token is in %s; try: curl -K %s %s/v1/environments", options, options, url)
         yield
 
 

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from megatron_rl.environments.wire import result_to_json, results_from_json
+from megatron_rl.environments.results import result_to_json, results_from_json
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.types import Completion, GenerationRequest, Rollout, RolloutGroup

@@ -102,8 +102,6 @@ def open_environments(
             _address_file(folder),
             timeout=config.environment.rl_grade_timeout_seconds,
             list_timeout=config.environment.rl_environment_load_timeout,
-            revive=server.ensure_alive if server is not None else None,
-            answered=server.note_answer if server is not None else None,
         )
         counters = EnvironmentCounters(client, server)
         yield EnvironmentAccess(client.environments(), client, counters)

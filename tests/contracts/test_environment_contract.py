@@ -12,17 +12,16 @@ import pytest
 from megatron_rl.environments.checks import task_problems
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data import DatasetEnvironment
-from megatron_rl.environments.grading import grade_one
 from megatron_rl.environments.loader import PACKAGE, discover
+from megatron_rl.environments.results import judge
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.environments.wire import (
     demonstration_from_json,
     demonstration_to_json,
-    dumps,
-    loads,
     task_from_json,
     task_to_json,
 )
+from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Transcript
 from tests.support.graders import HAVE_GRADERS, NO_GRADERS
 
@@ -135,7 +134,7 @@ def test_demonstrations_survive_json_and_get_a_valid_reward(name):
     for row in rows[:: max(1, len(rows) // SAMPLE)]:  # all along the curriculum
         assert demonstration_from_json(loads(dumps(demonstration_to_json(row)))) == row
         transcript = Transcript(row.completion, "stop", len(row.completion))
-        result = grade_one(environment, row.task, transcript)
+        result = judge(environment, (row.task, transcript))
         assert result.status == "ok"
         assert lowest <= result.reward <= highest
 

@@ -26,11 +26,11 @@ from megatron_rl.environments.base import Environment
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.config import set_up_environments
 from megatron_rl.environments.data import DatasetEnvironment
-from megatron_rl.environments.grading import grade_one
-from megatron_rl.environments.grading.discovery import kind_module
 from megatron_rl.environments.process import EnvironmentServerProcess
+from megatron_rl.environments.results import judge
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.metrics.table import format_table
+from megatron_rl.registry import GRADERS
 from megatron_rl.types import Task, Transcript
 from tools.benchmark.common import record_of, turn_order, write_record
 from tools.benchmark.grading_texts import ENVIRONMENTS, environment_entry, groups_of, split_of
@@ -85,9 +85,9 @@ class Contest:
     def _alone(self, groups: Sequence[Group]) -> list[float]:
         """The grader's own function: the environment would send what can hang to a worker."""
         if not isinstance(self._environment, DatasetEnvironment):
-            return [_reward(grade_one(self._environment, *item)) for group in groups for item in group]
-        judge = kind_module(self._environment.grader).judge
-        return [judge(text.text, task.data["gold"]).reward for group in groups for task, text in group]
+            return [_reward(judge(self._environment, item)) for group in groups for item in group]
+        compare = GRADERS.get(self._environment.grader)
+        return [compare(text.text, task.data["gold"]).reward for group in groups for task, text in group]
 
 
 def _reward(result: Any) -> float:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_rl.environments.wire import loads
 from megatron_rl.errors import ConfigError
+from megatron_rl.json_text import loads
 
 BATCH = 1024
 """Rows of a parquet file that are Python objects at one time."""

@@ -74,7 +74,7 @@ def _evaluated_early(answer: str) -> bool:
 def too_costly(expression: Any, beside_functions: bool = False) -> bool:
     """Whether comparing a parsed expression could take long; False for what is only text."""
     try:
-        _Meter(beside_functions).measure(expression)
+        Meter(beside_functions).measure(expression)
     except (TooCostly, RecursionError, OverflowError):
         return True
     return False
@@ -87,7 +87,7 @@ def has_functions(gold: Any) -> bool:
     return isinstance(gold, Basic) and any(function.free_symbols for function in gold.atoms(Function))
 
 
-class _Meter:
+class Meter:
     """Adds up what costs; ``measure`` raises ``TooCostly``."""
 
     def __init__(self, beside_functions: bool = False) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from megatron_rl.environments.grading.discovery import kind_module
-from megatron_rl.environments.pool.limits import in_worker
-from megatron_rl.environments.pool.workers import DEADLINE_S, WorkerPool
+from megatron_rl.environments.limits import in_worker
+from megatron_rl.environments.workers import DEADLINE_S, WorkerPool
 from megatron_rl.errors import EnvironmentFault
+from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade, GradeResult
+
+Grader = Callable[[str, str], Grade]
+"""From completion and gold answer."""
 
 _lock = threading.Lock()
 _pools: dict[int, WorkerPool] = {}
@@ -24,7 +27,7 @@ def grade(kind: str, completion: str, gold: str) -> Grade:
     What can hang (``math``) runs in a worker process, unless this is one. ``ConfigError`` for an unknown kind,
     ``ValueError`` or ``EnvironmentFault`` for a gold answer that the kind cannot read.
     """
-    module = kind_module(kind)
+    module = GRADERS.module(kind)
     if getattr(module, "NEEDS_WORKER", False) and not in_worker():
         return grade_many(kind, [(completion, gold)])[0]
     return module.judge(completion, gold)
@@ -37,7 +40,7 @@ def grade_many(kind: str, pairs: Sequence[tuple[str, str]], deadline_s: float = 
     ``timeout``; one that kills its worker twice the lowest reward, ``unparsable`` and the metric
     ``worker_died``.
     """
-    module = kind_module(kind)
+    module = GRADERS.module(kind)
     if in_worker():
         return [module.judge(completion, gold) for completion, gold in pairs]
     requests = [{"kind": kind, "completion": completion, "gold": gold} for completion, gold in pairs]

@@ -64,10 +64,10 @@ def judge(completion: str, gold: str) -> Grade:
     answer, boxed = _answer(text)
     if not answer:
         return Grade(REWARDS[0], status="no_answer")
-    parsed = _parsed(answer, boxed)
+    parsed = read_answer(answer, boxed)
     if not parsed:
         return Grade(REWARDS[0], status="unparsable", extracted=answer)
-    wanted = _gold(gold)
+    wanted = read_gold(gold)
     beside_functions = any(map(has_functions, wanted))
     costly = any(too_costly(_compared(found, wanted), beside_functions) for found in parsed)
     if costly and not _same(wanted, parsed):
@@ -90,17 +90,17 @@ def _answer(text: str) -> tuple[str, bool]:
     return (text[-MAX_PROSE:].strip() if line is None else line), False
 
 
-def _gold(gold: str) -> list[Any]:
+def read_gold(gold: str) -> list[Any]:
     """The gold answer, parsed; its text when that is all it is."""
     gold = plain_signs(gold).strip()
     boxes = last_boxes(gold)
-    parsed = _parsed(", ".join(boxes), True) if boxes else _parsed(gold, False)
+    parsed = read_answer(", ".join(boxes), True) if boxes else read_answer(gold, False)
     if not parsed:
         raise ValueError(f"the gold answer {gold[:100]!r} cannot be parsed")
     return parsed
 
 
-def _parsed(answer: str, boxed: bool) -> list[Any]:
+def read_answer(answer: str, boxed: bool) -> list[Any]:
     """math-verify's readings of an answer: expressions and their text, only the text, or nothing."""
     from math_verify import ExprExtractionConfig, parse
 

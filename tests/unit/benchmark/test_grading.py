@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from megatron_rl.environments.config import set_up_environments
-from megatron_rl.environments.grading.discovery import kinds
+from megatron_rl.registry import GRADERS
 from tools.benchmark.grading import main
 from tools.benchmark.grading_texts import ENVIRONMENTS, environment_entry, groups_of, split_of
 
 
 def test_every_kind_of_grader_is_measured():
-    assert set(ENVIRONMENTS) == {*kinds(), "arithmetic"}
+    assert set(ENVIRONMENTS) == {*GRADERS.names(), "arithmetic"}
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)

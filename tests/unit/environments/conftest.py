@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from megatron_rl.environments.address import Address, read_address
 from megatron_rl.environments.process import EnvironmentServerProcess
+from megatron_rl.environments.wire import Address, read_address
 
 HERE = Path(__file__).parent
 
@@ -57,14 +57,20 @@ def call(address: Address) -> Callable[..., tuple[int, Any]]:
         connection = http.client.HTTPConnection(urlsplit(address.url).netloc, timeout=10)
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
         kind = {} if data is None else {"Content-Type": "application/json"}
-        connection.request(method, path, data, kind | (address.headers if headers is None else headers))
+        connection.request(method, path, data, kind | (token_of(address) if headers is None else headers))
         response = connection.getresponse()
         text = response.read()
         connection.close()
-        assert response.headers["Content-Type"] == "application/json", text
+        if response.headers["Content-Type"] != "application/json":
+            return response.status, {"message": text.decode()}
         return response.status, json.loads(text, parse_constant=pytest.fail)
 
     return send
+
+
+def token_of(address: Address) -> dict[str, str]:
+    """The header that carries the token."""
+    return {"Authorization": f"Bearer {address.token}"}
 
 
 @pytest.fixture

@@ -7,15 +7,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_rl.environments.address import Address, ServerError, read_address, write_address
 from megatron_rl.environments.client import EnvironmentClient
-from megatron_rl.environments.exchange import _seconds
+from megatron_rl.environments.wire import Address, read_address, write_address, write_private
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Task, Transcript
 
@@ -34,28 +32,29 @@ class Stub:
 
     def __init__(self, *answers: tuple[int, str] | None, seconds: float = 0.0) -> None:
         self.bodies: list[dict] = []
+        self.before_answer = None
         self.most_at_once = 0
-        self._now = 0
-        self._lock = threading.Lock()
-        stub = self
+        now, lock, stub = set(), threading.Lock(), self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                stub.bodies.append(json.loads(body))
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                stub.bodies.append(json.loads(body) if body else {})
+                if stub.before_answer:
+                    stub.before_answer()
                 answer = answers[min(len(stub.bodies), len(answers)) - 1]
-                with stub._lock:
-                    stub._now += 1
-                    stub.most_at_once = max(stub.most_at_once, stub._now)
+                with lock:
+                    now.add(self)
+                    stub.most_at_once = max(stub.most_at_once, len(now))
                 time.sleep(seconds)
-                with stub._lock:
-                    stub._now -= 1
+                now.discard(self)
                 if answer is None:
                     self.close_connection = True
                     return
                 self.send_response(answer[0])
-                if answer[0] in (429, 503):
-                    self.send_header("Retry-After", "0")
                 self.send_header("Content-Length", str(len(answer[1])))
                 self.end_headers()
                 self.wfile.write(answer[1].encode())
@@ -141,13 +140,10 @@ def test_no_server_gives_results_not_exceptions(tmp_path):
     assert grade(client)[0].code == "server_unreachable"
 
 
-def test_a_lost_answer_is_asked_for_again_under_the_same_id(stub):
+def test_a_lost_answer_is_asked_for_again(stub):
     server, client = stub(None, None, ok(0.5))
     assert grade(client)[0].reward == 0.5
-    assert len(server.bodies) == 3
-    assert len({body["request_id"] for body in server.bodies}) == 1
-    grade(client)
-    assert len({body["request_id"] for body in server.bodies}) == 2
+    assert server.bodies == server.bodies[:1] * 3
 
 
 def test_attempts_end(stub):
@@ -156,32 +152,32 @@ def test_attempts_end(stub):
     assert len(server.bodies) == 3
 
 
-def test_revive_is_called_before_each_repetition_and_may_fail(stub):
-    def revive() -> None:
-        raise EnvironmentFault("dead for good")
-
-    _, client = stub(None, attempts=2, revive=revive)
+def test_a_server_that_was_given_up_is_asked_no_more(stub, tmp_path):
+    """Its supervisor, which may be another rank's, says so in the address file."""
+    server, client = stub(None, attempts=10)
+    server.before_answer = lambda: write_private(tmp_path / "address.json", '{"fault": "dead for good"}')
     [result] = grade(client)
     assert (result.code, result.message) == ("server_unreachable", "dead for good")
+    assert len(server.bodies) == 1
+    with pytest.raises(EnvironmentFault, match="dead for good"):
+        client.environments()
 
 
 def test_attempts_are_counted_for_each_server_anew(stub, tmp_path):
     """Another rank restarts it; this one only sees the address change."""
     server, client = stub(*[None] * 12, ok(0.5), attempts=3)
-    pids = iter(range(100))
+    pids = iter(range(10**6, 10**7))
 
     def another() -> None:
         write_address(tmp_path / "address.json", replace(server.address, pid=next(pids)))
 
-    client._exchange._revive = another
+    server.before_answer = another
     assert grade(client)[0].reward == 0.5
     assert len(server.bodies) == 13
 
 
-def test_an_old_token_is_read_again(stub, tmp_path):
-    reads: list[Callable] = []
+def test_an_old_token_is_read_again(stub):
     server, client = stub((401, '{"message": "a valid bearer token is required"}'), ok(1))
-    client._exchange._revive = lambda: reads.append(read_address(tmp_path / "address.json"))
     assert grade(client)[0].reward == 1.0
     assert len(server.bodies) == 2
 
@@ -194,18 +190,20 @@ def test_a_slow_grade_is_a_timeout_and_is_not_repeated(server):
 
 
 BUSY = (429, '{"message": "come back later"}')
-CLOSING = (503, '{"message": "closing"}')
+UNABLE = (503, '{"message": "no grading worker could be started"}')
 
 
-def test_a_busy_server_is_asked_again_and_costs_no_attempt(stub):
-    server, client = stub(None, *[BUSY] * 10, CLOSING, None, ok(0.5), attempts=2)
+def test_a_busy_server_is_asked_again_and_costs_no_attempt(stub, monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.client.BUSY_SECONDS", 0.0)
+    server, client = stub(None, *[BUSY] * 10, UNABLE, None, ok(0.5), attempts=2)
     assert grade(client)[0].reward == 0.5
-    assert len({body["request_id"] for body in server.bodies}) == 1
+    assert len(server.bodies) == 14
     assert client.counters() == {"requests_repeated": 2, "busy_waits": 11}
 
 
 def test_a_server_that_stays_busy_is_given_up(stub, monkeypatch):
-    monkeypatch.setattr("megatron_rl.environments.exchange.PATIENCE_TIMEOUTS", 0.02)
+    monkeypatch.setattr("megatron_rl.environments.client.PATIENCE_TIMEOUTS", 0.02)
+    monkeypatch.setattr("megatron_rl.environments.client.BUSY_SECONDS", 0.1)
     server, client = stub(BUSY, timeout=30.0)
     [result] = grade(client)
     assert (result.code, result.message) == ("server_unreachable", "come back later")
@@ -214,7 +212,7 @@ def test_a_server_that_stays_busy_is_given_up(stub, monkeypatch):
 
 def test_a_client_sends_a_few_requests_at_once_and_starts_no_timeout_for_the_others(stub, monkeypatch):
     """Eight requests of half a second, two at a time, take longer than the timeout of one."""
-    monkeypatch.setattr("megatron_rl.environments.exchange.CONCURRENT", 2)
+    monkeypatch.setattr("megatron_rl.environments.client.CONCURRENT", 2)
     server, client = stub(ok(1.0), seconds=0.5, timeout=1.9)
 
     async def many(count: int):
@@ -227,26 +225,12 @@ def test_a_client_sends_a_few_requests_at_once_and_starts_no_timeout_for_the_oth
     assert [result.reward for [result] in asyncio.run(many(3))] == [1.0] * 3  # on another event loop
 
 
-@pytest.mark.parametrize("header", [None, "", "Wed, 21 Oct 2026 07:28:00 GMT", "-1", "²"])
-def test_a_retry_after_that_is_no_number_is_a_second(header):
-    assert _seconds(header) == 1.0
-
-
-def test_a_list_is_asked_for_again_when_the_server_is_gone_or_busy(tmp_path, monkeypatch):
-    faults = [ServerError("gone"), ServerError("busy", 429), ServerError("old token", 401)]
-    revived = []
-
-    def get(address, path, timeout):
-        if faults:
-            raise faults.pop(0)
-        return {"items": [{"id": "a", "prompt": "?", "data": {}}], "total": 1}
-
-    monkeypatch.setattr("megatron_rl.environments.client.get_json", get)
-    write_address(tmp_path / "a.json", Address("http://127.0.0.1:9", "t", 1))
-    client = EnvironmentClient(tmp_path / "a.json", backoff=0.001, revive=lambda: revived.append(1))
+def test_a_list_is_asked_for_again_when_the_server_is_gone_or_busy(stub, monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.client.BUSY_SECONDS", 0.0)
+    rows = (200, '{"items": [{"id": "a", "prompt": "?", "data": {}}], "total": 1}')
+    server, client = stub(None, UNABLE, (401, "{}"), rows, (404, '{"message": "unknown environment"}'))
     assert [task.id for task in client.fetch_tasks("x", "train")] == ["a"]
-    assert len(revived) == 3
-    faults.append(ServerError("unknown environment", 404))
+    assert len(server.bodies) == 4
     with pytest.raises(EnvironmentFault, match="unknown environment"):
         client.fetch_tasks("x", "train")
 

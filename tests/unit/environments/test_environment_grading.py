@@ -8,11 +8,11 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from megatron_rl.environments import wire
+from megatron_rl.environments import results, wire
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.grading import grade_one
-from megatron_rl.environments.replay import ReplayCache, ReplayConflict
-from megatron_rl.types import Demonstration, Grade, GradeResult, Task, Transcript
+from megatron_rl.environments.results import judge
+from megatron_rl.json_text import dumps
+from megatron_rl.types import Demonstration, Grade, GradeResult, LaterTurn, Task, Transcript, Turn
 
 TASK = Task("1", "2+2=", {"answer": 4})
 
@@ -33,7 +33,7 @@ class Returns(Environment):
 
 
 def grade(verdict: object) -> GradeResult:
-    return grade_one(Returns(verdict), TASK, Transcript("4", "stop", 1))
+    return judge(Returns(verdict), (TASK, Transcript("4", "stop", 1)))
 
 
 @pytest.mark.parametrize("verdict", [1, 1.0, numpy.float32(1), numpy.int64(1), Fraction(1), Grade(1)])
@@ -71,36 +71,22 @@ def test_metrics_may_be_truth_values():
 
 
 def test_long_error_texts_are_cut():
-    assert len(wire.failed("timeout", "x" * 10**6).message) == wire.MAX_MESSAGE
+    assert len(results.failed("timeout", "x" * 10**6).message) == results.MAX_MESSAGE
 
 
 @pytest.mark.parametrize("prompt", ["2+2=", ({"role": "user", "content": "2+2?"},)])
 def test_round_trips(prompt):
     task = Task("1", prompt, {"answer": [1, {"x": None}]})
-    demonstration = Demonstration(task, "4")
+    demonstration = Demonstration(task, "4", (LaterTurn(({"role": "user", "content": "no"},), "5"),))
     transcript = Transcript("\u00e9\ud800", "length", 2)
 
     def through(value):
-        return json.loads(wire.dumps(value))
+        return json.loads(dumps(value))
 
     assert wire.task_from_json(through(wire.task_to_json(task))) == task
     assert wire.demonstration_from_json(through(wire.demonstration_to_json(demonstration))) == demonstration
-    assert wire.transcript_from_json(through(wire.transcript_to_json(transcript))) == transcript
+    turn = Turn("a", "stop", 1, number=2, last=True)
+    for said, item in {"transcript": (task, transcript), "turn": (task, {"asked": [1]}, turn)}.items():
+        assert wire.item_from_json(through(wire.item_to_json(item)), said) == item
     for result in (GradeResult("ok", 0.5, {"m": 1.0}), GradeResult("error", code="timeout", message="late")):
-        assert wire.results_from_json({"items": [through(wire.result_to_json(result))]}, 1) == [result]
-
-
-def test_replays_are_bounded_and_failures_forgotten():
-    cache = ReplayCache(capacity=2)
-    calls = []
-
-    def compute():
-        calls.append(1)
-        return len(calls)
-
-    assert [cache.answer(key, b"", compute) for key in ("a", "b", "a", "c", "a")] == [1, 2, 1, 3, 4]
-    with pytest.raises(ReplayConflict):
-        cache.answer("a", b"other", compute)
-    with pytest.raises(ZeroDivisionError):
-        cache.answer("d", b"", lambda: 1 / 0)
-    assert cache.answer("d", b"", compute) == 5
+        assert results.results_from_json({"items": [through(results.result_to_json(result))]}, 1) == [result]

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_rl.environments.base import ConversationEnvironment
 from megatron_rl.environments.client import EnvironmentClient
-from megatron_rl.environments.grading.sample import step_one
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.process import EnvironmentServerProcess
+from megatron_rl.environments.results import judge
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.types import Continuation, GradeResult, Step, Task, Transcript, Turn
 
@@ -40,7 +40,7 @@ class Says(ConversationEnvironment):
 
 
 def answer(step: Any) -> GradeResult:
-    return step_one(Says(step), TASK, None, CALL)
+    return judge(Says(step), (TASK, None, CALL))
 
 
 def test_an_unfinished_step_is_worth_the_minimum_unless_it_says_otherwise() -> None:

@@ -15,8 +15,8 @@ from megatron_rl.environments.grading import (
     grade_many,
     overlong_penalty,
 )
-from megatron_rl.environments.grading.discovery import kind_module, kinds
 from megatron_rl.errors import ConfigError, EnvironmentFault
+from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade
 
 
@@ -194,11 +194,11 @@ def test_pieces():
 
 
 def test_kinds_are_found_by_their_files():
-    assert {"math", "dapo", "exact_number", "countdown"} <= set(kinds())
-    for name in kinds():
-        lowest, highest = kind_module(name).REWARDS
+    assert {"math", "dapo", "exact_number", "countdown"} <= set(GRADERS.names())
+    for name in GRADERS.names():
+        lowest, highest = GRADERS.module(name).REWARDS
         assert lowest < highest
-    with pytest.raises(ConfigError, match="did you mean 'math'"):
+    with pytest.raises(ConfigError, match="did you mean math"):
         grade("maths", "1", "1")
 
 

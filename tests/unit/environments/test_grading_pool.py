@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments.pool import Limits, WorkerPool
+from megatron_rl.environments.limits import Limits
+from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import GradeResult, Task, Transcript
 
@@ -59,7 +60,7 @@ def test_twenty_hangs_in_320_lose_no_good_item(pool):
         else:
             assert (result.status, result.reward) == ("ok", float(len(text)))
     assert rise(pool, before) == {
-        "graded": 320, "timeouts": 40, "respawns": 40, "retried": 20, "failed": 20,
+        "graded": 320, "worker_timeouts": 40, "worker_respawns": 40, "retried": 20, "failed": 20,
     }  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def test_a_worker_that_dies_twice_is_an_error_of_its_item_alone(pool, fault, how
     assert (good.reward, last.reward) == (4.0, 4.0)
     assert (bad.status, bad.code, bad.reward) == ("error", "worker_died", None)
     assert how in bad.message
-    assert rise(pool, before) == {"graded": 3, "deaths": 2, "respawns": 2, "retried": 1, "failed": 1}
+    assert rise(pool, before) == {"graded": 3, "worker_deaths": 2, "worker_respawns": 2, "retried": 1, "failed": 1}
 
 
 @pytest.mark.parametrize(
@@ -159,13 +160,20 @@ def test_replacing_a_worker_is_fast(hostile_path):
 def test_a_closed_pool_refuses_and_leaves_no_process(hostile_path):
     pool = WorkerPool(2, preload=())
     pids = {int(result.reward) for result in grade(pool, *["pid"] * 8)}
-    waiting = threading.Thread(target=lambda: grade(pool, "hang"))
+    told: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(EnvironmentFault) as fault:
+            grade(pool, "hang", "hang", "waits")
+        told.append(str(fault.value))
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
     time.sleep(0.2)
     pool.close()
     pool.close()
     waiting.join(5)
-    assert not waiting.is_alive()
+    assert len(told) == 1
     assert not any(map(_alive, pids))
     with pytest.raises(EnvironmentFault, match="closed"):
         grade(pool, "good")
@@ -174,7 +182,7 @@ def test_a_closed_pool_refuses_and_leaves_no_process(hostile_path):
 def test_no_worker_outlives_a_killed_parent(hostile_path):
     program = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
-        "from megatron_rl.environments.pool import WorkerPool\n"
+        "from megatron_rl.environments.workers import WorkerPool\n"
         "from megatron_rl.types import Task, Transcript\n"
         "pool = WorkerPool(2, preload=())\n"
         "item = (Task('0', '?'), Transcript('pid', 'stop', 3))\n"

@@ -26,7 +26,7 @@ def test_a_costly_answer_is_refused_unseen(answer, monkeypatch):
 def test_a_usual_answer_is_right_against_itself(answer):
     assert grader.judge(f"\\boxed{{{answer}}}", answer).status == "correct"
     assert not bounds.text_too_costly(answer)
-    assert not any(map(bounds.too_costly, grader._parsed(answer, True)))
+    assert not any(map(bounds.too_costly, grader.read_answer(answer, True)))
 
 
 def test_an_answer_too_costly_to_compare_is_right_when_it_is_the_gold_answer_as_it_stands():
@@ -38,7 +38,7 @@ def test_an_answer_too_costly_to_compare_is_right_when_it_is_the_gold_answer_as_
 def test_what_is_long_is_not_simplified_beside_functions_of_symbols(answer, monkeypatch):
     monkeypatch.setattr("math_verify.verify", lambda *_, **__: pytest.fail("it was compared"))
     assert grader.judge(f"\\boxed{{{answer}}}", r"\frac{\pi}{2}+\sin(x)").status == "unparsable"
-    assert not bounds.has_functions(grader._gold(r"\sin(2)")[0])
+    assert not bounds.has_functions(grader.read_gold(r"\sin(2)")[0])
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_what_is_long_is_not_simplified_beside_functions_of_symbols(answer, monk
     ],
 )
 def test_bounds_by_hand(tex, bits, terms):
-    [expression, _] = grader._parsed(tex, True)
-    assert bounds._Meter().measure(expression) == pytest.approx((bits, terms))
+    [expression, _] = grader.read_answer(tex, True)
+    assert bounds.Meter().measure(expression) == pytest.approx((bits, terms))
 
 
 @pytest.mark.parametrize("size", ["x" * 500, "=".join("x" * 9)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from megatron_rl.environments.loading import found, inspected, supervise, surveyed
+from megatron_rl.environments.loading import KEPT_OUTPUT, found, inspected, surveyed
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from tests.unit.environments.wild_modules import GOOD, WILD
@@ -21,7 +21,7 @@ def wild(tmp_path, monkeypatch):
 
 
 def test_each_wild_module_of_a_list_gets_its_line(wild, monkeypatch, capfd):
-    monkeypatch.setattr("megatron_rl.environments.loading.asking.MAX_FAILURES", len(WILD))
+    monkeypatch.setattr("megatron_rl.environments.loading.MAX_FAILURES", len(WILD))
     path = wild / "list.yaml"
     path.write_text("".join(f"- environment: {name}:Made\n" for name in ["good_x", *WILD]))
     with pytest.raises(ConfigError) as error:
@@ -73,7 +73,7 @@ def test_output_is_kept_in_part(wild):
     inspection = inspected("talks:Made", ["size=3"], 10, seconds=60.0)
     assert inspection.problems == ()
     assert inspection.output.rstrip().endswith("the end")
-    assert len(inspection.output) <= supervise.KEPT_OUTPUT
+    assert len(inspection.output) <= KEPT_OUTPUT
 
 
 def test_wild_modules_do_not_hide_the_others(wild):

@@ -19,12 +19,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from megatron_rl.environments.address import Address, read_address
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.counters import EnvironmentCounters
 from megatron_rl.environments.process import EnvironmentServerProcess
-from megatron_rl.environments.serving import MAX_BODY_BYTES
-from megatron_rl.errors import EnvironmentFault
+from megatron_rl.environments.wire import Address, read_address, write_address
 from megatron_rl.types import Task, Transcript
 
 HERE = Path(__file__).parent
@@ -86,9 +84,7 @@ def test_a_server_that_is_killed_again_and_again_loses_and_doubles_nothing(hosti
     config = tmp_path / "list.yaml"
     config.write_text("- environment: faulty_graders:Faulty\n")
     with EnvironmentServerProcess(config, tmp_path) as process:
-        client = EnvironmentClient(
-            process.address_file, revive=process.ensure_alive, answered=process.note_answer
-        )
+        client = EnvironmentClient(process.address_file)
         counters = EnvironmentCounters(client, process)
         killer = Killer(process, kills)
         killer.start()
@@ -125,7 +121,7 @@ print(json.dumps(times))
 
 
 def test_the_health_route_answers_under_every_load(hostile_path, tmp_path):
-    """Graders that hang, graders in process, and bodies of 16 MB; asked from a process of its own."""
+    """Graders that hang, graders in process, and bodies of a megabyte; asked from a process of its own."""
     config = tmp_path / "list.yaml"
     config.write_text(
         "- environment: faulty_graders:Faulty\n- environment: arithmetic\n  args: {train_tasks: 4, test_tasks: 4}\n"
@@ -134,7 +130,7 @@ def test_the_health_route_answers_under_every_load(hostile_path, tmp_path):
         address = read_address(process.address_file)
         stop = threading.Event()
         statuses: Counter = Counter()
-        kinds = [_hanging] * 72 + [_arithmetic] * 8 + [_large] * 2 + [_lists] * 2
+        kinds = [_hanging] * 72 + [_arithmetic] * 8 + [_large] * 2
         threads = [
             threading.Thread(target=_hammer, args=(address, kind, stop, statuses), daemon=True) for kind in kinds
         ]
@@ -159,7 +155,7 @@ def _body(text: str) -> bytes:
         "task": {"id": "t", "prompt": "?", "data": {"answer": 4}},
         "transcript": {"text": text, "finish_reason": "stop", "num_tokens": 3},
     }
-    return json.dumps({"request_id": random.randbytes(8).hex(), "items": [item] * 16}).encode()
+    return json.dumps({"items": [item] * 16}).encode()
 
 
 def _hanging() -> tuple[str, bytes]:
@@ -174,15 +170,11 @@ def _large() -> tuple[str, bytes]:
     return "arithmetic", _body('x, {"é" \n' * 70_000)
 
 
-def _lists() -> tuple[str, bytes]:
-    return "arithmetic", b"[" + b"[]," * (MAX_BODY_BYTES // 3 - 10) + b"1]"
-
-
 def _hammer(address: Address, make, stop: threading.Event, statuses: Counter) -> None:
     while not stop.is_set():
         name, body = make()
         connection = http.client.HTTPConnection(urlsplit(address.url).netloc, timeout=60)
-        headers = {**address.headers, "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {address.token}"}
         try:
             connection.request("POST", f"/v1/environments/{name}/grade", body, headers)
             statuses[connection.getresponse().status] += 1
@@ -197,7 +189,7 @@ def test_an_environment_that_ends_the_fork_server_is_the_server_s_fault_and_nobo
     (tmp_path / "fatal.py").write_text(
         "import os\n"
         "from megatron_rl.environments.base import Environment\n"
-        "from megatron_rl.environments.pool import in_worker\n"
+        "from megatron_rl.environments.limits import in_worker\n"
         "from megatron_rl.types import Task\n"
         "if in_worker():\n"
         "    os._exit(1)\n"
@@ -210,7 +202,7 @@ def test_an_environment_that_ends_the_fork_server_is_the_server_s_fault_and_nobo
         "        return 1.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("megatron_rl.environments.exchange.PATIENCE_TIMEOUTS", 0.05)
+    monkeypatch.setattr("megatron_rl.environments.client.PATIENCE_TIMEOUTS", 0.05)
     config = tmp_path / "list.yaml"
     config.write_text("- environment: fatal:Fatal\n- environment: arithmetic\n  args: {train_tasks: 4}\n")
     with EnvironmentServerProcess(config, tmp_path) as process:
@@ -231,7 +223,7 @@ def test_a_unix_socket_is_private_and_works_like_a_port(tmp_path):
     command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(config)]
     command += ["--unix-socket", str(path), "--address-file", str(address_file)]
     refused = subprocess.run(command, capture_output=True, text=True)
-    assert (refused.returncode, "exists and is no socket" in refused.stderr) == (1, True)
+    assert (refused.returncode, "it is in use" in refused.stderr) == (1, True)
     path.unlink()
     for _ in range(2):  # the second finds what the first, killed, has left
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -240,11 +232,11 @@ def test_a_unix_socket_is_private_and_works_like_a_port(tmp_path):
         assert read_address(address_file).url == f"unix:{path}"
         assert path.stat().st_mode & 0o777 == 0o600
         second = subprocess.run(command, capture_output=True, text=True)
-        assert (second.returncode, "is in use" in second.stderr) == (1, True)
+        assert (second.returncode, "it is in use" in second.stderr) == (1, True)
         task = client.fetch_tasks("arithmetic", "train")[0]
         answer = Transcript(f"#{task.data['answer']}", "stop", 2)
         assert asyncio.run(client.grade("arithmetic", [(task, answer)]))[0].reward == 1.0
-        assert client.server_counters()["verdicts"] == {"arithmetic": {"graded": 1}}
+        assert client.server_counters()["counters"]["late_completions"] == 0
         server.kill()
         server.wait()
         address_file.unlink()
@@ -256,9 +248,6 @@ def test_a_socket_path_that_is_too_long_is_one_clear_line(tmp_path):
     command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(config)]
     done = subprocess.run([*command, "--unix-socket", "/tmp/" + "x" * 120], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "longer than 107 bytes" in done.stderr.splitlines()[-1]
-    with pytest.raises(EnvironmentFault, match="does not answer"):
-        address = Address("unix:/nowhere/socket", "t", 1)
-        from megatron_rl.environments.address import get_json
-
-        get_json(address, "/v1/health", 1.0)
+    assert done.stderr.splitlines()[-1].endswith("AF_UNIX path too long; choose another")
+    write_address(tmp_path / "address.json", Address("unix:/nowhere/socket", "t", 1))
+    assert not EnvironmentClient(tmp_path / "address.json").health()

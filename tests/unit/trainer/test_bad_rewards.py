@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.environments.address import write_address
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.process import EnvironmentServerProcess
+from megatron_rl.environments.wire import write_address
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.loop import rl_step
 from megatron_rl.parallel import ParallelGroups

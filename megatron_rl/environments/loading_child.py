@@ -1,9 +1,16 @@
-"""What the child does: it says what comes next, does it, and returns JSON."""
+"""The process in which author's modules are loaded: it says what comes next, does it, and answers with JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import resource
+import sys
+import traceback
 from collections.abc import Callable, Collection, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,21 +18,23 @@ import yaml
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.config import prepare_environments
 from megatron_rl.environments.data import DatasetEnvironment
-from megatron_rl.environments.loader import discover, find_environment
-from megatron_rl.environments.loading.supervise import Stage
+from megatron_rl.environments.limits import die_with_parent
+from megatron_rl.environments.loader import discover, find_environment, reason_of
 from megatron_rl.environments.selftest import run_checks
+from megatron_rl.environments.wire import receive, send
 from megatron_rl.errors import ConfigError, one_line, shorten
 
 MAX_DETAIL = 2_000
 
-Report = Callable[[Stage], None]
+Report = Callable[[str, str, str], None]
+"""Told the key of what comes next, who it is and what it does: ``loading`` names it should it not come back."""
 
 
 def find_all(report: Report, skip: Collection[str]) -> dict[str, Any]:
     """Names and descriptions of all environments, and why some cannot be imported."""
 
     def begin(module: str) -> None:
-        report(Stage(module, f"environment {module!r}", "it was imported"))
+        report(module, f"environment {module!r}", "it was imported")
 
     found = discover(begin, skip)
     names = {name: one_line(str(environment.description())) for name, environment in found.environments.items()}
@@ -37,7 +46,7 @@ def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> di
     """The self-test of one environment."""
 
     def begin(doing: str) -> None:
-        report(Stage(name, f"environment {name!r}", doing))
+        report(name, f"environment {name!r}", doing)
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what a data set was left without
     found = find_environment(name, begin)
@@ -48,15 +57,15 @@ def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> di
     return {"title": one_line(f"{environment.name}: {environment.description()}"), "checks": rows}
 
 
-def survey(report: Report, path: str, skip: Collection[int], demonstrations: bool) -> list[dict[str, Any]]:
+def survey(report: Report, path: str, skip: Collection[str], demonstrations: bool) -> list[dict[str, Any]]:
     """What the checks of a run ask about each environment of a list; ``demonstrations`` includes theirs."""
 
     def begin(number: int, where: str, name: str, doing: str) -> None:
-        report(Stage(str(number), f"{where}: environment {shorten(name)}", doing))
+        report(str(number), f"{where}: environment {shorten(name)}", doing)
 
     found = []
-    report(Stage("", str(path), "it was read"))
-    for name, item in prepare_environments(path, skip, begin).items():
+    report("", str(path), "it was read")
+    for name, item in prepare_environments(path, [int(entry) for entry in skip], begin).items():
         environment = item.environment
         facts = {
             "name": name,
@@ -67,7 +76,7 @@ def survey(report: Report, path: str, skip: Collection[int], demonstrations: boo
             "overlong": None,
         }
         if demonstrations and not environment.evaluation_only:
-            report(Stage("", f"environment {name!r}", "its demonstrations were read"))
+            report("", f"environment {name!r}", "its demonstrations were read")
             facts["demonstrates"] = _demonstrates(name, environment)
         if isinstance(environment, DatasetEnvironment):
             overlong = environment.overlong
@@ -92,3 +101,45 @@ def _values(pairs: Sequence[str]) -> dict[str, object]:
 
 
 WORK: dict[str, Callable[..., Any]] = {"find_all": find_all, "inspect": inspect, "survey": survey}
+
+
+def main(descriptor: int) -> None:
+    """Does the work that is asked for on the socket ``descriptor``, and ends whatever still runs by then."""
+    os.set_inheritable(descriptor, False)
+    channel = Connection(descriptor)
+    request = receive(channel)
+    die_with_parent(request["parent"])
+    _bound_memory()
+
+    def report(key: str, who: str, doing: str) -> None:
+        send(channel, {"stage": {"key": key, "who": who, "doing": doing}})
+
+    try:
+        answer = {"result": WORK[request["work"]](report, **request["arguments"])}
+    except ConfigError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        answer = {"problems": error.lines}
+    except BaseException as error:  # noqa: BLE001 - an author's module may raise anything
+        traceback.print_exc()
+        answer = {"raised": f"raised {reason_of(error)}"}
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by a module
+        sys.stdout.flush()
+        sys.stderr.flush()
+    send(channel, answer)
+    os._exit(0)  # threads and exit handlers of the modules have no say
+
+
+def _bound_memory() -> None:
+    """Half of the machine's, and the first to go when the kernel runs short: the caller has work to keep."""
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or half < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (half, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,135 @@
+"""What came of a sample: an environment's verdict as a result, made where it is graded and read where it arrives.
+
+Whatever the environment does, the outcome is a result and not an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from numbers import Real
+from typing import Any
+
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.wire import WireError, messages_of, read_key
+from megatron_rl.json_text import dumps, loads
+from megatron_rl.types import Continuation, Grade, GradeResult, Item, Step
+
+MAX_MESSAGE = 2000
+"""Longest error text of an item; an author's exception may quote the whole completion."""
+MAX_CONTINUATION = 2**20
+"""Most characters of a step's messages and state; they travel with every turn."""
+MAX_EXTRACTED = 500
+"""Longest extracted answer that travels; what is longer is for reading only and gets cut."""
+
+logger = logging.getLogger(__name__)
+
+
+def judge(environment: Environment, item: Item) -> GradeResult:
+    """The environment's verdict on a sample, checked to be a finite number, or its answer to a turn, with a
+    ``continuation`` unless the conversation ends here."""
+    try:
+        if len(item) == 2:
+            return _result(environment.grade(*item))
+        return _answer(environment, environment.step(*item))
+    except (Exception, SystemExit) as error:  # an author's code may raise anything
+        logger.warning("%s: task %r could not be graded", environment.name, item[0].id, exc_info=True)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        return failed("environment_exception", f"{type(error).__name__}: {error} ({place})")
+
+
+def _result(verdict: float | Grade) -> GradeResult:
+    if isinstance(verdict, Grade):
+        return graded(verdict.reward, verdict.metrics, verdict.status, verdict.extracted)
+    return graded(verdict, {})
+
+
+def _answer(environment: Environment, step: Step) -> GradeResult:
+    if not isinstance(step, Step):
+        return failed("environment_exception", f"step returned a {type(step).__name__}, not a Step")
+    if step.done:
+        return _result(step.reward)
+    result = _result(environment.reward_range[0] if step.reward is None else step.reward)
+    if result.status == "error":
+        return result
+    return replace(result, continuation=continuation_of(step.messages, step.state))
+
+
+def continuation_of(messages: object, state: object) -> Continuation:
+    """A continuation that JSON returns unchanged; ``WireError`` or ``TypeError`` says what does not."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise WireError(f"messages is {messages!r:.80}; a step that is not done needs a tuple of messages")
+    kept = messages_of([dict(message) for message in messages], "messages")
+    text = dumps({"messages": kept, "state": state})
+    if len(text) > MAX_CONTINUATION:
+        raise WireError(f"messages and state have {len(text)} characters; at most {MAX_CONTINUATION} travel")
+    if loads(text)["state"] != state:  # a tuple becomes a list: the next step would see another value
+        raise WireError(f"state is a value that JSON does not return unchanged: {state!r:.80}")
+    return Continuation(kept, state)
+
+
+def graded(reward: object, metrics: object, verdict: object = "", extracted: object = None) -> GradeResult:
+    """The result of a reward, or the error ``invalid_reward`` when it is not a finite number.
+
+    A truth value is refused as a reward (it tells of a comparison where a score was meant) and read as 0 or 1
+    among the metrics.
+    """
+    if isinstance(reward, bool) or not _is_finite(reward):
+        kind = type(reward).__name__
+        return failed("invalid_reward", f"the reward is {reward!r} of type {kind}, no finite number")
+    if not isinstance(metrics, Mapping):
+        return failed("invalid_reward", f"the metrics are of type {type(metrics).__name__}, not a mapping")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not _is_finite(value):
+            return failed("invalid_reward", f"the metric {name!r} is {value!r}, no finite number")
+    return GradeResult(
+        "ok",
+        float(reward),
+        {name: float(value) for name, value in metrics.items()},
+        verdict=str(verdict)[:MAX_EXTRACTED],
+        extracted=None if extracted is None else str(extracted)[:MAX_EXTRACTED],
+    )
+
+
+def _is_finite(value: object) -> bool:
+    """Numpy scalars are numbers too; an integer too large for a float is not one here."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def failed(code: str, message: str) -> GradeResult:
+    """The result of a sample that could not be graded."""
+    return GradeResult("error", code=code, message=message[:MAX_MESSAGE])
+
+
+def result_to_json(result: GradeResult) -> dict[str, Any]:
+    """The JSON object of a result."""
+    if result.status == "error":
+        return {"status": "error", "code": result.code, "message": result.message}
+    shown = {"status": "ok", "reward": result.reward, "metrics": dict(result.metrics)}
+    if result.verdict:
+        shown |= {"verdict": result.verdict, "extracted": result.extracted}
+    return shown | ({} if result.continuation is None else asdict(result.continuation))
+
+
+def results_from_json(value: object, count: int) -> list[GradeResult]:
+    """The ``count`` results of an answer; rewards are checked again, whoever sent them."""
+    items = read_key(value, "items", list, "")
+    if len(items) != count:
+        raise WireError(f"the answer has {len(items)} items for {count} samples")
+    return [_result_from_json(item, f"items[{index}]") for index, item in enumerate(items)]
+
+
+def _result_from_json(item: object, where: str) -> GradeResult:
+    if read_key(item, "status", str, where) != "ok":
+        return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
+    result = graded(item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
+    if result.status == "ok" and "messages" in item:
+        return replace(result, continuation=continuation_of(item["messages"], item.get("state")))
+    return result
