@@ -1,13 +1,13 @@
 """Flags to a frozen ``RLConfig``: parse, resolve, validate. No torch here.
 
-    config = load_config(sys.argv[1:], world_size)
+    config, problems = read_config(sys.argv[1:], world_size)
 
-does all three and raises one ``ConfigError`` with every problem found. A section's file declares its flags, how their
+does all three and finds every problem at once. A section's file declares its flags, how their
 defaults follow from others, and the rules over them.
 """
 
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.arguments import load_config, parse_config, read_config
+from megatron_rl.config.arguments import parse_config, read_config
 from megatron_rl.config.checks import config_hash, difference_from_defaults, notes, resolve, to_dict, validate
 from megatron_rl.config.model import ModelConfig, TokenizerConfig
 from megatron_rl.config.parallel import ParallelConfig
@@ -15,5 +15,5 @@ from megatron_rl.config.rl_config import RLConfig
 
 __all__ = [
     "AlgorithmConfig", "ModelConfig", "ParallelConfig", "RLConfig", "TokenizerConfig", "config_hash",
-    "difference_from_defaults", "load_config", "notes", "parse_config", "read_config", "resolve", "to_dict", "validate",
+    "difference_from_defaults", "notes", "parse_config", "read_config", "resolve", "to_dict", "validate",
 ]  # fmt: skip

@@ -22,16 +22,8 @@ from megatron_rl.errors import MAX_PROBLEMS, ConfigError, Problem, shorten
 _LONGEST_FLAG = 100
 
 
-def load_config(argv: Sequence[str], world_size: int) -> RLConfig:
-    """Parse, resolve and validate; raises one ``ConfigError`` with the problems of all three."""
-    config, problems = read_config(argv, world_size)
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
 def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[Problem]]:
-    """As ``load_config``, but with the problems as a list, so that a caller can add what it finds itself.
+    """Parse, resolve and validate: the configuration and every problem of all three, to which a caller adds its own.
 
     With problems the configuration holds what could be read and is good for looking up paths and names.
     """
@@ -88,10 +80,10 @@ def _read(argv: Sequence[str]) -> _Reading:
     for setting in typed:  # after the file, so that the command line wins
         _apply(setting, reading)
     reading.file_is_lost |= "--config" in reading.failed
-    found = hugging_face_values(reading.values)
-    unknown = FILLED_IN if reading.failed & {"--load-hf", "--hf-config"} else found.unknown
-    reading.derived, reading.failed = found.values, reading.failed | unknown
-    reading.problems += found.problems
+    reading.derived, problems = hugging_face_values(reading.values)
+    reading.problems += problems
+    if (problems and not reading.derived) or reading.failed & {"--load-hf", "--hf-config"}:
+        reading.failed |= FILLED_IN  # to call them missing too would repeat the problem
     return reading
 
 

@@ -71,7 +71,7 @@ def validate(config: RLConfig, world_size: int) -> list[Problem]:
     if out_of_bounds:  # the other rules would divide by a size of 0
         return out_of_bounds
     config = resolve(config, world_size)
-    return [*_missing(config), *(problem for rule in RULES for problem in rule(config, world_size))]
+    return [*_absent(config), *(problem for rule in RULES for problem in rule(config, world_size))]
 
 
 def _bounds(config: RLConfig) -> Iterator[Problem]:
@@ -83,11 +83,14 @@ def _bounds(config: RLConfig) -> Iterator[Problem]:
             yield Problem(flag.spelling, f"{flag.spelling} {why}")
 
 
-def _missing(config: RLConfig) -> Iterator[Problem]:
-    """What has no default: every run needs it, or every RL run; an estimate only what changes bytes."""
+def _absent(config: RLConfig) -> Iterator[Problem]:
+    """What is not built, and what has no default: a run needs it, or an RL run; an estimate only what changes bytes."""
     spared = _CHANGES_NO_BYTE if config.training.estimate else ()
     for section, cls in section_classes().items():
         for flag in flags_of(cls) if section != "algorithm" or config.training.perform_rl_step else ():
+            if flag.only is not None and config.value(flag.name) != flag.default:
+                text = f"is not built yet in this version: {flag.only}; use {flag.spelling} {flag.default}"
+                yield config.problem(flag.name, text)
             if flag.needed is not None and config.value(flag.name) is None and flag.name not in spared:
                 why, example = flag.needed
                 text = f"{flag.spelling} is missing: {why}; for example {flag.spelling} {example}"

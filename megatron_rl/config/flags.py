@@ -28,6 +28,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 3072
 """Bytes of one name, and of a whole path that leaves room for the names of files below it; Linux takes 4096."""
 _LARGEST = 2**31 - 1
 """Whole numbers without a bound of their own: what torch and its collectives take as a size."""
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -62,6 +63,8 @@ class Flag:
     """Default that follows from other flags: ``derived(config, world_size)``, None where they are absent."""
     needed: tuple[str, str] | None = None
     """Why a run cannot do without it, and an example."""
+    only: str | None = None
+    """Why no other value than the default is built."""
     steering: bool = False
     """It says where a run writes or when it stops, and changes nothing of what is trained."""
     note: str | None = None
@@ -87,9 +90,13 @@ class Flag:
 
     def convert(self, text: str) -> Any:
         """One value from its text; ``ValueError`` says what was expected instead."""
-        read = {bool: _boolean, int: _whole_number, float: _number}.get(self.kind, str)
-        value = read(text)
-        refusal = self.refusal(value)
+        try:
+            value = _BOOLEANS[text.lower()] if self.kind is bool else self.kind(text)
+        except (KeyError, ValueError):
+            raise ValueError(f"is not {_KINDS[self.kind]}, got {shorten(text)}") from None
+        # A NaN passes every bound, because each comparison with it is false.
+        finite = self.kind is not float or math.isfinite(value)
+        refusal = self.refusal(value) if finite else f"is not a finite number, got {shorten(text)}"
         if refusal is not None:
             raise ValueError(refusal)
         return value
@@ -200,27 +207,3 @@ def _path_refusal(path: str) -> str | None:
             f"altogether, got {shorten(path)}; use a shorter one"
         )
     return None
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in _BOOLEANS:
-        raise ValueError(f"is not true or false, got {shorten(text)}")
-    return _BOOLEANS[text.lower()]
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"is not a whole number, got {shorten(text)}") from None
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"is not a number, got {shorten(text)}") from None
-    # A NaN passes every bound, because each comparison with it is false.
-    if not math.isfinite(value):
-        raise ValueError(f"is not a finite number, got {shorten(text)}")
-    return value

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.flags import Flag
 from megatron_rl.config.rl_config import all_flags
-from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.errors import Problem, collecting
 from megatron_rl.families import read_model
 
 _FREE = ("init_method_std",)
@@ -18,37 +17,27 @@ FILLED_IN = frozenset({"--num-layers", "--hidden-size", "--num-attention-heads",
 """Flags without a default that a directory may replace."""
 
 
-@dataclass(frozen=True)
-class HuggingFaceValues:
-    """By field name, what the directory says and the user did not; what contradicts it; what is lost with it."""
+def hugging_face_values(typed: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """By field name, what the directory says that the flags name and the user did not; and what contradicts it.
 
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
-    unknown: frozenset[str] = frozenset()
-    """Flags that would have been filled in: to call them missing too would repeat the problem."""
-
-
-def hugging_face_values(typed: Mapping[str, Any]) -> HuggingFaceValues:
-    """Read the directory that the flags name, if they name one."""
-    given = {name: typed[name] for name in ("load_hf", "hf_config") if typed.get(name) is not None}
+    There are no values where it cannot be read.
+    """
+    given = {f"--{name.replace('_', '-')}": typed[name] for name in ("load_hf", "hf_config") if typed.get(name)}
     if not given:
-        return HuggingFaceValues()
+        return {}, []
     if len({Path(directory).resolve() for directory in given.values()}) > 1:
-        both = " and ".join(f"--{name.replace('_', '-')} {directory}" for name, directory in given.items())
-        problem = Problem("--hf-config", f"{both} both say what the model is; keep one of them")
-        return HuggingFaceValues(problems=(problem,), unknown=FILLED_IN)
-    (name, directory), *_ = given.items()
-    try:
+        both = " and ".join(f"{flag} {directory}" for flag, directory in given.items())
+        return {}, [Problem("--hf-config", f"{both} both say what the model is; keep one of them")]
+    (flag, directory), *_ = given.items()
+    problems: list[Problem] = []
+    settings: dict[str, Any] = {}
+    with collecting(problems, flag):
         settings = read_model(directory).architecture.settings()
-    except ConfigError as error:
-        flag = f"--{name.replace('_', '-')}"
-        return HuggingFaceValues(problems=tuple(each.under(flag) for each in error.problems), unknown=FILLED_IN)
-    source = str(Path(directory) / "config.json")
-    problems = tuple(_contradictions(typed, settings, source))
-    settings["group_query_attention"] = True  # megatron ignores the number of groups without it
-    if (Path(directory) / "tokenizer_config.json").is_file():
-        settings["tokenizer_model"] = str(directory)
-    return HuggingFaceValues({name: value for name, value in settings.items() if name not in typed}, problems)
+        problems += _contradictions(typed, settings, str(Path(directory) / "config.json"))
+        settings["group_query_attention"] = True  # megatron ignores the number of groups without it
+        if (Path(directory) / "tokenizer_config.json").is_file():
+            settings["tokenizer_model"] = str(directory)
+    return {name: value for name, value in settings.items() if name not in typed}, problems
 
 
 def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> Iterator[Problem]:

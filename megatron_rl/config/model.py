@@ -54,7 +54,9 @@ class ModelConfig:
     """Width of one head. Without it hidden-size / num-attention-heads."""
     max_position_embeddings: int | None = flag(None, ge=1, derived=lambda config, _: config.training.seq_length)
     """Longest sequence the model may see. Without it --seq-length."""
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] = flag("rope")
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = flag(
+        "rope", only="the rollout engine rotates queries and keys"
+    )
     """How positions are encoded; only rope is built (Megatron's default: learned_absolute)."""
     rotary_base: int = flag(10000, ge=1, le=10**12)
     """Base of the rotary frequencies."""
@@ -86,7 +88,9 @@ class ModelConfig:
     """Experts that each token is sent to."""
     moe_router_pre_softmax: bool = flag(False)
     """Weight experts by their share among all of them, not among those chosen."""
-    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = flag("none")
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = flag(
+        "none", only="the loss is the policy's alone"
+    )
     """Loss that keeps experts equally busy; only none is built (Megatron's default: aux_loss)."""
     untie_embeddings_and_output_weights: bool = flag(False)
     """Give the output head its own weight instead of the embedding's."""
@@ -96,7 +100,7 @@ class ModelConfig:
         None, gt=0, le=100, derived=lambda config, _: config.model.init_method_std
     )
     """The same for the embedding. Without it --init-method-std."""
-    attention_dropout: float = flag(0.0, ge=0, lt=1)
+    attention_dropout: float = flag(0.0, ge=0, lt=1, only="the attention kernels have none")
     """Dropout of attention weights; must be 0 (Megatron's default: 0.1)."""
     hidden_dropout: float = flag(0.0, ge=0, lt=1)
     """Dropout of hidden states; must be 0 in RL (Megatron's default: 0.1)."""
@@ -147,12 +151,6 @@ def shape_problems(config: RLConfig, _: int) -> Iterator[Problem]:
         width = getattr(model, name)
         if width is not None and width % parts:
             yield config.problem(name, f"{not_divisible} an equal share; use {nearest_multiples(width, parts)}", source)
-    if model.position_embedding_type != "rope":
-        yield config.problem(
-            "position_embedding_type",
-            "is not built yet in this version: the rollout engine rotates queries and keys; use "
-            "--position-embedding-type rope",
-        )
     rotated = int((model.kv_channels or 2) * model.rotary_percent)
     if model.kv_channels is not None and (rotated < 2 or rotated % 2):  # rotary positions turn pairs of numbers
         share = f"at --rotary-percent {model.rotary_percent:g} " if model.rotary_percent < 1 else ""
@@ -160,10 +158,6 @@ def shape_problems(config: RLConfig, _: int) -> Iterator[Problem]:
             "kv_channels",
             f"{share}gives {rotated} numbers of a head to rotate, which go in pairs; use an even number",
             "--hidden-size / --num-attention-heads",
-        )
-    if model.attention_dropout > 0:
-        yield config.problem(
-            "attention_dropout", "is not built: the attention kernels here have none; use --attention-dropout 0"
         )
     if model.hidden_dropout > 0 and config.training.perform_rl_step:
         yield config.problem(
@@ -198,11 +192,6 @@ def _group_problems(config: RLConfig, heads: int, groups: int) -> Iterator[Probl
 def expert_problems(config: RLConfig, _: int) -> Iterator[Problem]:
     """What experts need, and what they cannot be combined with."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
-    if model.moe_router_load_balancing_type != "none":
-        yield config.problem(
-            "moe_router_load_balancing_type",
-            "is not built yet in this version: the loss is the policy's alone; use none",
-        )
     if model.num_experts is None:
         for name in ("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"):
             if name in config.typed:

@@ -12,6 +12,8 @@ from megatron_rl.errors import Problem
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
 
+_SPREAD = "a model is spread by tensor and data parallelism"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -19,11 +21,11 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, ge=1, common=True)
     """Ranks that share each layer."""
-    pipeline_model_parallel_size: int = flag(1, ge=1)
+    pipeline_model_parallel_size: int = flag(1, ge=1, only=_SPREAD)
     """Ranks that share the stack of layers; above 1 not built yet."""
-    context_parallel_size: int = flag(1, ge=1)
+    context_parallel_size: int = flag(1, ge=1, only=_SPREAD)
     """Ranks that share each sequence; above 1 not built yet."""
-    expert_model_parallel_size: int = flag(1, ge=1)
+    expert_model_parallel_size: int = flag(1, ge=1, only=_SPREAD)
     """Ranks that share the experts; above 1 not built yet."""
     sequence_parallel: bool = flag(False)
     """Spread norms and dropout over the tensor-parallel ranks; off, with a note, without such ranks."""
@@ -77,12 +79,8 @@ class KernelConfig:
 
 
 def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Problem]:
-    """Sizes that are not built, or that do not divide what they share."""
+    """Sizes that do not divide what they share, and overlap without what it overlaps."""
     parallel, size, parts = config.parallel, config.model_parallel_size, config.parallel.tensor_model_parallel_size
-    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
-        if getattr(parallel, name) > 1:
-            one = f"--{name.replace('_', '-')} 1"
-            yield config.problem(name, f"is not built yet in this version; use tensor and data parallelism ({one})")
     if world_size % size:
         yield Problem(
             "--tensor-model-parallel-size",

@@ -7,8 +7,8 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from megatron_rl.algorithms.discovery import available
 
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from tests.support.checkpoints import state_of
 from tests.support.runs import Outcome, rows_of, run_many
 
@@ -19,9 +19,9 @@ TWO_PASSES = {
 """Two halves of a rollout of 16, twice: 4 updates a step, 3 steps; narrow enough for some ratios to be clipped."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
-    **{f"advantage_{name}": {"rl_advantage": name} for name in available("advantages") if name != "grpo"},
-    **{f"loss_{name}": {"rl_policy_loss": name, **TWO_PASSES} for name in available("losses")},
-    **{f"correction_{name}": {"rl_correction": name, "rl_correction_cap": 0.5} for name in available("corrections")},
+    **{f"advantage_{name}": {"rl_advantage": name} for name in ADVANTAGES.names() if name != "grpo"},
+    **{f"loss_{name}": {"rl_policy_loss": name, **TWO_PASSES} for name in LOSSES.names()},
+    **{f"correction_{name}": {"rl_correction": name, "rl_correction_cap": 0.5} for name in CORRECTIONS.names()},
     "dual_clip": {"rl_dual_clip": 1.01, **TWO_PASSES},
     "kl": {"grpo_kl_beta": 0.01},
     "kl_k1": {"grpo_kl_beta": 0.01, "rl_kl_estimator": "k1"},

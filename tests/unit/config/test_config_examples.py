@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import load_config, notes, parse_config, read_config, validate
+from megatron_rl.config import notes, parse_config, read_config, validate
 from tests.unit.families.test_published_models import PUBLISHED
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo"
@@ -53,13 +53,13 @@ def test_it_has_every_promised_flag(flags):
 
 
 def test_it_is_valid_on_64_ranks(flags):
-    config = load_config(flags, 64)
-    assert validate(config, 64) == []
+    config, problems = read_config(flags, 64)
+    assert problems == validate(config, 64) == []
     assert config.data_parallel_size(64) == 8
 
 
 def test_its_values_arrive(flags):
-    config = load_config(flags, 64)
+    config, _ = read_config(flags, 64)
     model, algorithm = config.model, config.algorithm
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (64, 5120, 27648)
     assert (model.num_attention_heads, model.num_query_groups, model.kv_channels) == (40, 8, 128)

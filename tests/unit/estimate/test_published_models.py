@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import RLConfig, load_config
+from megatron_rl.config import RLConfig, read_config
 from megatron_rl.estimate import Estimate, estimate, report_text
 from tests.unit.config.test_config_examples import script_flags
 
@@ -36,7 +36,9 @@ SHAPES = {
 
 
 def example(*changes: str, ranks: int = 64) -> RLConfig:
-    return load_config([*script_flags(EXAMPLE), *changes], ranks)
+    config, problems = read_config([*script_flags(EXAMPLE), *changes], ranks)
+    assert not problems
+    return config
 
 
 def on_64(*changes: str) -> Estimate:
