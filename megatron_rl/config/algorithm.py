@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config.flags import flag
-from megatron_rl.errors import Problem
-from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
+from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES, Registry
 
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
 
 
+def _stated(kind: Registry, name: str, constant: str) -> Any:
+    """None also where the extension cannot be read: `preflight` imports it and says why."""
+    with contextlib.suppress(ConfigError):
+        return kind.stated(name, constant)
+    return None
+
+
 def _clamp(config: RLConfig) -> tuple[float, float]:
     """Clip ranges of one loss mean nothing in another: those of a sequence's ratio are a thousandth of a token's."""
-    return LOSSES.stated(config.algorithm.rl_policy_loss, "DEFAULT_CLAMP") or (0.2, 0.2)
+    return _stated(LOSSES, config.algorithm.rl_policy_loss, "DEFAULT_CLAMP") or (0.2, 0.2)
 
 
 def _aggregation(config: RLConfig, _: int) -> str:
     if config.algorithm.calculate_per_token_loss:
         return "token-mean"
-    return LOSSES.stated(config.algorithm.rl_policy_loss, "DEFAULT_AGGREGATION") or "token-mean"
+    return _stated(LOSSES, config.algorithm.rl_policy_loss, "DEFAULT_AGGREGATION") or "token-mean"
 
 
 def _correction(config: RLConfig, _: int) -> str:
@@ -94,7 +102,7 @@ class AlgorithmConfig:
 def algorithm_problems(config: RLConfig, _: int) -> Iterator[Problem]:
     """What the advantage and the loss, read from their files, do not take; `preflight` asks them for more."""
     algorithm = config.algorithm
-    compares_groups = ADVANTAGES.stated(algorithm.rl_advantage, "BASELINE") != "batch"
+    compares_groups = _stated(ADVANTAGES, algorithm.rl_advantage, "BASELINE") != "batch"
     if config.training.perform_rl_step and algorithm.grpo_group_size == 1 and compares_groups:
         yield config.problem(
             "grpo_group_size",
@@ -106,7 +114,7 @@ def algorithm_problems(config: RLConfig, _: int) -> Iterator[Problem]:
             "calculate_per_token_loss",
             f"means token-mean, but --rl-loss-aggregation is {algorithm.rl_loss_aggregation}; keep one of them",
         )
-    if algorithm.rl_dual_clip is not None and LOSSES.stated(algorithm.rl_policy_loss, "HAS_DUAL_CLIP") is False:
+    if algorithm.rl_dual_clip is not None and _stated(LOSSES, algorithm.rl_policy_loss, "HAS_DUAL_CLIP") is False:
         yield config.problem(
             "rl_policy_loss",
             f"has no dual clip and would ignore --rl-dual-clip {algorithm.rl_dual_clip:g}; leave it out, or use clip "

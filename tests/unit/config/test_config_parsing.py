@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.config import RLConfig, parse_config, read_config
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import ConfigError
+from megatron_rl.preflight.machine import algorithm_problems
 
 
 def errors_of(*argv: str) -> list[str]:
@@ -165,6 +166,17 @@ def test_parsing_and_rules_report_together(command):
     _, problems = read_config(command(num_attention_heads="9", lr="fast", tokenizer_model=None), 1)
     # --lr is not also reported as missing.
     assert [problem.flag for problem in problems] == ["--lr", "--tokenizer-model", "--hidden-size"]
+
+
+@pytest.mark.parametrize("flag", ["rl_policy_loss", "rl_advantage", "rl_correction"])
+def test_an_extension_that_cannot_be_read_is_one_problem(command, tmp_path, flag):
+    """The one of the check that imports it."""
+    (tmp_path / "broken.py").write_text("def (")
+    config, problems = read_config(command(**{flag: f"{tmp_path}/broken.py:mine"}), 1)
+    assert problems == []
+    (problem,) = algorithm_problems(config)
+    assert problem.flag == f"--{flag.replace('_', '-')}"
+    assert "SyntaxError" in problem.text
 
 
 @pytest.mark.parametrize("changes", [{"lr": "fast"}, {"lr": None}])
