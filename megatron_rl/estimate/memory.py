@@ -10,8 +10,7 @@ from megatron_rl.arithmetic import FEWEST_KEYS, LOGITS_AT_ONCE
 from megatron_rl.config import RLConfig
 from megatron_rl.estimate.activations import activation_elements
 from megatron_rl.families import ModelLayout
-from megatron_rl.quantization.names import skipped
-from megatron_rl.quantization.storage import stored_bytes
+from megatron_rl.quantization.shapes import skipped, stored_bytes
 
 _FP32 = 4
 _PARAMETER_START = 64

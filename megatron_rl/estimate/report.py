@@ -9,8 +9,7 @@ from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.estimate.memory import Estimate, estimate, slot_bytes
 from megatron_rl.metrics.table import format_table
-from megatron_rl.quantization.layers import layer_problems
-from megatron_rl.quantization.storage import tile_problem
+from megatron_rl.quantization.shapes import layer_problems, tile_problem
 from megatron_rl.registry import RECIPES
 
 MOST_BYTES = 4 * 2**40

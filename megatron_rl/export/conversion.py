@@ -22,7 +22,7 @@ from megatron_rl.export.selection import is_converted, modules_left_alone
 from megatron_rl.export.source import CONFIG, INDEX, SourceModel, open_source
 from megatron_rl.export.target import TargetFormat
 from megatron_rl.export.tensor_file import TensorEntry, TensorReader, TensorWriter
-from megatron_rl.quantization.storage import TILE
+from megatron_rl.quantization.shapes import TILE
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.export.selection import is_converted
 from megatron_rl.export.target import TargetFormat
 from megatron_rl.export.tensor_file import ITEM_BYTES, TensorEntry, TensorReader, TensorWriter
-from megatron_rl.quantization.storage import TILE
+from megatron_rl.quantization.shapes import TILE
 
 PIECE_NUMBERS = 1 << 20
 """Numbers quantised at a time: 4 MB as fp32, and a dozen intermediates."""

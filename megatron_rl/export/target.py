@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.quantization.recipe import Recipe
-from megatron_rl.quantization.storage import TILE
+from megatron_rl.quantization.shapes import TILE
 from megatron_rl.registry import RECIPES
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.attention import kernels
 from megatron_rl.types import SamplingParams
 
 # Constants of the splitmix64 finaliser (Steele, Lea, Flood 2014), as signed 64-bit integers.
@@ -112,7 +111,7 @@ def draw(
         if temperature is not None:
             logits, temperature = logits / temperature[:, None], None
         logits = _keep_support(logits, params.top_k, params.top_p)
-    if logits.is_cuda and kernels.problem("cuda") is None:
+    if logits.is_cuda:
         from megatron_rl.inference.sampling_kernel import draw_by_chunks
 
         return draw_by_chunks(logits, numbers, temperature, params.greedy)

@@ -15,7 +15,7 @@ from megatron_rl.errors import ConfigError, Problem, collecting
 from megatron_rl.metrics.rundir import check_usable, writable
 from megatron_rl.metrics.wandb import Mode, wandb_mode
 from megatron_rl.preflight.starts import resumes
-from megatron_rl.quantization.layers import layer_problems
+from megatron_rl.quantization.shapes import layer_problems
 from megatron_rl.registry import ADVANTAGES, LOSSES, RECIPES
 
 _ASKED = ("attention_backend", "rl_kv_cache_dtype", "inference_dynamic_batching_block_size", "rl_kv_overcommit")

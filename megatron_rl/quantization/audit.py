@@ -6,7 +6,8 @@ is the plain product, and that of a quantised one is the product of the dequanti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,55 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron_rl.errors import QuantizationError
 from megatron_rl.quantization.linear import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
-from megatron_rl.quantization.observe import Observation
 
+AUDITED_TOKENS = 64
 FULL_PRECISION = "full precision"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Relative error that two kernels for the same product may have, by the dtype of the output."""
+
+
+@dataclass
+class Observation:
+    """One layer's traffic."""
+
+    calls: int = 0
+    channel_amax: torch.Tensor | None = None
+    """[K] fp32: largest magnitude of every input channel over all calls."""
+    inputs: torch.Tensor | None = None
+    """[T, K] of the call with the most tokens, at most ``AUDITED_TOKENS`` of them."""
+    outputs: torch.Tensor | None = None
+    """[T, N] of the same tokens, without a bias that the caller adds."""
+
+
+@contextlib.contextmanager
+def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Observation]]:
+    """Inside, every forward pass of the decoder's linears is noted; ``channels`` asks for the channel maxima."""
+    observations: dict[str, Observation] = {}
+    handles = []
+    for name, module in parallel_linears(model).items():
+        seen = observations.setdefault(name, Observation())
+
+        def note(_module, args, output, seen=seen) -> None:
+            _note(seen, args[0].detach(), output[0].detach(), channels)
+
+        handles.append(module.register_forward_hook(note))
+    try:
+        yield observations
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(seen: Observation, x: torch.Tensor, y: torch.Tensor, channels: bool) -> None:
+    if not x.numel():  # an expert that no token was sent to
+        return
+    seen.calls += 1
+    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    if channels:
+        amax = x.abs().amax(0).float()
+        seen.channel_amax = amax if seen.channel_amax is None else torch.maximum(seen.channel_amax, amax)
+    if seen.inputs is None or seen.inputs.shape[0] < min(AUDITED_TOKENS, x.shape[0]):
+        seen.inputs, seen.outputs = x[:AUDITED_TOKENS].clone(), y[:AUDITED_TOKENS].clone()
 
 
 @dataclass(frozen=True)

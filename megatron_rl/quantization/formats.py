@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as functional
 
+from megatron_rl.quantization.shapes import TILE
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 INT8_MAX = 127.0
 INT4_MAX = 7.0
 AMAX_FLOOR = 1e-12
 """A group of zeros gets a scale, not a division by 0."""
-TILE = 128
 
 
 def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:

@@ -19,25 +19,8 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, Split
-
-
-class TensorRanks:
-    """See `recipe.Ranks`."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """See `recipe.Ranks`."""
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
-        return values
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """See `recipe.Ranks`."""
-        values = values.contiguous()
-        dist.all_reduce(values, group=self._group)
-        return values
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
+from megatron_rl.quantization.shapes import Split
 
 
 @dataclass(eq=False)
@@ -140,9 +123,7 @@ class StraightThrough(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: QuantizedLinear
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
         """``weight`` is not read: it is here to receive its gradient."""
         del weight
         ctx.save_for_backward(x)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.quantization.formats import smoothing_factors
-from megatron_rl.quantization.linear import QuantizedLinear, TensorRanks
-from megatron_rl.quantization.names import skipped
-from megatron_rl.quantization.recipe import Recipe
+from megatron_rl.quantization.linear import QuantizedLinear
+from megatron_rl.quantization.recipe import Recipe, TensorRanks
+from megatron_rl.quantization.shapes import skipped
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
 
@@ -42,24 +43,18 @@ class QuantizedLinears:
     """Owns the quantised copies of one model."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        recipe: Recipe,
-        skip: Sequence[str] = (),
-        num_layers: int | None = None,
+        self, model: torch.nn.Module, recipe: Recipe, skip: Sequence[str] = (), num_layers: int | None = None
     ) -> None:
-        """``skip``: patterns of layers that stay unquantised, see ``names.skipped``."""
+        """``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``."""
         linears = parallel_linears(model)
         count = num_layers or len(model.decoder.layers)
         self.recipe = recipe
         self.plain = tuple(name for name in linears if skipped(name, skip, count))
         """Names of the layers left as they are."""
         self.layers = tuple(
-            _quantized(name, module, recipe)
-            for name, module in linears.items()
-            if name not in self.plain
+            _quantized(name, module, recipe) for name, module in linears.items() if name not in self.plain
         )
-        self._depth = 0
+        self._is_installed = False
         self._stale = True
 
     @property
@@ -121,40 +116,33 @@ class QuantizedLinears:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the layers run quantised, on fresh copies; may be nested."""
-        self._depth += 1
-        if self._depth == 1:
-            for layer in self.layers:
-                layer.install()
-        try:
+        with self._switched(True):
             self.update()
             yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                for layer in self.layers:
-                    layer.remove()
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Inside, the layers run as they are, even where aligned training has installed the copies for good."""
+        return self._switched(False)
 
     @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Inside, the layers run as they are, even where aligned training has installed the copies for good."""
-        depth, self._depth = self._depth, 0
-        if depth:
-            for layer in self.layers:
-                layer.remove()
+    def _switched(self, to: bool) -> Iterator[None]:
+        before = self._is_installed
+        self._switch(to)
         try:
             yield
         finally:
-            self._depth = depth
-            if depth:
-                for layer in self.layers:
-                    layer.install()
+            self._switch(before)
+
+    def _switch(self, to: bool) -> None:
+        if to != self._is_installed:
+            for layer in self.layers:
+                layer.install() if to else layer.remove()
+            self._is_installed = to
 
     def _shared_amax(self) -> dict[str, torch.Tensor]:
         """The largest magnitudes of groups that lie on several ranks, in one exchange for all layers."""
         sharing = [
-            layer
-            for layer in self.layers
-            if layer.group is not None and self.recipe.shares_amax(layer.split)
+            layer for layer in self.layers if layer.group is not None and self.recipe.shares_amax(layer.split)
         ]
         shared: dict[str, torch.Tensor] = {}
         for group in dict.fromkeys(layer.group for layer in sharing):  # experts may have their own

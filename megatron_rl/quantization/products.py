@@ -1,7 +1,8 @@
 """Matrix products of codes, by device. The only place that knows which kernel runs where.
 
-A CPU without 8-bit dot products multiplies the codes as fp32 numbers: integer sums below 2^24 are exact in
-fp32, so it gives the very accumulators of an integer product.
+CUDA has kernels for codes: Triton's, which torch's CUDA packages bring, and cuBLAS. A CPU without 8-bit dot products
+multiplies the codes as fp32 numbers: integer sums below 2^24 are exact in fp32, so it gives the very accumulators of an
+integer product.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ import functools
 import torch
 import torch.nn.functional as functional
 
-from megatron_rl.quantization import kernels
 from megatron_rl.quantization.recipe import QuantizedWeight
 
 EXACT_COLUMNS = 1024
 """127 x 127 x 1040 is the last sum below 2^24."""
 _TILE_TOKENS = 4
 """cuBLAS multiplies segments of a multiple of so many tokens."""
-_CUDA_FEWEST_ROWS = 32
-"""``torch._int_mm`` on CUDA wants more than 16 rows, in multiples of 8."""
 
 
 @functools.cache
@@ -34,56 +32,35 @@ def needs_operand(device: torch.device, integer: bool) -> bool:
 
 
 def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-    """Exact integers ``codes W^T`` [T, N], int32, or fp32 where they fit.
-
-    ``codes`` are [T, K] int8, or fp32 integers where ``q.operand`` is there.
-    """
+    """Exact integers ``codes W^T`` [T, N], int32, or fp32 where they fit; ``codes`` [T, K] are fp32 integers."""
     if q.operand is not None:
         return _exact_float_product(codes, q.operand)
-    if codes.device.type == "cuda":
-        return _cuda_int8_accumulate(codes, q)
-    return torch._int_mm(codes, q.codes.t())[:, : q.rows]
+    codes = functional.pad(codes.to(torch.int8), (0, q.codes.shape[1] - q.columns))
+    if not codes.is_cuda:
+        return torch._int_mm(codes, q.codes.t())[:, : q.rows]
+    from megatron_rl.quantization.kernels.int8_matmul import int8_accumulators
+
+    return int8_accumulators(codes, q.codes)[:, : q.rows]
 
 
 def _exact_float_product(codes: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    columns = operand.shape[1]
-    if columns <= EXACT_COLUMNS:
+    if operand.shape[1] <= EXACT_COLUMNS:
         return torch.mm(codes, operand.t())
     pieces = zip(codes.split(EXACT_COLUMNS, 1), operand.split(EXACT_COLUMNS, 1), strict=True)
     return sum(torch.matmul(a, b.t()).to(torch.int32) for a, b in pieces)
 
 
-def _cuda_int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
-    if kernels.available():
-        from megatron_rl.quantization.kernels.int8_matmul import int8_accumulators
-
-        return int8_accumulators(codes, q.codes)[:, : q.rows]
-    rows = codes.shape[0]
-    wanted = max(_CUDA_FEWEST_ROWS, -(-rows // 8) * 8)
-    padded = functional.pad(codes, (0, 0, 0, wanted - rows))
-    return torch._int_mm(padded, q.codes.t())[:rows, : q.rows]
-
-
-def int8_linear(
-    codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """CUDA with Triton: product, scales, bias and cast in one kernel; [T, N]."""
+def int8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """CUDA: ``(codes x scales) W^T`` [T, N]; product, scales and cast in one kernel."""
     from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
 
-    return int8_matmul(codes, q.codes[: q.rows], scales, q.scales[: q.rows], bias, dtype)
+    return int8_matmul(codes, q.codes[: q.rows], scales, q.scales[: q.rows], dtype)
 
 
-def fp8_row_product(
-    codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype
-) -> torch.Tensor:
+def fp8_row_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """CUDA: ``(codes x scales) W^T`` [T, N]; one scale a row of both."""
-    product = torch._scaled_mm(
-        codes,
-        q.codes.t(),
-        scale_a=scales,
-        scale_b=q.scales.t(),
-        out_dtype=torch.bfloat16,  # the only one that rowwise scaling has
-    )
+    out = torch.bfloat16  # the only one that rowwise scaling has
+    product = torch._scaled_mm(codes, q.codes.t(), scale_a=scales, scale_b=q.scales.t(), out_dtype=out)
     return product[:, : q.rows].to(dtype)
 
 

@@ -8,25 +8,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.errors import QuantizationError
-from megatron_rl.quantization.formats import TILE
-from megatron_rl.quantization.storage import Split
+from megatron_rl.quantization.shapes import TILE, Split
 
 
-class Ranks(Protocol):
-    """The tensor-parallel ranks that share a weight; both reduce in place and return the tensor."""
+class TensorRanks:
+    """The tensor-parallel ranks that share a weight; collective."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise over the ranks."""
-        ...
+        """Elementwise over the ranks, in place."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return values
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise over the ranks."""
-        ...
+        """Elementwise over the ranks, in place where they are contiguous."""
+        values = values.contiguous()
+        dist.all_reduce(values, group=self._group)
+        return values
 
 
 @dataclass
@@ -34,7 +40,7 @@ class QuantizedWeight:
     """The static buffers of one weight. A refresh writes into them; they are never replaced."""
 
     codes: torch.Tensor
-    """[N, K] rounded up to what the kernels want (``storage.stored_shape``); the padding is 0."""
+    """[N, K] rounded up to what the kernels want (``shapes.stored_shape``); the padding is 0."""
     scales: torch.Tensor
     """fp32; its shape is the recipe's: [N, 1], [1, 1], or one number a 128 x 128 tile."""
     rows: int
@@ -107,9 +113,10 @@ class Recipe(ABC):
         del rows, columns, split
         return None
 
-    @abstractmethod
     def shares_amax(self, split: Split) -> bool:
         """True if a group that shares a scale reaches over ranks that share the weight like this."""
+        del split
+        return False
 
     @abstractmethod
     def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
@@ -128,23 +135,17 @@ class Recipe(ABC):
         """fp32 [N, K]; with smoothing it is that of the original weight."""
 
     @abstractmethod
-    def matmul(
-        self,
-        x: torch.Tensor,
-        q: QuantizedWeight,
-        bias: torch.Tensor | None = None,
-        ranks: Ranks | None = None,
-    ) -> torch.Tensor:
-        """``x W^T + bias`` with both quantised: [..., K] -> [..., N] in the dtype of ``x``.
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
+        """``x W^T`` with both quantised: [..., K] -> [..., N] in the dtype of ``x``.
 
         ``ranks`` are given where each holds a part of K (rows split): scales of activations are
         then shared and products added up over them, so that the result is the one of a single rank.
         """
 
-    def packing(self, q: QuantizedWeight, ranks: Ranks | None) -> Packing | None:
+    def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> Packing | None:
         """How a kernel may quantise the activations of ``q`` for `multiply`; None where only `matmul` can.
 
-        For products on CUDA with Triton.
+        For products on CUDA.
         """
         del q, ranks
         return None
@@ -154,14 +155,10 @@ class Recipe(ABC):
         raise QuantizationError(f"{self.name} quantises activations itself")
 
     @abstractmethod
-    def round_trip(
-        self, x: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None = None
-    ) -> torch.Tensor:
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
         """``x`` as ``matmul`` sees it: quantised and back, in its own shape and dtype."""
 
-    def quantize(
-        self, weight: torch.Tensor, smoothing: torch.Tensor | None = None
-    ) -> QuantizedWeight:
+    def quantize(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> QuantizedWeight:
         """New buffers filled from ``weight`` [N, K] of any float type.
 
         Raises:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,9 +16,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.quantization.audit import LayerAudit, audit, refuse_other_formats
+from megatron_rl.quantization.audit import LayerAudit, audit, observed, refuse_other_formats
 from megatron_rl.quantization.linears import QuantizedLinears
-from megatron_rl.quantization.observe import observed
 from megatron_rl.registry import RECIPES
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,7 @@ class RolloutQuantization:
     ) -> None:
         """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer."""
         self._model = model
-        self._skip = tuple(skip)
-        self._num_layers = num_layers
+        self._copies = functools.partial(QuantizedLinears, model, skip=tuple(skip), num_layers=num_layers)
         self._on_audit = on_audit
         self._timed = timed
         self.linears: QuantizedLinears | None = None
@@ -103,18 +102,13 @@ class RolloutQuantization:
     @contextlib.contextmanager
     def emulated(self) -> Iterator[None]:
         """Inside, the trainer's forward pass runs on freshly quantised weights, as a rollout should have."""
-        if self.linears is None:
-            yield
-            return
-        self.linears.refresh()
-        with self.linears.installed():
+        self.weights_changed()
+        with contextlib.nullcontext() if self.linears is None else self.linears.installed():
             yield
 
-    @contextlib.contextmanager
-    def plain(self) -> Iterator[None]:
+    def plain(self) -> AbstractContextManager[None]:
         """Inside, the linears run in full precision, even where aligned training keeps the copies installed."""
-        with contextlib.nullcontext() if self.linears is None else self.linears.suspended():
-            yield
+        return contextlib.nullcontext() if self.linears is None else self.linears.suspended()
 
     def fall_back(self) -> str | None:
         """Go on with the next safer recipe; its name, None if there is none."""
@@ -156,7 +150,6 @@ class RolloutQuantization:
     def _use(self, name: str) -> None:
         recipe = RECIPES.get(name)
         self.linears = None  # the old buffers go before the new ones are made
-        if recipe.name != NO_RECIPE:
-            self.linears = QuantizedLinears(self._model, recipe, self._skip, self._num_layers)
-        self._calibrated = not recipe.needs_calibration
+        self.linears = None if recipe is None else self._copies(recipe=recipe)
+        self._calibrated = recipe is None or not recipe.needs_calibration
         self._audited = False

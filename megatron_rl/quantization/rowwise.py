@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as functional
 
-from megatron_rl.quantization import formats, kernels, products
-from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Ranks, Recipe, Split
-from megatron_rl.quantization.storage import stored_shape
+from megatron_rl.quantization import formats, products
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
+from megatron_rl.quantization.shapes import Split, stored_shape
 
 
 class RowRecipe(Recipe):
@@ -19,6 +20,8 @@ class RowRecipe(Recipe):
 
     largest: ClassVar[float]
     code_type: ClassVar[torch.dtype]
+    one_pass: ClassVar[bool] = True
+    """False where a row's scale needs more than the row, or the kernel does not know the codes."""
 
     @property
     def _integer(self) -> bool:
@@ -38,11 +41,9 @@ class RowRecipe(Recipe):
         """See `Recipe.allocate`."""
         stored = stored_shape(self.name, rows, columns)
         q = QuantizedWeight(
-            codes=torch.zeros(stored, dtype=self.code_type, device=device),
-            scales=torch.ones(stored[0], 1, device=device),
-            rows=rows,
-            columns=columns,
-        )
+            torch.zeros(stored, dtype=self.code_type, device=device), torch.ones(stored[0], 1, device=device),
+            rows, columns,
+        )  # fmt: skip
         if products.needs_operand(device, self._integer):
             q.operand = torch.zeros(rows, columns, device=device)
         if self.needs_calibration:
@@ -51,33 +52,24 @@ class RowRecipe(Recipe):
 
     def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
         """See `Recipe.encode`."""
-        if into.smoothing is None and weight.is_cuda and kernels.available():
-            from megatron_rl.quantization.kernels.weights import requantize_rows
+        if weight.is_cuda and into.smoothing is None and self.one_pass:
+            from megatron_rl.quantization.kernels.quantize import requantize_rows
 
             scales = None if amax is None else formats.scale_of(amax, self.largest)
-            if self._one_pass:
-                requantize_rows(weight, into.codes, into.scales, given_scales=scales)
-                return
+            requantize_rows(weight, into.codes, into.scales, scales)
+            return
         weight = weight.float()
         if into.smoothing is not None:
             weight = weight * into.smoothing
         scale = formats.scale_of(self.amax(weight) if amax is None else amax, self.largest)
-        if self._integer or into.operand is None:
-            codes = self._codes(weight, scale)
-        else:  # rounded first: a CPU converts fp8 element by element, and the operand wants the numbers
+        if self._integer:
+            codes = formats.integer_codes(weight, scale, self.largest)
+        else:  # rounded before the cast: a CPU converts fp8 element by element, and the operand wants the numbers
             codes = formats.fp8_rounded((weight / scale).clamp_(-self.largest, self.largest))
         into.codes[: into.rows, : into.columns] = codes
         into.scales[: into.rows] = scale
         if into.operand is not None:
             into.operand.copy_(codes)
-
-    _one_pass: ClassVar[bool] = True
-    """False where a row's scale needs more than the row."""
-
-    def _codes(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        if self._integer:
-            return formats.integer_codes(values, scale, self.largest)
-        return formats.fp8_codes(values, scale)
 
     def dequantize(self, q: QuantizedWeight) -> torch.Tensor:
         """See `Recipe.dequantize`."""
@@ -86,24 +78,19 @@ class RowRecipe(Recipe):
 
     # -- the product ---------------------------------------------------------------------------
 
-    def matmul(
-        self,
-        x: torch.Tensor,
-        q: QuantizedWeight,
-        bias: torch.Tensor | None = None,
-        ranks: Ranks | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
         """See `Recipe.matmul`."""
         tokens = x.reshape(-1, q.columns)
-        if x.is_cuda and ranks is None and kernels.available():
-            codes, scale = self._packed_activations(tokens, q, None)
-            product = self._whole_product(codes, scale, q, bias, x.dtype)
+        if x.is_cuda and ranks is None:
+            from megatron_rl.quantization.kernels.quantize import quantize_rows
+
+            codes, scale = quantize_rows(tokens, self.code_type, columns=q.codes.shape[1], smoothing=q.smoothing)
+            product = self.multiply(PackedActivations(codes, scale, x.dtype), q)
         else:
-            product = self._on_cuda(tokens, q, ranks) if x.is_cuda else self._on_cpu(tokens, q, ranks)
-            product = (product if bias is None else product + bias).to(x.dtype)
+            product = self._summed(tokens, q, ranks).to(x.dtype)
         return product.view(*x.shape[:-1], q.rows)
 
-    def packing(self, q: QuantizedWeight, ranks: Ranks | None) -> Packing | None:
+    def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> Packing | None:
         """See `Recipe.packing`. Scales that ranks share, and smoothing, are not the kernels'."""
         if ranks is not None or q.smoothing is not None:
             return None
@@ -111,41 +98,24 @@ class RowRecipe(Recipe):
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
         """See `Recipe.multiply`."""
-        return self._whole_product(x.codes, x.scales, q, None, x.dtype)
+        product = products.int8_product if self._integer else products.fp8_row_product
+        return product(x.codes, x.scales, q, x.dtype)
 
-    def _whole_product(
-        self,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        q: QuantizedWeight,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """On CUDA, of a weight that no other rank has a part of the sum of; no cast where ``dtype`` is bf16."""
-        if self._integer:
-            return products.int8_linear(codes, scale, q, bias, dtype)
-        if bias is None:
-            return products.fp8_row_product(codes, scale, q, dtype)
-        return (products.fp8_row_product(codes, scale, q, torch.float32) + bias).to(dtype)
-
-    def _on_cpu(self, tokens: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None) -> torch.Tensor:
-        codes, scale = self._activation_codes(tokens, q, ranks)
-        if self._integer:
-            if q.operand is None:
-                codes = torch.nn.functional.pad(codes.to(torch.int8), (0, q.codes.shape[1] - q.columns))
-            accumulated = products.int8_accumulate(codes, q)
-            if ranks is not None:  # whole numbers: the sum is the one rank's to the bit
-                accumulated = ranks.total(accumulated.to(torch.int32))
-        else:
-            accumulated = torch.mm(codes, q.operand.t())
-            if ranks is not None:
-                accumulated = ranks.total(accumulated)
+    def _summed(self, tokens: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None) -> torch.Tensor:
+        """fp32 [T, N]: on a CPU, and where ranks share the scales and each has a part of the sum."""
+        codes, scale = self.activation_codes(tokens, q, ranks)
+        if tokens.is_cuda and not self._integer:
+            codes = functional.pad(codes, (0, q.codes.shape[1] - q.columns)).to(self.code_type)
+            return ranks.total(products.fp8_row_product(codes, scale, q, torch.float32))
+        accumulated = products.int8_accumulate(codes, q) if self._integer else torch.mm(codes, q.operand.t())
+        if ranks is not None:  # whole numbers: the sum is the one rank's to the bit
+            accumulated = ranks.total(accumulated.to(torch.int32) if self._integer else accumulated)
         return accumulated.float().mul_(scale).mul_(q.scales[: q.rows].t())
 
-    def _activation_codes(
-        self, tokens: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None
+    def activation_codes(
+        self, tokens: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes as fp32 numbers [T, K], and their scales [T, 1]; eager."""
+        """The codes of ``tokens`` [T, K] as fp32 numbers [T, K], and their scales [T, 1]; eager."""
         values = tokens.float()
         if q.smoothing is not None:
             values = values / q.smoothing
@@ -157,31 +127,9 @@ class RowRecipe(Recipe):
         scaled = values / scale
         return (scaled.round_() if self._integer else formats.fp8_rounded(scaled)), scale
 
-    def _on_cuda(self, tokens: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None) -> torch.Tensor:
-        codes, scale = self._packed_activations(tokens, q, ranks)
-        if self._integer:
-            accumulated = products.int8_accumulate(codes, q)
-            if ranks is not None:
-                accumulated = ranks.total(accumulated)
-            return accumulated * scale * q.scales[: q.rows].t()
-        product = products.fp8_row_product(codes, scale, q, torch.float32)
-        return product if ranks is None else ranks.total(product)
-
-    def _packed_activations(
-        self, tokens: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes [T, padded K] in their own type, and their scales [T, 1]."""
-        if ranks is None and kernels.available():
-            from megatron_rl.quantization.kernels.activations import quantize_rows
-
-            return quantize_rows(tokens, self.code_type, columns=q.codes.shape[1], smoothing=q.smoothing)
-        codes, scale = self._activation_codes(tokens, q, ranks)
-        padding = q.codes.shape[1] - q.columns
-        return torch.nn.functional.pad(codes, (0, padding)).to(self.code_type), scale
-
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None = None) -> torch.Tensor:
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
         """See `Recipe.round_trip`."""
-        codes, scale = self._activation_codes(x.reshape(-1, q.columns), q, ranks)
+        codes, scale = self.activation_codes(x.reshape(-1, q.columns), q, ranks)
         values = codes * scale
         if q.smoothing is not None:
             values = values * q.smoothing

@@ -9,10 +9,9 @@ from typing import ClassVar
 
 import torch
 
-from megatron_rl.quantization import formats, kernels, products
-from megatron_rl.quantization.formats import TILE
-from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Ranks, Recipe, Split
-from megatron_rl.quantization.storage import stored_shape, tile_problem
+from megatron_rl.quantization import formats, products
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
+from megatron_rl.quantization.shapes import TILE, Split, stored_shape, tile_problem
 
 
 class TiledRecipe(Recipe):
@@ -30,15 +29,8 @@ class TiledRecipe(Recipe):
         return None
 
     def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
-        """See ``tile_problem``."""
+        """See ``tile_problem``; so tiles lie within one rank."""
         return tile_problem(rows, columns, split)
-
-    # -- the weight ----------------------------------------------------------------------------
-
-    def shares_amax(self, split: Split) -> bool:
-        """Tiles lie within one rank: ``shape_problem`` sees to it."""
-        del split
-        return False
 
     def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [ceil(N / 128), 1, ceil(K / 128), 1]."""
@@ -49,35 +41,27 @@ class TiledRecipe(Recipe):
         """See `Recipe.allocate`."""
         stored = stored_shape(self.name, rows, columns)
         tiles = stored[0] // TILE, stored[1] // TILE
-        q = QuantizedWeight(
-            codes=torch.zeros(stored, dtype=formats.FP8, device=device),
-            scales=torch.ones(tiles, device=device),
-            rows=rows,
-            columns=columns,
-        )
-        if device.type == "cuda":
-            q.operand = torch.zeros(tiles[0], -(-tiles[1] // 4) * 4, device=device)
-            q.scales = q.operand[:, : tiles[1]]  # one buffer: cuBLAS wants the columns padded to four
-        else:
-            q.operand = torch.zeros(rows, columns, device=device)
-        return q
+        codes = torch.zeros(stored, dtype=formats.FP8, device=device)
+        if device.type == "cuda":  # one buffer for both: cuBLAS wants the columns of scales padded to four
+            operand = torch.zeros(tiles[0], -(-tiles[1] // 4) * 4, device=device)
+            return QuantizedWeight(codes, operand[:, : tiles[1]], rows, columns, operand=operand)
+        operand = torch.zeros(rows, columns, device=device)
+        return QuantizedWeight(codes, torch.ones(tiles, device=device), rows, columns, operand=operand)
 
     def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
         """See `Recipe.encode`."""
-        if weight.is_cuda and kernels.available():
-            from megatron_rl.quantization.kernels.weights import requantize_tiles
+        if weight.is_cuda:
+            from megatron_rl.quantization.kernels.quantize import requantize_tiles
 
             requantize_tiles(weight, into.codes, into.scales, power_of_two=self.powers_of_two)
             return
         cut = formats.tiles(weight.float())
-        amax = self.amax(weight) if amax is None else amax
-        scale = self._scale(amax)
+        scale = self._scale(self.amax(weight) if amax is None else amax)
         # Rounded before the cast: a CPU converts fp8 element by element, and the operand wants the numbers.
         codes = formats.fp8_rounded((cut / scale).clamp_(-formats.FP8_MAX, formats.FP8_MAX))
         into.codes.copy_(codes.reshape(into.codes.shape))
         into.scales.copy_(scale.view(into.scales.shape))
-        if not weight.is_cuda:
-            into.operand.copy_((codes * scale).reshape(into.codes.shape)[: into.rows, : into.columns])
+        into.operand.copy_((codes * scale).reshape(into.codes.shape)[: into.rows, : into.columns])
 
     def _scale(self, amax: torch.Tensor) -> torch.Tensor:
         scale = formats.scale_of(amax, formats.FP8_MAX)
@@ -88,30 +72,21 @@ class TiledRecipe(Recipe):
         weight = formats.tiles(q.codes.float()) * q.scales[:, None, :, None]
         return weight.reshape(q.codes.shape)[: q.rows, : q.columns]
 
-    # -- the product ---------------------------------------------------------------------------
-
-    def matmul(
-        self,
-        x: torch.Tensor,
-        q: QuantizedWeight,
-        bias: torch.Tensor | None = None,
-        ranks: Ranks | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
         """See `Recipe.matmul`."""
         tokens = x.reshape(-1, q.columns)
         if x.is_cuda:
-            codes, scales = self._packed_activations(tokens, q)
-            exact = ranks is not None or bias is not None  # fp32 for sums; else no cast there and back
-            product = products.fp8_tile_product(codes, scales, q, torch.float32 if exact else x.dtype)
+            from megatron_rl.quantization.kernels.quantize import quantize_segments
+
+            codes, scales = quantize_segments(tokens, power_of_two=self.powers_of_two)
+            product = products.fp8_tile_product(codes, scales, q, x.dtype if ranks is None else torch.float32)
         else:
             product = torch.mm(self.round_trip(tokens.float(), q), q.operand.t())
         if ranks is not None:
             product = ranks.total(product)
-        if bias is not None:
-            product = product + bias
         return product.to(x.dtype).view(*x.shape[:-1], q.rows)
 
-    def packing(self, q: QuantizedWeight, ranks: Ranks | None) -> Packing | None:
+    def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> Packing | None:
         """See `Recipe.packing`."""
         if ranks is not None:  # their products are added up in fp32
             return None
@@ -121,25 +96,14 @@ class TiledRecipe(Recipe):
         """See `Recipe.multiply`."""
         return products.fp8_tile_product(x.codes, x.scales, q, x.dtype)
 
-    def _segments(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values / scale [T, S, 128] fp32, and the scales [T, S, 1]."""
+    def activation_codes(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes of ``tokens`` [T, K] as fp32 numbers [T, S, 128], and their scales [T, S, 1]; eager."""
         cut = formats.segments(tokens.float())
         scale = self._scale(formats.row_amax(cut))
-        return cut / scale, scale  # past the limit by an ulp at most: rounding takes it back
+        return formats.fp8_rounded(cut / scale), scale  # past the limit by an ulp at most: rounding takes it back
 
-    def _packed_activations(
-        self, tokens: torch.Tensor, q: QuantizedWeight
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if kernels.available():
-            from megatron_rl.quantization.kernels.activations import quantize_segments
-
-            return quantize_segments(tokens, power_of_two=self.powers_of_two)
-        scaled, scale = self._segments(tokens)
-        return formats.fp8_rounded(scaled).flatten(1).to(formats.FP8), scale[..., 0]
-
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None = None) -> torch.Tensor:
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
         """See `Recipe.round_trip`."""
         del ranks  # segments lie within one rank
-        scaled, scale = self._segments(x.reshape(-1, q.columns))
-        values = (formats.fp8_rounded(scaled) * scale).flatten(1)[:, : q.columns]
-        return values.to(x.dtype).view(x.shape)
+        codes, scale = self.activation_codes(x.reshape(-1, q.columns))
+        return (codes * scale).flatten(1)[:, : q.columns].to(x.dtype).view(x.shape)

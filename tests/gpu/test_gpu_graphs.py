@@ -23,7 +23,7 @@ from tests.support.tiny import tiny_config, tiny_policy
 pytestmark = pytest.mark.gpu
 
 SLOTS, LONGEST = 24, 48
-RECIPES = [name for name in RECIPES.names() if name not in ("none", "int4")]
+ON_GPU = [name for name in RECIPES.names() if name not in ("none", "int4")]
 SAMPLINGS = {"plain": {}, "greedy": {"greedy": True}, "filtered": {"top_k": 5, "top_p": 0.9, "temperature": 0.7}}
 
 
@@ -91,7 +91,7 @@ def test_a_replay_is_the_eager_step(one_rank, bf16, sampling, caplog):
     assert _captures(caplog) == 2, "one for each engine: graphs are kept between rollouts"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ON_GPU)
 def test_quantised_replays_see_a_requantisation(one_rank, recipe, caplog):
     chosen = RECIPES.get(recipe)
     problem = chosen.device_problem(torch.cuda.get_device_capability())

@@ -15,7 +15,7 @@ from tests.support.tiny import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.gpu
 
-RECIPES = [name for name in RECIPES.names() if name not in ("none", "int4")]
+ON_GPU = [name for name in RECIPES.names() if name not in ("none", "int4")]
 
 
 def _recipe(name: str):
@@ -33,18 +33,18 @@ def _random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 5, 17, 64, 300])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (200, 136), (3584, 3584)])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_the_product_is_that_of_the_dequantised_numbers(name: str, rows: int, columns: int, tokens: int):
     """bf16 output: 8 bits of mantissa, hence the tolerance."""
     recipe = _recipe(name)
     q = recipe.quantize(_random(rows, columns))
-    x, bias = _random(tokens, columns), _random(rows)
-    twin = recipe.round_trip(x.float(), q) @ recipe.dequantize(q).t() + bias.float()
-    error = (recipe.matmul(x, q, bias).float() - twin).norm() / twin.norm()
+    x = _random(tokens, columns)
+    twin = recipe.round_trip(x.float(), q) @ recipe.dequantize(q).t()
+    error = (recipe.matmul(x, q).float() - twin).norm() / twin.norm()
     assert error < 1e-2
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_a_captured_product_sees_a_refresh(name: str):
     recipe = _recipe(name)
     weight, x = _random(256, 256), _random(8, 256)
@@ -64,7 +64,7 @@ def test_a_captured_product_sees_a_refresh(name: str):
     assert torch.equal(captured, recipe.matmul(x, q))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_engine_and_emulation_agree(name: str, one_rank):
     """The engine's log-probs against the trainer's quantised forward pass, in bf16."""
     from megatron_rl.quantization.linears import QuantizedLinears
@@ -77,7 +77,7 @@ def test_engine_and_emulation_agree(name: str, one_rank):
     assert gap.mean() < 0.05
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_a_refresh_takes_no_memory(name: str, one_rank):
     from megatron_rl.quantization.linears import QuantizedLinears
 

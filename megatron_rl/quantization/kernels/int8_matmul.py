@@ -48,11 +48,10 @@ def int8_accumulators(codes: torch.Tensor, weight_codes: torch.Tensor) -> torch.
     """Exact int32 [M, N] ``codes weight_codes^T``, of int8 [M, K] and int8 [N, K].
 
     For layers split over ranks by rows: their accumulators are added up before any scale. Rows may have any
-    stride; K is at most 133,144. ValueError for other shapes and types.
+    stride, columns are adjacent; ValueError where K is above 133,144.
     """
-    _check_codes(codes, weight_codes)
     out = torch.empty(codes.shape[0], weight_codes.shape[0], dtype=torch.int32, device=codes.device)
-    _launch(codes, weight_codes, out)
+    _launch(codes, weight_codes, out, None, None)
     return out
 
 
@@ -61,102 +60,45 @@ def int8_matmul(
     weight_codes: torch.Tensor,
     scales: torch.Tensor,
     weight_scales: torch.Tensor,
-    bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T + bias``.
+    """``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``, one fp32 rounding an operation.
 
-    int8 ``codes`` [M, K] and ``weight_codes`` [N, K]; fp32 ``scales`` [M, 1] and ``weight_scales`` [N, 1];
-    ``bias`` [N] of a floating type. The epilogue is fp32, in the order written, one rounding an operation. To
-    leave out padding rows of the weight, pass slices. ValueError for other shapes and types.
+    Codes as of `int8_accumulators`; fp32 ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous. To leave out
+    padding rows of the weight, pass slices.
     """
-    _check_codes(codes, weight_codes)
-    rows, columns = codes.shape[0], weight_codes.shape[0]
-    for name, tensor, size in (("scales", scales, rows), ("weight_scales", weight_scales, columns)):
-        if tensor.shape != (size, 1) or tensor.dtype != torch.float32:
-            raise ValueError(f"{name} are {tensor.dtype} {list(tensor.shape)}; use float32 [{size}, 1]")
-    if bias is not None and (bias.shape != (columns,) or not bias.is_floating_point()):
-        raise ValueError(f"the bias is {bias.dtype} {list(bias.shape)}; use floating-point [{columns}]")
-    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    bias = None if bias is None else bias.contiguous()
-    _launch(codes, weight_codes, out, scales.contiguous(), weight_scales.contiguous(), bias)
+    out = torch.empty(codes.shape[0], weight_codes.shape[0], dtype=dtype, device=codes.device)
+    _launch(codes, weight_codes, out, scales, weight_scales)
     return out
-
-
-def _check_codes(codes: torch.Tensor, weight_codes: torch.Tensor) -> None:
-    for name, tensor in (("codes", codes), ("weight_codes", weight_codes)):
-        if tensor.dim() != 2 or tensor.dtype != torch.int8 or tensor.stride(1) != 1:
-            raise ValueError(
-                f"{name} are {tensor.dtype} {list(tensor.shape)} of stride {tensor.stride()}; "
-                "use int8 with two dimensions and adjacent columns"
-            )
-    if codes.shape[1] != weight_codes.shape[1]:
-        raise ValueError(
-            f"codes have {codes.shape[1]} columns and weight_codes {weight_codes.shape[1]}; "
-            "use the same padding for both"
-        )
-    if codes.shape[1] > MAX_COLUMNS:
-        raise ValueError(f"sums of {codes.shape[1]} products could overflow int32; use at most {MAX_COLUMNS} columns")
 
 
 def _launch(
     codes: torch.Tensor,
     weight_codes: torch.Tensor,
     out: torch.Tensor,
-    scales: torch.Tensor | None = None,
-    weight_scales: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None,
+    weight_scales: torch.Tensor | None,
 ) -> None:
     rows, columns, depth = *out.shape, codes.shape[1]
+    if depth > MAX_COLUMNS:
+        raise ValueError(f"sums of {depth} products could overflow int32; use at most {MAX_COLUMNS} columns")
     tiles = tiles_for(rows)
     if 0 in out.shape:
         return
     matmul_kernel[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
-        codes,
-        weight_codes,
-        out,
-        scales,
-        weight_scales,
-        bias,
-        rows,
-        columns,
-        depth,
-        codes.stride(0),
-        weight_codes.stride(0),
-        out.stride(0),
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        DEPTH=tiles.depth,
-        STEPS=triton.cdiv(depth, tiles.depth),
-        EVEN=depth % tiles.depth == 0,
-        GROUP=_GROUP,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        codes, weight_codes, out, scales, weight_scales, rows, columns, depth, codes.stride(0), weight_codes.stride(0),
+        out.stride(0), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, STEPS=triton.cdiv(depth, tiles.depth),
+        EVEN=depth % tiles.depth == 0, GROUP=_GROUP, num_warps=tiles.warps, num_stages=tiles.stages,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def matmul_kernel(
-    codes,
-    weight_codes,
-    out,
-    scales,
-    weight_scales,
-    bias,
-    rows,
-    columns,
-    depth,
-    code_stride,
-    weight_stride,
-    out_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STEPS: tl.constexpr,
-    EVEN: tl.constexpr,
+    codes, weight_codes, out, scales, weight_scales, rows, columns, depth, code_stride, weight_stride, out_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     """One program a tile ROWS x COLUMNS of ``out``; raw accumulators where ``scales`` is None.
 
     STEPS is a constant, hence a compilation a depth: Triton's interpreter cannot loop to a bound read at run time.
@@ -184,8 +126,6 @@ def matmul_kernel(
         by_row = tl.load(scales + row, mask=real_row, other=0.0)[:, None]
         by_column = tl.load(weight_scales + column, mask=real_column, other=0.0)[None, :]
         result = result.to(tl.float32) * by_row * by_column
-        if bias is not None:
-            result += tl.load(bias + column, mask=real_column, other=0.0).to(tl.float32)[None, :]
     place = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])
 

@@ -1,4 +1,6 @@
-"""The kernels that turn numbers into codes, and their launches: a program a row, or a block of 128 columns.
+"""Numbers to codes and scales in one pass: activations, and weights in buffers that keep their addresses.
+
+A program takes a row, or a block of 128 columns. The eager twin is `megatron_rl.quantization.formats`.
 
 Memory-bound, so each number is read once and stays in registers between its group's maximum and its code. All
 arithmetic is that of `formats`, in fp32: a division is `tl.div_rn`, because Triton's ``/`` is approximate on a
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 
 from megatron_rl.quantization import formats
+from megatron_rl.quantization.shapes import TILE
 
 MAX_COLUMNS = 65536
 """A row is held in the registers of one program; more would spill."""
@@ -26,7 +29,7 @@ def _bits_of(number: float) -> int:
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
-_TILE = tl.constexpr(formats.TILE)
+_TILE = tl.constexpr(TILE)
 _FLOOR_BITS = tl.constexpr(_bits_of(formats.AMAX_FLOOR))
 _INTEGER_MAGIC = tl.constexpr(1.5 * 2**23)
 """From 2^23 to 2^24 fp32 holds the integers: adding this rounds a small number to the nearest even one."""
@@ -83,19 +86,9 @@ def codes_of(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    values,
-    codes,
-    scales,
-    given_scales,
-    smoothing,
-    columns,
-    code_columns,
-    value_stride,
-    code_stride,
-    LARGEST: tl.constexpr,
-    INTEGER: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    values, codes, scales, given_scales, smoothing, columns, code_columns, value_stride, code_stride,
+    LARGEST: tl.constexpr, INTEGER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program a row, the whole row in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -113,28 +106,12 @@ def rows_kernel(
 
 # Strides of scales go with the number of tokens: kernels of their own for 1 and for multiples of 16 would be compiled
 # in the middle of a run.
-@triton.jit(
-    do_not_specialize=["rows", "code_rows", "scale_row_stride", "scale_column_stride", "given_row_stride"]
-)
+@triton.jit(do_not_specialize=["rows", "code_rows", "scale_row_stride", "scale_column_stride"])
 def blocks_kernel(
-    values,
-    codes,
-    scales,
-    given_scales,
-    rows,
-    columns,
-    code_rows,
-    code_columns,
-    value_stride,
-    code_stride,
-    scale_row_stride,
-    scale_column_stride,
-    given_row_stride,
-    LARGEST: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    values, codes, scales, rows, columns, code_rows, code_columns, value_stride, code_stride,
+    scale_row_stride, scale_column_stride,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """One program a block of ROWS x 128, with one scale if WHOLE, else a scale a row. E4M3 only."""
     block = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -150,26 +127,73 @@ def blocks_kernel(
         group = row
         real = row < rows
         amax_bits = tl.max(magnitude_bits(x), 1)[:, None]
-    if given_scales is not None:
-        scale = tl.load(given_scales + group * given_row_stride + tile, mask=real, other=1.0)
-    else:
-        scale = scale_of(amax_bits, LARGEST, POWER_OF_TWO)
+    scale = scale_of(amax_bits, LARGEST, POWER_OF_TWO)
     tl.store(scales + group * scale_row_stride + tile * scale_column_stride, scale, mask=real)
     written = (row < code_rows) & (column < code_columns)
     tl.store(codes + row * code_stride + column, codes_of(x, scale, LARGEST, False), mask=written)
 
 
-def launch_rows(
+def quantize_rows(
+    values: torch.Tensor,
+    code_type: torch.dtype,
+    *,
+    columns: int | None = None,
+    smoothing: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [T, columns] of ``code_type`` (int8 or float8_e4m3fn), and fp32 scales [T, 1], one a token.
+
+    ``values`` [T, K] bf16, fp16 or fp32, of any stride; K at most 65536, else ValueError. ``columns`` (K if None) pads
+    the codes with zeros to what a product wants. ``smoothing`` fp32 [K] divides the values first.
+    """
+    codes = torch.empty(values.shape[0], columns or values.shape[1], dtype=code_type, device=values.device)
+    scales = torch.empty(values.shape[0], 1, dtype=torch.float32, device=values.device)
+    _launch_rows(values, codes, scales, None, smoothing)
+    return codes, scales
+
+
+def quantize_segments(values: torch.Tensor, *, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 codes [T, S x 128] and fp32 scales [T, S], one a segment of 128 columns; S = ceil(K / 128).
+
+    ``values`` as of `quantize_rows`. Columns of codes from K on are zeros. ``power_of_two`` rounds the scales up. The
+    scales lie column by column (stride 1 along T), which is what cuBLAS takes without a copy.
+    """
+    rows, count = values.shape[0], triton.cdiv(values.shape[1], TILE)
+    codes = torch.empty(rows, count * TILE, dtype=formats.FP8, device=values.device)
+    scales = torch.empty(count, rows, dtype=torch.float32, device=values.device).t()
+    _launch_blocks(values, codes, scales, whole=False, power_of_two=power_of_two)
+    return codes, scales
+
+
+def requantize_rows(
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, given_scales: torch.Tensor | None = None
+) -> None:
+    """Write ``codes`` [>= N, >= K] (int8 or float8_e4m3fn) and fp32 ``scales`` [>= N, 1], one an output channel.
+
+    Nothing is allocated: a captured CUDA graph goes on reading the buffers. ``weight`` [N, K] as the values of
+    `quantize_rows`. ``given_scales`` fp32 [N, 1] (their amax was shared over ranks) are copied into ``scales``. Code
+    columns from K on become zeros, rows from N on stay.
+    """
+    _launch_rows(weight, codes, scales, given_scales, None)
+
+
+def requantize_tiles(
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, power_of_two: bool = False
+) -> None:
+    """Write E4M3 ``codes`` [>= N, >= K] and fp32 ``scales`` [ceil(N / 128), ceil(K / 128)], one a 128 x 128 tile.
+
+    As `requantize_rows`; ``codes`` reach at most to the end of the last tiles, where they become zeros. ``scales`` may
+    be a view of any strides.
+    """
+    _launch_blocks(weight, codes, scales, whole=True, power_of_two=power_of_two)
+
+
+def _launch_rows(
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    given_scales: torch.Tensor | None = None,
-    smoothing: torch.Tensor | None = None,
+    given_scales: torch.Tensor | None,
+    smoothing: torch.Tensor | None,
 ) -> None:
-    """Codes of ``values`` [R, K] into ``codes`` [>= R, >= K] and their scales into ``scales`` [>= R, 1].
-
-    Code columns from K on become zeros. Rows from R on stay as they are.
-    """
     rows, columns = values.shape
     values = _with_adjacent_columns(values)
     block = max(triton.next_power_of_2(codes.shape[1]), 16)
@@ -178,57 +202,24 @@ def launch_rows(
     if rows == 0 or codes.shape[1] == 0:
         return
     rows_kernel[(rows,)](
-        values,
-        codes,
-        scales,
-        given_scales,
-        smoothing,
-        columns,
-        codes.shape[1],
-        values.stride(0),
-        codes.stride(0),
-        LARGEST=LARGEST[codes.dtype],
-        INTEGER=codes.dtype == torch.int8,
-        BLOCK=block,
+        values, codes, scales, given_scales, smoothing, columns, codes.shape[1], values.stride(0), codes.stride(0),
+        LARGEST=LARGEST[codes.dtype], INTEGER=codes.dtype == torch.int8, BLOCK=block,
         num_warps=32 if block == MAX_COLUMNS else min(max(block // 1024, 1), 16),
-    )
+    )  # fmt: skip
 
 
-def launch_blocks(
-    values: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    whole: bool,
-    power_of_two: bool,
-    given_scales: torch.Tensor | None = None,
+def _launch_blocks(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, whole: bool, power_of_two: bool
 ) -> None:
-    """E4M3 codes of ``values`` [R, K] into ``codes`` [>= R, >= K], scales a segment or, if ``whole``, a tile.
-
-    Codes from K on, and from R on to the end of the last tile, become zeros.
-    """
     values = _with_adjacent_columns(values)
-    block_rows = formats.TILE if whole else _SEGMENT_ROWS
-    grid = triton.cdiv(codes.shape[0], block_rows), triton.cdiv(codes.shape[1], formats.TILE)
+    block_rows = TILE if whole else _SEGMENT_ROWS
+    grid = triton.cdiv(codes.shape[0], block_rows), triton.cdiv(codes.shape[1], TILE)
     if 0 in grid:
         return
     blocks_kernel[grid](
-        values,
-        codes,
-        scales,
-        given_scales,
-        *values.shape,
-        *codes.shape,
-        values.stride(0),
-        codes.stride(0),
-        *scales.stride(),
-        0 if given_scales is None else given_scales.stride(0),
-        LARGEST=formats.FP8_MAX,
-        POWER_OF_TWO=power_of_two,
-        WHOLE=whole,
-        ROWS=block_rows,
-        num_warps=8 if whole else 4,
-    )
+        values, codes, scales, *values.shape, *codes.shape, values.stride(0), codes.stride(0), *scales.stride(),
+        LARGEST=formats.FP8_MAX, POWER_OF_TWO=power_of_two, WHOLE=whole, ROWS=block_rows, num_warps=8 if whole else 4,
+    )  # fmt: skip
 
 
 def _with_adjacent_columns(values: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.quantization import formats
-from megatron_rl.quantization.recipe import Split
 from megatron_rl.quantization.recipes.fp8 import Fp8
+from megatron_rl.quantization.shapes import Split
 
 
 class Fp8Tensor(Fp8):
@@ -19,7 +19,7 @@ class Fp8Tensor(Fp8):
     name = "fp8_tensor"
     format = "fp8 e4m3, tensor x token"
     safer = "fp8"
-    _one_pass = False
+    one_pass = False
 
     def shares_amax(self, split: Split) -> bool:
         """All ranks hold parts of the one tensor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.quantization import formats
-from megatron_rl.quantization.recipe import QuantizedWeight, Ranks
+from megatron_rl.quantization.recipe import QuantizedWeight, TensorRanks
 from megatron_rl.quantization.rowwise import RowRecipe
 
 
@@ -19,25 +19,17 @@ class Int4(RowRecipe):
     safer = "int8"
     largest = formats.INT4_MAX
     code_type = torch.int8
-    _one_pass = False
+    one_pass = False
 
-    def matmul(
-        self,
-        x: torch.Tensor,
-        q: QuantizedWeight,
-        bias: torch.Tensor | None = None,
-        ranks: Ranks | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
         """See `Recipe.matmul`."""
         weight = q.codes[: q.rows, : q.columns].float() if q.operand is None else q.operand
         product = torch.matmul(x.reshape(-1, q.columns).float(), weight.t()) * q.scales[: q.rows].t()
         if ranks is not None:
             product = ranks.total(product)
-        if bias is not None:
-            product = product + bias
         return product.to(x.dtype).view(*x.shape[:-1], q.rows)
 
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: Ranks | None = None) -> torch.Tensor:
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
         """Unchanged."""
         del q, ranks
         return x

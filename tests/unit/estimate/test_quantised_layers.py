@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.quantization.names import skipped, unmatched_patterns
-from megatron_rl.quantization.storage import stored_bytes
+from megatron_rl.quantization.shapes import skipped, stored_bytes, unmatched_patterns
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megatron_rl.inference.memory import CacheResidency
 from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.platform.memory import DeviceMemory
-from megatron_rl.quantization.observe import observed
+from megatron_rl.quantization.audit import observed
 from megatron_rl.run import generation
 from megatron_rl.trainer import Optimization
 from megatron_rl.types import GenerationRequest

@@ -275,9 +275,7 @@ class TestExactSums:
         for through_floats in (True, False):
             monkeypatch.setattr(products, "needs_operand", lambda *_, answer=through_floats: answer)
             q = recipe.quantize(weight)
-            codes, _ = recipe._activation_codes(x, q, None)
-            if not through_floats:
-                codes = torch.nn.functional.pad(codes.to(torch.int8), (0, q.codes.shape[1] - columns))
+            codes, _ = recipe.activation_codes(x, q)
             accumulated.append(products.int8_accumulate(codes, q).to(torch.int64))
         whole = formats.integer_codes(x, formats.scale_of(formats.row_amax(x), 127.0)).long()
         exact = whole @ q.codes[:16, :columns].long().t()

@@ -1,0 +1,99 @@
+"""What can be quantised and how many bytes it takes, by names and shapes alone. No torch: the estimate needs it."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from megatron_rl.config import RLConfig
+
+Split = Literal["columns", "rows"]
+"""How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
+(``RowParallelLinear``), where each rank's product is a part of the sum."""
+TILE = 128
+_ALIGNED = 16
+"""Products of 8-bit codes want both dimensions in multiples of this."""
+_EDGE = re.compile(r"(first|last):(\d+)")
+
+
+def stored_shape(recipe: str, rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the codes of a weight [rows, columns]: rounded up to what the kernels want."""
+    multiple = TILE if recipe.startswith("fp8_block") else _ALIGNED
+    return -(-rows // multiple) * multiple, -(-columns // multiple) * multiple
+
+
+def stored_bytes(recipe: str, rows: int, columns: int) -> int:
+    """Bytes of the codes, a byte each, and the fp32 scales of a weight [rows, columns]; 0 for ``none``."""
+    if recipe == "none":
+        return 0
+    stored_rows, stored_columns = stored_shape(recipe, rows, columns)
+    codes = stored_rows * stored_columns
+    if recipe.startswith("fp8_block"):
+        return codes + 4 * (stored_rows // TILE) * (stored_columns // TILE)
+    smoothing = 4 * columns if recipe == "int8_smooth" else 0
+    return codes + 4 * stored_rows + smoothing
+
+
+def tile_problem(rows: int, columns: int, split: Split | None) -> str | None:
+    """Why tiles of a rank's part [rows, columns] of a weight would be other tiles than one rank's, if they would."""
+    size = columns if split == "rows" else rows
+    if split is None or size % TILE == 0:
+        return None
+    return f"a rank's part of {size} is no multiple of {TILE}, so its tiles would not be those of one rank"
+
+
+def skipped(name: str, patterns: Sequence[str], num_layers: int) -> bool:
+    """True if one of the patterns names the layer.
+
+    A pattern is a shell pattern (``layers.0.*``, ``*.linear_fc2``), ``first:N`` or ``last:N`` layers.
+    """
+    return any(_matches(name, pattern, num_layers) for pattern in patterns)
+
+
+def unmatched_patterns(patterns: Sequence[str], names: Iterable[str], num_layers: int) -> list[str]:
+    """The patterns that name none of the layers."""
+    names = list(names)
+    return [p for p in patterns if not any(_matches(name, p, num_layers) for name in names)]
+
+
+def _matches(name: str, pattern: str, num_layers: int) -> bool:
+    edge = _EDGE.fullmatch(pattern)
+    if edge is None:
+        return fnmatch.fnmatchcase(name, pattern)
+    index, count = int(name.split(".")[1]), int(edge[2])
+    return index < count if edge[1] == "first" else index >= num_layers - count
+
+
+def layer_problems(
+    config: RLConfig, recipe: str, shape_problem: Callable[[int, int, Split | None], str | None]
+) -> list[str]:
+    """One line for every pattern that names nothing, and for layers that ``recipe`` cannot quantise.
+
+    ``shape_problem``: (rows, columns, split) of a rank's part -> why it cannot be quantised like the whole, or None.
+    """
+    linears, patterns = config.layout().linears, config.quantization.rl_quantization_skip
+    names = [linear.name for linear in linears]
+    problems = [
+        f"--rl-quantization-skip {pattern} matches no linear layer; they are named like {names[0]} or {names[-1]}, "
+        "and first:N and last:N skip whole layers"
+        for pattern in unmatched_patterns(patterns, names, config.model.num_layers)
+    ]
+    kept = [linear for linear in linears if not skipped(linear.name, patterns, config.model.num_layers)]
+    if not kept:
+        problems.append(
+            f"--rl-quantization-skip {' '.join(patterns)} leaves no layer to quantise; use --rl-rollout-quantization "
+            "none for unquantised rollouts"
+        )
+    parts = config.parallel.tensor_model_parallel_size
+    for linear in kept:
+        split: Split | None = None if parts == 1 else "rows" if linear.kind == "row" else "columns"
+        problem = shape_problem(linear.rows // linear.blocks, linear.columns, split)
+        if problem is not None:
+            problems.append(
+                f"--rl-rollout-quantization {recipe} with --tensor-model-parallel-size {parts}: {linear.name}: "
+                f"{problem}; use fp8 or int8, or another tensor-parallel size"
+            )
+            break  # the other layers have the same shapes
+    return problems
