@@ -1,7 +1,7 @@
 """What an advantage, a loss and a correction look like: their settings, results and signatures.
 
 An extension is one file in ``advantages/``, ``losses/`` or ``corrections/`` with a function ``compute`` of
-the signature below; ``discovery`` finds it by its file name, nothing is registered.
+the signature below; ``megatron_rl.registry`` finds it by its file name.
 
 Shapes: ``[T]`` packed tokens, ``[B]`` samples. Log-probs are fp32 and sit at their token's index.
 """

@@ -5,8 +5,7 @@ attends. One file a backend, in `backends/`, computes the product itself; `selec
 """
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is imported)
-from megatron_rl.attention.plan import AttentionPlan, PackedPlan
-from megatron_rl.attention.rope import RopeTable
+from megatron_rl.attention.plan import AttentionPlan, PackedPlan, RopeTable
 from megatron_rl.attention.selection import Attention, choose, facts_of
 from megatron_rl.attention.self_attention import PlannedSelfAttention
 

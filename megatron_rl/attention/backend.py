@@ -15,9 +15,6 @@ import torch
 
 from megatron_rl.attention.kv_numbers import KVNumbers
 
-Layout = Literal["slots", "pages"]
-"""``slots``: slot ``s`` is a stretch of memory of its own. ``pages``: a table says where its pieces lie."""
-
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -39,34 +36,6 @@ class Numbers:
     """Of the KV cache."""
     width: int
     """Of a head."""
-
-
-def fits(device: DeviceFacts, numbers: Numbers) -> str | None:
-    """For kernels that take whatever numbers there are."""
-    del device, numbers
-    return None
-
-
-def half_precision_only(numbers: Numbers) -> str | None:
-    """For flash kernels."""
-    if numbers.dtype in (torch.bfloat16, torch.float16):
-        return None
-    return "computes in 16 bits only (--bf16)"
-
-
-def unfit_for_flash(device: DeviceFacts, numbers: Numbers) -> str | None:
-    """What flash kernels do not take, whoever ships them."""
-    del device
-    if numbers.width > 256 or numbers.width % 8:
-        return f"takes heads of up to 256 numbers in multiples of 8, not of {numbers.width}"
-    return half_precision_only(numbers)
-
-
-def unfit_for_flash_cache(device: DeviceFacts, numbers: Numbers) -> str | None:
-    """The same over a KV cache."""
-    if numbers.stored != numbers.dtype:
-        return "reads a KV cache in the model's own numbers only (--rl-kv-cache-dtype auto)"
-    return unfit_for_flash(device, numbers)
 
 
 class KVCache(Protocol):
@@ -108,6 +77,10 @@ class NewTokens:
     """No sequence is longer than this after them."""
 
 
+def anywhere(device: DeviceFacts, numbers: Numbers | None = None) -> None:
+    """No problem: for what runs on every device, with whatever numbers there are."""
+
+
 @dataclass(frozen=True)
 class PackedKernel:
     """Causal self-attention within each sequence of a packed batch; differentiable."""
@@ -116,7 +89,7 @@ class PackedKernel:
     """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64) -> what all layers share."""
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """(query [T, 1, heads, D], key and value [T, 1, groups, D], prepared) -> [T, 1, heads * D]."""
-    unfit: Callable[[DeviceFacts, Numbers], str | None] = fits
+    unfit: Callable[[DeviceFacts, Numbers], str | None] = anywhere
     """Why it cannot compute with those numbers, in words that follow its name; None if it can."""
 
 
@@ -124,9 +97,8 @@ class PackedKernel:
 class CacheKernel:
     """Attention over the KV cache. New keys and values are in the cache before it is asked."""
 
-    layout: Layout
-    page_multiple: int
-    """The page length must be a multiple of it; 1 for slots."""
+    layout: Literal["slots", "pages"]
+    """``slots``: slot ``s`` is a stretch of memory of its own. ``pages``: a table says where its pieces lie."""
     prepare_decode: Callable[[KVCache, torch.Tensor, int], Any]
     """(cache, positions [N] of the new tokens in slots 0..N-1, key_length above all of them) -> shared by layers."""
     decode: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
@@ -140,9 +112,11 @@ class CacheKernel:
     prepare_burst: Callable[[KVCache, torch.Tensor, int], Iterator[Any]] | None = None
     """`prepare_decode` for positions [k, N] of k steps, each one further than the last, where that is cheaper. A
     step's result is used up before the next one is asked for."""
+    page_multiple: int = 1
+    """The page length must be a multiple of it."""
     page_length: int = 64
     """Tokens a page unless asked otherwise."""
-    unfit: Callable[[DeviceFacts, Numbers], str | None] = fits
+    unfit: Callable[[DeviceFacts, Numbers], str | None] = anywhere
     """As `PackedKernel.unfit`."""
 
     def plans(self, cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[Any]:
@@ -167,3 +141,8 @@ class Backend:
     packed_rank: int = 0
     """The automatic choice takes the highest rank of those that can run; 0 is never taken automatically."""
     cache_rank: int = 0
+
+    @property
+    def parts(self) -> list[PackedKernel | CacheKernel]:
+        """What it computes."""
+        return [part for part in (self.packed, self.cache) if part is not None]

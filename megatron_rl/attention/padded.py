@@ -1,4 +1,8 @@
-"""Packed tokens as padded rows, for kernels that know rows only."""
+"""Packed tokens as padded rows, for kernels that know rows only; similar lengths are padded together.
+
+One set of padded rows is as long as the longest sequence. Of a rollout's samples, half are often a quarter as long,
+and their padding was most of the attention's work.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.attention.product import FEWEST_KEYS
+
+BUCKET_CELLS = 8192
+"""Cells of rows x keys that must be saved to pay for one more call. A cell of four heads takes 0.04 us of a CPU in
+both passes; of the operations around a call 0.3 ms are assumed. 4,096 to 32,768 did not differ measurably."""
+CUDA_BUCKET_CELLS = 2**20
+"""The same on a GPU, where a cell costs next to nothing and a call some thirty launches: reckoned, not measured."""
+MAX_BORDERS = 32
+"""Places between two sequences that are looked at; more would cost more time than they save."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,8 @@ class PaddedRows:
     """[B * longest] int64: packed index of each cell; 0 where the cell is padding."""
     scatter: torch.Tensor
     """[T] int64: cell of each packed token."""
+    is_full: bool
+    """No cell is padding: nothing is gathered and nothing scattered."""
 
     @classmethod
     def build(cls, lengths: Sequence[int], cu_seqlens: torch.Tensor, offsets: torch.Tensor) -> PaddedRows:
@@ -43,14 +57,68 @@ class PaddedRows:
             cu_seqlens[1:].long() - starts,
             output_size=offsets.numel(),  # given, so that the size is not read from the device
         )
-        return cls(count, longest, gather, row_of_token * longest + offsets)
+        is_full = all(length == longest for length in lengths)
+        return cls(count, longest, gather, row_of_token * longest + offsets, is_full)
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """``[T, 1, H, D]`` -> ``[B, H, longest, D]``."""
-        cells = packed[:, 0].index_select(0, self.gather)
+        cells = packed if self.is_full else packed[:, 0].index_select(0, self.gather)
         return cells.view(self.count, self.longest, *packed.shape[2:]).transpose(1, 2)
 
     def unpad(self, rows: torch.Tensor) -> torch.Tensor:
         """``[B, H, longest, D]`` -> ``[T, 1, H * D]``."""
         cells = rows.transpose(1, 2).reshape(self.count * self.longest, -1)
-        return cells.index_select(0, self.scatter)[:, None]
+        return (cells if self.is_full else cells.index_select(0, self.scatter))[:, None]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Neighbouring sequences of a packed batch, padded together.
+
+    Worked example, lengths (6, 5, 2, 2): `packing.bins.pack` puts the longest first::
+
+        one set of rows             4 rows of 6
+        buckets (6, 5) and (2, 2)   2 rows of 6, 2 rows of 2
+    """
+
+    rows: tuple[PaddedRows, ...]
+    tokens: tuple[int, ...]
+    """Packed tokens of each bucket."""
+
+    @classmethod
+    def build(cls, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> Buckets:
+        """See `PackedKernel.prepare`."""
+        borders = cheapest_borders(lengths, CUDA_BUCKET_CELLS if position_ids.is_cuda else BUCKET_CELLS)
+        first, tokens, rows = 0, [], []
+        for start, end in zip(borders, borders[1:], strict=False):
+            tokens.append(sum(lengths[start:end]))
+            positions = position_ids[first : first + tokens[-1]]
+            rows.append(PaddedRows.build(lengths[start:end], cu_seqlens[start : end + 1] - first, positions))
+            first += tokens[-1]
+        return cls(tuple(rows), tuple(tokens))
+
+
+def cheapest_borders(lengths: Sequence[int], bucket_cells: int) -> list[int]:
+    """Where to cut ``lengths``: ``[0, .., len(lengths)]`` with the least padded work.
+
+    Sequences stay in their order, so it pays where similar lengths are neighbours. A bucket costs
+    ``rows x longest^2 + bucket_cells``; the best cuts among up to `MAX_BORDERS` places where the length changes.
+    """
+    places = [i for i in range(1, len(lengths)) if lengths[i] != lengths[i - 1]]
+    stride = -(-len(places) // MAX_BORDERS) or 1
+    borders = [0, *places[::stride], len(lengths)]
+    longest = [max(lengths[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+    cost, cut_before = [0.0], [0]
+    for end in range(1, len(borders)):
+        widest, best = FEWEST_KEYS, (float("inf"), 0)
+        for start in range(end - 1, -1, -1):
+            widest = max(widest, longest[start])
+            work = (borders[end] - borders[start]) * widest**2 + bucket_cells
+            best = min(best, (cost[start] + work, start))
+        cost.append(best[0])
+        cut_before.append(best[1])
+    chosen, place = [], len(borders) - 1
+    while place:
+        chosen.append(borders[place])
+        place = cut_before[place]
+    return [0, *reversed(chosen)]

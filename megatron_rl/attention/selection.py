@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
@@ -13,7 +15,6 @@ from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.registry import BACKENDS
 
 AUTO = "auto"
-Kernel = PackedKernel | CacheKernel
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
@@ -61,50 +62,31 @@ def choose(
     Raises:
         ConfigError: there is no such backend, the device lacks it, or it does not take the model's numbers.
     """
-    if asked != AUTO:
-        backend = BACKENDS.get(asked)
-        parts = [part for part in (backend.packed, backend.cache) if part is not None]
-        unfit = (_unfit(part, device, numbers) for part in parts)
-        problem = backend.problem(device) or next(filter(None, unfit), None) or faults.get(asked)
-        if problem is not None:
-            others = _usable(device, numbers, faults)
-            text = f"--attention-backend {asked} {problem}; use auto, or {others}"
-            raise ConfigError([Problem("--attention-backend", text)])
-    refused: list[str] = []
+    backends = [BACKENDS.get(name) for name in BACKENDS.names()]
+    wanted = None if asked == AUTO else BACKENDS.get(asked)
 
-    def pick(part: Callable[[Backend], Kernel | None], rank: Callable[[Backend], int]) -> Backend:
-        if asked != AUTO and part(BACKENDS.get(asked)) is not None:
-            return BACKENDS.get(asked)
-        candidates = [backend for backend in map(BACKENDS.get, BACKENDS.names()) if part(backend) and rank(backend)]
-        for backend in sorted(candidates, key=rank, reverse=True):
-            problem = backend.problem(device) or _unfit(part(backend), device, numbers) or faults.get(backend.name)
-            if problem is None:
+    def problem(backend: Backend, parts: Sequence[PackedKernel | CacheKernel]) -> str | None:
+        unfit = (part.unfit(device, numbers) for part in parts if numbers is not None)
+        return backend.problem(device) or next(filter(None, unfit), None) or faults.get(backend.name)
+
+    if wanted is not None and (fault := problem(wanted, wanted.parts)) is not None:
+        others = ", ".join(backend.name for backend in backends if problem(backend, backend.parts) is None)
+        text = f"--attention-backend {asked} {fault}; use auto, or {others}"
+        raise ConfigError([Problem("--attention-backend", text)])
+    refused: dict[str, None] = {}
+
+    def pick(part: Literal["packed", "cache"]) -> Backend:
+        if wanted is not None and getattr(wanted, part) is not None:
+            return wanted
+        rank = operator.attrgetter(f"{part}_rank")
+        for backend in sorted(filter(rank, backends), key=rank, reverse=True):
+            fault = problem(backend, [getattr(backend, part)])
+            if fault is None:
                 return backend
-            refused.append(f"{backend.name} {problem}")
+            refused[f"{backend.name} {fault}"] = None
         raise ConfigError([f"no attention backend runs on {device.type}: {'; '.join(refused)}"])
 
-    packed = pick(lambda b: b.packed, lambda b: b.packed_rank)
-    cache = pick(lambda b: b.cache, lambda b: b.cache_rank)
-    return Attention(packed.name, packed.packed, cache.name, cache.cache, _reason(asked, packed, cache, refused))
-
-
-def _unfit(part: Kernel, device: DeviceFacts, numbers: Numbers | None) -> str | None:
-    return None if numbers is None else part.unfit(device, numbers)
-
-
-def _reason(asked: str, packed: Backend, cache: Backend, refused: Iterable[str]) -> str:
-    why = "the fastest present" if asked == AUTO else f"--attention-backend {asked}"
-    missing = "; ".join(dict.fromkeys(refused))
-    return (
-        f"attention: {packed.name} for packed batches, {cache.name} over the KV cache ({why}"
-        + (f"; {missing})" if missing else ")")
-    )
-
-
-def _usable(device: DeviceFacts, numbers: Numbers | None, faults: Mapping[str, str]) -> str:
-    def runs(backend: Backend) -> bool:
-        parts = (part for part in (backend.packed, backend.cache) if part is not None)
-        unfit = any(_unfit(part, device, numbers) for part in parts)
-        return backend.problem(device) is None and not unfit and backend.name not in faults
-
-    return ", ".join(name for name in BACKENDS.names() if runs(BACKENDS.get(name)))
+    packed, cache = pick("packed"), pick("cache")
+    why = "; ".join(["the fastest present" if wanted is None else f"--attention-backend {asked}", *refused])
+    reason = f"attention: {packed.name} for packed batches, {cache.name} over the KV cache ({why})"
+    return Attention(packed.name, packed.packed, cache.name, cache.cache, reason)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens
+from megatron_rl.attention.backend import Backend, CacheKernel, KVCache, NewTokens, anywhere
 from megatron_rl.attention.padded import PaddedRows
 from megatron_rl.attention.product import attend_heads, attend_one_token, hide_later_keys
 
@@ -56,21 +56,4 @@ def _gathered(cache: KVCache, layer: int, pages: torch.Tensor) -> tuple[torch.Te
     return cache.numbers.unpack(layer, *stored)
 
 
-def _problem(device: DeviceFacts) -> str | None:
-    del device
-    return None
-
-
-BACKEND = Backend(
-    name="paged",
-    problem=_problem,
-    packed=None,
-    cache=CacheKernel(
-        layout="pages",
-        page_multiple=1,
-        prepare_decode=_prepare_decode,
-        decode=_decode,
-        prepare_extend=_prepare_extend,
-        extend=_extend,
-    ),
-)
+BACKEND = Backend("paged", anywhere, None, CacheKernel("pages", _prepare_decode, _decode, _prepare_extend, _extend))

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as functional
 
-from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens, PackedKernel
-from megatron_rl.attention.buckets import Buckets
-from megatron_rl.attention.padded import PaddedRows
+from megatron_rl.attention.backend import Backend, CacheKernel, KVCache, NewTokens, PackedKernel, anywhere
+from megatron_rl.attention.padded import Buckets, PaddedRows
 from megatron_rl.attention.product import attend_heads, attend_one_token, hide_later_keys
 
 EXPLICIT_LENGTH = 256
@@ -101,24 +100,11 @@ def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: _Extend) -> t
     return plan.rows.unpad(attend_heads(plan.rows.pad(query), *read, plan.mask))
 
 
-def _problem(device: DeviceFacts) -> str | None:
-    del device
-    return None
-
-
 BACKEND = Backend(
     name="sdpa",
-    problem=_problem,
+    problem=anywhere,
     packed=PackedKernel(Buckets.build, packed_attention),
-    cache=CacheKernel(
-        layout="slots",
-        page_multiple=1,
-        prepare_decode=_prepare_decode,
-        decode=_decode,
-        prepare_extend=_prepare_extend,
-        extend=_extend,
-        prepare_burst=_prepare_burst,
-    ),
+    cache=CacheKernel("slots", _prepare_decode, _decode, _prepare_extend, _extend, prepare_burst=_prepare_burst),
     packed_rank=1,
     cache_rank=1,
 )

@@ -5,30 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.attention.backend import Backend, DeviceFacts, Numbers, PackedKernel, half_precision_only
+from megatron_rl.attention.backend import Backend, DeviceFacts, PackedKernel
+from megatron_rl.attention.flash_library import Borders, borders_of, half_precision_only
 
 _LIBRARY = "transformer_engine"
 
 
-@dataclass(frozen=True)
-class _Packed:
-    cu_seqlens: torch.Tensor
-    longest: int
-
-
-def _prepare(lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> _Packed:
-    del position_ids
-    return _Packed(cu_seqlens, max(lengths))
-
-
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _Packed) -> torch.Tensor:
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Borders) -> torch.Tensor:
     heads, width, groups = query.shape[2], query.shape[3], key.shape[2]
-    out = _attention(heads, groups, width)(
+    out = attention_module(heads, groups, width)(
         query[:, 0].contiguous(), key[:, 0].contiguous(), value[:, 0].contiguous(),
         cu_seqlens_q=plan.cu_seqlens, cu_seqlens_kv=plan.cu_seqlens,
         max_seqlen_q=plan.longest, max_seqlen_kv=plan.longest,
@@ -37,7 +25,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _
 
 
 @functools.cache
-def _attention(heads: int, groups: int, width: int) -> torch.nn.Module:
+def attention_module(heads: int, groups: int, width: int) -> torch.nn.Module:
     """It has no parameters; all layers share it."""
     return importlib.import_module(f"{_LIBRARY}.pytorch").DotProductAttention(
         num_attention_heads=heads,
@@ -57,9 +45,4 @@ def _problem(device: DeviceFacts) -> str | None:
     return None
 
 
-def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:
-    del device
-    return half_precision_only(numbers)
-
-
-BACKEND = Backend(name="te", problem=_problem, packed=PackedKernel(_prepare, _attend, unfit=_unfit), cache=None)
+BACKEND = Backend("te", _problem, PackedKernel(borders_of, _attend, half_precision_only), cache=None)

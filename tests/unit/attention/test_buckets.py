@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.attention import buckets
+from megatron_rl.attention import padded
 from megatron_rl.attention.backends.sdpa import packed_attention
-from megatron_rl.attention.buckets import BUCKET_CELLS, Buckets, FullRows, cheapest_borders
-from megatron_rl.attention.padded import PaddedRows
+from megatron_rl.attention.padded import BUCKET_CELLS, Buckets, PaddedRows, cheapest_borders
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -56,29 +55,29 @@ def test_many_lengths_are_looked_at_in_steps() -> None:
     lengths = list(range(2000, 0, -1))
     found = cheapest_borders(lengths, BUCKET_CELLS)
     assert sorted(set(found)) == found and found[-1] == 2000
-    assert 3 < len(found) <= buckets.MAX_BORDERS + 2
+    assert 3 < len(found) <= padded.MAX_BORDERS + 2
     assert work(lengths, tuple(found)) < work(lengths, (0, 2000)) / 2
 
 
 @pytest.mark.parametrize(
-    ("lengths", "kinds"),
+    ("lengths", "full"),
     [
         ([40, 33, 33, 9, 3, 1], None),
         ([3, 40, 2, 1], None),
-        ([20, 20, 20], [FullRows]),
-        ([20, 20, 18, 18], [FullRows, FullRows]),
-        ([9, 9], [PaddedRows]),  # filled up to the fewest keys of a product
+        ([20, 20, 20], [True]),
+        ([20, 20, 18, 18], [True, True]),
+        ([9, 9], [False]),  # filled up to the fewest keys of a product
     ],
 )
 def test_same_bits_as_one_set_of_rows(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[int], kinds: list[type] | None
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], full: list[bool] | None
 ) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     offsets = torch.cat([torch.arange(length) for length in lengths])
     whole = Buckets((PaddedRows.build(lengths, cu_seqlens, offsets),), (sum(lengths),))
-    monkeypatch.setattr(buckets, "BUCKET_CELLS", 1)
+    monkeypatch.setattr(padded, "BUCKET_CELLS", 1)
     bucketed = buckets_of(lengths)
-    assert kinds is None or [type(rows) for rows in bucketed.rows] == kinds
+    assert full is None or [rows.is_full for rows in bucketed.rows] == full
     assert sum(bucketed.tokens) == sum(lengths)
     generator = torch.Generator().manual_seed(7)
     fused = torch.randn(sum(lengths), 1, GROUPS, (HEADS // GROUPS + 2) * WIDTH, generator=generator)

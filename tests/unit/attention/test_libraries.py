@@ -39,10 +39,10 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     }
     installed = modules[request.param]
     monkeypatch.setitem(sys.modules, installed.__name__, installed)
-    monkeypatch.setattr(flash, "_installed", lambda: installed.__name__)
-    te._attention.cache_clear()
+    monkeypatch.setattr(flash, "installed", lambda: installed.__name__)
+    te.attention_module.cache_clear()
     yield BACKENDS.get("flash" if "flash" in name else name[0])
-    te._attention.cache_clear()
+    te.attention_module.cache_clear()
 
 
 def test_packed(backend: Backend) -> None:
@@ -74,7 +74,7 @@ def test_cache(backend: Backend, lengths: list[int]) -> None:
 
 def test_the_stand_in_has_the_signature_of_torch() -> None:
     """Where torch has the paged kernel, ours is called as it wants to be."""
-    if not varlen._is_paged():
+    if not varlen.is_paged():
         pytest.skip("needs torch 2.13 or later")
     import inspect
 
@@ -112,15 +112,15 @@ def test_the_automatic_choice(
     monkeypatch: pytest.MonkeyPatch, installed: str | None, device: DeviceFacts, numbers: Numbers, packed, cache
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(flash, "_installed", lambda: installed)
-    monkeypatch.setattr(varlen, "_is_paged", lambda: True)
+    monkeypatch.setattr(flash, "installed", lambda: installed)
+    monkeypatch.setattr(varlen, "is_paged", lambda: True)
     chosen = choose("auto", device, numbers)
     assert (chosen.packed_name, chosen.cache_name) == (packed, cache)
 
 
 def test_without_varlen_and_flash_sdpa_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: None)
-    monkeypatch.setattr(varlen, "_is_paged", lambda: False)
+    monkeypatch.setattr(flash, "installed", lambda: None)
+    monkeypatch.setattr(varlen, "is_paged", lambda: False)
     chosen = choose("auto", HOPPER, BF16)
     assert (chosen.packed_name, chosen.cache_name) == ("sdpa", "triton_paged")
     assert "flash needs flash-attn, which is not installed; varlen needs torch 2.13 or later" in chosen.reason
@@ -138,8 +138,8 @@ def test_without_varlen_and_flash_sdpa_trains(monkeypatch: pytest.MonkeyPatch) -
 def test_what_a_kernel_does_not_take_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, numbers: Numbers, why: str
 ) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: "flash_attn")
-    monkeypatch.setattr(varlen, "_is_paged", lambda: True)
+    monkeypatch.setattr(flash, "installed", lambda: "flash_attn")
+    monkeypatch.setattr(varlen, "is_paged", lambda: True)
     with pytest.raises(ConfigError) as refused:
         choose(name, HOPPER, numbers)
     (line,) = refused.value.lines

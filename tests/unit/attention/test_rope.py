@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.attention.rope import RopeTable, rotate
+from megatron_rl.attention.plan import RopeTable, rotate
 from megatron_rl.parallel import ParallelGroups
 from tests.support.tiny import tiny_config, tiny_policy
 

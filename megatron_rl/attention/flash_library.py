@@ -1,0 +1,110 @@
+"""Flash kernels that others ship, over packed batches and over a cache in pages of 256 tokens.
+
+What `backends.flash` and `backends.varlen` share: their plans, and what such kernels do not take. An adapter calls
+its library in two places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens, Numbers, PackedKernel
+
+_PAGES = 256
+"""They take pages of a multiple of it."""
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Of sequences laid end to end."""
+
+    cu_seqlens: torch.Tensor
+    """[S + 1] int32."""
+    longest: int
+
+
+@dataclass(frozen=True)
+class Paged(Borders):
+    """New tokens of S sequences, and where each one's pages lie."""
+
+    table: torch.Tensor
+    """[S, pages] int32."""
+    key_lengths: torch.Tensor
+    """[S] int32, the new tokens included."""
+    key_length: int
+    """No sequence is longer."""
+
+
+def flash_backend(
+    name: str,
+    absent: Callable[[], str | None],
+    packed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders], torch.Tensor],
+    paged: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Paged], torch.Tensor],
+    ranks: tuple[int, int],
+) -> Backend:
+    """A backend of one library.
+
+    ``absent`` says why it is not there. The others take and give [T, heads, D]; ``packed`` with keys and values as the
+    query, ``paged`` with [pages, page_length, groups, D].
+    """
+
+    def problem(device: DeviceFacts) -> str | None:
+        if device.type != "cuda":
+            return "needs a CUDA device"
+        if device.capability is not None and device.capability < (8, 0):
+            return "needs a GPU of capability 8.0 or later"
+        return absent()
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Borders) -> torch.Tensor:
+        return packed(query[:, 0], key[:, 0], value[:, 0], plan).flatten(1)[:, None]
+
+    def attend_cached(query: torch.Tensor, cache: KVCache, layer: int, plan: Paged) -> torch.Tensor:
+        return paged(query[:, 0], cache.keys[layer], cache.values[layer], plan).flatten(1)[:, None]
+
+    cache = CacheKernel(
+        "pages", _prepare_decode, attend_cached, _prepare_extend, attend_cached, page_multiple=_PAGES,
+        page_length=_PAGES, needs_key_length=False, unfit=_unfit_for_cache,
+    )  # fmt: skip
+    return Backend(name, problem, PackedKernel(borders_of, attend, _unfit), cache, *ranks)
+
+
+def borders_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> Borders:
+    """See `PackedKernel.prepare`."""
+    del position_ids
+    return Borders(cu_seqlens, max(lengths))
+
+
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> Paged:
+    del key_length
+    rows = positions.shape[0]
+    borders = torch.arange(rows + 1, dtype=torch.int32, device=positions.device)
+    return Paged(borders, 1, cache.table[:rows], (positions + 1).int(), cache.max_length)
+
+
+def _prepare_extend(cache: KVCache, new: NewTokens) -> Paged:
+    last = new.position_ids.index_select(0, new.cu_seqlens[1:].long() - 1)
+    table = cache.table.index_select(0, new.slots)
+    return Paged(new.cu_seqlens, max(new.lengths), table, (last + 1).int(), new.key_length)
+
+
+def half_precision_only(device: DeviceFacts, numbers: Numbers) -> str | None:
+    """See `PackedKernel.unfit`."""
+    del device
+    if numbers.dtype in (torch.bfloat16, torch.float16):
+        return None
+    return "computes in 16 bits only (--bf16)"
+
+
+def _unfit(device: DeviceFacts, numbers: Numbers) -> str | None:
+    if numbers.width > 256 or numbers.width % 8:
+        return f"takes heads of up to 256 numbers in multiples of 8, not of {numbers.width}"
+    return half_precision_only(device, numbers)
+
+
+def _unfit_for_cache(device: DeviceFacts, numbers: Numbers) -> str | None:
+    if numbers.stored != numbers.dtype:
+        return "reads a KV cache in the model's own numbers only (--rl-kv-cache-dtype auto)"
+    return _unfit(device, numbers)
