@@ -16,7 +16,6 @@ kill at any moment leaves the previous checkpoint as it was.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -24,7 +23,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.checkpoint.manifest import sync, verify, write_manifest, write_synced
+from megatron_rl.atomic import move_into_place, remove, write_text_atomic
+from megatron_rl.checkpoint.manifest import verify, write_manifest
 from megatron_rl.checkpoint.torch_files import is_foreign, tensor_size, unread_format
 from megatron_rl.errors import CheckpointError
 
@@ -199,18 +199,7 @@ def commit(root: Path, step: int, start: str = "", is_best: bool = False, naming
     """
     source, target = temporary_directory(root, step, start, naming), step_directory(root, step, naming)
     write_manifest(source, step)
-    replaced = target.with_name(target.name + ".replaced.tmp")
-    if target.exists():  # the same step saved again
-        remove(replaced)
-        os.replace(target, replaced)
-    try:
-        os.replace(source, target)
-    except OSError:
-        if replaced.exists():
-            os.replace(replaced, target)
-        raise
-    sync(root)
-    remove(replaced)
+    move_into_place(source, target)
     _point(root, naming.pointer, naming.pointer_names.format(step))
     if is_best:
         _point(root, _BEST, target.name)
@@ -219,11 +208,8 @@ def commit(root: Path, step: int, start: str = "", is_best: bool = False, naming
 
 def _point(root: Path, name: str, target: str) -> None:
     """``latest`` and ``best`` are for people: the checkpoint counts without them."""
-    pointer = root / (name + ".tmp")
     try:
-        write_synced(pointer, target + "\n")
-        os.replace(pointer, root / name)
-        sync(root)
+        write_text_atomic(root / name, target + "\n", durable=True)
     except OSError as error:
         logger.warning("%s does not name %s (%s); no resume needs it", root / name, target, error.strerror)
 
@@ -236,15 +222,6 @@ def best_checkpoint(root: Path) -> Path | None:
         return None
     is_one = _STEP_NAME.fullmatch(name) is not None and (root / name).is_dir()
     return root / name if is_one else None
-
-
-def remove(path: Path) -> None:
-    """Delete whatever lies there, as far as that is possible."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
 
 
 def remove_old(root: Path, keep: int) -> None:

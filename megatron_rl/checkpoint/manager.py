@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from megatron_rl.atomic import remove
 from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.attempt import SaveAttempt
 from megatron_rl.checkpoint.background import BackgroundSave
@@ -19,7 +20,6 @@ from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
     newest_valid,
-    remove,
     remove_old,
     set_aside_newer,
     step_entries,

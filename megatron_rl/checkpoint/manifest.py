@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_rl.atomic import sync_tree
 from megatron_rl.errors import CheckpointError
 from megatron_rl.json_text import parse_json
 
@@ -27,10 +27,8 @@ def write_manifest(directory: Path, step: int) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     names = [str(path.relative_to(directory)) for path in files]
     manifest = dict(zip(names, _checksums(files), strict=True))
-    write_synced(directory / FILE_NAME, json.dumps({"step": step, "files": manifest}, indent=1))
-    for path in files:
-        sync(path)
-    sync(directory)
+    (directory / FILE_NAME).write_text(json.dumps({"step": step, "files": manifest}, indent=1))
+    sync_tree(directory)
 
 
 def verify(directory: Path, contents: bool = True) -> None:
@@ -75,21 +73,6 @@ def _read(directory: Path) -> dict[str, str]:
     if name is not None and int(name[1]) != step:
         raise CheckpointError(f"checkpoint file {str(path)!r} is damaged: it is that of step {step}")
     return files
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write ``text`` and wait until the disk has it."""
-    path.write_text(text)
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checksums(paths: Sequence[Path]) -> list[str]:

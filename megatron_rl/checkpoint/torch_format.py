@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_rl.atomic import sync
 from megatron_rl.checkpoint.attempt import SaveAttempt
-from megatron_rl.checkpoint.manifest import sync
 from megatron_rl.checkpoint.optimizer_state import load_state, make_room
 from megatron_rl.checkpoint.run_state import RunState, read_run_state
 from megatron_rl.checkpoint.torch_files import (

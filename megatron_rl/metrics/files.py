@@ -1,25 +1,15 @@
-"""Small files written whole or not at all, and values made fit for strict JSON."""
+"""JSON files written whole or not at all, and values made fit for strict JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Set
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one, never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # Model output may hold lone surrogates, which UTF-8 refuses; a record must not fail on them.
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+from megatron_rl.atomic import write_text_atomic
 
 
 def write_json_atomic(path: Path, value: object) -> None:

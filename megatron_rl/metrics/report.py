@@ -16,9 +16,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.atomic import write_text_atomic
 from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number
 from megatron_rl.metrics.evaluation import last_evaluation, result_table
-from megatron_rl.metrics.files import to_plain, write_text_atomic
+from megatron_rl.metrics.files import to_plain
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.report_rollouts import build_rollouts
 from megatron_rl.metrics.rundir import RunDirectory, read_json_object

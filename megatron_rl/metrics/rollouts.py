@@ -25,7 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.metrics.files import to_plain, write_text_atomic
+from megatron_rl.atomic import write_text_atomic
+from megatron_rl.metrics.files import to_plain
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.types import Rollout, RolloutGroup
 

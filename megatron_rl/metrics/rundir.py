@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 import yaml
 
-from megatron_rl.metrics.files import to_plain, write_json_atomic, write_text_atomic
+from megatron_rl.atomic import write_text_atomic
+from megatron_rl.metrics.files import to_plain, write_json_atomic
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.provenance import git_commit, host_name, package_versions
 

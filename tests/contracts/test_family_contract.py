@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from megatron_rl.checkpoint.hf import save_hf
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.families import ModelLayout, read_model
-from megatron_rl.families.files import stored_tensors, weight_problems
+from megatron_rl.families.files import weight_problems
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.registry import FAMILIES
+from megatron_rl.tensor_files import stored_tensors
 from tests.support.generation import generate, request, rollout_engine
 from tests.support.hugging_face import (
     EXAMPLES,

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from megatron_rl.checkpoint.hf import export_checkpoint
 from megatron_rl.checkpoint.origin import fingerprints
 from megatron_rl.families import ModelLayout, read_model
-from megatron_rl.families.files import INDEX_FILE, stored_tensors
 from megatron_rl.registry import FAMILIES
+from megatron_rl.tensor_files import INDEX_FILE, stored_tensors
 from tests.support.hugging_face import EXAMPLES, batch_of, hf_run, loaded_policy, reference_logits, write_model
 from tests.support.ranks import run_ranks
 

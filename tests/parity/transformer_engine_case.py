@@ -15,14 +15,14 @@ import transformer_engine as fake
 from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.attempt import SaveAttempt
 from megatron_rl.checkpoint.hf import load_hf, save_hf
-from megatron_rl.checkpoint.hf.reader import HfReader
 from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import Piece, read_model
+from megatron_rl.families import read_model
 from megatron_rl.loop import rl_step
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.platform import current_platform
+from megatron_rl.tensor_files import TensorReader
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import PackedBatch
@@ -179,9 +179,9 @@ def _hugging_face(groups: ParallelGroups) -> dict[str, Any]:
             load_hf(model, policy, groups)
             scores.append(Scorer(policy, groups.tensor_group, 1.0).logprobs(batch))
         save_hf(policy, model, target, groups)
-        with HfReader(source) as before, HfReader(target) as after:
+        with TensorReader(source) as before, TensorReader(target) as after:
             same = all(
-                torch.equal(*(reader.read(Piece(name, (0, shape[0]))) for reader in (before, after)))
-                for name, shape in model.weights.tensors.items()
+                torch.equal(*(reader.read(name) for reader in (before, after)))
+                for name in model.weights.tensors
             )
     return {"score": (scores[0] - scores[1]).abs().max().item(), "saved": same}

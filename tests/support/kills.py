@@ -125,7 +125,7 @@ def points() -> dict[str, tuple[Any, str, str]]:
         "save_tensors": (manager, "save_tensors", "after"),
         "save_state": (manager, "write_run_state", "after"),
         "save_listed": (layout, "write_manifest", "after"),
-        "save_renamed": (layout, "write_synced", "before"),
+        "save_renamed": (layout, "write_text_atomic", "before"),
         "save_committed": (manager, "commit", "after"),
         "journal_forgotten": (RolloutJournal, "forget", "after"),
     }

@@ -1,7 +1,12 @@
-"""Hugging Face checkpoints in and out, a piece at a time: no rank ever holds more than it needs."""
+"""Hugging Face checkpoints in and out, a piece at a time: no rank ever holds more than it needs.
 
-from megatron_rl.checkpoint.hf.convert import import_hf
-from megatron_rl.checkpoint.hf.load import load_hf
+    load.py         a directory into a model, or into a checkpoint of ours
+    save.py         a model, or a checkpoint of ours, into a directory
+    torch_dist.py   our checkpoints' files without a model
+    quantize.py     a directory in full precision into one of 8 bits, in the formats of formats.py
+"""
+
+from megatron_rl.checkpoint.hf.load import import_hf, load_hf
 from megatron_rl.checkpoint.hf.save import export_checkpoint, save_hf
 
 __all__ = ["export_checkpoint", "import_hf", "load_hf", "save_hf"]

@@ -1,18 +1,25 @@
-"""`--load-hf`: every rank fills its parameters with the slices they consist of."""
+"""Hugging Face in: `--load-hf` fills a rank's parameters with the slices they consist of, `import_hf` a checkpoint."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
-from megatron_rl.checkpoint.hf.reader import HfReader
+from megatron_rl.checkpoint.hf.torch_dist import write_parameters
+from megatron_rl.checkpoint.layout import commit, step_directory, temporary_directory
+from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
 from megatron_rl.checkpoint.torch_files import own_name
+from megatron_rl.config import ModelConfig, RLConfig, TokenizerConfig, resolve
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import HfModel, Piece
+from megatron_rl.families import Architecture, HfModel, ModelLayout, Parameter, Piece
+from megatron_rl.families.hf_config import end_token_ids
+from megatron_rl.families.layout import padded_vocabulary
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.tensor_files import TensorReader
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +33,7 @@ def load_hf(model: HfModel, policy: PolicyModel, groups: ParallelGroups) -> int:
         CheckpointError: the files are damaged, or are not of this model.
     """
     weights, filled = model.weights, set()
-    with HfReader(model.directory) as reader, torch.no_grad():
+    with TensorReader(model.directory) as reader, torch.no_grad():
         shared = {parameter.name: parameter for parameter in policy.layout.parameters}
         for given, parameter in policy.gpt.named_parameters():
             name = own_name(given)
@@ -41,7 +48,7 @@ def load_hf(model: HfModel, policy: PolicyModel, groups: ParallelGroups) -> int:
     return reader.bytes_read
 
 
-def fill(parameter: torch.Tensor, pieces: Iterable[Piece], reader: HfReader) -> None:
+def fill(parameter: torch.Tensor, pieces: Iterable[Piece], reader: TensorReader) -> None:
     """Lay ``pieces`` under one another into ``parameter``, in its number format and on its device."""
     pieces = list(pieces)
     height = sum(piece.height for piece in pieces)
@@ -53,5 +60,58 @@ def fill(parameter: torch.Tensor, pieces: Iterable[Piece], reader: HfReader) -> 
         if piece.tensor is None:
             target.zero_()
         else:
-            target.copy_(reader.read(piece))
+            target.copy_(reader.read(piece.tensor, piece.rows, piece.columns))
         start += piece.height
+
+
+def import_hf(
+    model: HfModel, root: Path, dtype: torch.dtype, vocab_divisible_by: int, tokenizer_size: int = 0
+) -> Path:
+    """Write ``root/step_0000000``, for `--pretrained-checkpoint`; any number of ranks can load it.
+
+    One process; no model is built, and memory holds one parameter.
+
+    Args:
+        vocab_divisible_by: rows of the embedding are padded to a multiple of this; times the tensor-parallel size
+            of the run, it is that run's own padding.
+        tokenizer_size: tokens of the tokenizer, which a run is then held to; 0 leaves it open.
+
+    Raises:
+        CheckpointError: there is a checkpoint already, or the files are not of this model.
+    """
+    if step_directory(root, 0).exists():
+        raise CheckpointError(f"{step_directory(root, 0)} exists; choose another directory")
+    layout = ModelLayout.of(
+        model.architecture, padded_vocab_size=padded_vocabulary(model.architecture.vocab_size, vocab_divisible_by)
+    )
+    target, weights = temporary_directory(root, 0), model.weights
+    target.mkdir(parents=True, exist_ok=True)
+    with TensorReader(model.directory) as reader:
+
+        def make(parameter: Parameter) -> torch.Tensor:
+            values = torch.empty(parameter.shape, dtype=dtype)
+            fill(values, weights[parameter.name].pieces(parameter), reader)
+            return values
+
+        write_parameters(target, layout, dtype, make)
+    state = RunState(
+        step=0,
+        has_optimizer=False,
+        vocab_size=tokenizer_size,
+        end_token_ids=list(end_token_ids(model.directory)),
+        padded_vocab_size=layout.padded_vocab_size,
+        architecture=architecture_of(_config(model.architecture)),
+    )
+    write_run_state(target, state)
+    committed = commit(root, 0)
+    logger.info("wrote %s", committed)
+    return committed
+
+
+def _config(architecture: Architecture) -> RLConfig:
+    settings = architecture.settings()
+    rows = settings.pop("vocab_size")
+    config = RLConfig(
+        model=ModelConfig(**settings, group_query_attention=True), tokenizer=TokenizerConfig(vocab_size=rows)
+    )
+    return resolve(config, 1)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.hf.stored import StoredParameters
-from megatron_rl.checkpoint.hf.writer import HfWriter
+from megatron_rl.atomic import TEMPORARY, remove, whole_directory
+from megatron_rl.checkpoint.hf.torch_dist import StoredParameters
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import read_run_state
 from megatron_rl.checkpoint.torch_files import is_megatron_layout, own_name, shards_reader, tensor_size
@@ -22,6 +20,7 @@ from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.tensor_files import TensorEntry, TensorWriter, plan_files, write_index, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +31,7 @@ COPIED_FILES = (
 )  # fmt: skip
 """What a directory has besides ``config.json`` and weights; copied where it is there."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NUMBERS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 Produce = Callable[[str], Sequence[torch.Tensor]]
 """A parameter's name -> its parts on all tensor-parallel ranks, in rank order."""
@@ -129,20 +129,21 @@ def write_hf(
     """
     if target.exists():
         raise CheckpointError(f"{target} exists; choose another directory")
-    unfinished = target.with_name(target.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    weights = origin.weights
-    with HfWriter(unfinished, weights.tensors, dtype or dtype_of(origin), max_file_bytes) as writer:
-        for parameter in layout.parameters:
-            shards = produce(parameter.name)
-            for name, tensor in tensors_of(weights[parameter.name], parameter, shards).items():
-                writer.write(name, tensor)
-    _write_config(origin, unfinished, dtype)
-    for name in COPIED_FILES:
-        if (origin.directory / name).is_file():
-            shutil.copyfile(origin.directory / name, unfinished / name)
-    os.replace(unfinished, target)
+    remove(target.with_name(target.name + TEMPORARY))
+    weights, number = origin.weights, _NUMBERS[dtype or dtype_of(origin)]
+    files = plan_files({name: TensorEntry(number, shape) for name, shape in weights.tensors.items()}, max_file_bytes)
+    with whole_directory(target, origin.directory) as directory:
+        with TensorWriter(directory, files) as writer:
+            for parameter in layout.parameters:
+                shards = produce(parameter.name)
+                for name, tensor in tensors_of(weights[parameter.name], parameter, shards).items():
+                    writer.append(name, tensor.to(dtype or dtype_of(origin)))
+        if len(files) > 1:
+            write_index(directory, files)
+        _write_config(origin, directory, dtype)
+        for name in COPIED_FILES:
+            if (origin.directory / name).is_file():
+                shutil.copyfile(origin.directory / name, directory / name)
     logger.info("wrote %s", target)
 
 
@@ -173,8 +174,7 @@ def _write_config(origin: HfModel, directory: Path, dtype: torch.dtype | None) -
         shutil.copyfile(source, directory / "config.json")
         return
     key = "torch_dtype" if "torch_dtype" in origin.config else "dtype"
-    config: Mapping[str, object] = {**origin.config, key: str(dtype).removeprefix("torch.")}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
 
 
 def _gather(shard: torch.Tensor, groups: ParallelGroups) -> Sequence[torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.checkpoint import find_checkpoint, layout, manager, manifest
+from megatron_rl.checkpoint import find_checkpoint, manager
 from megatron_rl.checkpoint.layout import list_checkpoints, step_directory
 from megatron_rl.errors import SaveError
 from megatron_rl.run.training import TrainingRun
@@ -135,10 +135,8 @@ class _FailingCalls:
 
     def put_before_all(self, patch: pytest.MonkeyPatch) -> None:
         """Before whatever of this process makes, syncs or renames something in a save."""
-        sync = self.before(manifest.sync)
-        patch.setattr(manifest, "sync", sync)
-        patch.setattr(layout, "sync", sync)
-        patch.setattr(layout.os, "replace", self.before(os.replace))
+        patch.setattr(os, "fsync", self.before(os.fsync))
+        patch.setattr(os, "replace", self.before(os.replace))
         patch.setattr(Path, "write_text", self.before(Path.write_text))
         patch.setattr(Path, "write_bytes", self.before(Path.write_bytes))
         for name in ("remove", "save_rank_state"):
@@ -187,7 +185,7 @@ def test_a_step_that_is_saved_again_is_not_lost_when_the_rename_fails(run: Train
         replace(source, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout.os, "replace", second_fails)
+        patch.setattr(os, "replace", second_fails)
         with pytest.raises(SaveError):
             run.save(final=True)
     _succeeds(run, folder)

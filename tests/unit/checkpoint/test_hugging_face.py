@@ -13,18 +13,16 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.checkpoint.hf import export_checkpoint, import_hf, save_hf
 from megatron_rl.checkpoint.hf.load import fill
-from megatron_rl.checkpoint.hf.reader import HfReader
 from megatron_rl.checkpoint.hf.save import write_hf
-from megatron_rl.checkpoint.hf.writer import HfWriter, plan_files
 from megatron_rl.checkpoint.layout import MEGATRON, commit, find_checkpoint, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load_weights, save_tensors
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, rank_directory
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import HfModel, ModelLayout, Piece, read_model
+from megatron_rl.families import HfModel, ModelLayout, read_model
 from megatron_rl.families.family import SMALL
-from megatron_rl.families.files import stored_tensors
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, stored_tensors
 from tests.support.hugging_face import hf_run, loaded_policy, write_model
 
 SETTINGS = {
@@ -53,11 +51,11 @@ def _same(left: Path, right: Path) -> bool:
 def test_a_reader_counts_the_bytes_of_what_it_hands_out(model: HfModel) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     whole = _tensors(model.directory)[name]
-    with HfReader(model.directory) as reader:
-        part = reader.read(Piece(name, (4, 9), (16, 48)))
+    with TensorReader(model.directory) as reader:
+        part = reader.read(name, (4, 9), (16, 48))
         assert torch.equal(part, whole[4:9, 16:48])
         assert reader.bytes_read == 5 * 32 * 4
-        assert torch.equal(reader.read(Piece(name, (0, 2))), whole[:2])
+        assert torch.equal(reader.read(name, (0, 2)), whole[:2])
         assert reader.bytes_read == 5 * 32 * 4 + 2 * 48 * 4
 
 
@@ -70,20 +68,22 @@ def test_a_reader_counts_the_bytes_of_what_it_hands_out(model: HfModel) -> None:
     ],
 )
 def test_files_hold_no_more_than_their_limit_unless_one_tensor_does(sizes, limit, expected) -> None:
-    files = plan_files(sizes, limit)
-    assert list(files.values()) == expected
+    files = plan_files({name: TensorEntry("I8", (size,)) for name, size in sizes.items()}, limit)
+    assert [list(entries) for entries in files.values()] == expected
     names = [f"model-{n:05d}-of-{len(expected):05d}.safetensors" for n in range(1, len(expected) + 1)]
     assert list(files) == (["model.safetensors"] if len(expected) == 1 else names)
 
 
-def test_a_writer_wants_all_tensors_in_their_order(tmp_path: Path) -> None:
-    shapes = {"a": (2,), "b": (3,)}
-    with pytest.raises(ValueError, match="where a"):
-        with HfWriter(tmp_path, shapes, torch.float32, 100) as writer:
-            writer.write("b", torch.zeros(3))
-    with pytest.raises(ValueError, match="b was never written"):
-        with HfWriter(tmp_path, shapes, torch.float32, 100) as writer:
-            writer.write("a", torch.zeros(2))
+def test_a_writer_wants_every_number_of_every_tensor_and_no_more(tmp_path: Path) -> None:
+    files = {"model.safetensors": {"a": TensorEntry("F32", (2,)), "b": TensorEntry("F32", (3,))}}
+    with pytest.raises(ValueError, match="more than the 'b'"):
+        with TensorWriter(tmp_path, files) as writer:
+            writer.append("b", torch.zeros(4))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="'b' was not written"):
+        with TensorWriter(tmp_path, files) as writer:
+            writer.append("a", torch.zeros(2))
+            writer.append("b", torch.zeros(2))
 
 
 @pytest.mark.parametrize(("stored", "asked"), [("bfloat16", None), ("float32", torch.bfloat16)])
@@ -241,7 +241,7 @@ def test_files_of_two_tensor_parallel_ranks_become_a_hugging_face_directory(tmp_
     target = temporary_directory(tmp_path / "run", 4, naming=MEGATRON)
     for rank in range(2):
         shards = {}
-        with HfReader(model.directory) as reader:
+        with TensorReader(model.directory) as reader:
             for parameter in ModelLayout.of(model.architecture, 2, padded).parameters:
                 shards[parameter.name] = torch.empty(parameter.local_shape)
                 fill(shards[parameter.name], model.weights[parameter.name].pieces(parameter, rank), reader)

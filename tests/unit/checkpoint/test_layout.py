@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.checkpoint import layout, manifest
+from megatron_rl import atomic
+from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
@@ -67,7 +68,7 @@ def test_a_commit_leaves_the_checkpoint_its_manifest_and_the_pointer(tmp_path, s
 def test_a_commit_goes_manifest_disk_rename_pointer(tmp_path, monkeypatch):
     """Nothing is renamed before it is on the disk, and the pointer moves last."""
     events: list[str] = []
-    sync, replace = manifest.sync, os.replace
+    sync, replace = atomic.sync, os.replace
 
     def record_sync(path: Path) -> None:
         events.append(f"sync {path.relative_to(tmp_path)}")
@@ -77,21 +78,19 @@ def test_a_commit_goes_manifest_disk_rename_pointer(tmp_path, monkeypatch):
         events.append(f"rename {source.name} {target.name}")
         replace(source, target)
 
-    monkeypatch.setattr(manifest, "sync", record_sync)
-    monkeypatch.setattr(layout, "sync", record_sync)
-    monkeypatch.setattr(layout.os, "replace", record_replace)
+    monkeypatch.setattr(atomic, "sync", record_sync)
+    monkeypatch.setattr(os, "replace", record_replace)
     folder = temporary_directory(tmp_path, 4)
     folder.mkdir()
     (folder / "tensors.bin").write_text("weights")
     commit(tmp_path, 4)
-    assert events == [
-        "sync step_0000004.tmp/manifest.json",
-        "sync step_0000004.tmp/tensors.bin",
+    assert sorted(events[:2]) + events[2:] == [
+        *sorted(f"sync step_0000004.tmp/{name}" for name in ("manifest.json", "tensors.bin")),
         "sync step_0000004.tmp",
         "rename step_0000004.tmp step_0000004",
         "sync .",
-        "sync latest.tmp",
-        "rename latest.tmp latest",
+        f"sync .latest.{os.getpid()}.tmp",
+        f"rename .latest.{os.getpid()}.tmp latest",
         "sync .",
     ]
 
@@ -108,7 +107,7 @@ def test_a_kill_during_a_commit_leaves_the_one_before(tmp_path, save, monkeypatc
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr(layout.os, "replace", killed)
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         save(8)
     assert (tmp_path / "latest").read_text() == "step_0000004\n"

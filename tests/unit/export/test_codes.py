@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.export import convert, target_format
+from megatron_rl.checkpoint.hf.formats import target_format
+from megatron_rl.checkpoint.hf.quantize import convert
 from megatron_rl.registry import RECIPES
 from tests.unit.export.conftest import read_tensors, write_tensors
 
@@ -78,7 +79,7 @@ def test_pieces_of_rows_give_the_codes_of_the_whole(
     dtype: torch.dtype,
     shape: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr("megatron_rl.export.pieces.PIECE_NUMBERS", piece)
+    monkeypatch.setattr("megatron_rl.checkpoint.hf.quantize.PIECE_NUMBERS", piece)
     weight = (torch.randn(shape) * torch.logspace(-2, 1, shape[0])[:, None]).to(dtype)
     write_tensors(tmp_path / "in", {LINEAR: weight})
     convert(tmp_path / "in", tmp_path / "out", target_format(form, pow2))

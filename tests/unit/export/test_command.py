@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import time
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.export.command import main
 from tests.support.forks import Fork, run_python
 from tests.unit.export.conftest import read_tensors, write_model, write_tensors
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tools" / "checkpoint" / "bf16_cast_fp8.py"
+main = runpy.run_path(str(SCRIPT))["main"]
 
 
 def _flags(source: Path, output: Path, *more: str) -> list[str]:

@@ -20,7 +20,8 @@ import sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
-from megatron_rl.export import convert, target_format
+from megatron_rl.checkpoint.hf.formats import target_format
+from megatron_rl.checkpoint.hf.quantize import convert
 
 def kilobytes(key):
     return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])

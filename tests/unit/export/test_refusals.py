@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.checkpoint.hf.formats import target_format
+from megatron_rl.checkpoint.hf.quantize import convert
 from megatron_rl.errors import CheckpointError, ConfigError, shorten
-from megatron_rl.export import convert, target_format
 from tests.unit.export.conftest import write_model, write_tensors
 
 TARGET = target_format("fp8_block", False)
@@ -50,7 +51,7 @@ def test_no_weights(tmp_path: Path) -> None:
 def test_only_a_pickle(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "pytorch_model.bin").write_bytes(b"x")
-    refused(tmp_path / "in", tmp_path / "out", "pickle", "*.bin")
+    refused(tmp_path / "in", tmp_path / "out", "pickle", "pytorch_model.bin")
 
 
 def test_several_files_without_an_index(source: Path, tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_too_little_space_is_found_before_writing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("megatron_rl.export.conversion.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("megatron_rl.checkpoint.hf.quantize.shutil.disk_usage", lambda path: usage)
     refused(source, tmp_path / "out", "MiB are needed", "out")
 
 

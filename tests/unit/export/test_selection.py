@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.export.selection import by_kind, is_converted, modules_left_alone
+from megatron_rl.checkpoint.hf.formats import is_converted, modules_left_alone
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,3 @@ def test_loaders_are_told_of_routers_but_not_of_embeddings_and_norms() -> None:
     modules = ["lm_head", "model.layers.2.mlp.experts", "model.layers.2.mlp.gate", "model.layers.10.mlp.gate"]
     assert modules_left_alone(kept) == modules
     assert modules_left_alone([]) == modules_left_alone([("lm_head.weight", (320, 128))]) == ["lm_head"]
-
-
-def test_names_are_counted_by_kind() -> None:
-    names = ["a.0.experts.1.w", "a.0.experts.2.w", "a.1.experts.1.w", "lm_head"]
-    assert by_kind(names) == {"a.*.experts.*.w": 3, "lm_head": 1}

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.checkpoint.hf.formats import target_format
+from megatron_rl.checkpoint.hf.quantize import convert
 from megatron_rl.errors import CheckpointError
-from megatron_rl.export import convert, target_format
-from megatron_rl.export.tensor_file import ITEM_BYTES
+from megatron_rl.tensor_files import ITEM_BYTES
 from tests.unit.export.conftest import read_tensors, write_model, write_tensors
 
 TARGET = target_format("fp8_block", False)
@@ -126,7 +127,7 @@ def test_a_failed_overwrite_keeps_the_old_model(source: Path, tmp_path: Path, mo
         patch.setattr(os, "pwrite", _Disk(20, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / "out", target_format("int8", False), overwrite=True)
-    rename = os.rename
+    rename = os.replace
     with monkeypatch.context() as patch:  # between the two renames
 
         def failing(here: Path, there: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_failed_overwrite_keeps_the_old_model(source: Path, tmp_path: Path, mo
                 raise OSError(errno.EIO, "disk on fire")
             rename(here, there)
 
-        patch.setattr(os, "rename", failing)
+        patch.setattr(os, "replace", failing)
         with pytest.raises(CheckpointError, match="disk on fire"):
             convert(source, tmp_path / "out", target_format("int8", False), overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

@@ -13,8 +13,8 @@ import torch
 from megatron_rl.config import read_config
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import HfModel, read_model
-from megatron_rl.families.files import stored_tensors
 from megatron_rl.registry import FAMILIES
+from megatron_rl.tensor_files import stored_tensors
 
 QWEN2_5 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0, "hidden_act": "silu",
@@ -146,32 +146,37 @@ def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
         read_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_tensors_whose_description_is_nested_too_deeply(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("model.safetensors", "recursion limit exceeded"), ("model.safetensors.index.json", "it is nested too deeply")],
+)
+def test_tensors_whose_description_is_nested_too_deeply(tmp_path: Path, name: str, fault: str) -> None:
     text = ('{"weight_map":' + "[" * 20_000 + "]" * 20_000 + "}").encode()
     (tmp_path / name).write_bytes((b"" if name.endswith("json") else len(text).to_bytes(8, "little")) + text)
-    with pytest.raises(CheckpointError, match="it is nested too deeply"):
+    with pytest.raises(CheckpointError, match=fault):
         stored_tensors(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("entry", "fault"),
+    "entry",
     [
-        ({"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 4]}, "cannot convert float infinity"),
-        ({"dtype": "F32", "shape": [-1, 2], "data_offsets": [0, 8]}, "8 bytes for a shape of -1 x 2"),
-        ({"dtype": "F32", "shape": None, "data_offsets": [0, 8]}, "not iterable"),
+        {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1, 2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": None, "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 8]},
     ],
 )
-def test_headers_that_make_no_sense(tmp_path: Path, entry: dict[str, Any], fault: str) -> None:
+def test_headers_that_make_no_sense(tmp_path: Path, entry: dict[str, Any]) -> None:
     text = json.dumps({"model.norm.weight": entry}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(CheckpointError, match=f"is not a whole safetensors file .*{fault}"):
+    with pytest.raises(CheckpointError, match="model.safetensors is not a whole safetensors file"):
         stored_tensors(tmp_path)
 
 
 def test_a_file_name_that_no_file_system_has(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 300 * "x"}}))
-    with pytest.raises(CheckpointError, match=r"names 'x+...x+', which is not a file beside it"):
+    with pytest.raises(CheckpointError, match=r"names 'x+...x+', which is no safetensors file beside it"):
         stored_tensors(tmp_path)
 
 

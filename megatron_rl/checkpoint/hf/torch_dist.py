@@ -1,4 +1,4 @@
-"""Whole parameters out of one of our checkpoints, one at a time and without building the model.
+"""Whole parameters out of one of our checkpoints and into one, one at a time and without building the model.
 
 The files are those of ``torch.distributed.checkpoint``. megatron stacks the layers of a decoder into one tensor
 ``[L, ...]`` a parameter, and their experts into ``[L, E, ...]``, and gives norms the names they have in fused layers.
@@ -6,18 +6,36 @@ The files are those of ``torch.distributed.checkpoint``. megatron stacks the lay
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.families import ModelLayout, Parameter
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
@@ -96,3 +114,59 @@ class _Into:
 
     def load_bytes(self, item: ReadItem, value: Any) -> None:
         raise CheckpointError(f"{item.storage_index.fqn} is not a tensor")
+
+
+def write_parameters(
+    directory: Path, layout: ModelLayout, dtype: torch.dtype, make: Callable[[Parameter], torch.Tensor]
+) -> None:
+    """Write the files of a whole model (``tensor_size`` 1), whose parameters ``make`` gives when their turn comes."""
+    source = _From(layout, dtype, make)
+    writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1, sync_files=False)
+    writer.set_up_storage_writer(is_coordinator=True)
+    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(list(source.items())))])
+    results: Any = writer.write_data(plan, source).wait()
+    writer.finish(Metadata(source.described), [results])
+    torch.save({}, directory / "common.pt")  # megatron's own writer of it wants a process group
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+class _From:
+    """The part of torch's ``SavePlanner`` that writing asks for: the numbers of an item, when their turn comes."""
+
+    def __init__(self, layout: ModelLayout, dtype: torch.dtype, make: Callable[[Parameter], torch.Tensor]) -> None:
+        self._layout, self._dtype, self._make = layout, dtype, make
+        self._parameters: dict[MetadataIndex, Parameter] = {}
+        self.described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+
+    def items(self) -> Iterator[WriteItem]:
+        """What there is to write. Also fills in ``described``, by name in the files."""
+        model = self._layout.architecture
+        linears = {f"decoder.{linear.name}.weight" for linear in self._layout.linears}
+        for parameter in self._layout.parameters:
+            key, place = stored_name(parameter.name)
+            stacked = (model.num_layers, model.num_experts or 0)[: len(place)]
+            offsets = torch.Size([*place, *[0] * len(parameter.shape)])
+            chunk = ChunkStorageMetadata(offsets, torch.Size([*[1] * len(place), *parameter.shape]))
+            properties, size = TensorProperties(dtype=self._dtype), torch.Size([*stacked, *parameter.shape])
+            described = self.described.setdefault(key, TensorStorageMetadata(properties, size, []))
+            described.chunks.append(chunk)
+            index = MetadataIndex(key, offsets)
+            self._parameters[index] = parameter
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size))
+            if parameter.name in linears:
+                yield self._extra_state(key, place, stacked)
+
+    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Called by torch's writer for one item after the other."""
+        if item.type == WriteItemType.BYTE_IO:
+            content = io.BytesIO()
+            torch.save([None], content)
+            return content
+        return self._make(self._parameters[item.index]).to(self._dtype).view(item.tensor_data.chunk.sizes)
+
+    def _extra_state(self, key: str, place: tuple[int, ...], stacked: tuple[int, ...]) -> WriteItem:
+        """megatron's linears ask for a state beside the weight; without Transformer Engine it is empty."""
+        here, of = (".".join(map(str, numbers)) for numbers in (place, stacked))
+        name = f"{key.removesuffix('weight')}_extra_state/shard_{here}_{of}"
+        self.described[name] = BytesStorageMetadata()
+        return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)

@@ -1,5 +1,9 @@
 """The formats that other engines load: the recipe behind each, its tensors' names, its ``quantization_config``.
 
+Converted are the matrices of the decoder's linear layers: below ``layers.N.self_attn`` or ``layers.N.mlp``
+(``block_sparse_moe`` in Mixtral), named as `_LINEARS` says, with two dimensions. All else is kept: embeddings,
+output head, norms, biases, routers (``mlp.gate``), a vision tower, experts fused into one tensor of three dimensions.
+
 A weight is ``code x scale``. ``X.weight`` holds the codes, the scales lie beside it in fp32:
 
     fp8_block     X.weight_scale_inv [ceil(N / 128), ceil(K / 128)]: DeepSeek's format, tiles of 128 x 128
@@ -10,7 +14,8 @@ A weight is ``code x scale``. ``X.weight`` holds the codes, the scales lie besid
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +23,20 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.quantization.shapes import TILE
 from megatron_rl.registry import RECIPES
+
+_LINEARS = (
+    r"(q|k|v|o|qkv)_proj",  # attention; one matrix for all three in Phi-3
+    r"(q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa",  # DeepSeek's latent attention
+    r"(gate|up|down|gate_up)_proj",  # MLP, experts, shared experts
+    r"experts\.\d+\.w[123]",  # Mixtral's experts
+)
+_CONVERTED = re.compile(
+    r"(model\.|language_model\.|text_model\.)*layers\.\d+\.(self_attn|mlp|block_sparse_moe)\."
+    rf"(.+\.)?({'|'.join(_LINEARS)})\.weight"
+)
+_EMBEDDING = re.compile(r"(^|\.)\w*(embed|wte|wpe)\w*(\.|$)")
+_NORM = re.compile(r"(^|\.)\w*norm\w*\.weight$")
+_OUTPUT_HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -113,3 +132,26 @@ def target_format(name: str, powers_of_two: bool | None = None) -> TargetFormat:
             [f"--force-pow-2-scale True is for fp8_block, {name} has no such variant; use --format fp8_block, or False"]
         )
     return _BLOCK_POW2
+
+
+def is_converted(name: str, shape: tuple[int, ...]) -> bool:
+    """True for the weight [N, K] of a linear layer of the decoder."""
+    return len(shape) == 2 and _CONVERTED.fullmatch(name) is not None
+
+
+def modules_left_alone(kept: Iterable[tuple[str, tuple[int, ...]]]) -> list[str]:
+    """The modules a loader has to leave in full precision, of the tensors that were kept.
+
+    The output head always; a router and any other tensor of two or more dimensions by its module's name, or a loader
+    that looks at layer types would take its weight for codes.
+    """
+    names = {
+        name.rpartition(".")[0]
+        for name, shape in kept
+        if len(shape) >= 2 and not _EMBEDDING.search(name) and not _NORM.search(name)
+    }
+    return [_OUTPUT_HEAD, *sorted(names - {_OUTPUT_HEAD, ""}, key=_natural)]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

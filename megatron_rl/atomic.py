@@ -1,0 +1,122 @@
+"""Files and directories that are whole or absent: written under another name, brought to the disk, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.errors import CheckpointError
+
+TEMPORARY = ".tmp"
+_REPLACED = ".replaced.tmp"
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Bring all of a directory to the disk."""
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
+
+
+def write_text_atomic(path: Path, text: str, durable: bool = False) -> None:
+    """Write a small file beside the target, then rename: a reader sees the old one or the new one.
+
+    ``durable`` waits until the disk has it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    try:
+        # Model output may hold lone surrogates, which UTF-8 refuses; a record must not fail on them.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if durable:
+            sync(temporary)
+        os.replace(temporary, path)
+        if durable:
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def move_into_place(temporary: Path, target: Path) -> None:
+    """Rename a directory that is on the disk; what ``target`` was is put aside, and deleted in the end.
+
+    Raises:
+        OSError: it could not be renamed; then ``target`` is what it was.
+    """
+    replaced = target.with_name(target.name + _REPLACED)
+    if target.exists():
+        remove(replaced)
+        os.replace(target, replaced)
+    try:
+        os.replace(temporary, target)
+    except BaseException:
+        if replaced.exists():
+            os.replace(replaced, target)
+        raise
+    sync(target.parent)
+    remove(replaced)
+
+
+def remove(path: Path) -> None:
+    """Delete whatever lies there, as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_directory(output: Path, source: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yields an empty directory that becomes ``output`` if the block ends well and is removed if it does not.
+
+    ``overwrite`` replaces an ``output`` that holds a model (a ``config.json``), and what a killed conversion left.
+
+    Raises:
+        CheckpointError: ``output`` is there and not empty, is the source or part of it, or cannot be created.
+    """
+    output = output.resolve()
+    temporary, replaced = (output.with_name(output.name + suffix) for suffix in (TEMPORARY, _REPLACED))
+    _check(output, temporary, replaced, source.resolve(), overwrite)
+    try:
+        remove(temporary)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{temporary} cannot be created ({error.strerror}); use another directory") from error
+    try:
+        yield temporary
+        try:
+            sync_tree(temporary)  # some file systems report a full disk only here
+            move_into_place(temporary, output)
+        except OSError as error:
+            raise CheckpointError(f"{temporary} cannot become {output} ({error.strerror})") from error
+    except BaseException:  # Ctrl-C too
+        remove(temporary)
+        raise
+
+
+def _check(output: Path, temporary: Path, replaced: Path, source: Path, overwrite: bool) -> None:
+    for path in (output, temporary, replaced):
+        if path == source or path in source.parents or source in path.parents:
+            raise CheckpointError(f"output {output} is the input {source} or overlaps it; use another directory")
+    if replaced.exists():
+        raise CheckpointError(f"{replaced} is there, what an interrupted --overwrite put aside; move or remove it")
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"output {output} is a file; use another directory")
+    occupied = output.is_dir() and any(output.iterdir())
+    if occupied and not overwrite:
+        raise CheckpointError(f"output {output} is not empty; use another directory, or --overwrite")
+    if occupied and not (output / "config.json").is_file():
+        raise CheckpointError(f"output {output} holds no model (no config.json), so --overwrite leaves it alone")
+    if temporary.exists() and not overwrite:
+        raise CheckpointError(f"{temporary} is there: another conversion runs or was killed; remove it, or --overwrite")

@@ -1,0 +1,224 @@
+"""A Hugging Face checkpoint in full precision -> one in 8 bits.
+
+    input shard -> rows of a tensor -> recipe of the rollouts -> codes, scales -> output shard of the same name
+
+One tensor's rows are in memory at a time, about 40 MB with all intermediates whatever the model's size (more where
+128 rows, or one expert of a fused tensor, are more than a quarter of a million numbers).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.atomic import whole_directory
+from megatron_rl.checkpoint.hf.formats import TargetFormat, is_converted, modules_left_alone
+from megatron_rl.errors import CheckpointError
+from megatron_rl.json_text import parse_json
+from megatron_rl.quantization.shapes import TILE
+from megatron_rl.tensor_files import (
+    INDEX_FILE,
+    ITEM_BYTES,
+    StoredTensor,
+    TensorEntry,
+    TensorReader,
+    TensorWriter,
+    cannot_write,
+    write_index,
+    write_json,
+)
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+PIECE_NUMBERS = 1 << 18
+"""Numbers quantised at a time: 1 MB as fp32, and a dozen intermediates."""
+_CONVERTIBLE = ("BF16", "F16", "F32")
+_WEIGHT_SUFFIXES = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
+)
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")
+
+Files = dict[str, dict[str, TensorEntry]]
+"""File -> its tensors."""
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What became of the tensors."""
+
+    converted: tuple[str, ...]
+    kept: tuple[str, ...]
+    ragged: tuple[str, ...]
+    """Converted in tiles, with a dimension above 128 that 128 does not divide."""
+    left_out: tuple[str, ...]
+    """Files of the input that were neither read nor copied."""
+    bytes_before: int
+    bytes_after: int
+
+
+def convert(source: Path, output: Path, target: TargetFormat, overwrite: bool = False) -> ConversionReport:
+    """Write ``output``, whole or not at all.
+
+    Raises:
+        CheckpointError: the input is absent, damaged, quantised, not finite or without linear layers that are known;
+            the output is there, overlaps the input, or cannot be written.
+    """
+    with TensorReader(source) as reader:
+        stored, config = reader.stored, _read_config(source)
+        converted = [name for name, tensor in stored.items() if is_converted(name, tensor.shape)]
+        _refuse_unfit(source, config, stored, converted)
+        small_files, left_out = _other_files(source, {tensor.file.name for tensor in stored.values()})
+        files = _plan(stored, target)
+        report = _report(stored, converted, files, target, left_out)
+        with whole_directory(output, source, overwrite) as directory:
+            _require_space(directory, report.bytes_after)
+            with TensorWriter(directory, files) as writer:
+                for name in stored:
+                    _transfer(reader, writer, name, target)
+            write_index(directory, files)
+            kept = [(name, stored[name].shape) for name in report.kept]
+            quantization = target.quantization_config(modules_left_alone(kept))
+            write_json(directory / CONFIG, {**config, "quantization_config": quantization})
+            _copy(source, directory, small_files)
+    return report
+
+
+# -- before anything is written ------------------------------------------------------------------
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; a Hugging Face checkpoint has one")
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return content
+
+
+def _refuse_unfit(
+    directory: Path, config: dict[str, Any], stored: Mapping[str, StoredTensor], converted: list[str]
+) -> None:
+    # A model with a vision tower nests its text_config.
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    marks = [f"{key} in {CONFIG}" for key in _QUANTIZATION_KEYS if any(part.get(key) for part in parts)]
+    marks += [name for name in _QUANTIZATION_FILES if (directory / name).exists()]
+    if marks:
+        raise CheckpointError(f"{directory} is quantised already ({marks[0]}); give the bf16 checkpoint it came from")
+    if not converted:
+        some = ", ".join(list(stored)[:2]) or "none at all"
+        raise CheckpointError(
+            f"{directory} has no linear layer by a name known here (model.layers.0.self_attn.q_proj.weight and "
+            f"the like; it has {some}); nothing to convert"
+        )
+    for name, tensor in stored.items():
+        if tensor.dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{tensor.file} holds {name!r} of type {tensor.dtype}, which is unknown here")
+        if name in converted and tensor.dtype not in _CONVERTIBLE:
+            raise CheckpointError(
+                f"{tensor.file} holds {name!r} as {tensor.dtype}; give a checkpoint in bf16, fp16 or fp32"
+            )
+
+
+def _plan(stored: Mapping[str, StoredTensor], target: TargetFormat) -> Files:
+    """The output's files and what each holds."""
+    files: Files = {}
+    for name, tensor in stored.items():
+        entries = files.setdefault(tensor.file.name, {})
+        if is_converted(name, tensor.shape):
+            entries[name] = TensorEntry(target.code_type, tensor.shape)
+            entries[target.scale_name(name)] = TensorEntry("F32", target.scale_shape(*tensor.shape))
+        else:
+            entries[name] = tensor
+    return files
+
+
+def _report(
+    stored: Mapping[str, StoredTensor],
+    converted: list[str],
+    files: Files,
+    target: TargetFormat,
+    left_out: tuple[str, ...],
+) -> ConversionReport:
+    ragged = [name for name in converted if any(size > TILE and size % TILE for size in stored[name].shape)]
+    return ConversionReport(
+        converted=tuple(converted),
+        kept=tuple(name for name, tensor in stored.items() if not is_converted(name, tensor.shape)),
+        ragged=() if target.number else tuple(ragged),
+        left_out=left_out,
+        bytes_before=sum(tensor.num_bytes for tensor in stored.values()),
+        bytes_after=sum(entry.num_bytes for entries in files.values() for entry in entries.values()),
+    )
+
+
+def _require_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise CheckpointError(
+            f"{directory} cannot be written: {needed / 2**20:,.1f} MiB are needed and {free / 2**20:,.1f} MiB are "
+            "free; free space or choose another directory"
+        )
+
+
+# -- the tensors, and the files beside them ------------------------------------------------------
+
+
+def _transfer(reader: TensorReader, writer: TensorWriter, name: str, target: TargetFormat) -> None:
+    """Copy the tensor, or write its codes and scales.
+
+    Raises:
+        CheckpointError: it holds NaN or infinity, or a file fails.
+    """
+    shape = reader.stored[name].shape
+    converts = is_converted(name, shape)
+    rows = PIECE_NUMBERS // max(1, math.prod(shape[1:]))
+    if converts:  # whole tiles: no scale may reach over two pieces
+        rows = max(TILE, rows // TILE * TILE)
+    for piece in reader.pieces(name, max(1, rows)):
+        if piece.is_floating_point() and piece.itemsize > 1 and not bool(piece.isfinite().all()):
+            path = reader.stored[name].file
+            raise CheckpointError(f"{path}: {name!r} holds NaN or infinity; give a checkpoint that is whole")
+        if not converts:
+            writer.append(name, piece)
+            continue
+        quantised = target.recipe.quantize(piece)
+        height, width = piece.shape
+        writer.append(name, quantised.codes[:height, :width])
+        scale_rows, _ = target.scale_shape(height, width)
+        writer.append(target.scale_name(name), quantised.scales[:scale_rows])
+
+
+def _other_files(directory: Path, shards: set[str]) -> tuple[list[Path], tuple[str, ...]]:
+    """Relative paths to copy (tokenizer, generation settings, chat templates, model code), and names of the rest."""
+    small, left_out = [], []
+    for path in sorted(directory.iterdir()):
+        if path.name in (*shards, CONFIG, INDEX_FILE) or path.name.startswith("."):
+            continue
+        if path.is_dir():
+            templates = sorted(path.glob("*.jinja")) if path.name == "additional_chat_templates" else []
+            small += [template.relative_to(directory) for template in templates]
+            left_out += [] if templates else [path.name + "/"]
+        elif path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
+            left_out.append(path.name)
+        else:
+            small.append(Path(path.name))
+    return small, tuple(left_out)
+
+
+def _copy(source: Path, directory: Path, files: list[Path]) -> None:
+    for file in files:
+        try:
+            (directory / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / file, directory / file)  # what a link points to: hubs' caches are links
+        except OSError as error:
+            raise cannot_write(directory / file, error) from error
