@@ -2,12 +2,12 @@
 
 ::
 
-    base      the class an author derives from
-    loader    finds environments by name            config   reads the YAML list that selects them
-    data      reads published data sets             scaffold writes a new environment
-    server    serves them over loopback HTTP        serving  its routes
-    process   keeps that server alive as a child process
-    client    asks it for tasks and grades          address  where it listens, and the token it wants
+    base      the class an author derives from      loader   finds environments by name
+    config    reads the YAML list of a run          loading  does so in a process that may fail
+    data      reads published data sets             grading  compares answers
+    client    asks the server for tasks and grades  process  keeps the server alive as a child process
+    server    serves them over loopback HTTP        workers  grades in processes that may hang or die (``worker``)
+    wire      what these say to each other          results  what came of a sample
 
 Nothing here imports torch: the server must be up in a fraction of a second.
 """
