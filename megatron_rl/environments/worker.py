@@ -1,7 +1,8 @@
-"""The process that grades. A template imports what is slow and is forked for every worker (``workers`` asks it to).
+"""The process that has samples graded: it imports what is slow, then forks a worker for every sample at a time.
 
-The template has one thread, so a fork copies no locks, and it is the parent of all workers, so that a dead one keeps
-its process id until it is asked about. It ends when its control socket closes, and the workers with it.
+It has one thread, so a fork copies no locks; it ends a worker at its deadline, tries a sample once more on a fresh
+one, and is the parent of all of them, so that it can say how one died. It ends when its pool's channel closes, and
+the workers with it.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import multiprocessing
 import os
 import signal
-import socket
 import sys
+import time
+from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import psutil
 
 from megatron_rl.environments.limits import Limits, die_with_parent
 from megatron_rl.environments.loader import find_environment
-from megatron_rl.environments.results import failed, graded, judge, result_to_json
+from megatron_rl.environments.results import failed, graded, judge, result_to_json, results_from_json
 from megatron_rl.environments.wire import item_from_json, receive, send
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.registry import GRADERS
@@ -28,11 +33,15 @@ from megatron_rl.types import GradeResult
 
 OUT_OF_MEMORY = 99
 """Exit status of a worker whose memory ran out: what is left of it is not to be trusted."""
+LONGEST_WAIT = 3
+"""Deadlines, for a worker that got no processor: on a busy machine graders of milliseconds waited four seconds for
+one, and a plain timeout called good completions hopeless."""
+RETRIED = ("timeout", "worker_died", "environment_exception")
+"""Codes that a fresh worker may not repeat; a reward that is no number it would."""
 
 
 def main(descriptor: int, settings: str) -> None:
-    """The template: a message with a socket on the control socket ``descriptor`` asks for a worker, one with a
-    process id for the end of that worker. ``settings`` is JSON, written by ``workers``."""
+    """Answers the requests of the pool on the socket ``descriptor``; ``settings`` is JSON, written by the pool."""
     values = loads(settings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an author's code may raise it
     for module in values["preload"]:
@@ -42,57 +51,136 @@ def main(descriptor: int, settings: str) -> None:
         with contextlib.suppress(Exception, SystemExit):  # told by its first request
             _environment(reference, dumps(options))
     gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
-    children: set[int] = set()
-    with socket.socket(fileno=descriptor) as control:
+    os.set_inheritable(descriptor, False)
+    with contextlib.suppress(EOFError):
+        _Grading(Connection(descriptor), values["workers"], Limits(**values["limits"])).run()
+
+
+class _Grading:
+    """Samples that wait, and the workers."""
+
+    def __init__(self, pool: Connection, count: int, limits: Limits) -> None:
+        self._pool, self._count, self._limits = pool, count, limits
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._workers: list[_Worker] = []
+
+    def run(self) -> None:
+        """Until the pool closes its channel, which raises ``EOFError``."""
         while True:
-            data, channels, _, _ = socket.recv_fds(control, 4096, 1)
-            if not data:
-                return
-            if channels:
-                answer: int | str = _fork(control, channels[0], Limits(**values["limits"]))
-                children.add(answer)
-            else:
-                answer = _end(loads(data), children)
-            control.sendall(dumps(answer).encode())
+            busy = [worker for worker in self._workers if worker.job is not None]
+            ends = min((worker.ends for worker in busy), default=None)
+            seconds = None if ends is None else max(ends - time.monotonic(), 0.0)
+            ready = wait([self._pool, *(worker.channel for worker in busy)], seconds)
+            for worker in busy:
+                result = worker.result() if worker.channel in ready or worker.is_late() else None
+                if result is not None:
+                    self._take(worker, result)
+            if self._pool in ready:
+                self._waiting.append(receive(self._pool))
+            while self._waiting and (worker := self._idle_worker()) is not None:
+                worker.begin(self._waiting.popleft())
+
+    def _take(self, worker: _Worker, result: GradeResult) -> None:
+        """Hands a result to the pool, unless a fresh worker may find another."""
+        job, worker.job = worker.job, None
+        events, again = [], result.code in RETRIED and not job.get("retried")
+        if result.code in ("timeout", "worker_died"):
+            events.append("worker_timeouts" if result.code == "timeout" else "worker_deaths")
+        if events or again:
+            events.append("worker_respawns")
+            how = worker.end()
+            self._workers.remove(worker)
+            if result.code == "worker_died":
+                result = failed(result.code, f"the grading worker {how} {result.message}".rstrip())
+        if again:
+            self._waiting.appendleft(job | {"retried": True})
+            send(self._pool, {"events": [*events, "retried"]})
+        else:
+            events += ["graded", "failed"] if job.get("retried") and result.status == "error" else ["graded"]
+            send(self._pool, {"events": events, "id": job["id"], "result": result_to_json(result)})
+
+    def _idle_worker(self) -> _Worker | None:
+        idle = next((worker for worker in self._workers if worker.job is None), None)
+        if idle is None and len(self._workers) < self._count:
+            idle = _Worker(self._limits, [self._pool, *(worker.channel for worker in self._workers)])
+            self._workers.append(idle)
+        return idle
 
 
-def _fork(control: socket.socket, descriptor: int, limits: Limits) -> int:
-    """The process id of a new worker on the socket ``descriptor``."""
-    template = os.getpid()
-    pid = os.fork()
-    if pid:
-        os.close(descriptor)
-        return pid
-    try:
-        die_with_parent(template)
-        os.setpgid(0, 0)  # what it starts is killed with it
-        control.close()
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # the log is a file, and to print to it would fail the grader
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-        limits.apply()
-        with Connection(descriptor) as channel:
-            _work(channel)
-    finally:
-        os._exit(0)  # never back into the template's loop
+class _Worker:
+    """One worker process, seen from its parent."""
 
+    def __init__(self, limits: Limits, others: list[Connection]) -> None:
+        """Forks it; the channels of ``others`` are not its business."""
+        self.job: dict[str, Any] | None = None
+        self.ends = 0.0
+        self.channel, theirs = multiprocessing.Pipe()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid:
+            theirs.close()
+            self._process = psutil.Process(self._pid)
+            return
+        try:
+            die_with_parent(parent)
+            os.setpgid(0, 0)  # what it starts is killed with it
+            for channel in (self.channel, *others):
+                channel.close()
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # the log is a file, and to print to it would fail the grader
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
+            limits.apply()
+            _work(theirs)
+        finally:
+            os._exit(0)  # never back into its parent's loop
 
-def _end(pid: int, children: set[int]) -> str:
-    """Kills a worker with what it started and says how it ended: by this, or by what came before."""
-    if pid not in children:
-        return "ended with its template"
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-    children.discard(pid)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return f"exited with status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    def begin(self, job: dict[str, Any]) -> None:
+        """Has the worker grade; from here on its deadline counts."""
+        self.job, self._begun, self._computed = job, time.monotonic(), self._processor_seconds()
+        self.ends = self._begun + job["deadline_s"]
+        with contextlib.suppress(OSError):  # it is dead, which ``result`` finds
+            send(self.channel, job["request"])
+
+    def is_late(self) -> bool:
+        """Whether the deadline has passed; it is put off for a worker that waits for a processor."""
+        now, deadline = time.monotonic(), self.job["deadline_s"]
+        if now < self.ends:
+            return False
+        with contextlib.suppress(psutil.Error):
+            starved = self._process.status() == psutil.STATUS_RUNNING  # which is also said of one that waits
+            starved &= self._processor_seconds() - self._computed < deadline / 2
+            if starved and now < self._begun + (LONGEST_WAIT - 0.5) * deadline:
+                self.ends = now + deadline
+                return False
+        return True
+
+    def result(self) -> GradeResult:
+        """What the worker answers, or that it is late or dead."""
+        try:
+            if not self.channel.poll(0):
+                return failed("timeout", f"no grade within {self.job['deadline_s']:g} s")
+            return results_from_json({"items": [receive(self.channel)]}, 1)[0]
+        except (EOFError, OSError, ValueError) as error:
+            return failed("worker_died", str(error))
+
+    def end(self) -> str:
+        """Kills the worker with what it started and says how it ended: by this, or by what came before."""
+        self.channel.close()
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self._pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return f"exited with status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def _processor_seconds(self) -> float:
+        with contextlib.suppress(psutil.Error):
+            return sum(self._process.cpu_times()[:2])  # user and system
+        return 0.0
 
 
 def _work(channel: Connection) -> None:
-    """Answers requests until the pool closes the channel."""
-    send(channel, {"ready": True})
+    """Inside a worker: answers requests until the channel closes."""
     with contextlib.suppress(EOFError):
         while True:
             send(channel, result_to_json(_answer(receive(channel))))

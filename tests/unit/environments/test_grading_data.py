@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.environments.grading import grade, grade_many
 from megatron_rl.environments.grading.dapo import score
-from megatron_rl.environments.workers import LONGEST_WAIT
+from megatron_rl.environments.worker import LONGEST_WAIT
 
 DEADLINE = 10.0
 
