@@ -16,18 +16,14 @@ from megatron_rl.checkpoint.state import State, values_of
 from megatron_rl.checkpoint.torch_files import is_foreign, is_megatron_layout, read_args, tensor_size
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
+from megatron_rl.families import Architecture
 from megatron_rl.json_text import parse_json
 from megatron_rl.models import PolicyModel
 
 FILE_NAME = "run_state.json"
 
-_ARCHITECTURE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-    "kv_channels", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-    "untie_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent",
-    "use_rope_scaling", "rope_scaling_factor",
-    "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
-)  # fmt: skip
+_FREE = {"vocab_size", "max_position_embeddings", "norm_epsilon", "init_method_std"}
+_ARCHITECTURE = tuple(field.name for field in dataclasses.fields(Architecture) if field.name not in _FREE)
 
 
 _COUNTED_WITH = {

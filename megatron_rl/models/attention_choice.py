@@ -7,13 +7,13 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.attention import Attention, choose, facts_of
 from megatron_rl.attention.backend import Numbers
 from megatron_rl.attention.kv_numbers import FP8
 from megatron_rl.attention.proof import fault_of_cache, fault_of_packed
 from megatron_rl.config import RLConfig
+from megatron_rl.families import ModelLayout
 from megatron_rl.parallel.collectives import any_rank
 from megatron_rl.platform import Platform
 
@@ -43,8 +43,8 @@ def attention_of(
     return choose(config.kernels.attention_backend, facts_of(platform.device), _numbers(config), faults)
 
 
-def proven_attention(config: RLConfig, platform: Platform, gpt: GPTModel) -> Attention:
-    """`attention_of`, tried out in the shapes of ``gpt``; what fails on one rank is used on none. Collective.
+def proven_attention(config: RLConfig, platform: Platform, layout: ModelLayout) -> Attention:
+    """`attention_of`, tried out in the shapes of ``layout``; what fails on one rank is used on none. Collective.
 
     Raises:
         ConfigError: the backend that the user asked for fails.
@@ -52,16 +52,16 @@ def proven_attention(config: RLConfig, platform: Platform, gpt: GPTModel) -> Att
     faults: dict[str, str] = {}
     while True:
         chosen = attention_of(config, platform, faults)
-        found = _faults(chosen, config, platform, gpt)
+        found = _faults(chosen, config, platform, layout)
         if all(fault is None for fault in found.values()):
             return chosen
         faults |= {name: fault for name, fault in found.items() if fault is not None}
 
 
-def _faults(chosen: Attention, config: RLConfig, platform: Platform, gpt: GPTModel) -> dict[str, str | None]:
+def _faults(chosen: Attention, config: RLConfig, platform: Platform, layout: ModelLayout) -> dict[str, str | None]:
     """By backend; None where a kernel passed on all ranks. Nothing is tried, or exchanged, for torch's own."""
-    layer = gpt.decoder.layers[0].self_attention
-    shape = layer.num_attention_heads_per_partition, layer.num_query_groups_per_partition, platform.device
+    heads = config.model.num_attention_heads // layout.tensor_size
+    shape = heads, layout.layers[0].cache.heads, platform.device
     found: dict[str, str | None] = {}
     if chosen.packed_name not in _PLAIN:
         found[chosen.packed_name] = fault_of_packed(chosen.packed, _numbers(config), *shape)

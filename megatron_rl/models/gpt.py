@@ -130,7 +130,7 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         gpt=gpt,
         config=transformer_config,
         rope=RopeTable(gpt.rotary_pos_emb, reach),
-        attention=proven_attention(config, platform, gpt),
+        attention=proven_attention(config, platform, layout),
         layout=layout,
         vocab_size=vocab_size,
         dtype=transformer_config.params_dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -42,6 +43,12 @@ def estimated(config: RLConfig) -> Estimate:
 def held(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind the tensors, each once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def alive() -> list[torch.Tensor]:
+    """All tensors of the process."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
 
 
 # -- parameters --------------------------------------------------------------------------------
@@ -144,8 +151,11 @@ def test_unquantised_rollouts_have_no_copies() -> None:
 
 def test_the_reference_is_two_copies_in_host_memory(one_rank: ParallelGroups) -> None:
     config = tiny_config(bf16=True, grpo_kl_beta=0.01)
-    reference = ReferencePolicy(tiny_policy(config))
-    assert estimated(config).reference_on_host == 2 * held(reference._frozen)
+    policy, before = tiny_policy(config), held(alive())
+    reference = ReferencePolicy(policy)
+    assert estimated(config).reference_on_host == 2 * (held(alive()) - before)
+    with reference.swapped_in():
+        assert estimated(config).reference_on_host == held(alive()) - before
     assert estimated(tiny_config()).reference_on_host == 0
     assert estimated(tiny_config()).training == estimated(tiny_config(grpo_kl_beta=0.01)).training
 
