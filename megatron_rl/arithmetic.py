@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+FEWEST_ROWS = 4
+"""Matrix products with fewer rows take another CPU kernel, which adds up in another order."""
 FEWEST_KEYS = 16
-"""With fewer keys the products of attention take another CPU kernel, which adds up in another order; masked keys fill
-the row up, and the KV cache has room for them."""
+"""The same for the keys of a softmax and of its products; masked keys fill the row up, and the KV cache has room for
+them."""
 LOGITS_AT_ONCE = 2**26
 """Of the log-prob pass: 256 MiB for each fp32 temporary, whatever the length of the batch."""
 _CPU_FACTS = Path("/proc/cpuinfo")

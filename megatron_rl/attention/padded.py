@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.attention.product import FEWEST_KEYS
+from megatron_rl.arithmetic import FEWEST_KEYS
 
 BUCKET_CELLS = 8192
 """Cells of rows x keys that must be saved to pay for one more call. A cell of four heads takes 0.04 us of a CPU in

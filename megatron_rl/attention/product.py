@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.arithmetic import FEWEST_KEYS as FEWEST_KEYS
-
-FEWEST_ROWS = 4
-"""Matrix products with fewer rows take another CPU kernel, which adds up in another order."""
+from megatron_rl.arithmetic import FEWEST_ROWS
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

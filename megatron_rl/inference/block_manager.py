@@ -11,7 +11,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_rl.attention.product import FEWEST_ROWS
+from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.inference.sequence import Sequence
 
 FEWEST_REUSED = 16

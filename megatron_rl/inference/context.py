@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 
+from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.attention import PackedPlan
 from megatron_rl.attention.backend import NewTokens
 from megatron_rl.attention.plan import rotate
-from megatron_rl.attention.product import FEWEST_ROWS
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.models import PolicyModel, RolloutOps
 from megatron_rl.platform.megatron import last_logits_only

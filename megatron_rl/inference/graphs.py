@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_rl.attention.product import FEWEST_ROWS
+from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.inference.model_runner import ModelRunner

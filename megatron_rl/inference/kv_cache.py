@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
+from megatron_rl.arithmetic import FEWEST_KEYS
 from megatron_rl.attention.backend import KVCache
 from megatron_rl.attention.kv_numbers import KVNumbers
-from megatron_rl.attention.product import FEWEST_KEYS
 from megatron_rl.errors import EngineError
 from megatron_rl.families.layout import LayerCache
 from megatron_rl.inference.block_manager import BlockManager, RowBlocks

@@ -6,8 +6,8 @@ from collections.abc import Sequence as ListOf
 
 import torch
 
+from megatron_rl.arithmetic import FEWEST_KEYS
 from megatron_rl.attention.backend import NewTokens
-from megatron_rl.attention.product import FEWEST_KEYS
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.block_manager import Copies
 from megatron_rl.inference.context import RolloutContext

@@ -17,8 +17,8 @@ from collections.abc import Sequence as ListOf
 import torch
 import torch.distributed as dist
 
+from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.attention.kv_numbers import KVNumbers
-from megatron_rl.attention.product import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import EngineOptions, EngineStatistics
@@ -144,7 +144,7 @@ class RolloutEngine:
 
     def _decode_burst(self, running: ListOf[Sequence], kinds: SamplingKinds) -> None:
         """Up to k steps on rows ``0 .. n - 1``; the host reads nothing."""
-        # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see attention/product.py).
+        # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see arithmetic.py).
         rows = max(self._scheduler.num_rows, min(FEWEST_ROWS, self.max_batch_size))
         longest = max(sequence.position for sequence in running)
         steps = min(max(sequence.remaining for sequence in running), self._steps_per_read())

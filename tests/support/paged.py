@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_rl.arithmetic import FEWEST_KEYS
 from megatron_rl.attention.backend import CacheKernel, NewTokens
-from megatron_rl.attention.product import FEWEST_KEYS
 from megatron_rl.families.layout import LayerCache
 from megatron_rl.inference.kv_cache import PagedCache
 
