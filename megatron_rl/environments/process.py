@@ -105,8 +105,6 @@ class EnvironmentServerProcess:
     def _run(self) -> None:
         try:
             self._supervise()
-        except OSError as error:
-            self.fault = EnvironmentFault(f"the environment server cannot be started: {error}")
         finally:
             self._settled.set()
 

