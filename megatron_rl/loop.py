@@ -33,10 +33,10 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
 
     with run.timer.phase("advantages"):
         numbers = [request.index for request in requests]
-        samples = run.samples.build(rollouts.groups, numbers)
+        samples, rewards = run.samples.build(rollouts.groups, numbers)
         failures = failures_of(rollouts.groups, run.groups.data_group)
-        refuse_failures(samples, failures.counts, run.config.environment.rl_max_failed_share, failures.example)
-        updates = run.batches.updates(samples.samples, run.config.training.global_batch_size, seed)
+        refuse_failures(rewards, failures.counts, run.config.environment.rl_max_failed_share, failures.example)
+        updates = run.batches.updates(samples, run.config.training.global_batch_size, seed)
     parity: dict[str, float] = {}
     with naming_memory(run.config, "update"):
         if run.parity.is_due(step):
@@ -46,22 +46,22 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
                     run.source.load_state_dict(cursor)
                     return rl_step(run, step)
             parity = run.parity.logged(step, report)
-        outcome = run.trainer.step(updates)
+        outcome = run.trainer.step(updates, rewards)
     run.parity.judge_correction(outcome.metrics)
 
     if outcome.skipped_updates:
-        run.reporter.dump_batches(step, updates)
-    run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token, numbers, samples.samples, updates)
+        run.reporter.dump_batches(step, outcome.updates)
+    run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token, numbers, outcome.updates)
     metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
     metrics |= engine_metrics(rollouts.statistics, run.groups.data_group)
-    metrics |= reward_metrics(samples) | outcome.metrics | parity
+    metrics |= reward_metrics(rewards) | outcome.metrics | parity
     metrics |= environment_metrics(run.environments.counters.since_last_call(), failures)
     metrics |= run.learn_lengths(draws, requests, rollouts)
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds
     metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
     total = len(updates) * run.config.algorithm.grpo_iterations
     metrics["training/updates"] = float(total)
-    metrics["training/samples_per_update"] = samples.advantages.numel() / max(1, len(updates))
+    metrics["training/samples_per_update"] = float(rewards.in_loss.sum()) / max(1, len(updates))
     return StepResult(
         metrics,
         applied_updates=total - outcome.skipped_updates,

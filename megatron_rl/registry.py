@@ -2,9 +2,9 @@
 
     RECIPES.names()                             ('fp8', ..., 'none'), read off the files: nothing is imported
     RECIPES.get("fp8-block")                    RECIPE of quantization/recipes/fp8_block.py; a dash is an underscore
-    LOSSES.get("my_package.losses:asymmetric")  of an installed package, or of one in the current directory
-    LOSSES.get("experiments/mine.py:asymmetric")
-    LOSSES.stated("gspo", "DEFAULT_CLAMP")      a constant of its file, without running it
+    LOSSES.get("my_package.losses:Asymmetric")  of an installed package, or of one in the current directory
+    LOSSES.get("experiments/mine.py:Asymmetric")
+    LOSSES.stated("gspo", "AGGREGATION")        a constant of its class or file, without running it
 
 The extension points of the library stand at the end. What the names of a folder need not wait for is torch.
 """
@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from megatron_rl.errors import ConfigError, one_line, shorten
 
 if TYPE_CHECKING:
-    from megatron_rl.algorithms.interfaces import AdvantageMethod, CorrectionFunction, LossFunction
+    from megatron_rl.algorithms import Extension
     from megatron_rl.attention.backend import Backend
     from megatron_rl.environments.grading.dispatch import Grader
     from megatron_rl.families.family import Family
@@ -87,13 +87,19 @@ class Registry(Generic[T]):
             ]) from error
 
     def stated(self, name: str, constant: str) -> Any:
-        """The literal that the extension's file assigns to ``constant``; None where there is no such file or constant.
+        """The literal that the extension's class or file assigns to ``constant``; None where there is no such thing.
+
+        Of a call, ``option(0.2, gt=0)``, it is the first argument.
 
         Raises:
             ConfigError: the file is no Python, or assigns something else than a literal.
         """
         path = self._file(name)
-        value = None if path is None else _definitions(path).get(constant)
+        found = {} if path is None else _definitions(path)
+        owner = name.rpartition(":")[2] if ":" in name else self.defines
+        value = found.get(f"{owner}.{constant}", found.get(constant))
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "option":
+            value = value.args[0]
         try:
             return None if value is None else ast.literal_eval(value)
         except ValueError as error:
@@ -141,7 +147,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def _definitions(path: Path) -> dict[str, ast.expr | None]:
-    """Names on the top level of a file, with the value of those that are assigned."""
+    """Names on the top level of a file, of its classes as ``Loss.name``, with the value of those that are assigned."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (SyntaxError, UnicodeDecodeError) as error:
@@ -150,18 +156,27 @@ def _definitions(path: Path) -> dict[str, ast.expr | None]:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = None
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}": value for name, value in _assigned(node.body).items()}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: None for alias in node.names}
+    return found | _assigned(body)
+
+
+def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr | None]:
+    """What the statements of a file or class assign."""
+    found: dict[str, ast.expr | None] = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node.value
         elif isinstance(node, ast.Assign):
             found |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name: None for alias in node.names}
     return found
 
 
-ADVANTAGES: Registry[AdvantageMethod] = Registry("advantage", "megatron_rl.algorithms.advantages", "compute")
-LOSSES: Registry[LossFunction] = Registry("policy loss", "megatron_rl.algorithms.losses", "compute")
-CORRECTIONS: Registry[CorrectionFunction] = Registry("correction", "megatron_rl.algorithms.corrections", "compute")
+ADVANTAGES: Registry[type[Extension]] = Registry("advantage", "megatron_rl.algorithms.advantages", "Advantage")
+LOSSES: Registry[type[Extension]] = Registry("policy loss", "megatron_rl.algorithms.losses", "Loss")
+CORRECTIONS: Registry[type[Extension]] = Registry("correction", "megatron_rl.algorithms.corrections", "Correction")
 RECIPES: Registry[Recipe] = Registry("quantisation recipe", "megatron_rl.quantization.recipes", "RECIPE")
 BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.attention.backends", "BACKEND")
 FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.known", "FAMILY")

@@ -246,13 +246,15 @@ class Sample:
     """[L] int64."""
     prompt_length: int
     """Tokens before this index carry no loss."""
-    advantage: float
+    reward: float
     inference_logprobs: torch.Tensor
-    """[L] fp32, 0 at prompt positions; empty for supervised samples."""
+    """[L] fp32, 0 at prompt positions and in supervised samples, which nothing sampled."""
     sample_id: int = 0
     """Unique in the step; ties a sample to its row in the rollout records."""
     environment_spans: tuple[tuple[int, int], ...] = ()
     """``[start, end)`` within ``token_ids``, after the prompt, of tokens without loss: the model read them."""
+    policy_version: int = 0
+    """Updates of the policy that drew it."""
 
     @property
     def length(self) -> int:
@@ -260,40 +262,9 @@ class Sample:
         return int(self.token_ids.numel())
 
     @property
-    def num_loss_tokens(self) -> int:
-        """Number of tokens the policy wrote."""
-        return self.length - self.prompt_length - sum(end - start for start, end in self.environment_spans)
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """Sequences laid end to end (``thd``): one micro-batch. All tensors share one device.
-
-    Two samples ``P0 A0 E`` and ``Q0 B0``::
-
-        token_ids    P0 A0  E  Q0 B0
-        position_ids  0  1  2   0  1
-        cu_seqlens    0        3     5
-        loss_mask     0  1  1   0  1
-    """
-
-    token_ids: torch.Tensor
-    """[T] int64."""
-    position_ids: torch.Tensor
-    """[T] int64, restarts at 0 for every sequence."""
-    cu_seqlens: torch.Tensor
-    """[B+1] int32."""
-    lengths: tuple[int, ...]
-    """The B sequence lengths as host integers, so that no kernel launch waits for the device."""
-    loss_mask: torch.Tensor
-    """[T] fp32, 1 where the token was produced by the policy."""
-    advantages: torch.Tensor
-    """[T] fp32, the sample's advantage at each of its tokens."""
-    inference_logprobs: torch.Tensor
-    """[T] fp32, 0 where ``loss_mask`` is 0."""
-    sample_ids: tuple[int, ...]
-    """``Sample.sample_id`` of each of the B sequences."""
-    num_loss_tokens: int
-    """Host copy of ``loss_mask.sum()``."""
-    padding: int = 0
-    """Trailing tokens of a dummy sequence that only rounds T up (last in ``lengths``)."""
+    def last_written(self) -> int:
+        """Index of the last token that the policy wrote."""
+        end = self.length
+        for start, stop in reversed(self.environment_spans):
+            end = start if stop == end else end
+        return end - 1

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from megatron_rl.algorithms import Terms, TokenBatch
 from megatron_rl.algorithms.corrections import token_tis
-from megatron_rl.algorithms.interfaces import Correction
 from megatron_rl.main import main as train_rl
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.quantization.linears import QuantizedLinears
@@ -47,12 +48,13 @@ def negated() -> None:
 
 def inverted() -> None:
     """Engine over trainer instead of trainer over engine."""
-    right = token_tis.compute
+    right = token_tis.Correction.__call__
 
-    def wrong(old, inference, mask, *rest) -> Correction:
-        return right(inference, old, mask, *rest)
+    def wrong(self: token_tis.Correction, batch: TokenBatch) -> Terms:
+        swapped = {"old_logprobs": batch.inference_logprobs, "inference_logprobs": batch.old_logprobs}
+        return right(self, replace(batch, **swapped))
 
-    token_tis.compute = wrong
+    token_tis.Correction.__call__ = wrong
 
 
 BREAKAGES = {"healthy": lambda: None, "stale": stale, "negated": negated, "inverted": inverted}

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.interfaces import Baseline
+from megatron_rl.algorithms.batch import StepRewards
+from megatron_rl.algorithms.extension import Baseline
 
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What each sample sees of its group: ``[B]`` fp64. Masked samples count nowhere."""
+    """What each sample sees of its group: ``[N]`` fp64. Masked samples count nowhere."""
 
     count: Tensor
     """Valid samples in the group."""
@@ -22,22 +23,16 @@ class GroupStatistics:
     """Standard deviation over the group with ddof 1; 0 for fewer than two valid samples."""
 
 
-def group_statistics(rewards: Tensor, valid: Tensor, group_index: Tensor) -> GroupStatistics:
-    """Count, mean and standard deviation of each sample's group.
-
-    Args:
-        rewards: [B] fp32, finite where ``valid``.
-        valid: [B] bool.
-        group_index: [B] int64, counted from 0.
-    """
+def group_statistics(step: StepRewards) -> GroupStatistics:
+    """Count, mean and standard deviation of each sample's group."""
     # fp64: in fp32 the mean of eight rewards of 0.1 is off by 7e-9, which an epsilon of 1e-6 would turn into
     # advantages of 0.007 for a group that has no signal.
-    known = torch.where(valid, rewards, 0.0).double()
-    num_groups = _num_groups(group_index)
-    count = _group_sum(valid.double(), group_index, num_groups)
+    group_index, num_groups = step.group_index, _num_groups(step.group_index)
+    known = torch.where(step.valid, step.rewards, 0.0).double()
+    count = _group_sum(step.valid.double(), group_index, num_groups)
     mean = _group_sum(known, group_index, num_groups) / count.clamp_min(1)
 
-    centred = torch.where(valid, known - mean[group_index], 0.0)
+    centred = torch.where(step.valid, known - mean[group_index], 0.0)
     variance = _group_sum(centred.square(), group_index, num_groups) / (count - 1).clamp_min(1)
     return GroupStatistics(count[group_index], centred, variance.sqrt()[group_index])
 
@@ -51,9 +46,9 @@ def groups_with_signal(baseline: Baseline, rewards: Tensor, valid: Tensor, group
 
     Args:
         baseline: what the advantage compares a reward with.
-        rewards: [B] fp32, finite where ``valid``.
-        valid: [B] bool.
-        group_index: [B] int64, counted from 0.
+        rewards: [N] fp32, finite where ``valid``.
+        valid: [N] bool.
+        group_index: [N] int64, counted from 0.
 
     Returns:
         [number of groups] bool; with a baseline of the group False where fewer than two samples are valid.
@@ -63,8 +58,9 @@ def groups_with_signal(baseline: Baseline, rewards: Tensor, valid: Tensor, group
         known = rewards[valid]
         differ = known.numel() > 0 and bool(known.max() > known.min())
         return _group_sum(valid.double(), group_index, num_groups) > (0 if differ else torch.inf)
-    lowest = _group_extreme(rewards.masked_fill(~valid, torch.inf), group_index, num_groups, "amin")
-    highest = _group_extreme(rewards.masked_fill(~valid, -torch.inf), group_index, num_groups, "amax")
+    lowest, highest = rewards.new_full((2, num_groups), torch.inf)
+    lowest.scatter_reduce_(0, group_index, rewards.masked_fill(~valid, torch.inf), "amin")
+    highest.neg_().scatter_reduce_(0, group_index, rewards.masked_fill(~valid, -torch.inf), "amax")
     return highest > lowest
 
 
@@ -74,8 +70,3 @@ def _num_groups(group_index: Tensor) -> int:
 
 def _group_sum(values: Tensor, group_index: Tensor, num_groups: int) -> Tensor:
     return values.new_zeros(num_groups).index_add_(0, group_index, values)
-
-
-def _group_extreme(values: Tensor, group_index: Tensor, num_groups: int, reduce: str) -> Tensor:
-    start = values.new_full((num_groups,), torch.inf if reduce == "amin" else -torch.inf)
-    return start.scatter_reduce_(0, group_index, values, reduce)

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.ratios import log_ratio
+from megatron_rl.algorithms.batch import log_ratio
 from megatron_rl.errors import ConfigError
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -42,7 +42,7 @@ def kl_per_token(
         loss_mask: [T] fp32; masked positions may hold anything, NaN included.
 
     Returns:
-        [T] fp32, 0 at masked positions. ``d`` is bounded by ``ratios.LOG_RATIO_LIMIT``.
+        [T] fp32, 0 at masked positions. ``d`` is bounded by ``batch.LOG_RATIO_LIMIT``.
 
     Raises:
         ConfigError: an unknown estimator.

@@ -75,7 +75,7 @@ class PaddedRows:
 class Buckets:
     """Neighbouring sequences of a packed batch, padded together.
 
-    Worked example, lengths (6, 5, 2, 2): `packing.bins.pack` puts the longest first::
+    Worked example, lengths (6, 5, 2, 2): `trainer.packing.pack` puts the longest first::
 
         one set of rows             4 rows of 6
         buckets (6, 5) and (2, 2)   2 rows of 6, 2 rows of 2

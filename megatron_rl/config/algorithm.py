@@ -22,15 +22,15 @@ def _stated(kind: Registry, name: str, constant: str) -> Any:
     return None
 
 
-def _clamp(config: RLConfig) -> tuple[float, float]:
+def _clamp(config: RLConfig, option: str) -> float | None:
     """Clip ranges of one loss mean nothing in another: those of a sequence's ratio are a thousandth of a token's."""
-    return _stated(LOSSES, config.algorithm.rl_policy_loss, "DEFAULT_CLAMP") or (0.2, 0.2)
+    return _stated(LOSSES, config.algorithm.rl_policy_loss, option)
 
 
 def _aggregation(config: RLConfig, _: int) -> str:
     if config.algorithm.calculate_per_token_loss:
         return "token-mean"
-    return _stated(LOSSES, config.algorithm.rl_policy_loss, "DEFAULT_AGGREGATION") or "token-mean"
+    return _stated(LOSSES, config.algorithm.rl_policy_loss, "AGGREGATION") or "token-mean"
 
 
 def _correction(config: RLConfig, _: int) -> str:
@@ -53,12 +53,14 @@ class AlgorithmConfig:
     """Completions of each prompt; advantages compare them (Megatron's default: 2)."""
     grpo_iterations: int = flag(1, ge=1, le=1000)
     """Passes over each rollout (Megatron's default: 2)."""
-    grpo_clamp_eps_lower: float | None = flag(None, gt=0, le=1, derived=lambda config, _: _clamp(config)[0])
+    grpo_clamp_eps_lower: float | None = flag(
+        None, gt=0, le=1, derived=lambda config, _: _clamp(config, "clamp_eps_lower")
+    )
     """The probability ratio is clipped at 1 - this; 1 leaves that side open (Megatron's default: 0.01).
 
     Without it what the policy loss states: clip 0.2, cispo 1, gspo 3e-4.
     """
-    grpo_clamp_eps_upper: float | None = flag(None, gt=0, derived=lambda config, _: _clamp(config)[1])
+    grpo_clamp_eps_upper: float | None = flag(None, gt=0, derived=lambda config, _: _clamp(config, "clamp_eps_upper"))
     """The probability ratio is clipped at 1 + this (Megatron's default: 0.01).
 
     Without it what the policy loss states: clip and cispo 0.2, gspo 4e-4.
@@ -69,8 +71,12 @@ class AlgorithmConfig:
     """Weight of the entropy bonus."""
     rl_advantage: str = flag("grpo", names_of=ADVANTAGES)
     """Advantage of a sample, against the others of its group or of the step."""
+    rl_advantage_args: tuple[str, ...] = flag(())
+    """Options of the advantage, name=value."""
     rl_policy_loss: str = flag("clip", names_of=LOSSES)
     """Policy loss of a token."""
+    rl_policy_loss_args: tuple[str, ...] = flag(())
+    """Options of the policy loss, name=value."""
     rl_kl_estimator: Literal["k1", "k2", "k3"] = flag("k3")
     """Estimator of the KL to the reference."""
     rl_correction: str | None = flag(None, names_of=CORRECTIONS, derived=_correction)
@@ -78,14 +84,16 @@ class AlgorithmConfig:
 
     Without it token_tis where rollouts are quantised, else none.
     """
-    rl_correction_cap: float = flag(2.0, gt=0)
-    """Largest weight that token_tis and sequence_tis give."""
+    rl_correction_args: tuple[str, ...] = flag(())
+    """Options of the corrections, name=value."""
+    rl_correction_cap: float | None = flag(None, gt=0)
+    """Largest weight that token_tis and sequence_tis give (by default 2)."""
     rl_correction_lower: float | None = flag(None, ge=0, lt=1)
     """Smallest ratio trainer / engine accepted by masked_is (by default 0.5) and geometric (0.99)."""
     rl_correction_upper: float | None = flag(None, gt=1)
     """Largest ratio trainer / engine accepted by masked_is (by default 2) and geometric (1.01)."""
-    rl_correction_veto: float = flag(1e-4, ge=1e-8, lt=1)
-    """veto rejects a sequence with one smaller ratio trainer / engine."""
+    rl_correction_veto: float | None = flag(None, ge=1e-8, lt=1)
+    """veto rejects a sequence with one smaller ratio trainer / engine (by default 1e-4)."""
     rl_dual_clip: float | None = flag(None, gt=1)
     """Bound of the loss at negative advantages, in advantages; without it none."""
     rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = flag(None, derived=_aggregation)
@@ -113,10 +121,4 @@ def algorithm_problems(config: RLConfig, _: int) -> Iterator[Problem]:
         yield config.problem(
             "calculate_per_token_loss",
             f"means token-mean, but --rl-loss-aggregation is {algorithm.rl_loss_aggregation}; keep one of them",
-        )
-    if algorithm.rl_dual_clip is not None and _stated(LOSSES, algorithm.rl_policy_loss, "HAS_DUAL_CLIP") is False:
-        yield config.problem(
-            "rl_policy_loss",
-            f"has no dual clip and would ignore --rl-dual-clip {algorithm.rl_dual_clip:g}; leave it out, or use clip "
-            "or gspo",
         )

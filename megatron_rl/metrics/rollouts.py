@@ -38,7 +38,7 @@ class TrainingUse:
     group_numbers: Sequence[int]
     """Of this rank's groups, in their order."""
     advantages: Mapping[int, float]
-    """Of this rank's samples that are in the loss."""
+    """Of all ranks' samples that are in the loss: the mean over a sample's tokens."""
     update_of: Mapping[int, int]
     """The update that a sample went into; of all ranks' samples."""
 

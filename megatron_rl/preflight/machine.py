@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import get_args
 
 from megatron_rl.config import RLConfig
-from megatron_rl.errors import ConfigError, Problem, collecting
+from megatron_rl.errors import Problem, collecting
 from megatron_rl.metrics.rundir import check_usable, writable
 from megatron_rl.metrics.wandb import Mode, wandb_mode
 from megatron_rl.preflight.starts import resumes
 from megatron_rl.quantization.shapes import layer_problems
-from megatron_rl.registry import ADVANTAGES, LOSSES, RECIPES
+from megatron_rl.registry import RECIPES
 
 _ASKED = ("attention_backend", "rl_kv_cache_dtype", "inference_dynamic_batching_block_size", "rl_kv_overcommit")
 
@@ -107,38 +107,17 @@ def _netrc_knows_wandb() -> bool:
 
 
 def algorithm_problems(config: RLConfig) -> list[Problem]:
-    """Names that are not found, with the nearest ones, and settings that an algorithm refuses."""
+    """Names that are not found, with the nearest ones, and options that an algorithm refuses."""
     problems: list[Problem] = []
     if not config.training.perform_rl_step:
         return problems
     # imported here: it brings torch, which --help and wrong flags need not wait for
-    from megatron_rl.algorithms.settings import correction_config, loss_config
+    from megatron_rl.algorithms.extension import advantage_of, correction_of, loss_of
 
-    algorithm = config.algorithm
-    with collecting(problems, "--rl-advantage"):
-        ADVANTAGES.module(algorithm.rl_advantage)
-    with collecting(problems, "--rl-policy-loss"):
-        LOSSES.get(algorithm.rl_policy_loss)
-        loss_config(config)
-    with collecting(problems, "--rl-correction"):
-        _check_correction(config)
-        correction_config(config)
+    for chosen in (advantage_of, loss_of, correction_of):
+        with collecting(problems):
+            chosen(config)
     return problems
-
-
-def _check_correction(config: RLConfig) -> None:
-    """Raises ``ConfigError`` for an unknown name, and for bounds that the correction does not read."""
-    from megatron_rl.algorithms.corrections.composition import correction_modules  # here for the reason above
-
-    algorithm = config.algorithm
-    modules = correction_modules(algorithm.rl_correction)
-    bounds = {"lower": algorithm.rl_correction_lower, "upper": algorithm.rl_correction_upper}
-    given = [f"--rl-correction-{side}" for side, value in bounds.items() if value is not None]
-    if given and not any("DEFAULT_BOUNDS" in vars(module) for module in modules):
-        raise ConfigError([
-            f"{algorithm.rl_correction} has no bounds and would ignore {' and '.join(given)}; use masked_is or "
-            "geometric, or leave the bounds out"
-        ])
 
 
 def quantization_problems(config: RLConfig) -> list[Problem]:

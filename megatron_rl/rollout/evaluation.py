@@ -10,13 +10,13 @@ import numpy
 import torch
 
 from megatron_rl.algorithms.passk import pass_at_k
-from megatron_rl.packing.bins import balance
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.prompt_source import Draw
 from megatron_rl.rollout.requests import RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
+from megatron_rl.trainer.packing import balance
 from megatron_rl.types import GenerationRequest, GradeResult, Rollout, RolloutGroup
 
 _COLUMNS = 12

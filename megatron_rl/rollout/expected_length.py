@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_rl.packing.bins import balance
+from megatron_rl.trainer.packing import balance
 from megatron_rl.types import GenerationRequest, SourcedTask
 
 _GROUPS_IN_MEAN = 256

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
 from megatron_rl.metrics.console import ConsoleWriter
 from megatron_rl.metrics.evaluation import by_environment, evaluation_table, with_average
@@ -33,7 +34,8 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform
 from megatron_rl.run.progress import Progress
-from megatron_rl.types import PackedBatch, RolloutGroup, Sample
+from megatron_rl.trainer.policy import sample_advantages
+from megatron_rl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -87,22 +89,26 @@ class Reporter:
         groups: Sequence[RolloutGroup],
         decode_token: Callable[[int], str],
         numbers: Sequence[int],
-        samples: Sequence[Sample],
-        updates: Sequence[Sequence[PackedBatch]],
+        updates: Sequence[Sequence[TokenBatch]],
     ) -> None:
         """Write the first `--rl-log-rollouts` groups of the step as JSON lines, whichever rank has them; collective.
 
-        ``numbers`` are those of this rank's ``groups``, ``samples`` what it offered for training, ``updates`` what it
-        trained on.
+        ``numbers`` are those of this rank's ``groups``, ``updates`` what it trained on, with advantages.
         """
         wanted, data_group = self._config.logging.rl_log_rollouts, self._groups.data_group
         if not wanted or not self._groups.leads_model:
             return
-        trained = [[i for batch in update for i in batch.sample_ids] for update in updates]
+        trained = [
+            (sample, update, advantage)
+            for update, batches in enumerate(updates)
+            for batch in batches
+            for sample, advantage in sample_advantages(batch).items()
+        ]
+        everywhere = [row for part in gather_json(trained, data_group) for row in part]
         use = TrainingUse(
             numbers,
-            {sample.sample_id: sample.advantage for sample in samples},
-            {i: update for part in gather_json(trained, data_group) for update, ids in enumerate(part) for i in ids},
+            {sample: advantage for sample, _, advantage in everywhere},
+            {sample: update for sample, update, _ in everywhere},
         )
         parts = collect_json(training_rows(step, groups, use, wanted, decode_token), data_group)
         if parts is not None:
@@ -119,7 +125,7 @@ class Reporter:
             path = self._directory.evaluation_path(step)
             write_rollouts(path, step, kept, decode_token=decode_token, greedy=[False, True] * (len(kept) // 2))
 
-    def dump_batches(self, step: int, updates: Sequence[Sequence[PackedBatch]]) -> None:
+    def dump_batches(self, step: int, updates: Sequence[Sequence[TokenBatch]]) -> None:
         """Keep the batches of a skipped update: they hold the cause of its non-finite gradient."""
         path = self._directory.logs / f"nonfinite_step_{step:06d}_rank_{self._groups.rank}.jsonl"
         with path.open("w", encoding="utf-8") as stream:
@@ -211,7 +217,7 @@ def first_of_each(groups: Sequence[RolloutGroup], count: int) -> list[RolloutGro
     return kept
 
 
-def _batch_record(update: int, batch: PackedBatch) -> dict[str, object]:
+def _batch_record(update: int, batch: TokenBatch) -> dict[str, object]:
     def finite(values: torch.Tensor) -> list[float | None]:
         return [value if math.isfinite(value) else None for value in values.tolist()]
 

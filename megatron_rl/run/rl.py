@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.algorithms.corrections.composition import get_correction
-from megatron_rl.algorithms.interfaces import AdvantageConfig
-from megatron_rl.algorithms.settings import correction_config, loss_config
+from megatron_rl.algorithms.extension import advantage_of, correction_of
+from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.attention.kv_numbers import rounded_attention
 from megatron_rl.checkpoint.origin import weights_fingerprint
 from megatron_rl.config import RLConfig
@@ -22,7 +21,6 @@ from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.phases import Phases
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.registry import ADVANTAGES, LOSSES
 from megatron_rl.rollout import Draw, PromptSource, RequestFactory, Rollouter, RolloutResult
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
@@ -34,7 +32,6 @@ from megatron_rl.run.training import TrainingRun, batch_builder, finish_start, s
 from megatron_rl.run.weights import Start
 from megatron_rl.trainer import PolicyTrainer
 from megatron_rl.trainer.parity import EMULATION_LIMIT, KVCacheRounding, ParityGate, ParityLimits
-from megatron_rl.trainer.policy_loss import LossSettings
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import GenerationRequest
@@ -173,31 +170,15 @@ def _prompt_source(base: Run, factory: RequestFactory) -> PromptSource:
 
 
 def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
-    algorithm = config.algorithm
-    return SampleBuilder(
-        ADVANTAGES.module(algorithm.rl_advantage),
-        AdvantageConfig(),
-        algorithm.rl_keep_zero_variance_groups,
-        groups,
-    )
+    baseline = getattr(advantage_of(config), "BASELINE", "group")
+    return SampleBuilder(baseline, config.algorithm.rl_keep_zero_variance_groups, groups)
 
 
 def _trainer(base: Run, start: Start, scorer: Scorer) -> PolicyTrainer:
-    algorithm = base.config.algorithm
-    settings = LossSettings(
-        loss=LOSSES.get(algorithm.rl_policy_loss),
-        loss_config=loss_config(base.config),
-        correction=get_correction(algorithm.rl_correction),
-        correction_config=correction_config(base.config),
-        aggregation=algorithm.rl_loss_aggregation,
-        aggregation_constant=float(base.config.rollout.rl_max_new_tokens),
-        kl_beta=algorithm.grpo_kl_beta,
-        kl_estimator=algorithm.rl_kl_estimator,
-        entropy_weight=algorithm.grpo_entropy_term_weight,
-    )
+    config = base.config
     return PolicyTrainer(
-        start.optimization, scorer, settings, algorithm.grpo_iterations, start.reference, base.groups.data_group,
-        base.timer,
+        start.optimization, scorer, advantage_of(config), PolicyObjective.of(config), config.algorithm.grpo_iterations,
+        start.reference, base.groups.data_group, base.timer,
     )  # fmt: skip
 
 
@@ -220,7 +201,8 @@ def build_parity_gate(
         settings.rl_mismatch_action,
         settings.rl_mismatch_interval,
         groups.data_group,
-        config.algorithm.rl_correction or "none",
+        config.algorithm.rl_correction,
+        correction_of(config),
         _kv_cache_rounding(config, policy, engine),
     )
 

@@ -7,15 +7,19 @@ import random
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from megatron_rl.packing.bins import balance, pack
-from megatron_rl.packing.collate import collate
-from megatron_rl.packing.exchange import exchange_samples
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
-from megatron_rl.types import PackedBatch, Sample
+from megatron_rl.trainer.packing import balance, collate, pack
+from megatron_rl.types import Sample
 
 logger = logging.getLogger(__name__)
+
+HEADER = 5
+"""Integers that go ahead of a sample's tokens: sample_id, policy_version, length, prompt_length, number of spans."""
 
 
 class BatchBuilder:
@@ -32,7 +36,7 @@ class BatchBuilder:
 
     def updates(
         self, samples: Sequence[Sample], batch_size: int, seed: int
-    ) -> list[list[PackedBatch]]:
+    ) -> list[list[TokenBatch]]:
         """Micro-batches of each optimizer update of one pass over a step's samples; collective.
 
         As few updates as hold all samples of the job with at most ``batch_size`` each, and equal to one sample: where
@@ -66,10 +70,8 @@ class BatchBuilder:
             parts[update_of[sample.sample_id]].append(sample)
         return [self.pack(part, seed + update) for update, part in enumerate(parts)]
 
-    def pack(self, samples: Sequence[Sample], seed: int) -> list[PackedBatch]:
+    def pack(self, samples: Sequence[Sample], seed: int) -> list[TokenBatch]:
         """Best-fit bins of at most ``bin_tokens`` tokens, in shuffled order."""
-        if not samples:
-            return []
         bins = pack([sample.length for sample in samples], self._bin_tokens, seed)
         return [
             collate([samples[i] for i in members], self._device, self._round_to) for members in bins
@@ -93,3 +95,102 @@ class BatchBuilder:
         table = torch.cat(gather_vectors(local, self._groups.data_group)).view(-1, 2).tolist()
         table.sort()
         return [row[0] for row in table], [row[1] for row in table]
+
+
+def exchange_samples(
+    local: Sequence[Sample],
+    destination: Sequence[int],
+    data_group: dist.ProcessGroup | None,
+    device: torch.device | str = "cpu",
+) -> list[Sample]:
+    """Sends each sample to a rank and returns those sent here. All ranks of the group must call this.
+
+    Flat tensors, straight from the rank that has a sample to the one that trains on it: three all-to-alls, how much,
+    integers (int64), floats (fp32). Nothing is pickled and nobody receives what it does not need.
+
+    Args:
+        local: this rank's samples, on the CPU; may be empty.
+        destination: for each of them, a rank within the group.
+        data_group: the data-parallel ranks; None is all ranks.
+        device: where the tensors travel: the CPU for gloo, this rank's GPU for nccl.
+
+    Returns:
+        This rank's samples, on the CPU, in the order of ``sample_id``.
+    """
+    num_ranks = dist.get_world_size(data_group)
+    if num_ranks == 1:  # nothing travels
+        return sorted(local, key=lambda sample: sample.sample_id)
+    outgoing: list[list[Sample]] = [[] for _ in range(num_ranks)]
+    for sample, rank in zip(local, destination, strict=True):
+        outgoing[rank].append(sample)
+
+    integers = [_integers(samples) for samples in outgoing]
+    floats = [_floats(samples) for samples in outgoing]
+    counts = torch.tensor(
+        [(len(s), i.numel(), f.numel()) for s, i, f in zip(outgoing, integers, floats, strict=True)]
+    )
+    counts_here = _all_to_all(list(counts), [3] * num_ranks, data_group, device)
+
+    num_samples, num_integers, num_floats = torch.stack(counts_here).t().tolist()
+    integers_here = _all_to_all(integers, num_integers, data_group, device)
+    floats_here = _all_to_all(floats, num_floats, data_group, device)
+    received = [
+        sample
+        for count, ints, reals in zip(num_samples, integers_here, floats_here, strict=True)
+        for sample in _samples(count, ints, reals)
+    ]
+    return sorted(received, key=lambda sample: sample.sample_id)
+
+
+def _integers(samples: Sequence[Sample]) -> Tensor:
+    """All headers, then all spans, then all tokens: int64."""
+    headers = [(s.sample_id, s.policy_version, s.length, s.prompt_length, len(s.environment_spans)) for s in samples]
+    spans = [span for sample in samples for span in sample.environment_spans]
+    flat = [torch.tensor(rows, dtype=torch.int64).reshape(-1) for rows in (headers, spans)]
+    return torch.cat([*flat, *(sample.token_ids for sample in samples)])
+
+
+def _floats(samples: Sequence[Sample]) -> Tensor:
+    """All rewards, then all log-probs: fp32."""
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+    return torch.cat([rewards, *(sample.inference_logprobs for sample in samples)])
+
+
+def _samples(count: int, integers: Tensor, floats: Tensor) -> list[Sample]:
+    """The inverse of ``_integers`` and ``_floats``."""
+    headers = integers[: count * HEADER].reshape(count, HEADER).tolist()
+    lengths, num_spans = [header[2] for header in headers], [header[4] for header in headers]
+    first_token = count * HEADER + 2 * sum(num_spans)
+    spans = integers[count * HEADER : first_token].reshape(-1, 2).split(num_spans)
+    rewards, tokens = floats[:count].tolist(), integers[first_token:].split(lengths)
+    logprobs = floats[count:].split(lengths)
+    return [
+        Sample(
+            # Cloned: a view keeps the whole exchange in memory, and puts it into every checkpoint.
+            token_ids=token_ids.clone(),
+            prompt_length=prompt_length,
+            reward=reward,
+            inference_logprobs=own_logprobs.clone(),
+            sample_id=sample_id,
+            environment_spans=tuple((start, end) for start, end in own_spans.tolist()),
+            policy_version=version,
+        )
+        for (sample_id, version, _, prompt_length, _), token_ids, own_logprobs, reward, own_spans in zip(
+            headers, tokens, logprobs, rewards, spans, strict=True
+        )
+    ]
+
+
+def _all_to_all(
+    parts: Sequence[Tensor],
+    sizes_here: Sequence[int],
+    data_group: dist.ProcessGroup | None,
+    device: torch.device | str,
+) -> list[Tensor]:
+    """Sends ``parts[r]`` to rank r; what came from each rank, on the CPU."""
+    outgoing = torch.cat(list(parts)).to(device)
+    incoming = outgoing.new_empty(sum(sizes_here))
+    dist.all_to_all_single(
+        incoming, outgoing, list(sizes_here), [part.numel() for part in parts], group=data_group
+    )
+    return list(incoming.cpu().split(list(sizes_here)))

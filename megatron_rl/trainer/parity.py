@@ -15,23 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.aggregation import sequence_of_tokens
-from megatron_rl.algorithms.corrections.collapse import collapse_warning
-from megatron_rl.algorithms.corrections.composition import correction_modules, get_correction
-from megatron_rl.algorithms.corrections.statistics import MismatchStatistics, mismatch_statistics
-from megatron_rl.algorithms.interfaces import CorrectionConfig
+from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.extension import Function, level_of
+from megatron_rl.algorithms.mismatch import collapse_warning, mismatch_metrics, mismatch_sums
 from megatron_rl.errors import TrainingError
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import PackedBatch
+from megatron_rl.trainer.update import reduced
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,8 @@ class ParityGate:
         action: Action,
         interval: int,
         data_group: dist.ProcessGroup,
-        correction: str,
+        correction_name: str,
+        correction: Function,
         kv_cache: KVCacheRounding | None = None,
     ) -> None:
         """``interval``: steps between two checks; 0 checks only the first rollout of each recipe.
@@ -117,10 +117,9 @@ class ParityGate:
         self._action = action
         self._interval = interval
         self._data_group = data_group
+        self._correction_name = correction_name
         self._correction = correction
         self._kv_cache = kv_cache
-        modules = correction_modules(correction)
-        self._is_sequence_level = any(module.LEVEL == "sequence" for module in modules)
         self._checked: str | None = None
 
     def is_due(self, step: int) -> bool:
@@ -128,31 +127,26 @@ class ParityGate:
         first = self._checked != self._quantization.recipe
         return first or (self._interval > 0 and step % self._interval == 0)
 
-    def check(self, updates: Sequence[Sequence[PackedBatch]]) -> ParityReport:
+    def check(self, updates: Sequence[Sequence[TokenBatch]]) -> ParityReport:
         """Score the samples and judge; collective."""
         batches = [batch for update in updates for batch in update]
         trainer, own_top = self._score(batches)
-        metrics = self._reduced([
-            _statistics(scored, batch) for scored, batch in zip(trainer, batches, strict=True)
-        ])
-        tokens = int(metrics.pop("tokens"))
+        tokens, measured = self._measured(trainer, batches)
         named = {
-            "parity/log_ratio_mean": metrics["mean_delta_logprob"],
-            "parity/log_ratio_std": metrics["std_delta_logprob"],
-            "parity/gap_mean": metrics["mean_abs_delta_logprob"],
-            "parity/p95": metrics["p95_abs_delta_logprob"],
-            "parity/max": metrics["max_abs_delta_logprob"],
-            "parity/k3_kl": metrics["k3_kl"],
+            "parity/log_ratio_mean": measured["rollout_corr/log_ratio_mean"],
+            "parity/log_ratio_std": measured["rollout_corr/log_ratio_std"],
+            "parity/gap_mean": measured["training/rollout_logprob_gap_mean"],
+            "parity/p95": measured["rollout_corr/abs_log_ratio_p95"],
+            "parity/max": measured["training/rollout_logprob_gap_max"],
+            "parity/k3_kl": measured["rollout_corr/k3_kl"],
         }
         if self._quantization.linears is not None or self._kv_cache is not None:
             with self._quantization.emulated(), self._rounded_keys_and_values():
                 emulated, top = self._score(batches)
-            own = self._reduced([
-                _statistics(scored, batch) for scored, batch in zip(emulated, batches, strict=True)
-            ])
-            named["parity/emulation_gap_mean"] = own["mean_abs_delta_logprob"]
-            named["parity/emulation_gap_max"] = own["max_abs_delta_logprob"]
-            named["parity/top1_agreement"] = self._agreement(own_top, top, batches)
+            _, own = self._measured(emulated, batches)
+            named["parity/emulation_gap_mean"] = own["training/rollout_logprob_gap_mean"]
+            named["parity/emulation_gap_max"] = own["training/rollout_logprob_gap_max"]
+            named["parity/top1_agreement"] = agreement(own_top, top, batches, self._data_group)
         if not tokens:  # every group was without signal: nothing has been checked
             return ParityReport(self._format, 0, {}, ())
         self._checked = self._quantization.recipe
@@ -195,15 +189,15 @@ class ParityGate:
         Raises:
             TrainingError: it makes the mismatch larger and the action is not to warn.
         """
-        collapse = collapse_warning(self._correction, metrics)
+        collapse = collapse_warning(self._correction_name, self._correction, metrics)
         if collapse is not None:
             logger.warning("%s", collapse)
         gap = metrics.get("training/rollout_logprob_gap_mean", 0.0)
         left = metrics.get("rollout_corr/residual_gap", 0.0)
-        if left <= _WORSE * gap + _ROUNDING or self._is_sequence_level:
+        if left <= _WORSE * gap + _ROUNDING or level_of(self._correction) == "sequence":
             return
         text = (
-            f"--rl-correction {self._correction} leaves a mean log-prob gap of {left:.3g} where there was one of "
+            f"--rl-correction {self._correction_name} leaves a mean log-prob gap of {left:.3g} where there was one of "
             f"{gap:.3g}: its weights point the wrong way"
         )
         if self._action != "warn":
@@ -223,7 +217,7 @@ class ParityGate:
     def _rounded_keys_and_values(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._kv_cache is None else self._kv_cache.emulated()
 
-    def _score(self, batches: Sequence[PackedBatch]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _score(self, batches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Log-probs [T] fp32 and likeliest tokens [T] of every batch."""
         scored = [self._scorer.logprobs_and_top(batch) for batch in batches]
         return [one for one, _ in scored], [top for _, top in scored]
@@ -247,36 +241,30 @@ class ParityGate:
             )
         return tuple(found)
 
-    def _reduced(self, statistics: Sequence[MismatchStatistics]) -> dict[str, float]:
-        merged = MismatchStatistics.zeros(self._scorer.device)
-        for one in statistics:
-            merged = merged.merge(one)
-        sums, largest = merged.sum_tensor(), merged.max_tensor()
-        dist.all_reduce(sums, group=self._data_group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._data_group)
-        merged = MismatchStatistics.from_tensors(sums, largest)
-        return merged.metrics() | {"tokens": float(merged.num_tokens)}
-
-    def _agreement(
-        self,
-        first: Sequence[torch.Tensor],
-        second: Sequence[torch.Tensor],
-        batches: Sequence[PackedBatch],
-    ) -> float:
-        """Share of loss tokens before which both forward passes have the same likeliest token."""
-        counts = torch.zeros(2, dtype=torch.float64, device=self._scorer.device)
-        for a, b, batch in zip(first, second, batches, strict=True):
-            # The prediction of token t stands at t - 1, which is in the same sequence: prompts are not empty.
-            in_loss = batch.loss_mask[1:] > 0
-            counts += torch.stack(((a == b)[:-1][in_loss].sum(), in_loss.sum())).double()
-        dist.all_reduce(counts, group=self._data_group)
-        agreeing, tokens = counts.tolist()
-        return agreeing / max(tokens, 1.0)
+    def _measured(
+        self, scored: Sequence[torch.Tensor], batches: Sequence[TokenBatch]
+    ) -> tuple[int, dict[str, float]]:
+        """Loss tokens, and the mismatch of the rollout and ``scored`` log-probs under its logged names; collective."""
+        parts = []
+        for logprobs, batch in zip(scored, batches, strict=True):
+            batch = replace(batch, old_logprobs=logprobs)
+            parts.append(mismatch_sums(batch, batch.loss_mask, torch.zeros_like(batch.in_loss)))
+        sums = reduced(parts, self._data_group, self._scorer.device)
+        return (int(sums["mismatch/tokens"]), mismatch_metrics(sums)) if sums else (0, defaultdict(float))
 
 
-def _statistics(scored: torch.Tensor, batch: PackedBatch) -> MismatchStatistics:
-    sequence = sequence_of_tokens(batch.cu_seqlens, batch.token_ids.numel())
-    correction = get_correction("none")(
-        scored, batch.inference_logprobs, batch.loss_mask, sequence, len(batch.lengths), CorrectionConfig()
-    )
-    return mismatch_statistics(scored, batch.inference_logprobs, batch.loss_mask, correction)
+def agreement(
+    first: Sequence[torch.Tensor],
+    second: Sequence[torch.Tensor],
+    batches: Sequence[TokenBatch],
+    data_group: dist.ProcessGroup,
+) -> float:
+    """Share of loss tokens before which two forward passes have the same likeliest token, [T] each; collective."""
+    counts = torch.zeros(2, dtype=torch.float64)
+    for a, b, batch in zip(first, second, batches, strict=True):
+        # The prediction of token t stands at t - 1, which is in the same sequence: prompts are not empty.
+        in_loss = batch.in_loss[1:]
+        counts += torch.stack(((a == b)[:-1][in_loss].sum(), in_loss.sum())).double().cpu()
+    dist.all_reduce(counts, group=data_group)
+    agreeing, tokens = counts.tolist()
+    return agreeing / max(tokens, 1.0)

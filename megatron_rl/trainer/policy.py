@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms import StepRewards, TokenBatch
+from megatron_rl.algorithms.batch import summed
+from megatron_rl.algorithms.extension import Function
+from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.trainer.accumulate import update
+from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
-from megatron_rl.trainer.policy_loss import (
-    LossSettings,
-    LossStatistics,
-    PolicyLossFunction,
-    ScoredBatch,
-    reduce_statistics,
-)
 from megatron_rl.trainer.reference import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import PackedBatch
+from megatron_rl.trainer.update import Sums, reduced, update
+
+Updates = Sequence[Sequence[TokenBatch]]
+"""This rank's micro-batches of each update."""
 
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """The result of a step's updates; equal on all ranks."""
+    """The result of a step's updates; equal on all ranks but for the batches."""
 
     metrics: dict[str, float]
     skipped_updates: int
     """Updates left out because their gradient was not finite."""
+    updates: Updates
+    """What was trained on, with advantages and the log-probs that stay fixed."""
 
 
 class PolicyTrainer:
-    """Old and reference log-probs where they are needed, then the updates."""
+    """Old and reference log-probs where they are needed, advantages, then the updates."""
 
     def __init__(
         self,
         optimization: Optimization,
         scorer: Scorer,
-        settings: LossSettings,
+        advantage: Function,
+        objective: PolicyObjective,
         iterations: int,
         reference: ReferencePolicy | None,
         data_group: dist.ProcessGroup,
@@ -47,54 +50,78 @@ class PolicyTrainer:
     ) -> None:
         self._optimization = optimization
         self._scorer = scorer
-        self._loss = PolicyLossFunction(scorer, settings)
+        self._advantage = advantage
+        self._objective = objective
         self._iterations = iterations
         self._reference = reference
         self._data_group = data_group
         self._timer = timer
 
-    def step(self, updates: Sequence[Sequence[PackedBatch]]) -> TrainOutcome:
+    def step(self, updates: Updates, rewards: StepRewards) -> TrainOutcome:
         """Go over the rollout's updates ``grpo_iterations`` times; collective."""
         if not updates:
-            return TrainOutcome({}, 0)
-        # With a single update old and current log-probs are the same numbers: no pass for them.
-        needs_old = len(updates) * self._iterations > 1
-        scored = self._score(updates, needs_old)
+            return TrainOutcome({}, 0, ())
+        scored = self._score([[replace(batch, step=rewards) for batch in part] for part in updates])
+        with_sums = [[self._with_advantages(batch) for batch in part] for part in scored]
+        scored = [[batch for batch, _ in part] for part in with_sums]
         outcomes: list[UpdateOutcome] = []
-        statistics: list[LossStatistics] = []
+        sums: list[Sums] = []
         with self._timer.phase("update_actor"):
             for _ in range(self._iterations):
-                for micro_batches in scored:
+                for part in with_sums:
                     outcome, seen = update(
-                        self._optimization, micro_batches, self._forward, self._loss
+                        self._optimization, [batch for batch, _ in part], self._scorer.forward, self._loss
                     )
                     outcomes.append(outcome)
-                    statistics += seen
-            metrics = reduce_statistics(
-                statistics, self._data_group, self._optimization.policy.device
-            )
-        return TrainOutcome(
-            metrics | outcome_metrics(outcomes), sum(not outcome.applied for outcome in outcomes)
-        )
+                    sums += [{**own, **more} for more, (_, own) in zip(seen, part, strict=True)]
+            totals = reduced(sums, self._data_group, self._optimization.policy.device)
+        metrics = objective_metrics(totals) | outcome_metrics(outcomes) | advantage_metrics(scored, self._data_group)
+        return TrainOutcome(metrics, sum(not outcome.applied for outcome in outcomes), scored)
 
-    def _forward(self, model: torch.nn.Module, scored: ScoredBatch) -> torch.Tensor:
-        return self._scorer.forward(model, scored.batch)
-
-    def _score(
-        self, updates: Sequence[Sequence[PackedBatch]], needs_old: bool
-    ) -> list[list[ScoredBatch]]:
-        old = [[None for _ in update] for update in updates]
-        if needs_old:
+    def _score(self, updates: Updates) -> Updates:
+        """Log-probs that stay fixed during the step's updates."""
+        # With a single update old and current log-probs are the same numbers: no pass for them.
+        if len(updates) * self._iterations > 1:
             with self._timer.phase("old_log_prob"):
-                old = [[self._scorer.logprobs(batch) for batch in update] for update in updates]
-        ref = [[None for _ in update] for update in updates]
+                updates = [
+                    [replace(batch, old_logprobs=self._scorer.logprobs(batch)) for batch in part] for part in updates
+                ]
         if self._reference is not None:
             with self._timer.phase("ref"), self._reference.swapped_in():
-                ref = [[self._scorer.logprobs(batch) for batch in update] for update in updates]
-        return [
-            [ScoredBatch(*parts) for parts in zip(*columns, strict=True)]
-            for columns in zip(updates, old, ref, strict=True)
-        ]
+                updates = [
+                    [replace(batch, ref_logprobs=self._scorer.logprobs(batch)) for batch in part] for part in updates
+                ]
+        return updates
+
+    def _with_advantages(self, batch: TokenBatch) -> tuple[TokenBatch, Sums]:
+        """And the sums that the advantage has for the metrics."""
+        advantages, sums = self._advantage(batch)
+        return replace(batch, advantages=advantages.detach()), summed(sums)
+
+    def _loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
+        entropy = "differentiable" if self._objective.entropy_weight else "detached"
+        selected = self._scorer.select(output, batch, entropy)
+        return self._objective(replace(batch, current_logprobs=selected.logprobs, entropy=selected.entropy))
+
+
+def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[str, float]:
+    """Over the step's samples of the mean advantage of each one's tokens; collective."""
+    rows = torch.tensor(
+        [row for part in updates for batch in part for row in sample_advantages(batch).items()], dtype=torch.float64
+    )
+    table = torch.cat(gather_vectors(rows.view(-1), data_group)).view(-1, 2)
+    # In the order of the samples, so that the mean is to the bit that of one rank.
+    advantages = table[table[:, 0].argsort(), 1].float()
+    return {
+        "critic/advantages/mean": advantages.mean().item(),
+        "critic/advantages/max": advantages.max().item(),
+        "critic/advantages/min": advantages.min().item(),
+    }
+
+
+def sample_advantages(batch: TokenBatch) -> dict[int, float]:
+    """The mean advantage of the tokens of each sample."""
+    return dict(zip(batch.sample_ids, batch.sequence_means(batch.advantages).tolist(), strict=False))
 
 
 def outcome_metrics(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:

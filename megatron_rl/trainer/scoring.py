@@ -11,11 +11,11 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.fused_logprobs import projected_logprobs
 from megatron_rl.algorithms.logprobs import Entropy, SelectedLogprobs, selected_logprobs
 from megatron_rl.attention import PackedPlan
 from megatron_rl.models import PolicyModel
-from megatron_rl.types import PackedBatch
 
 
 class Scorer:
@@ -39,7 +39,7 @@ class Scorer:
         """Where the results lie."""
         return self._policy.device
 
-    def forward(self, model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+    def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
         """What `select` takes: logits ``[T, V / tensor ranks]``, or fused the hidden states ``[T, H]``.
 
         ``model`` is the GPTModel or its DDP wrapper.
@@ -50,7 +50,7 @@ class Scorer:
             return self._run(model, batch)
 
     def select(
-        self, output: torch.Tensor, batch: PackedBatch, entropy: Entropy = "none"
+        self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none"
     ) -> SelectedLogprobs:
         """Log-prob of token t at index t, ``[T]`` fp32; ``output`` is that of `forward`."""
         if not self._fused:
@@ -58,7 +58,7 @@ class Scorer:
         tokens = (batch.token_ids, batch.position_ids)
         return projected_logprobs(output, self._output_weight(), *tokens, **self._distribution, entropy=entropy)
 
-    def _of_logits(self, logits: torch.Tensor, batch: PackedBatch, entropy: Entropy) -> SelectedLogprobs:
+    def _of_logits(self, logits: torch.Tensor, batch: TokenBatch, entropy: Entropy) -> SelectedLogprobs:
         return selected_logprobs(logits, batch.token_ids, batch.position_ids, **self._distribution, entropy=entropy)
 
     @property
@@ -71,17 +71,17 @@ class Scorer:
         }
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+    def logprobs(self, batch: TokenBatch) -> torch.Tensor:
         """Log-probs without gradient, by the same forward pass that training uses."""
         return self.select(self.forward(self._policy.gpt, batch), batch).logprobs
 
     @torch.no_grad()
-    def logprobs_and_top(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs_and_top(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Also the likeliest next token after every position, [T] int64, of the real vocabulary."""
         logits = self._run(self._policy.gpt, batch)
         return self._of_logits(logits, batch, "none").logprobs, self._top(logits)
 
-    def _run(self, model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+    def _run(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
         policy = self._policy
         plan = PackedPlan.build(
             batch.lengths, batch.cu_seqlens, batch.position_ids, policy.rope, policy.dtype, policy.attention.packed

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.trainer.accumulate import MicroLoss, update
 from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.policy import TrainOutcome, outcome_metrics
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Demonstration, PackedBatch, Sample
+from megatron_rl.trainer.update import reduced, update
+from megatron_rl.types import Demonstration, Sample
 
 
 class DemonstrationSource:
@@ -75,7 +77,7 @@ class DemonstrationSource:
             reply = tokenizer.encode_reply(asked, turn.messages, ended=True)
             spans.append((len(ids), len(ids) + len(reply)))
             ids += reply + tokenizer.encode(turn.completion) + [tokenizer.end_token_id]
-        return Sample(torch.tensor(ids), len(prompt), 0.0, torch.zeros(0), self._cursor, tuple(spans))
+        return Sample(torch.tensor(ids), len(prompt), 0.0, torch.zeros(len(ids)), self._cursor, tuple(spans))
 
 
 class SupervisedTrainer:
@@ -89,26 +91,23 @@ class SupervisedTrainer:
         self._data_group = data_group
         self._timer = timer
 
-    def step(self, micro_batches: Sequence[PackedBatch]) -> TrainOutcome:
+    def step(self, micro_batches: Sequence[TokenBatch]) -> TrainOutcome:
         """One update; collective."""
         with self._timer.phase("update_actor"):
-            outcome, statistics = update(
-                self._optimization, micro_batches, self._scorer.forward, self._loss
-            )
-        device = self._optimization.policy.device
-        sums = sum(statistics, torch.zeros(2, dtype=torch.float64, device=device))
-        dist.all_reduce(sums, group=self._data_group)
-        total, tokens = sums.tolist()
-        loss = total / max(tokens, 1.0)
+            outcome, sums = update(self._optimization, micro_batches, self._scorer.forward, self.loss)
+        totals = reduced(sums, self._data_group, self._optimization.policy.device)
+        tokens = float(totals["tokens"])
+        loss = float(totals["loss"]) / max(tokens, 1.0)
         metrics = {
             "train/loss": loss,
             "train/perplexity": math.exp(min(loss, 50.0)),
             "perf/total_num_tokens": tokens,
         }
-        return TrainOutcome(metrics | outcome_metrics([outcome]), int(not outcome.applied))
+        return TrainOutcome(metrics | outcome_metrics([outcome]), int(not outcome.applied), [micro_batches])
 
-    def _loss(self, logits: torch.Tensor, batch: PackedBatch) -> MicroLoss:
-        logprobs = self._scorer.select(logits, batch).logprobs
+    def loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
+        """Of what `Scorer.forward` gives; the denominator is the answer tokens."""
+        logprobs = self._scorer.select(output, batch).logprobs
         total = -(logprobs * batch.loss_mask).sum()
         tokens = batch.loss_mask.sum()
-        return MicroLoss(total, tokens, torch.stack((total.detach(), tokens)).double())
+        return total, tokens, {"loss": total.detach(), "tokens": tokens}

@@ -1,43 +1,74 @@
-"""What every discovered advantage, loss and correction must hold to; a new file is tested by being there."""
+"""What every advantage, loss and correction must hold to, found by its file or named by a path.
+
+A new file of the library is tested by being there. So is the file that docs/algorithms.md shows, which lies outside.
+"""
 
 from __future__ import annotations
+
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.corrections.composition import correction_modules, get_correction
-from megatron_rl.algorithms.corrections.statistics import mismatch_statistics
-from megatron_rl.algorithms.groups import groups_with_signal
-from megatron_rl.algorithms.interfaces import AdvantageConfig, Correction, CorrectionConfig, LossConfig, PolicyLoss
+from megatron_rl.algorithms import CLIPPED, Terms, TokenBatch
+from megatron_rl.algorithms.batch import summed
+from megatron_rl.algorithms.extension import Composed, advantage_of, correction_of, level_of, loss_of
+from megatron_rl.algorithms.mismatch import mismatch_sums
+from megatron_rl.errors import ConfigError
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
+from tests.support.tiny import tiny_config
+from tests.support.tokens import correction, one_token_a_sample, step_rewards, token_batch
 
-LOSS_CONFIG = LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28, dual_clip=3.0)
 MASK = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
 SEQUENCE = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
 MASKED = MASK == 0
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The example of the docs as a file outside the library, which is the current directory."""
+    (text,) = re.findall(r"```python\n# mine\.py\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    patch = pytest.MonkeyPatch()
+    request.addfinalizer(patch.undo)
+    folder = tmp_path_factory.mktemp("outside")
+    patch.chdir(folder)
+    patch.setattr(sys, "path", list(sys.path))  # which the registry adds the current directory to
+    (folder / "mine.py").write_text(text, encoding="utf-8")
+    return folder
 
 
 def logprobs(seed: int) -> Tensor:
     return -3 * torch.rand(9, generator=torch.Generator().manual_seed(seed))
 
 
-def run_loss(name: str, current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor = MASK) -> PolicyLoss:
-    return LOSSES.get(name)(current, old, advantages, mask, SEQUENCE, 3, LOSS_CONFIG)
+def run_loss(name: str, current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor = MASK) -> Terms:
+    loss = LOSSES.get(name)
+    bounds = {"clamp_eps_lower": 0.2, "clamp_eps_upper": 0.28, "dual_clip": 3.0}
+    known = {field.name for field in fields(loss)}
+    batch = token_batch(SEQUENCE, mask, current_logprobs=current, old_logprobs=old, advantages=advantages)
+    return loss(**{option: value for option, value in bounds.items() if option in known})(batch)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES.names())
+@pytest.mark.parametrize("name", [*ADVANTAGES.names(), "mine.py:Advantage"])
 class TestAdvantages:
     rewards = torch.tensor([0.0, 1.0, 0.5, 2.0, 3.0, 1.0])
     valid = torch.tensor([True, True, True, True, True, False])
     groups = torch.tensor([0, 0, 0, 1, 1, 2])
 
     def run(self, name: str, rewards: Tensor, valid: Tensor) -> Tensor:
-        return ADVANTAGES.module(name).compute(rewards, valid, self.groups, AdvantageConfig())
+        found = ADVANTAGES.get(name)
+        advantages, _ = found()(one_token_a_sample(step_rewards(rewards, valid, self.groups, found.BASELINE)))
+        return advantages
 
     def test_it_says_what_it_compares_with(self, name: str) -> None:
-        assert ADVANTAGES.module(name).BASELINE in ("group", "batch")
-        assert ADVANTAGES.stated(name, "BASELINE") == ADVANTAGES.module(name).BASELINE
+        found = ADVANTAGES.get(name)
+        assert found.BASELINE in ("group", "batch")
+        assert (ADVANTAGES.stated(name, "BASELINE") or "group") == found.BASELINE
 
     def test_shape_dtype_and_detachment(self, name: str) -> None:
         advantages = self.run(name, self.rewards, self.valid)
@@ -56,34 +87,32 @@ class TestAdvantages:
         changed = self.run(name, self.rewards.masked_fill(~valid, torch.nan), valid)
         assert torch.equal(advantages, changed)
         # Masked, or with a baseline of the group alone in it: 0.
-        alone = [3, 5] if ADVANTAGES.module(name).BASELINE == "group" else []
+        alone = [3, 5] if ADVANTAGES.get(name).BASELINE == "group" else []
         assert advantages[[1, 4, *alone]].tolist() == [0.0] * (2 + len(alone))
         assert advantages[[0, 2]].abs().min() > 0
 
     def test_advantages_of_the_groups_with_a_signal_add_up_to_nothing(self, name: str) -> None:
         """A baseline that left some of its samples out would move the weights also where nothing is to be learned."""
-        baseline = ADVANTAGES.module(name).BASELINE
-        signal = groups_with_signal(baseline, self.rewards, self.valid, self.groups)
+        step = step_rewards(self.rewards, self.valid, self.groups, ADVANTAGES.get(name).BASELINE)
         advantages = self.run(name, self.rewards, self.valid)
-        assert advantages[signal[self.groups]].sum().item() == pytest.approx(0.0, abs=1e-6)
+        assert advantages[step.signal[self.groups]].sum().item() == pytest.approx(0.0, abs=1e-6)
 
     def test_equal_rewards_have_no_advantage(self, name: str) -> None:
         assert self.run(name, torch.full((6,), 0.1), self.valid).tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize("name", LOSSES.names())
+@pytest.mark.parametrize("name", [*LOSSES.names(), "mine.py:Loss"])
 class TestLosses:
-    def test_shape_dtype_and_detached_counts(self, name: str) -> None:
-        current = logprobs(0).requires_grad_()
-        loss = run_loss(name, current, logprobs(1), torch.randn(9))
-        assert loss.per_token.shape == (9,)
-        assert loss.per_token.dtype == torch.float32
-        assert loss.per_token.requires_grad
-        for count in (loss.num_clipped_lower, loss.num_clipped_upper, loss.num_dual_clipped):
-            assert count.shape == ()
-            assert count.dtype == torch.float32
-            assert not count.requires_grad
-            assert 0 <= count <= MASK.sum()
+    def test_shape_dtype_and_sums(self, name: str) -> None:
+        per_token, sums = run_loss(name, logprobs(0).requires_grad_(), logprobs(1), torch.randn(9))
+        assert per_token.shape == (9,)
+        assert per_token.dtype == torch.float32
+        assert per_token.requires_grad
+        for value in summed(sums).values():
+            assert value.shape == ()
+            assert not value.requires_grad
+        for name_of_sum in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
+            assert 0 <= summed(sums).get(name_of_sum, 0.0) <= MASK.sum()
 
     def test_nothing_passes_at_masked_positions(self, name: str) -> None:
         advantages = torch.randn(9, generator=torch.Generator().manual_seed(2))
@@ -91,83 +120,142 @@ class TestLosses:
         for filler in (-1.0, 1e30, -torch.inf, torch.nan):
             current = logprobs(0).masked_fill(MASKED, filler).requires_grad_()
             old = logprobs(1).masked_fill(MASKED, -filler)
-            loss = run_loss(name, current, old, advantages.masked_fill(MASKED, filler))
-            loss.per_token.sum().backward()
-            assert loss.per_token[MASKED].tolist() == [0.0] * 4
+            per_token, sums = run_loss(name, current, old, advantages.masked_fill(MASKED, filler))
+            per_token.sum().backward()
+            assert per_token[MASKED].tolist() == [0.0] * 4
             assert current.grad[MASKED].tolist() == [0.0] * 4
-            results.append((loss.per_token.detach(), current.grad))
-        for value, gradient in results[1:]:
-            assert torch.equal(value, results[0][0])
-            assert torch.equal(gradient, results[0][1])
+            results.append((per_token.detach(), current.grad, *summed(sums).values()))
+        for result in results[1:]:
+            assert all(torch.equal(one, first) for one, first in zip(result, results[0], strict=True))
 
     def test_on_policy_it_is_the_policy_gradient(self, name: str) -> None:
         current = logprobs(0).requires_grad_()
         advantages = torch.tensor([9.0, 1.0, -2.0, 0.0, 9.0, 0.5, -1.0, 9.0, 9.0])
-        run_loss(name, current, current.detach().clone(), advantages).per_token.sum().backward()
+        run_loss(name, current, current.detach().clone(), advantages)[0].sum().backward()
         torch.testing.assert_close(current.grad, -advantages * MASK)
 
     def test_extreme_ratios_stay_finite(self, name: str) -> None:
         for shift in (-500.0, 500.0):
             current = (logprobs(1) + shift).requires_grad_()
             for advantage in (-1.0, 1.0):
-                loss = run_loss(name, current, logprobs(1), torch.full((9,), advantage))
-                (gradient,) = torch.autograd.grad(loss.per_token.sum(), current)
-                assert loss.per_token.isfinite().all()
+                per_token, _ = run_loss(name, current, logprobs(1), torch.full((9,), advantage))
+                (gradient,) = torch.autograd.grad(per_token.sum(), current)
+                assert per_token.isfinite().all()
                 assert gradient.isfinite().all()
 
     def test_the_host_reads_nothing(self, name: str) -> None:
         # A meta tensor has no values: a read raises, where on a GPU it would make the host wait.
-        current = torch.empty(9, device="meta", requires_grad=True)
         nowhere = torch.empty(9, device="meta")
-        loss = LOSSES.get(name)(
-            current, nowhere, nowhere, nowhere, SEQUENCE.to("meta"), 3, LOSS_CONFIG
-        )
-        loss.per_token.sum().backward()
+        per_token, sums = LOSSES.get(name)()(on_meta(current_logprobs=nowhere.clone().requires_grad_()))
+        per_token.sum().backward()
+        summed(sums)
 
     def test_nothing_to_learn_from_is_no_loss(self, name: str) -> None:
         current = logprobs(0).requires_grad_()
-        loss = run_loss(name, current, logprobs(1), torch.ones(9), torch.zeros(9))
-        loss.per_token.sum().backward()
-        assert loss.per_token.abs().sum() == 0
+        per_token, _ = run_loss(name, current, logprobs(1), torch.ones(9), torch.zeros(9))
+        per_token.sum().backward()
+        assert per_token.abs().sum() == 0
         assert current.grad.abs().sum() == 0
 
 
-def run_correction(name: str, old: Tensor, inference: Tensor) -> Correction:
-    correction = get_correction(name)
-    return correction(old, inference, MASK, SEQUENCE, 3, CorrectionConfig())
+def on_meta(**changes: Tensor) -> TokenBatch:
+    nowhere = torch.empty(9, device="meta")
+    known = {"old_logprobs": nowhere, "inference_logprobs": nowhere, "advantages": nowhere} | changes
+    return token_batch(SEQUENCE.to("meta"), nowhere, lengths=(4, 3, 2), **known)
 
 
-@pytest.mark.parametrize("name", [*CORRECTIONS.names(), "+".join(CORRECTIONS.names())])
+def run_correction(name: str, old: Tensor, inference: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights, and which tokens are clipped."""
+    batch = token_batch(SEQUENCE, MASK, old_logprobs=old, inference_logprobs=inference)
+    weights, sums = correction(name)(batch)
+    return weights, sums.get(CLIPPED, torch.zeros_like(batch.in_loss))
+
+
+@pytest.mark.parametrize(
+    "name", [*CORRECTIONS.names(), "mine.py:Correction", "+".join([*CORRECTIONS.names(), "mine.py:Correction"])]
+)
 class TestCorrections:
     def test_it_says_what_it_weighs(self, name: str) -> None:
-        assert all(module.LEVEL in ("token", "sequence") for module in correction_modules(name))
+        parts = [CORRECTIONS.get(part) for part in name.split("+")]
+        assert all(part.LEVEL in ("token", "sequence") for part in parts)
+        of_sequences = any(part.LEVEL == "sequence" for part in parts)
+        assert level_of(correction(name)) == ("sequence" if of_sequences else "token")
 
-    def test_weights_are_finite_detached_and_never_negative(self, name: str) -> None:
-        old = (logprobs(0) + 500 * torch.linspace(-1, 1, 9)).requires_grad_()
-        result = run_correction(name, old, logprobs(1))
-        assert result.weights.shape == result.clipped.shape == (9,)
-        assert result.weights.dtype == torch.float32
-        assert result.clipped.dtype == torch.bool
-        assert not result.weights.requires_grad
-        assert result.weights.isfinite().all()
-        assert (result.weights >= 0).all()
+    def test_weights_are_finite_and_never_negative(self, name: str) -> None:
+        weights, clipped = run_correction(name, logprobs(0) + 500 * torch.linspace(-1, 1, 9), logprobs(1))
+        assert weights.shape == clipped.shape == (9,)
+        assert weights.dtype == torch.float32
+        assert clipped.dtype == torch.bool
+        assert weights.isfinite().all()
+        assert (weights >= 0).all()
 
     def test_the_host_reads_nothing(self, name: str) -> None:
-        nowhere = torch.empty(9, device="meta")
-        correction = get_correction(name)
-        result = correction(nowhere, nowhere, nowhere, SEQUENCE.to("meta"), 3, CorrectionConfig())
-        statistics = mismatch_statistics(nowhere, nowhere, nowhere, result)
-        assert statistics.merge(statistics).sum_tensor().is_meta
+        batch = on_meta()
+        weights, sums = correction(name)(batch)
+        clipped = sums.pop(CLIPPED, torch.zeros_like(batch.in_loss))
+        assert all(value.is_meta for value in (summed(sums) | mismatch_sums(batch, weights, clipped)).values())
 
     def test_agreement_has_weight_one(self, name: str) -> None:
-        result = run_correction(name, logprobs(0), logprobs(0))
-        assert torch.equal(result.weights, MASK)
-        assert not result.clipped.any()
+        weights, clipped = run_correction(name, logprobs(0), logprobs(0))
+        assert torch.equal(weights, MASK)
+        assert not clipped.any()
 
     def test_masked_positions_have_weight_zero(self, name: str) -> None:
         noise = torch.full((9,), torch.nan)
         old = torch.where(MASKED, noise, logprobs(0))
-        result = run_correction(name, old, torch.where(MASKED, -noise, logprobs(1)))
-        assert result.weights[MASKED].tolist() == [0.0] * 4
-        assert not result.clipped[MASKED].any()
-        assert torch.equal(result.weights, run_correction(name, logprobs(0), logprobs(1)).weights)
+        weights, clipped = run_correction(name, old, torch.where(MASKED, -noise, logprobs(1)))
+        assert weights[MASKED].tolist() == [0.0] * 4
+        assert not clipped[MASKED].any()
+        assert torch.equal(weights, run_correction(name, logprobs(0), logprobs(1))[0])
+
+
+class TestOptions:
+    """Of extensions, from flags."""
+
+    def test_the_file_of_the_docs_takes_its_options(self) -> None:
+        config = tiny_config(
+            rl_policy_loss="mine.py:Loss", rl_policy_loss_args=("tau=0.5",),
+            rl_correction="token_tis+mine.py:Correction", rl_correction_args=("cap=3", "floor=0.2"),
+            rl_advantage="mine.py:Advantage", rl_advantage_args=("scale=2",),
+        )  # fmt: skip
+        assert loss_of(config).tau == 0.5
+        found = correction_of(config)
+        assert isinstance(found, Composed)
+        assert [part.cap if hasattr(part, "cap") else part.floor for part in found.parts] == [3.0, 0.2]
+        assert advantage_of(config).scale == 2.0
+
+    def test_a_function_will_do(self, mine: Path) -> None:
+        (mine / "plain.py").write_text("def double(batch):\n    return 2 * batch.in_loss.float(), {}\n")
+        loss = loss_of(tiny_config(rl_policy_loss="plain.py:double"))
+        assert loss(token_batch([0, 0], [0, 1]))[0].tolist() == [0.0, 2.0]
+
+    def test_flags_are_options_of_whoever_declares_them(self) -> None:
+        loss = loss_of(tiny_config(grpo_clamp_eps_lower=0.1, grpo_clamp_eps_upper=0.3, rl_dual_clip=2.0))
+        assert (loss.clamp_eps_lower, loss.clamp_eps_upper, loss.dual_clip) == (0.1, 0.3, 2.0)
+        flags = {"rl_correction": "masked_is+veto", "rl_correction_lower": 0.1, "rl_correction_veto": 0.2}
+        masked_is, veto = correction_of(tiny_config(**flags)).parts
+        assert (masked_is.lower, masked_is.upper, veto.veto) == (0.1, 2.0, 0.2)
+
+    @pytest.mark.parametrize(
+        ("flags", "told"),
+        [
+            ({"rl_policy_loss_args": ("clamp_eps_lowr=0.1",)}, "'clamp_eps_lowr'; did you mean clamp_eps_lower"),
+            ({"rl_policy_loss_args": ("clamp_eps_lower=2",)}, "clamp_eps_lower must be at most 1, got 2"),
+            ({"rl_policy_loss_args": ("dual_clip=high",)}, "dual_clip is not a number, got 'high'"),
+            ({"rl_advantage_args": ("epsilon",)}, "epsilon is not a number, got ''"),
+            ({"rl_policy_loss": "mine.py:Los"}, "did you mean Loss"),
+            ({"rl_policy_loss": "mine.py:Loss", "rl_dual_clip": 3.0}, "'dual_clip' and would ignore --rl-dual-clip"),
+            ({"rl_correction": "veto", "rl_correction_lower": 0.5}, "would ignore --rl-correction-lower"),
+        ],
+    )
+    def test_what_cannot_be_is_refused_in_one_line(self, flags: dict[str, object], told: str) -> None:
+        config = tiny_config(**flags)
+        problems = []
+        for chosen in (loss_of, correction_of, advantage_of):
+            try:
+                chosen(config)
+            except ConfigError as error:
+                problems += error.lines
+        (line,) = problems
+        assert told in line
+        assert line.startswith("--rl-")

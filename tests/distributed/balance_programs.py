@@ -45,7 +45,7 @@ def in_turn_and_by_length() -> dict[str, Any]:
     report = {
         "in_turn": described(in_turn, first),
         "by_length": described(by_length, second),
-        "ids": [[(s.sample_id, s.advantage) for s in one.samples] for one in samples],
+        "ids": [[(s.sample_id, s.reward) for s in own] for own, _ in samples],
         "idle": idle,
         "steps": [{name: value for name, value in row.items() if "idle_share" in name} for row in steps],
         "state": run.expected_lengths.state_dict(),

@@ -9,9 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms import StepRewards
 from megatron_rl.checkpoint import CheckpointManager
+from megatron_rl.inference import RolloutEngine
 from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down
@@ -35,14 +38,15 @@ def odd_batches(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[
     reports = {}
     for name, changes in variants.items():
         run = toy_run(toy_config(groups, changes), groups)
-        samples = roll_out(run)
+        samples, rewards = roll_out(run)
         few = [sample for sample in samples if sample.sample_id in FEW]
-        poisoned = [replace(few_or_not, advantage=math.nan) for few_or_not in few[:1]]
-        stages = {"usual": samples, "few": few, "none": [], "poisoned": poisoned, "after": samples}
+        poison = torch.zeros_like(rewards.rewards).index_fill(0, torch.tensor(FEW[:1]), math.nan)
+        poisoned = replace(rewards, rewards=rewards.rewards + poison)
+        stages = {"usual": samples, "few": few, "none": [], "poisoned": few[:1], "after": samples}
         reports[name] = {}
         for stage, kept in stages.items():
             updates = run.batches.updates(kept, batch_size=64, seed=1)
-            outcome = run.trainer.step(updates)
+            outcome = run.trainer.step(updates, poisoned if stage == "poisoned" else rewards)
             with rollout_mode(run.policy, run.optimization.wrapped):
                 save_weights(Path(folder) / f"{name}.{stage}.pt", run)
             reports[name][stage] = {
@@ -55,12 +59,12 @@ def odd_batches(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[
     return reports
 
 
-def roll_out(run: RLRun) -> Sequence[Sample]:
-    """This rank's samples of the first step."""
+def roll_out(run: RLRun) -> tuple[Sequence[Sample], StepRewards]:
+    """This rank's samples of the first step, and the rewards of all."""
     requests = run.requests_of_this_rank(run.source.draw(run.config.algorithm.grpo_prompts_per_step))
     with rollout_mode(run.policy, run.optimization.wrapped):
         rollouts = run.rollouter.run(requests, seed=1, policy_version=0)
-    return run.samples.build(rollouts.groups, [request.index for request in requests]).samples
+    return run.samples.build(rollouts.groups, [request.index for request in requests])
 
 
 def save_while_gathering(folder: str, changes: Mapping[str, Any]) -> list[float]:
@@ -88,16 +92,16 @@ def stop_on_one_rank(tensor_size: int, stopped_rank: int) -> dict[str, Any]:
     # One token an engine step: enough steps for the ranks of a copy to ask each other in between.
     run = toy_run(toy_config(groups, {"rl_decode_steps_per_sync": 1}), groups)
     steps = 0
-    engine_step = run.rollouter._engine.step
+    engine_step = RolloutEngine.step
 
-    def step_until_asked() -> list[Any]:
+    def step_until_asked(engine: RolloutEngine) -> list[Any]:
         nonlocal steps
         steps += 1
         if steps == 2 and groups.rank == stopped_rank:
             run.stop.reason = "SIGTERM"
-        return engine_step()
+        return engine_step(engine)
 
-    run.rollouter._engine.step = step_until_asked
+    RolloutEngine.step = step_until_asked
     before = run.source.state_dict()
     interrupted = rl_step(run, 1)
     after = run.source.state_dict()

@@ -37,7 +37,7 @@ def test_a_skewed_step_becomes_even(reports: Reports) -> None:
     assert all(long), "one rank has all long groups"
 
 
-def test_samples_keep_their_numbers_and_advantages(reports: Reports) -> None:
+def test_samples_keep_their_numbers_and_rewards(reports: Reports) -> None:
     """Ids as one rank would number them: group 3's four samples are 12 to 15 on either rank."""
     in_turn, by_length = (sorted(reports[0]["ids"][at] + reports[1]["ids"][at]) for at in (0, 1))
     assert in_turn == by_length

@@ -17,11 +17,12 @@ TWO_PASSES = {
     "grpo_clamp_eps_lower": 0.02, "grpo_clamp_eps_upper": 0.02,
 }  # fmt: skip
 """Two halves of a rollout of 16, twice: 4 updates a step, 3 steps; narrow enough for some ratios to be clipped."""
+CAPPED = {name: {"rl_correction_cap": 0.5} for name in ("token_tis", "sequence_tis")}
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     **{f"advantage_{name}": {"rl_advantage": name} for name in ADVANTAGES.names() if name != "grpo"},
     **{f"loss_{name}": {"rl_policy_loss": name, **TWO_PASSES} for name in LOSSES.names()},
-    **{f"correction_{name}": {"rl_correction": name, "rl_correction_cap": 0.5} for name in CORRECTIONS.names()},
+    **{f"correction_{name}": {"rl_correction": name, **CAPPED.get(name, {})} for name in CORRECTIONS.names()},
     "dual_clip": {"rl_dual_clip": 1.01, **TWO_PASSES},
     "kl": {"grpo_kl_beta": 0.01},
     "kl_k1": {"grpo_kl_beta": 0.01, "rl_kl_estimator": "k1"},

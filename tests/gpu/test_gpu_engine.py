@@ -30,7 +30,7 @@ def _generate(policy, greedy: bool):
 
 
 def _trainer_logprobs(policy, groups, one_rank):
-    from megatron_rl.packing.collate import collate
+    from megatron_rl.trainer.packing import collate
     from megatron_rl.trainer.scoring import Scorer
     from megatron_rl.types import Sample
 

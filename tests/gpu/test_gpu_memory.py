@@ -14,15 +14,15 @@ KINDS = [{"bf16": True}, {"bf16": True, "use_distributed_optimizer": True, "over
 
 
 def _train(groups, optimization, seed: int) -> None:
-    from megatron_rl.packing.collate import collate
-    from megatron_rl.trainer.accumulate import MicroLoss, update
+    from megatron_rl.trainer.packing import collate
     from megatron_rl.trainer.scoring import Scorer
+    from megatron_rl.trainer.update import update
 
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
 
     def loss(logits, batch):
         logprobs = scorer.select(logits, batch).logprobs
-        return MicroLoss(-(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), None)
+        return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
 
     batch = collate(random_samples(3, seed), optimization.policy.device)
     outcome, _ = update(optimization, [batch], scorer.forward, loss)

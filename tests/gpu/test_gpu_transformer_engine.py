@@ -25,7 +25,7 @@ SIZES = {"hidden_size": 256, "ffn_hidden_size": 512}
 
 
 def _batch(policy, lengths):
-    from megatron_rl.packing.collate import collate
+    from megatron_rl.trainer.packing import collate
     from megatron_rl.types import Sample
 
     ids = batch_of(VOCABULARY, lengths).token_ids.split(list(lengths))
@@ -72,8 +72,8 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank: Parallel
 def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGroups, recipe: str) -> None:
     """13 tokens: no multiple of what fp8 products want."""
     from megatron_rl.trainer import Optimization
-    from megatron_rl.trainer.accumulate import MicroLoss, update
     from megatron_rl.trainer.scoring import Scorer
+    from megatron_rl.trainer.update import update
 
     config = tiny_config(bf16=True, fp8_format="e4m3", fp8_recipe=recipe, **ENGINE, **SIZES)
     policy = tiny_policy(config)
@@ -81,9 +81,9 @@ def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGro
     batch = _batch(policy, (9, 4))
     before = scorer.logprobs(batch)
 
-    def loss(logits: torch.Tensor, batch) -> MicroLoss:
+    def loss(logits: torch.Tensor, batch):
         total = -scorer.select(logits, batch).logprobs.sum()
-        return MicroLoss(total, torch.tensor(batch.token_ids.numel(), device=policy.device), None)
+        return total, torch.tensor(batch.token_ids.numel(), device=policy.device), {}
 
     for _ in range(3):
         outcome, _ = update(optimization, [batch], scorer.forward, loss)

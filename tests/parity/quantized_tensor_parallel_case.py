@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
@@ -17,7 +18,6 @@ from megatron_rl.platform import current_platform
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import PackedBatch
 from tests.distributed.programs import gather_whole
 from tests.support.generation import rollout_engine
 from tests.support.quantized import complete, linears_of, rollout_quantization, short_requests
@@ -108,7 +108,7 @@ def wave_vectors(policy: PolicyModel) -> None:
 
 
 def gradients_of(
-    policy: PolicyModel, scorer: Scorer, batch: PackedBatch, groups: ParallelGroups
+    policy: PolicyModel, scorer: Scorer, batch: TokenBatch, groups: ParallelGroups
 ) -> dict[str, torch.Tensor]:
     """Of the whole model, by parameter."""
     slopes = torch.linspace(-1, 2, batch.token_ids.numel()) * batch.loss_mask

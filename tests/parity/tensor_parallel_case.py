@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.attention.kv_numbers import FP8, rounded_attention
 from megatron_rl.checkpoint.origin import weights_fingerprint
 from megatron_rl.inference import Engine, RolloutEngine
@@ -14,7 +15,6 @@ from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.platform import current_platform
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import PackedBatch
 from tests.support.generation import generate, mcore_engine, ragged_requests, rollout_engine
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
@@ -73,7 +73,7 @@ def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, A
     return report
 
 
-def gap_of(policy: PolicyModel, groups: ParallelGroups, batch: PackedBatch, engine: Engine) -> torch.Tensor:
+def gap_of(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, engine: Engine) -> torch.Tensor:
     """To a trainer that rounds keys and values as the engine's cache does."""
     if not isinstance(engine, RolloutEngine):
         return gaps(policy, groups, batch, 1.0)

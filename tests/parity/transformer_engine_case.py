@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "fake_transformer
 import torch
 import transformer_engine as fake
 
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.attempt import SaveAttempt
 from megatron_rl.checkpoint.hf import load_hf, save_hf
@@ -25,7 +26,6 @@ from megatron_rl.platform import current_platform
 from megatron_rl.tensor_files import TensorReader
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import PackedBatch
 from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.hugging_face import batch_of, hf_run, write_model
 from tests.support.scoring import gaps, packed
@@ -45,7 +45,7 @@ def on_rank() -> dict[str, Any]:
     return report
 
 
-def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: PackedBatch) -> dict[str, torch.Tensor]:
+def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, torch.Tensor]:
     scorer = Scorer(policy, groups.tensor_group, 1.0)
     scorer.select(scorer.forward(policy.gpt, batch), batch).logprobs.sum().backward()
     return {name: parameter.grad for name, parameter in policy.gpt.named_parameters()}

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config import RLConfig, read_config
 from megatron_rl.models import PolicyModel
-from megatron_rl.packing.collate import collate
 from megatron_rl.registry import FAMILIES
-from megatron_rl.types import PackedBatch, Sample
+from megatron_rl.trainer.packing import collate
+from megatron_rl.types import Sample
 
 LENGTHS = (600, 3, 41)
 """Long enough for scaled frequencies to turn far, short enough for a CPU."""
@@ -54,14 +55,14 @@ def hf_run(directory: Path, world_size: int = 1, **changes: object) -> RLConfig:
     return config
 
 
-def batch_of(vocabulary: int, lengths: Sequence[int] = LENGTHS) -> PackedBatch:
+def batch_of(vocabulary: int, lengths: Sequence[int] = LENGTHS) -> TokenBatch:
     """Random sequences laid end to end."""
     draw = torch.Generator().manual_seed(3)
     samples = [
         Sample(
             token_ids=torch.randint(vocabulary, (length,), generator=draw),
             prompt_length=1,
-            advantage=0.0,
+            reward=0.0,
             inference_logprobs=torch.zeros(length),
         )
         for length in lengths
@@ -70,14 +71,14 @@ def batch_of(vocabulary: int, lengths: Sequence[int] = LENGTHS) -> PackedBatch:
 
 
 @torch.no_grad()
-def reference_logits(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+def reference_logits(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
     """transformers' logits of every token, ``[T, V]``, a sequence at a time; padding included."""
     sequences = batch.token_ids.split(list(batch.lengths))
     return torch.cat([model(ids[None]).logits[0] for ids in sequences])
 
 
 @torch.no_grad()
-def packed_logits(policy: PolicyModel, batch: PackedBatch) -> torch.Tensor:
+def packed_logits(policy: PolicyModel, batch: TokenBatch) -> torch.Tensor:
     """This rank's logits by the forward pass that training uses, ``[T, V / ranks]``."""
     from megatron_rl.parallel.groups import current_groups
     from megatron_rl.trainer.scoring import Scorer

@@ -97,6 +97,7 @@ def points() -> dict[str, tuple[Any, str, str]]:
     """Name -> owner, attribute, and whether death comes ``before`` or ``after`` it."""
     import megatron_rl.checkpoint.layout as layout
     import megatron_rl.checkpoint.manager as manager
+    from megatron_rl.algorithms.objective import PolicyObjective
     from megatron_rl.environments.client import EnvironmentClient
     from megatron_rl.inference.rollout_engine import RolloutEngine
     from megatron_rl.metrics.jsonl import JsonlWriter
@@ -105,7 +106,6 @@ def points() -> dict[str, tuple[Any, str, str]]:
     from megatron_rl.run.reporting import Reporter
     from megatron_rl.trainer.batches import BatchBuilder
     from megatron_rl.trainer.optimizer import Optimization
-    from megatron_rl.trainer.policy_loss import PolicyLossFunction
     from megatron_rl.trainer.samples import SampleBuilder
 
     return {
@@ -115,7 +115,7 @@ def points() -> dict[str, tuple[Any, str, str]]:
         "journal_closed": (StepJournal, "close", "after"),
         "advantages": (SampleBuilder, "build", "before"),
         "packed": (BatchBuilder, "updates", "after"),
-        "loss": (PolicyLossFunction, "__call__", "after"),
+        "loss": (PolicyObjective, "__call__", "after"),
         "optimizer_due": (Optimization, "step", "before"),
         "optimizer_done": (Optimization, "step", "after"),
         "records": (Reporter, "records", "before"),

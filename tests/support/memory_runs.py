@@ -36,12 +36,12 @@ def failing_runs(runs: Sequence[Sequence[Any]]) -> list[list[Any]]:
 def _failing(where: str, call: int) -> Iterator[None]:
     from megatron.core.optimizer import ChainedOptimizer
 
+    from megatron_rl.algorithms.objective import PolicyObjective
     from megatron_rl.inference import RolloutEngine
-    from megatron_rl.trainer.policy_loss import PolicyLossFunction
 
     owner, name, fail = {
         "rollout": (RolloutEngine, "submit", _as_on_a_gpu),
-        "loss": (PolicyLossFunction, "__call__", _on_the_host),
+        "loss": (PolicyObjective, "__call__", _on_the_host),
         "optimizer": (ChainedOptimizer, "step_with_ready_grads", _on_the_host),
     }[where]
     original = getattr(owner, name)

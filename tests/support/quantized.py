@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.inference import Engine
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.registry import RECIPES
-from megatron_rl.types import Completion, GenerationRequest, PackedBatch
+from megatron_rl.types import Completion, GenerationRequest
 from tests.support.generation import drain, ragged_requests, randomise_vectors
 from tests.support.scoring import packed
 from tests.support.tiny import tiny_config, tiny_policy
@@ -69,7 +70,7 @@ def complete(
 
 def roll_out(
     policy: PolicyModel, engine: Engine, quantization: RolloutQuantization, requests: Sequence[GenerationRequest]
-) -> PackedBatch:
+) -> TokenBatch:
     """The rollout's samples as one micro-batch."""
     return packed(requests, complete(policy, engine, quantization, requests))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_rl.algorithms import StepRewards, Terms, TokenBatch
 from megatron_rl.models import PolicyModel
 from megatron_rl.trainer import Optimization
 from megatron_rl.types import Sample
@@ -16,29 +17,41 @@ from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 def make_sample(
     token_ids: Sequence[int],
     prompt_length: int = 1,
-    advantage: float = 1.0,
+    reward: float = 1.0,
     inference_logprob: float = -2.0,
     sample_id: int = 0,
 ) -> Sample:
     """A sample whose drawn tokens all have the same inference log-prob."""
     logprobs = torch.full((len(token_ids),), inference_logprob)
     logprobs[:prompt_length] = 0.0
-    return Sample(torch.tensor(token_ids), prompt_length, advantage, logprobs, sample_id)
+    return Sample(torch.tensor(token_ids), prompt_length, reward, logprobs, sample_id)
 
 
 def random_samples(count: int, seed: int = 0) -> list[Sample]:
-    """``count`` samples of 3 to 20 tokens, with advantages of both signs."""
+    """``count`` samples of 3 to 20 tokens, with rewards of both signs."""
     draw = random.Random(seed)
     return [
         make_sample(
             [draw.randrange(VOCABULARY) for _ in range(draw.randint(3, 20))],
             prompt_length=draw.randint(1, 2),
-            advantage=draw.uniform(-1, 1),
+            reward=draw.uniform(-1, 1),
             inference_logprob=draw.uniform(-4, -3),
             sample_id=index,
         )
         for index in range(count)
     ]
+
+
+def rewards_of(samples: Sequence[Sample]) -> StepRewards:
+    """A step of these samples, numbered from 0, each of a task of its own."""
+    rewards = torch.tensor([sample.reward for sample in sorted(samples, key=lambda sample: sample.sample_id)])
+    everything = torch.ones(len(samples), dtype=torch.bool)
+    return StepRewards(rewards, everything, torch.arange(len(samples)), everything, everything)
+
+
+def own_reward(batch: TokenBatch) -> Terms:
+    """The advantage of a sample is its reward."""
+    return batch.of_samples(batch.step.rewards), {}
 
 
 def tiny_optimization(seed: int = 1, **changes: object) -> Optimization:

@@ -6,22 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.models import PolicyModel
-from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Completion, GenerationRequest, PackedBatch, Sample
+from megatron_rl.types import Completion, GenerationRequest, Sample
 
 
 def packed(
     requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Completion]], device: str = "cpu"
-) -> PackedBatch:
+) -> TokenBatch:
     """All completions in one batch, with a padding sequence at the end."""
     samples = [
         Sample(
             token_ids=torch.tensor(wanted.prompt_ids + completion.token_ids),
             prompt_length=len(wanted.prompt_ids),
-            advantage=1.0,
+            reward=1.0,
             inference_logprobs=torch.tensor((0.0,) * len(wanted.prompt_ids) + completion.inference_logprobs),
         )
         for wanted, group in zip(requests, groups, strict=True)
@@ -30,7 +31,7 @@ def packed(
     return collate(samples, device, round_to=8)
 
 
-def gaps(policy: PolicyModel, groups: ParallelGroups, batch: PackedBatch, temperature: float) -> torch.Tensor:
+def gaps(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, temperature: float) -> torch.Tensor:
     """|trainer - engine| at every sampled token."""
     trained = Scorer(policy, groups.tensor_group, temperature).logprobs(batch)
     return (trained - batch.inference_logprobs).abs()[batch.loss_mask.bool()]

@@ -34,13 +34,13 @@ def test_names_and_constants_need_no_torch() -> None:
     code = (
         "import sys; from megatron_rl.registry import *\n"
         "RECIPES.names(), BACKENDS.names(), FAMILIES.names(), CORRECTIONS.names()\n"
-        "assert LOSSES.stated('gspo', 'DEFAULT_CLAMP') and 'torch' not in sys.modules"
+        "assert LOSSES.stated('gspo', 'clamp_eps_lower') == 3e-4 and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_files_that_define_something_else_are_helpers() -> None:
-    assert "statistics" not in CORRECTIONS.names()
+    assert Registry("policy loss", "megatron_rl.algorithms", "Loss").names() == ()
     with pytest.raises(ConfigError, match=r"there is no correction 'statistics'.* Available: geometric, masked_is"):
         CORRECTIONS.get("statistics")
 
@@ -56,12 +56,12 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all(here: Path) -> None
 def test_a_reference_names_an_extension_outside_the_library(reference: str, here: Path) -> None:
     (here / "inside").mkdir()
     for name in ("mine.py", "inside/own.py"):
-        (here / name).write_text("HAS_DUAL_CLIP = False\ndef doubled(x):\n    return 2 * x\n")
+        (here / name).write_text("LEVEL = 'token'\ndef doubled(x):\n    return 2 * x\n")
     reference = reference.format(here=here)
     assert LOSSES.get(reference)(21) == 42
     assert LOSSES.get(reference) is LOSSES.get(reference)
-    assert LOSSES.stated(reference, "HAS_DUAL_CLIP") is False
-    assert LOSSES.stated(reference, "DEFAULT_CLAMP") is None
+    assert LOSSES.stated(reference, "LEVEL") == "token"
+    assert LOSSES.stated(reference, "AGGREGATION") is None
     sys.modules.pop("mine", None)
 
 
@@ -86,6 +86,6 @@ def test_what_is_wrong_with_a_reference_is_told_in_one_line(reference: str, told
 def test_a_file_is_read_for_constants_without_running_it(here: Path) -> None:
     (here / "own.py").write_text("LEVEL = 'token'\nBOUND = float('inf')\nraise RuntimeError\n")
     assert LOSSES.stated("own.py:compute", "LEVEL") == "token"
-    assert LOSSES.stated("clipp", "DEFAULT_CLAMP") is None
+    assert LOSSES.stated("clipp", "AGGREGATION") is None
     with pytest.raises(ConfigError, match="BOUND must be a literal"):
         LOSSES.stated("own.py:compute", "BOUND")

@@ -55,7 +55,7 @@ class PlainUpdate:
         first = torch.tensor([sample.prompt_length for sample in samples])[:, None]
         length = torch.tensor([sample.length for sample in samples])[:, None]
         mask = (column >= first) & (column < length)
-        advantage = torch.tensor([sample.advantage for sample in samples])[:, None]
+        advantage = torch.tensor([sample.reward for sample in samples])[:, None]
 
         logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1].float()
         current = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]

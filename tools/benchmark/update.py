@@ -16,17 +16,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_rl.algorithms.corrections.composition import get_correction
-from megatron_rl.algorithms.settings import correction_config, loss_config
+from megatron_rl.algorithms import StepRewards, Terms, TokenBatch
+from megatron_rl.algorithms.extension import Function
+from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.registry import LOSSES
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.trainer.policy_loss import LossSettings
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Sample
 from tools.benchmark.common import (
@@ -48,7 +47,7 @@ Update = Callable[[Sequence[Sample]], tuple[float, float]]
 
 
 def make_samples(arguments: argparse.Namespace) -> list[Sample]:
-    """Answers of 1 to ``--new-tokens`` tokens (``--equal``: all the longest), advantages -1 and 1."""
+    """Answers of 1 to ``--new-tokens`` tokens (``--equal``: all the longest), rewards -1 and 1."""
     draw = random.Random(arguments.seed)
     samples = []
     for index in range(arguments.samples):
@@ -58,7 +57,7 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
             Sample(
                 torch.tensor(ids),
                 arguments.prompt_tokens,
-                advantage=draw.choice((-1.0, 1.0)),
+                reward=draw.choice((-1.0, 1.0)),
                 inference_logprobs=torch.zeros(len(ids)),
                 sample_id=index,
             )
@@ -66,41 +65,37 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
     return samples
 
 
+def rewards_of(samples: Sequence[Sample]) -> StepRewards:
+    """A step of these samples, each of a task of its own."""
+    everything = torch.ones(len(samples), dtype=torch.bool)
+    rewards = torch.tensor([sample.reward for sample in samples])
+    return StepRewards(rewards, everything, torch.arange(len(samples)), everything, everything)
+
+
 def make_trainer(
-    policy: PolicyModel, config: RLConfig, groups: ParallelGroups, timer: PhaseTimer
+    policy: PolicyModel, config: RLConfig, groups: ParallelGroups, timer: PhaseTimer, advantage: Function
 ) -> tuple[Optimization, PolicyTrainer]:
     """What a run trains with, built from the same flags."""
     optimization = Optimization(policy, config)
     scorer = Scorer(policy, groups.tensor_group, temperature=1.0)
     trainer = PolicyTrainer(
-        optimization, scorer, loss_settings(config), 1, reference=None, data_group=groups.data_group, timer=timer
+        optimization, scorer, advantage, PolicyObjective.of(config), 1, None, groups.data_group, timer
     )
     return optimization, trainer
 
 
-def loss_settings(config: RLConfig) -> LossSettings:
-    """The loss that the flags name, without KL and entropy terms."""
-    algorithm = config.algorithm
-    return LossSettings(
-        loss=LOSSES.get(algorithm.rl_policy_loss),
-        loss_config=loss_config(config),
-        correction=get_correction(algorithm.rl_correction),
-        correction_config=correction_config(config),
-        aggregation=algorithm.rl_loss_aggregation,
-        aggregation_constant=1.0,
-        kl_beta=0.0,
-        kl_estimator=algorithm.rl_kl_estimator,
-        entropy_weight=0.0,
-    )
+def own_reward(batch: TokenBatch) -> Terms:
+    """The advantage of a sample is its reward."""
+    return batch.of_samples(batch.step.rewards), {}
 
 
 def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) -> Update:
     """What `loop.py` does with a rollout's samples."""
-    _, trainer = make_trainer(policy, config, groups, PhaseTimer())
+    _, trainer = make_trainer(policy, config, groups, PhaseTimer(), own_reward)
     batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
 
     def update(samples: Sequence[Sample]) -> tuple[float, float]:
-        metrics = trainer.step(batches.updates(samples, len(samples), seed=0)).metrics
+        metrics = trainer.step(batches.updates(samples, len(samples), seed=0), rewards_of(samples)).metrics
         return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
 
     return update

@@ -1,27 +1,28 @@
-"""Reward normalised by the mean and standard deviation of the whole batch (REINFORCE++, arXiv 2501.03262).
-
-The batch is what the caller passes: rewards of a step that is spread over data-parallel ranks are to be
-gathered first, otherwise every rank has a baseline of its own.
-"""
+"""Reward normalised by the mean and standard deviation of the whole step (REINFORCE++, arXiv 2501.03262)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
 
-from megatron_rl.algorithms.interfaces import AdvantageConfig, Baseline
-
-BASELINE: Baseline = "batch"
+from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
 
 
-def compute(rewards: Tensor, valid: Tensor, group_index: Tensor, config: AdvantageConfig) -> Tensor:
-    """``(r - mean) / (std + epsilon)`` over all valid samples of the batch, std with ddof 1.
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Extension):
+    """``(r - mean) / (std + epsilon)`` over all valid samples of the step, of all ranks; std with ddof 1."""
 
-    Args and result as in ``interfaces.AdvantageMethod``: [B] -> [B] fp32, 0 at masked samples.
-    """
-    del group_index  # the baseline is the batch's; the signature is that of every advantage
-    known = torch.where(valid, rewards, 0.0).double()
-    count = valid.sum()
-    centred = torch.where(valid, known - known.sum() / count.clamp_min(1), 0.0)
-    std = (centred.square().sum() / (count - 1).clamp_min(1)).sqrt()
-    return (centred / (std + config.epsilon)).float()
+    BASELINE = "batch"
+
+    epsilon: float = option(1e-6, gt=0)
+    """Keeps a standard deviation of 0 from dividing; in units of reward."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``."""
+        valid, rewards = batch.step.valid, batch.step.rewards
+        known = torch.where(valid, rewards, 0.0).double()
+        count = valid.sum()
+        centred = torch.where(valid, known - known.sum() / count.clamp_min(1), 0.0)
+        std = (centred.square().sum() / (count - 1).clamp_min(1)).sqrt()
+        return batch.of_samples(centred / (std + self.epsilon)), {}

@@ -5,18 +5,16 @@ Dividing by the standard deviation gives tasks that are nearly always or nearly 
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
 
+from megatron_rl.algorithms import Extension, Terms, TokenBatch
 from megatron_rl.algorithms.groups import group_statistics
-from megatron_rl.algorithms.interfaces import AdvantageConfig, Baseline
-
-BASELINE: Baseline = "group"
 
 
-def compute(rewards: Tensor, valid: Tensor, group_index: Tensor, config: AdvantageConfig) -> Tensor:
-    """``r - mean`` over the valid samples of the group.
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Extension):
+    """``r - mean`` over the valid samples of the group."""
 
-    Args and result as in ``interfaces.AdvantageMethod``: [B] -> [B] fp32, 0 where there is no baseline.
-    """
-    del config  # has no settings; the signature is that of every advantage
-    return group_statistics(rewards, valid, group_index).centred.float()
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``; 0 where the group has no other valid sample."""
+        return batch.of_samples(group_statistics(batch.step).centred), {}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
 
+from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
 from megatron_rl.algorithms.groups import group_statistics
-from megatron_rl.algorithms.interfaces import AdvantageConfig, Baseline
-
-BASELINE: Baseline = "group"
 
 
-def compute(rewards: Tensor, valid: Tensor, group_index: Tensor, config: AdvantageConfig) -> Tensor:
-    """``(r - mean) / (std + epsilon)`` over the valid samples of the group, std with ddof 1.
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Extension):
+    """``(r - mean) / (std + epsilon)`` over the valid samples of the group, std with ddof 1."""
 
-    Args and result as in ``interfaces.AdvantageMethod``: [B] -> [B] fp32, 0 where there is no baseline.
-    """
-    group = group_statistics(rewards, valid, group_index)
-    return (group.centred / (group.std + config.epsilon)).float()
+    epsilon: float = option(1e-6, gt=0)
+    """Keeps a standard deviation of 0 from dividing; in units of reward."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``; 0 where the group has no other valid sample."""
+        group = group_statistics(batch.step)
+        return batch.of_samples(group.centred / (group.std + self.epsilon)), {}

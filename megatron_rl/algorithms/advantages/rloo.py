@@ -5,19 +5,17 @@ A baseline that leaves the sample out is independent of it, so the gradient esti
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
 
+from megatron_rl.algorithms import Extension, Terms, TokenBatch
 from megatron_rl.algorithms.groups import group_statistics
-from megatron_rl.algorithms.interfaces import AdvantageConfig, Baseline
-
-BASELINE: Baseline = "group"
 
 
-def compute(rewards: Tensor, valid: Tensor, group_index: Tensor, config: AdvantageConfig) -> Tensor:
-    """``r - (sum - r) / (n - 1)``, which is ``(r - mean) n / (n - 1)``, over the group's n valid samples.
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Extension):
+    """``r - (sum - r) / (n - 1)``, which is ``(r - mean) n / (n - 1)``, over the group's n valid samples."""
 
-    Args and result as in ``interfaces.AdvantageMethod``: [B] -> [B] fp32, 0 where there is no baseline.
-    """
-    del config  # has no settings; the signature is that of every advantage
-    group = group_statistics(rewards, valid, group_index)
-    return (group.centred * group.count / (group.count - 1).clamp_min(1)).float()
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``; 0 where the group has no other valid sample."""
+        group = group_statistics(batch.step)
+        return batch.of_samples(group.centred * group.count / (group.count - 1).clamp_min(1)), {}

@@ -1,4 +1,6 @@
-"""One file per mismatch correction; the contract is ``interfaces.CorrectionFunction``.
+"""One file per mismatch correction: a class ``Correction``, see ``extension.Extension``.
 
-Files without ``compute`` are helpers: composition, statistics and the warning of a collapse.
+A correction undoes the mismatch between the trainer's policy and the engine's, ``pi_old / pi_inference``. The loss
+keeps the denominator it had before: a rejected token counts as one with loss 0, otherwise rejecting half of the tokens
+would double the step size of the rest.
 """

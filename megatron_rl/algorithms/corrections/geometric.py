@@ -5,35 +5,29 @@ Source: https://richardli.xyz/rl-collapse-3; the mean log ratio of a sequence is
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
 
-from megatron_rl.algorithms.aggregation import sequence_means
-from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
-from megatron_rl.algorithms.ratios import log_ratio
-
-LEVEL = "sequence"
-DEFAULT_BOUNDS = (0.99, 1.01)
-"""The mean over a sequence is far narrower than the ratios of its tokens."""
+from megatron_rl.algorithms import CLIPPED, Extension, Terms, TokenBatch, log_ratio, option
 
 
-@torch.no_grad()
-def compute(
-    old_logprobs: Tensor,
-    inference_logprobs: Tensor,
-    loss_mask: Tensor,
-    sequence_index: Tensor,
-    num_sequences: int,
-    config: CorrectionConfig,
-) -> Correction:
+@dataclass(frozen=True, kw_only=True)
+class Correction(Extension):
     """1 for sequences whose ``exp(mean log ratio over loss tokens)`` lies in ``[lower, upper]``, else 0.
 
     It rejects and does not weigh: compose it with ``token_tis`` to do both. The denominator is the one before
-    rejection. Args and result as in ``interfaces.CorrectionFunction``.
+    rejection. The mean over a sequence is far narrower than the ratios of its tokens, and so is the default range.
     """
-    in_loss = loss_mask > 0
-    lower, upper = config.ratio_bounds(DEFAULT_BOUNDS)
-    log_ratios = log_ratio(old_logprobs, inference_logprobs, loss_mask)
-    ratio = sequence_means(log_ratios, loss_mask, sequence_index, num_sequences).exp()
-    rejected = in_loss & ((ratio < lower) | (ratio > upper))[sequence_index]
-    return Correction(weights=(in_loss & ~rejected).float(), clipped=rejected)
+
+    LEVEL = "sequence"
+
+    lower: float = option(0.99, ge=0, lt=1)
+    """Sequences of a smaller ratio are rejected; where trainer and engine agree it is 1, which must be accepted."""
+    upper: float = option(1.01, gt=1)
+    """Sequences of a larger ratio are rejected."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``."""
+        log_ratios = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask)
+        ratio = batch.sequence_means(log_ratios).exp()
+        rejected = batch.in_loss & ((ratio < self.lower) | (ratio > self.upper))[batch.sequence_index]
+        return (batch.in_loss & ~rejected).float(), {CLIPPED: rejected}

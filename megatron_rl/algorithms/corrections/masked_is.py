@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
 
-from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
-from megatron_rl.algorithms.ratios import log_ratio
-
-LEVEL = "token"
-DEFAULT_BOUNDS = (0.5, 2.0)
-"""A quantised rollout has a mean gap of about 0.02 nats: only outliers lie outside."""
+from megatron_rl.algorithms import CLIPPED, Extension, Terms, TokenBatch, log_ratio, option
 
 
-@torch.no_grad()
-def compute(
-    old_logprobs: Tensor,
-    inference_logprobs: Tensor,
-    loss_mask: Tensor,
-    sequence_index: Tensor,
-    num_sequences: int,
-    config: CorrectionConfig,
-) -> Correction:
-    """``pi_old / pi_inference`` inside ``[lower, upper]``, 0 outside.
+@dataclass(frozen=True, kw_only=True)
+class Correction(Extension):
+    """``pi_old / pi_inference`` inside ``[lower, upper]``, 0 outside. The denominator is the one before rejection.
 
-    The denominator is the one before rejection. Args and result as in ``interfaces.CorrectionFunction``.
+    A quantised rollout has a mean gap of about 0.02 nats: only outliers lie outside the default range.
     """
-    del sequence_index, num_sequences  # tokens are weighed one by one
-    in_loss = loss_mask > 0
-    lower, upper = config.ratio_bounds(DEFAULT_BOUNDS)
-    ratio = log_ratio(old_logprobs, inference_logprobs, loss_mask).exp()
-    rejected = in_loss & ((ratio < lower) | (ratio > upper))
-    return Correction(weights=torch.where(in_loss & ~rejected, ratio, 0.0), clipped=rejected)
+
+    lower: float = option(0.5, ge=0, lt=1)
+    """Smaller ratios are rejected; where trainer and engine agree the ratio is 1, which must be accepted."""
+    upper: float = option(2.0, gt=1)
+    """Larger ratios are rejected."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``."""
+        ratio = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()
+        rejected = batch.in_loss & ((ratio < self.lower) | (ratio > self.upper))
+        return torch.where(batch.in_loss & ~rejected, ratio, 0.0), {CLIPPED: rejected}

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
 
-from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
-from megatron_rl.algorithms.ratios import log_ratio
-
-LEVEL = "token"
+from megatron_rl.algorithms import CLIPPED, Extension, Terms, TokenBatch, log_ratio, option
 
 
-@torch.no_grad()
-def compute(
-    old_logprobs: Tensor,
-    inference_logprobs: Tensor,
-    loss_mask: Tensor,
-    sequence_index: Tensor,
-    num_sequences: int,
-    config: CorrectionConfig,
-) -> Correction:
-    """``min(pi_old / pi_inference, cap)``. Args and result as in ``interfaces.CorrectionFunction``."""
-    del sequence_index, num_sequences  # tokens are weighed one by one
-    in_loss = loss_mask > 0
-    ratio = log_ratio(old_logprobs, inference_logprobs, loss_mask).exp()
-    return Correction(
-        weights=torch.where(in_loss, ratio.clamp_max(config.cap), 0.0), clipped=in_loss & (ratio > config.cap)
-    )
+@dataclass(frozen=True, kw_only=True)
+class Correction(Extension):
+    """``min(pi_old / pi_inference, cap)``."""
+
+    cap: float = option(2.0, gt=0)
+    """The largest weight."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``."""
+        ratio = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()
+        weights = torch.where(batch.in_loss, ratio.clamp_max(self.cap), 0.0)
+        return weights, {CLIPPED: batch.in_loss & (ratio > self.cap)}

@@ -5,32 +5,27 @@ Source: verl (2025), `rollout_token_veto_threshold`, there also 1e-4.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
 
-from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
-from megatron_rl.algorithms.ratios import log_ratio
-
-LEVEL = "sequence"
+from megatron_rl.algorithms import CLIPPED, Extension, Terms, TokenBatch, log_ratio, option
 
 
-@torch.no_grad()
-def compute(
-    old_logprobs: Tensor,
-    inference_logprobs: Tensor,
-    loss_mask: Tensor,
-    sequence_index: Tensor,
-    num_sequences: int,
-    config: CorrectionConfig,
-) -> Correction:
+@dataclass(frozen=True, kw_only=True)
+class Correction(Extension):
     """1, and 0 for sequences with a loss token of ``pi_old / pi_inference < veto``.
 
     It guards against broken tokens and does not weigh: compose it, as in ``token_tis+veto``. The denominator
-    is the one before rejection. Args and result as in ``interfaces.CorrectionFunction``.
+    is the one before rejection.
     """
-    in_loss = loss_mask > 0
-    ratio = log_ratio(old_logprobs, inference_logprobs, loss_mask).exp()
-    vetoes = (in_loss & (ratio < config.veto)).long()
-    counts = vetoes.new_zeros(num_sequences).index_add(0, sequence_index, vetoes)
-    rejected = in_loss & (counts > 0)[sequence_index]
-    return Correction(weights=(in_loss & ~rejected).float(), clipped=rejected)
+
+    LEVEL = "sequence"
+
+    veto: float = option(1e-4, ge=1e-8, lt=1)
+    """One smaller ratio rejects its sequence. Ratios are told apart down to 2e-9."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``."""
+        ratio = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()
+        vetoes = batch.sequence_sums((ratio < self.veto).float())
+        rejected = batch.in_loss & (vetoes > 0)[batch.sequence_index]
+        return (batch.in_loss & ~rejected).float(), {CLIPPED: rejected}

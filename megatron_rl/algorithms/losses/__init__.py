@@ -1,1 +1,1 @@
-"""One file per policy loss; the contract is ``interfaces.LossFunction``."""
+"""One file per policy loss: a class ``Loss``, see ``extension.Extension``."""

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
 
-from megatron_rl.algorithms.interfaces import LossConfig, PolicyLoss
-from megatron_rl.algorithms.ratios import log_ratio
-
-DEFAULT_CLAMP = (1.0, 0.2)
-"""The paper leaves the lower side open and gives no number for the upper one."""
-HAS_DUAL_CLIP = False
+from megatron_rl.algorithms import Extension, Terms, TokenBatch, log_ratio, option
 
 
-def compute(
-    current_logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    sequence_index: Tensor,
-    num_sequences: int,
-    config: LossConfig,
-) -> PolicyLoss:
+@dataclass(frozen=True, kw_only=True)
+class Loss(Extension):
     """``-sg[clip(rho, 1 - eps_lower, 1 + eps_upper)] A log pi_current``; a clipped token keeps its gradient.
 
-    The value is no distance of any kind, only its gradient means something. Args and result as in
-    ``interfaces.LossFunction``; a token counts as clipped whatever the sign of its advantage; dual clip does not apply.
+    The value is no distance of any kind, only its gradient means something. A token counts as clipped whatever the sign
+    of its advantage. Not reduced: it has no denominator of its own.
     """
-    del sequence_index, num_sequences  # tokens are independent; the signature is that of every loss
-    lower, upper = 1 - config.clamp_eps_lower, 1 + config.clamp_eps_upper
-    in_loss = loss_mask > 0
-    ratio = log_ratio(current_logprobs, old_logprobs, loss_mask).exp().detach()
-    trusted_logprobs = torch.where(in_loss, current_logprobs.float(), 0.0)
-    loss = -ratio.clamp(lower, upper) * advantages * trusted_logprobs
-    return PolicyLoss(
-        per_token=torch.where(in_loss, loss, 0.0),
-        num_clipped_lower=(in_loss & (ratio < lower)).sum().float(),
-        num_clipped_upper=(in_loss & (ratio > upper)).sum().float(),
-        num_dual_clipped=ratio.new_zeros(()),
-    )
+
+    clamp_eps_lower: float = option(1.0, gt=0, le=1)
+    """The ratio is clipped below at ``1 - clamp_eps_lower``; the paper leaves that side open, which is 1."""
+    clamp_eps_upper: float = option(0.2, gt=0)
+    """The ratio is clipped above at ``1 + clamp_eps_upper``; the paper gives no number."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``."""
+        lower, upper = 1 - self.clamp_eps_lower, 1 + self.clamp_eps_upper
+        in_loss = batch.in_loss
+        ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask).exp().detach()
+        trusted_logprobs = torch.where(in_loss, batch.current_logprobs.float(), 0.0)
+        loss = -ratio.clamp(lower, upper) * batch.advantages * trusted_logprobs
+        clipped = in_loss & ((ratio < lower) | (ratio > upper))
+        return torch.where(in_loss, loss, 0.0), {"actor/pg_clipfrac": clipped}

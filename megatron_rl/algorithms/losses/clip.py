@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.interfaces import LossConfig, PolicyLoss
-from megatron_rl.algorithms.ratios import log_ratio
-from megatron_rl.algorithms.surrogate import clipped_surrogate
+from megatron_rl.algorithms import Extension, Terms, TokenBatch, log_ratio, option
 
 
-def compute(
-    current_logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    sequence_index: Tensor,
-    num_sequences: int,
-    config: LossConfig,
-) -> PolicyLoss:
+@dataclass(frozen=True, kw_only=True)
+class Loss(Extension):
     """``clipped_surrogate`` of ``rho = pi_current / pi_old`` at each token.
 
-    Args and result as in ``interfaces.LossFunction``; not reduced, so it has no denominator of its own.
+    Not reduced, so it has no denominator of its own.
     """
-    del sequence_index, num_sequences  # tokens are independent; the signature is that of every loss
-    ratio = log_ratio(current_logprobs, old_logprobs, loss_mask).exp()
-    return clipped_surrogate(ratio, advantages, loss_mask, config)
+
+    clamp_eps_lower: float = option(0.2, gt=0, le=1)
+    """The ratio is clipped below at ``1 - clamp_eps_lower``; 1 leaves that side open."""
+    clamp_eps_upper: float = option(0.2, gt=0)
+    """The ratio is clipped above at ``1 + clamp_eps_upper``."""
+    dual_clip: float | None = option(None, gt=1)
+    """For a negative advantage the loss is at most ``dual_clip * |A|``; None is off. At 1 or below it would stop the
+    gradient of unchanged tokens."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``."""
+        ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask).exp()
+        return self.clipped_surrogate(ratio, batch)
+
+    def clipped_surrogate(self, ratio: Tensor, batch: TokenBatch) -> Terms:
+        """``max(-ratio A, -clip(ratio, 1 - eps_lower, 1 + eps_upper) A)``, and its dual clip for ``A < 0``.
+
+        PPO, arXiv 1707.06347, eq. 7, with a sign because it is minimised; the two bounds differ as in DAPO, arXiv
+        2503.14476; dual clip ``min(., -c A)`` from arXiv 1912.09729: without it a token the new policy likes much
+        better than the old one did is pushed down with an unbounded ratio.
+
+        Args:
+            ratio: [T] fp32, positive, with gradient; 1 at masked positions.
+            batch: its advantages.
+        """
+        lower, upper = 1 - self.clamp_eps_lower, 1 + self.clamp_eps_upper
+        in_loss, advantages = batch.in_loss, batch.advantages
+        gain = in_loss & (advantages > 0)
+        harm = in_loss & (advantages < 0)
+
+        loss = torch.maximum(-ratio * advantages, -ratio.clamp(lower, upper) * advantages)
+        dual_clipped = torch.zeros_like(harm)
+        if self.dual_clip is not None:
+            loss = torch.where(harm, torch.minimum(loss, -self.dual_clip * advantages), loss)
+            dual_clipped = harm & (ratio > self.dual_clip)
+        return torch.where(in_loss, loss, 0.0), {
+            "actor/pg_clipfrac": (harm & (ratio < lower)) | (gain & (ratio > upper)),
+            "actor/pg_clipfrac_lower": dual_clipped,
+        }

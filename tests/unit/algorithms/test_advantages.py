@@ -18,15 +18,23 @@ import math
 import pytest
 import torch
 
+from megatron_rl.algorithms import Extension
 from megatron_rl.algorithms.advantages import batch_norm, dr_grpo, grpo, rloo
 from megatron_rl.algorithms.groups import groups_with_signal
-from megatron_rl.algorithms.interfaces import AdvantageConfig
 from megatron_rl.errors import ConfigError
+from tests.support.tokens import one_token_a_sample, step_rewards, token_batch
 
 GROUPS = torch.tensor([0, 1, 0, 2, 0, 1, 0, 2])
 REWARDS = torch.tensor([1.0, 2.0, 3.0, 7.0, 99.0, 4.0, 5.0, 9.0])
 VALID = torch.tensor([True, True, True, True, False, True, True, False])
-CONFIG = AdvantageConfig()
+
+
+def run(
+    advantage: Extension, rewards: torch.Tensor = REWARDS, valid: torch.Tensor = VALID, groups: torch.Tensor = GROUPS
+) -> torch.Tensor:
+    """Of samples of one token each."""
+    advantages, _ = advantage(one_token_a_sample(step_rewards(rewards, valid, groups)))
+    return advantages
 
 
 def assert_advantages(actual: torch.Tensor, expected: list[float], tolerance: float = 2e-6) -> None:
@@ -37,31 +45,30 @@ def assert_advantages(actual: torch.Tensor, expected: list[float], tolerance: fl
 def test_grpo_divides_by_the_group_std() -> None:
     half = 1 / math.sqrt(2)  # group 1: -1 / sqrt(2), 1 / sqrt(2)
     expected = [-1.0, -half, 0.0, 0.0, 0.0, half, 1.0, 0.0]
-    assert_advantages(grpo.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
+    assert_advantages(run(grpo.Advantage()), expected)
 
 
 def test_grpo_adds_epsilon_to_the_std() -> None:
     # Group 0: 2 / (2 + 2) = 0.5; group 1: 1 / (1.414214 + 2) = 0.292893.
-    config = AdvantageConfig(epsilon=2.0)
     expected = [-0.5, -0.292893, 0.0, 0.0, 0.0, 0.292893, 0.5, 0.0]
-    assert_advantages(grpo.compute(REWARDS, VALID, GROUPS, config), expected)
+    assert_advantages(run(grpo.Advantage(epsilon=2.0)), expected)
 
 
 def test_dr_grpo_only_subtracts_the_group_mean() -> None:
     expected = [-2.0, -1.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.0]
-    assert_advantages(dr_grpo.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
+    assert_advantages(run(dr_grpo.Advantage()), expected)
 
 
 def test_rloo_leaves_the_sample_out_of_its_baseline() -> None:
     # Group 0: 1 - (3 + 5) / 2 = -3;  3 - (1 + 5) / 2 = 0;  5 - (1 + 3) / 2 = 3.  Group 1: 2 - 4, 4 - 2.
     expected = [-3.0, -2.0, 0.0, 0.0, 0.0, 2.0, 3.0, 0.0]
-    assert_advantages(rloo.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
+    assert_advantages(run(rloo.Advantage()), expected)
 
 
 def test_batch_norm_takes_mean_and_std_over_all_valid_samples() -> None:
     # 1, 2, 3, 7, 4, 5, the 7 alone in its group: mean 22 / 6 = 3.666667, variance 23.333333 / 5, std 2.160247.
     expected = [-1.234427, -0.771517, -0.308607, 1.543033, 0.0, 0.154303, 0.617213, 0.0]
-    assert_advantages(batch_norm.compute(REWARDS, VALID, GROUPS, CONFIG), expected)
+    assert_advantages(run(batch_norm.Advantage()), expected)
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 7, 8, 16])
@@ -69,15 +76,14 @@ def test_equal_rewards_give_exactly_no_advantage(group_size: int) -> None:
     # In fp32 the mean of eight times 0.1 is 0.1 + 7e-9, and 7e-9 / (7e-9 + 1e-6) = 0.007.
     rewards = torch.full((group_size,), 0.1)
     valid = torch.ones(group_size, dtype=torch.bool)
-    advantages = grpo.compute(rewards, valid, torch.zeros(group_size, dtype=torch.int64), CONFIG)
+    advantages = run(grpo.Advantage(), rewards, valid, torch.zeros(group_size, dtype=torch.int64))
     assert advantages.tolist() == [0.0] * group_size
 
 
 def test_a_masked_reward_may_be_nan() -> None:
     rewards = REWARDS.masked_fill(~VALID, torch.nan)
-    for advantage in (grpo, dr_grpo, rloo, batch_norm):
-        expected = advantage.compute(REWARDS, VALID, GROUPS, CONFIG)
-        assert torch.equal(advantage.compute(rewards, VALID, GROUPS, CONFIG), expected)
+    for module in (grpo, dr_grpo, rloo, batch_norm):
+        assert torch.equal(run(module.Advantage(), rewards), run(module.Advantage()))
 
 
 def test_groups_with_signal() -> None:
@@ -97,10 +103,18 @@ def test_a_batch_of_equal_rewards_has_no_signal() -> None:
 
 def test_no_samples_have_no_advantages() -> None:
     nothing = (torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64))
-    assert grpo.compute(*nothing, CONFIG).shape == (0,)
+    assert run(grpo.Advantage(), *nothing).shape == (0,)
     assert groups_with_signal("group", *nothing).shape == groups_with_signal("batch", *nothing).shape == (0,)
 
 
 def test_an_epsilon_that_divides_by_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="epsilon is 0.0"):
-        AdvantageConfig(epsilon=0.0)
+    with pytest.raises(ConfigError, match=r"epsilon must be above 0, got 0\.0"):
+        grpo.Advantage(epsilon=0.0)
+
+
+def test_every_token_has_the_advantage_of_its_sample_whatever_batch_it_is_in() -> None:
+    """Samples 6 and 1 of the step, and a padding sequence: 5 - 3 and 2 - 3."""
+    step = step_rewards(REWARDS, VALID, GROUPS)
+    batch = token_batch([0, 0, 0, 1, 1, 2], [0, 1, 1, 0, 1, 0], step=step, sample_ids=(6, 1))
+    advantages, _ = dr_grpo.Advantage()(batch)
+    assert advantages.tolist() == [2.0, 2.0, 2.0, -1.0, -1.0, 0.0]

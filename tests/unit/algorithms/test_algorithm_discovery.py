@@ -10,10 +10,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES, RECIPES
 
 
-def test_every_file_with_a_compute_function_is_available() -> None:
+def test_every_file_with_the_class_of_its_kind_is_available() -> None:
     assert ADVANTAGES.names() == ("batch_norm", "dr_grpo", "grpo", "rloo")
     assert LOSSES.names() == ("cispo", "clip", "gspo")
-    # statistics.py lies in the same folder and is no correction.
     assert CORRECTIONS.names() == (
         "geometric", "masked_is", "none", "sequence_tis", "token_tis", "veto"
     )  # fmt: skip
@@ -36,9 +35,10 @@ def test_help_lists_what_there_is(flag: str, names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", LOSSES.names())
 def test_defaults_read_from_a_file_are_those_of_its_module(name: str) -> None:
-    for constant in ("DEFAULT_CLAMP", "DEFAULT_AGGREGATION"):
-        assert LOSSES.stated(name, constant) == getattr(LOSSES.module(name), constant, None)
-    assert name != "gspo" or LOSSES.stated(name, "DEFAULT_CLAMP") is not None
+    for option in ("clamp_eps_lower", "clamp_eps_upper"):
+        assert LOSSES.stated(name, option) == getattr(LOSSES.get(name)(), option)
+    assert (LOSSES.stated(name, "AGGREGATION") or "token-mean") == LOSSES.get(name).AGGREGATION
+    assert name != "gspo" or LOSSES.stated(name, "AGGREGATION") == "sequence-mean"
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "dr-grpo"])
@@ -50,8 +50,3 @@ def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
     with pytest.raises(ConfigError, match="did you mean clip") as refused:
         LOSSES.get("clipp")
     assert "cispo, clip, gspo" in str(refused.value)
-
-
-def test_a_helper_module_is_no_extension() -> None:
-    with pytest.raises(ConfigError, match="statistics"):
-        CORRECTIONS.get("statistics")

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.corrections.composition import get_correction
-from megatron_rl.algorithms.corrections.statistics import MismatchStatistics, mismatch_statistics
-from megatron_rl.algorithms.interfaces import Correction, CorrectionConfig
+from megatron_rl.algorithms import CLIPPED, TokenBatch
+from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer.update import reduced
+from tests.support.tokens import correction, token_batch
 
 LN2 = math.log(2)
 # Ratios old / engine 3, 0.6, 0.25, 1 and a masked token.
@@ -19,32 +21,44 @@ OLD = INFERENCE + torch.tensor([3.0, 0.6, 0.25, 1.0, 1.0]).log()
 MASK = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
 
 
-def statistics_of(name: str, old: Tensor, inference: Tensor, mask: Tensor) -> MismatchStatistics:
-    sequence = torch.zeros(old.numel(), dtype=torch.int64)
-    correction = get_correction(name)(old, inference, mask, sequence, 1, CorrectionConfig(cap=2.0))
-    return mismatch_statistics(old, inference, mask, correction)
+Sums = dict[str, Tensor]
 
 
-def two_token_statistics() -> MismatchStatistics:
+def of(old: Tensor, inference: Tensor, mask: Tensor) -> TokenBatch:
+    """One sequence."""
+    return token_batch(torch.zeros(old.numel()), mask, old_logprobs=old, inference_logprobs=inference)
+
+
+def sums_of(name: str, old: Tensor, inference: Tensor, mask: Tensor) -> Sums:
+    batch = of(old, inference, mask)
+    weights, sums = correction(name, cap=2.0)(batch)
+    return mismatch_sums(batch, weights, sums.get(CLIPPED, torch.zeros_like(batch.in_loss)))
+
+
+def metrics_of(name: str, old: Tensor, inference: Tensor, mask: Tensor) -> dict[str, float]:
+    return mismatch_metrics(sums_of(name, old, inference, mask))
+
+
+def two_tokens() -> Sums:
     """Ratios 3 and 0.5, weights 2 and 0.5."""
-    return statistics_of("token_tis", torch.tensor([3.0, 0.5]).log(), torch.zeros(2), torch.ones(2))
+    return sums_of("token_tis", torch.tensor([3.0, 0.5]).log(), torch.zeros(2), torch.ones(2))
 
 
 def test_statistics() -> None:
-    metrics = two_token_statistics().metrics()
-    assert metrics.pop("p95_abs_delta_logprob") == pytest.approx(1.098612, rel=0.1)
+    metrics = mismatch_metrics(two_tokens())
+    assert metrics.pop("rollout_corr/abs_log_ratio_p95") == pytest.approx(1.098612, rel=0.1)
     assert metrics == pytest.approx(
         {
-            "mean_weight": 1.25,  # (2 + 0.5) / 2
-            "effective_sample_size": 0.735294,  # 2.5^2 / (2 * (4 + 0.25))
-            "fraction_clipped": 0.5,
-            "mean_delta_logprob": 0.202733,  # (1.098612 - 0.693147) / 2
-            "std_delta_logprob": 0.895880,  # half of the distance from -0.693147 to 1.098612
-            "mean_abs_delta_logprob": 0.895880,  # (1.098612 + 0.693147) / 2
-            "max_abs_delta_logprob": 1.098612,
+            "rollout_corr/rollout_is_mean": 1.25,  # (2 + 0.5) / 2
+            "rollout_corr/rollout_is_eff_sample_size": 0.735294,  # 2.5^2 / (2 * (4 + 0.25))
+            "rollout_corr/rollout_is_clipped": 0.5,
+            "rollout_corr/log_ratio_mean": 0.202733,  # (1.098612 - 0.693147) / 2
+            "rollout_corr/log_ratio_std": 0.895880,  # half of the distance from -0.693147 to 1.098612
+            "training/rollout_logprob_gap_mean": 0.895880,  # (1.098612 + 0.693147) / 2
+            "training/rollout_logprob_gap_max": 1.098612,
             # KL(inference || old), r = old / inference, r - 1 - log r: 3 - 1 - 1.098612, 0.5 - 1 + 0.693147.
-            "k3_kl": (0.901388 + 0.193147) / 2,
-            "residual_gap": 0.0,  # of the token that was not capped
+            "rollout_corr/k3_kl": (0.901388 + 0.193147) / 2,
+            "rollout_corr/residual_gap": 0.0,  # of the token that was not capped
         },
         rel=1e-5,
         abs=1e-6,
@@ -53,9 +67,9 @@ def test_statistics() -> None:
 
 def test_a_trainer_that_holds_tokens_for_less_likely_has_a_negative_mean() -> None:
     inference = torch.tensor([-1.0, -3.0])
-    metrics = statistics_of("none", inference - torch.tensor([0.5, 0.1]), inference, torch.ones(2)).metrics()
-    assert metrics["mean_delta_logprob"] == pytest.approx(-0.3)
-    assert metrics["std_delta_logprob"] == pytest.approx(0.2)
+    metrics = metrics_of("none", inference - torch.tensor([0.5, 0.1]), inference, torch.ones(2))
+    assert metrics["rollout_corr/log_ratio_mean"] == pytest.approx(-0.3)
+    assert metrics["rollout_corr/log_ratio_std"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +87,10 @@ def test_residual_gap(weights: list[float], clipped: list[bool], residual: float
     inference = torch.tensor([-1.0, -2.0, -0.5, torch.nan])
     old = inference + torch.tensor([LN2, -LN2, 0.0, 1.0])
     mask = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    correction = Correction(weights=torch.tensor([*weights, 0.0]), clipped=torch.tensor([*clipped, False]))
-    metrics = mismatch_statistics(old, inference, mask, correction).metrics()
-    assert metrics["residual_gap"] == pytest.approx(residual, abs=1e-6)
-    assert metrics["mean_abs_delta_logprob"] == pytest.approx(2 * LN2 / 3)
+    applied = torch.tensor([*weights, 0.0]), torch.tensor([*clipped, False])
+    metrics = mismatch_metrics(mismatch_sums(of(old, inference, mask), *applied))
+    assert metrics["rollout_corr/residual_gap"] == pytest.approx(residual, abs=1e-6)
+    assert metrics["training/rollout_logprob_gap_mean"] == pytest.approx(2 * LN2 / 3)
 
 
 def test_a_deliberately_inverted_correction_doubles_the_gap() -> None:
@@ -84,15 +98,15 @@ def test_a_deliberately_inverted_correction_doubles_the_gap() -> None:
     generator = torch.Generator().manual_seed(0)
     inference = -3 * torch.rand(2000, generator=generator)
     old, mask = inference + 0.05 * torch.randn(2000, generator=generator), torch.ones(2000)
-    right = get_correction("token_tis")(old, inference, mask, mask.long(), 2, CorrectionConfig())
-    inverted = Correction(weights=1 / right.weights, clipped=right.clipped)
-    metrics = mismatch_statistics(old, inference, mask, inverted).metrics()
-    gap = metrics["mean_abs_delta_logprob"]
+    batch = of(old, inference, mask)
+    weights, sums = correction("token_tis")(batch)
+    metrics = mismatch_metrics(mismatch_sums(batch, 1 / weights, sums[CLIPPED]))
+    gap = metrics["training/rollout_logprob_gap_mean"]
     assert gap == pytest.approx(0.05 * 0.8, rel=0.05)  # E|x| of a normal is 0.798 sigma
-    assert metrics["residual_gap"] == pytest.approx(2 * gap, rel=1e-4)
-    assert mismatch_statistics(old, inference, mask, right).metrics()["residual_gap"] < 1e-6
-    unchanged = statistics_of("none", old, inference, mask).metrics()
-    assert unchanged["residual_gap"] == unchanged["mean_abs_delta_logprob"]
+    assert metrics["rollout_corr/residual_gap"] == pytest.approx(2 * gap, rel=1e-4)
+    assert metrics_of("token_tis", old, inference, mask)["rollout_corr/residual_gap"] < 1e-6
+    unchanged = metrics_of("none", old, inference, mask)
+    assert unchanged["rollout_corr/residual_gap"] == unchanged["training/rollout_logprob_gap_mean"]
 
 
 @pytest.mark.parametrize("size", [3e-8, 1e-6, 0.0225, 0.7, 19.9])
@@ -100,51 +114,39 @@ def test_the_95th_percentile_is_within_a_tenth(size: float) -> None:
     """Of 1, 2, ... 100 parts of the size, the 95th; and of a hundred times the same."""
     parts = size * torch.arange(1, 101) / 100
     for old, expected in ((parts, 0.95 * size), (-parts.flip(0), 0.95 * size), (torch.full((100,), size), size)):
-        metrics = statistics_of("none", old, torch.zeros(100), torch.ones(100)).metrics()
-        assert metrics["p95_abs_delta_logprob"] == pytest.approx(expected, rel=0.1)
+        metrics = metrics_of("none", old, torch.zeros(100), torch.ones(100))
+        assert metrics["rollout_corr/abs_log_ratio_p95"] == pytest.approx(expected, rel=0.1)
 
 
 def test_the_95th_percentile_of_mostly_equal_logprobs_is_zero() -> None:
     old = torch.zeros(100)
     old[:4] = 3.0
-    metrics = statistics_of("none", old, torch.zeros(100), torch.ones(100)).metrics()
-    assert metrics["p95_abs_delta_logprob"] == 0
-    assert metrics["max_abs_delta_logprob"] == 3
+    metrics = metrics_of("none", old, torch.zeros(100), torch.ones(100))
+    assert metrics["rollout_corr/abs_log_ratio_p95"] == 0
+    assert metrics["training/rollout_logprob_gap_max"] == 3
 
 
-def test_statistics_of_parts_merge_to_those_of_the_whole() -> None:
-    whole = statistics_of("masked_is", OLD, INFERENCE, MASK)
-    first, second = (
-        statistics_of("masked_is", OLD[part], INFERENCE[part], MASK[part]) for part in (slice(0, 2), slice(2, 5))
-    )
-    assert first.merge(second).metrics() == pytest.approx(whole.metrics())
-    started = MismatchStatistics.zeros(torch.device("cpu")).merge(second).merge(first)
-    assert started.metrics() == pytest.approx(whole.metrics())
-    assert all(math.isfinite(value) for value in whole.metrics().values())
-
-
-def test_statistics_survive_the_trip_through_tensors() -> None:
-    statistics = two_token_statistics()
-    zeros = MismatchStatistics.zeros(torch.device("cpu"))
-    assert statistics.sum_tensor().shape == zeros.sum_tensor().shape
-    assert statistics.max_tensor().shape == (1,)
-    again = MismatchStatistics.from_tensors(statistics.sum_tensor(), statistics.max_tensor())
-    assert again.metrics() == statistics.metrics()
+def test_statistics_of_parts_add_up_to_those_of_the_whole(one_rank: ParallelGroups) -> None:
+    whole = metrics_of("masked_is", OLD, INFERENCE, MASK)
+    parts = [sums_of("masked_is", OLD[part], INFERENCE[part], MASK[part]) for part in (slice(0, 2), slice(2, 5))]
+    together = mismatch_metrics(reduced(parts, one_rank.data_group, torch.device("cpu")))
+    assert together == pytest.approx(whole)
+    assert all(math.isfinite(value) for value in whole.values())
     # The 96 bins and more that 10 % need, counted once each.
-    assert statistics.abs_delta_histogram.numel() > 96
-    assert statistics.abs_delta_histogram.sum() == 2
+    assert parts[0]["mismatch/histogram"].numel() > 96
+    assert parts[0]["mismatch/histogram"].sum() == 2
 
 
-def test_statistics_of_nothing_are_zero() -> None:
+def test_statistics_of_nothing_are_zero(one_rank: ParallelGroups) -> None:
     empty = torch.zeros(0)
-    statistics = statistics_of("none", empty, empty, empty)
-    assert set(statistics.metrics().values()) == {0.0}
-    assert set(MismatchStatistics.zeros(torch.device("cpu")).metrics().values()) == {0.0}
-    merged = statistics.merge(two_token_statistics())
-    assert merged.metrics() == two_token_statistics().metrics()
+    nothing = sums_of("none", empty, empty, empty)
+    assert set(mismatch_metrics(nothing).values()) == {0.0}
+    with_nothing = reduced([nothing, two_tokens()], one_rank.data_group, torch.device("cpu"))
+    assert mismatch_metrics(with_nothing) == mismatch_metrics(two_tokens())
+    assert reduced([], one_rank.data_group, torch.device("cpu")) == {}
 
 
 def test_a_logprob_that_is_not_finite_breaks_nothing() -> None:
     """The trainer masks such tokens before; whoever does not gets NaN and no index out of bounds."""
-    statistics = statistics_of("none", torch.tensor([torch.nan, 0.0]), torch.zeros(2), torch.ones(2))
-    assert math.isnan(statistics.metrics()["mean_abs_delta_logprob"])
+    metrics = metrics_of("none", torch.tensor([torch.nan, 0.0]), torch.zeros(2), torch.ones(2))
+    assert math.isnan(metrics["training/rollout_logprob_gap_mean"])

@@ -82,10 +82,6 @@ ONE_PROBLEM = [
     ({"rotary_percent": "0.1"}, 1, ["--kv-channels 8 (from", "--rotary-percent 0.1 gives 0 numbers", "even number"]),
     ({"rl_stop_strings=": True}, 1, ["--rl-stop-strings has an empty text", "leave it out"]),
     ({"grpo_group_size": "1"}, 1, ["--grpo-group-size 1", "2 or more"]),
-    (
-        {"rl_policy_loss": "cispo", "rl_dual_clip": "3"}, 1,
-        ["--rl-policy-loss cispo has no dual clip", "--rl-dual-clip 3", "use clip or gspo"],
-    ),
     ({"train_iters": None, "train_samples": "31"}, 1, ["--train-samples 31", "step of 32", "at least 32"]),
     (
         {"inference_max_seq_length": "256", "max_position_embeddings": "200",

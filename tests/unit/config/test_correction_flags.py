@@ -1,10 +1,9 @@
-"""The flags of the mismatch correction: defaults, bounds and what is refused before a model is built."""
+"""The flags of loss and mismatch correction: defaults, bounds and what is refused before a model is built."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_rl.algorithms.settings import correction_config
 from megatron_rl.config import parse_config, resolve
 from megatron_rl.errors import ConfigError
 from megatron_rl.preflight.machine import algorithm_problems
@@ -26,15 +25,6 @@ def test_quantised_rollouts_are_corrected_by_default(config, changes, name):
     assert resolve(config(**changes), 1).algorithm.rl_correction == name
 
 
-def test_flags_reach_the_settings(config):
-    found = correction_config(
-        config(rl_correction_cap="3", rl_correction_lower="0.1", rl_correction_upper="5", rl_correction_veto="1e-3")
-    )
-    assert (found.cap, found.lower, found.upper, found.veto) == (3, 0.1, 5, 1e-3)
-    plain = correction_config(config())
-    assert (plain.cap, plain.veto, plain.ratio_bounds((0.5, 2.0))) == (2, 1e-4, (0.5, 2.0))
-
-
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("cap", "0"), ("lower", "-0.1"), ("lower", "1"), ("upper", "1"), ("veto", "0"), ("veto", "1")],
@@ -51,14 +41,22 @@ def test_a_value_out_of_bounds_is_refused_in_one_line(command, flag, value):
         ({"rl_correction": "tis"}, ["--rl-correction", "'tis'", "did you mean token_tis"]),
         ({"rl_correction": "token_tis+geometrc"}, ["'geometrc'", "did you mean geometric"]),
         ({"rl_correction": "veto+veto"}, ["'veto+veto'", "twice"]),
-        ({"rl_correction": "token_tis", "rl_correction_lower": "0.9"}, ["token_tis", "--rl-correction-lower"]),
-        ({"rl_correction_upper": "1.1"}, ["none has no bounds", "--rl-correction-upper", "geometric"]),
+        ({"rl_correction": "token_tis", "rl_correction_lower": "0.9"}, ["'lower'", "--rl-correction-lower"]),
+        ({"rl_correction_upper": "1.1"}, ["none has no option 'upper'", "--rl-correction-upper", "geometric"]),
+        ({"rl_correction": "none", "rl_correction_cap": "3"}, ["'cap'", "sequence_tis or token_tis"]),
     ],
 )
 def test_a_correction_that_cannot_be_is_refused_in_one_line(config, changes, parts):
     (problem,) = algorithm_problems(resolve(config(**changes), 1))
     assert problem.flag == "--rl-correction"
     assert all(part in problem.text for part in parts), problem
+
+
+def test_a_loss_without_dual_clip_refuses_it(config):
+    (problem,) = algorithm_problems(resolve(config(rl_policy_loss="cispo", rl_dual_clip="3"), 1))
+    assert problem.flag == "--rl-policy-loss"
+    for part in ("--rl-policy-loss cispo has no option 'dual_clip'", "--rl-dual-clip", "use clip or gspo"):
+        assert part in problem.text
 
 
 def test_bounds_are_read_by_a_part_of_a_composition(config):

@@ -9,17 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.config import RLConfig
 from megatron_rl.estimate import Estimate, estimate
 from megatron_rl.models import kv_cache_dtype
-from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
 from megatron_rl.trainer import Optimization
-from megatron_rl.trainer.accumulate import MicroLoss, update
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.reference import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.trainer.update import update
 from tests.support.generation import rollout_engine
 from tests.support.samples import make_sample, random_samples
 from tests.support.tiny import SHAPES, VOCABULARY, tiny_config, tiny_policy
@@ -72,7 +73,7 @@ def after_an_update(config: RLConfig, groups: ParallelGroups) -> Optimization:
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
 
     def loss(logits: torch.Tensor, batch) -> MicroLoss:
-        return MicroLoss(-scorer.select(logits, batch).logprobs.sum(), batch.loss_mask.sum(), None)
+        return -scorer.select(logits, batch).logprobs.sum(), batch.loss_mask.sum(), {}
 
     outcome, _ = update(optimization, [collate(random_samples(3), "cpu")], scorer.forward, loss)
     assert outcome.applied

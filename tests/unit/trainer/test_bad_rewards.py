@@ -23,6 +23,7 @@ from megatron_rl.loop import rl_step
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.rl import RLRun
 from megatron_rl.run.training import StepResult
+from megatron_rl.trainer.policy import sample_advantages
 from megatron_rl.types import GradeResult, RolloutGroup, Task, Transcript
 from tests.support.bad_rewards import FORGED, KINDS, forged_answer
 from tests.support.rollouts import graded_group
@@ -162,9 +163,13 @@ def updated(groups: ParallelGroups, rollouts: Sequence[RolloutGroup]) -> tuple[l
     """Advantages, and the weights of a fresh policy after the step on these rollouts."""
     run = toy_run(tiny_config(rl_advantage="dr_grpo", rl_keep_zero_variance_groups=True), groups)
     try:
-        samples = run.samples.build(rollouts, range(len(rollouts)))
-        assert run.trainer.step(run.batches.updates(samples.samples, 64, seed=5)).skipped_updates == 0
-        return [sample.advantage for sample in samples.samples], weights_of(run.policy)
+        samples, rewards = run.samples.build(rollouts, range(len(rollouts)))
+        outcome = run.trainer.step(run.batches.updates(samples, 64, seed=5), rewards)
+        assert outcome.skipped_updates == 0
+        advantages: dict[int, float] = {}
+        for batch in (batch for part in outcome.updates for batch in part):
+            advantages |= sample_advantages(batch)
+        return [advantages[sample.sample_id] for sample in samples], weights_of(run.policy)
     finally:
         run.closing.close()
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms import TokenBatch
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.types import PackedBatch, Sample
+from megatron_rl.types import Sample
 from tests.support.ranks import joined, run_ranks
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ class DataGroup:
 
 
 def make_samples(count: int) -> list[Sample]:
-    """Of 2 to 60 tokens; every token is the sample's id, its log-probs and advantage follow from it."""
+    """Of 2 to 60 tokens; every token is the sample's id, its log-probs and reward follow from it."""
     draw = random.Random(7)
     samples = []
     for index in range(count):
@@ -42,21 +43,21 @@ def make_samples(count: int) -> list[Sample]:
     return samples
 
 
-def contents(updates: list[list[PackedBatch]]) -> list[list[list[int]]]:
+def contents(updates: list[list[TokenBatch]]) -> list[list[list[int]]]:
     """Sample ids by update and micro-batch; checks that every sample arrived whole."""
     originals = make_samples(40)
     for batch in (batch for update in updates for batch in update):
         parts = batch.token_ids.split(batch.lengths)
-        for sample_id, tokens, advantages, logprobs in zip(
+        for sample_id, tokens, rewards, logprobs in zip(
             batch.sample_ids,
             parts,
-            batch.advantages.split(batch.lengths),
+            batch.rewards.split(batch.lengths),
             batch.inference_logprobs.split(batch.lengths),
             strict=False,  # a padding sequence at the end has no id
         ):
             assert torch.equal(tokens, originals[sample_id].token_ids)
             assert torch.equal(logprobs, originals[sample_id].inference_logprobs)
-            assert advantages.tolist() == [float(sample_id)] * tokens.numel()
+            assert rewards.tolist() == [0.0] * (tokens.numel() - 1) + [float(sample_id)]
     return [[list(batch.sample_ids) for batch in update] for update in updates]
 
 

@@ -7,14 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_rl.packing.collate import collate
+from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import storage as storage_module
 from megatron_rl.trainer import Optimization, offload
-from megatron_rl.trainer.accumulate import MicroLoss, update
 from megatron_rl.trainer.offload import OptimizerOffload, gradient_storages, state_storages
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import PackedBatch
+from megatron_rl.trainer.update import update
 from tests.support.samples import random_samples, tiny_optimization, weights_of
 
 KINDS = {
@@ -44,9 +45,9 @@ def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(groups: ParallelGroups, optimization: Optimization, seed: int) -> None:
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
 
-    def loss(logits: torch.Tensor, batch: PackedBatch) -> MicroLoss:
+    def loss(logits: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         logprobs = scorer.select(logits, batch).logprobs
-        return MicroLoss(-(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), None)
+        return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
 
     batch = collate(random_samples(3, seed), "cpu")
     outcome, _ = update(optimization, [batch, batch], scorer.forward, loss)

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.checkpoint.optimizer_state import _separate_step_counters
-from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer import Optimization
-from megatron_rl.trainer.accumulate import MicroLoss, update
 from megatron_rl.trainer.optimizer import _build_optimizer, _wrap
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import PackedBatch
+from megatron_rl.trainer.update import update
 from tests.support.samples import gradients_of, random_samples, tiny_optimization
 from tests.support.tiny import tiny_config, tiny_policy
 
@@ -30,9 +31,9 @@ def train(groups: ParallelGroups, optimization: Optimization, seed: int) -> dict
     """One update on random samples; its gradients."""
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
 
-    def loss(logits: torch.Tensor, batch: PackedBatch) -> MicroLoss:
+    def loss(logits: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         logprobs = scorer.select(logits, batch).logprobs
-        return MicroLoss(-(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), None)
+        return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
 
     outcome, _ = update(optimization, [collate(random_samples(3, seed), "cpu")], scorer.forward, loss)
     assert outcome.applied
@@ -94,11 +95,16 @@ def test_a_loaded_step_counter_lies_where_the_fused_kernel_counts() -> None:
     assert first.add_(1) == 8 and second == 7 and counter == 7
 
 
+def main_gradients(optimization: Optimization) -> list[torch.Tensor]:
+    """Of the parameters that the optimizer changes."""
+    return [p.grad for part in optimization.optimizer.chained_optimizers for p in part.get_parameters()]
+
+
 def test_the_norm_of_the_gradients_is_read_by_the_host_once(one_rank: ParallelGroups) -> None:
     """megatron's own stand-in for the kernels of Transformer Engine reads one norm a parameter."""
     optimization = tiny_optimization(**ADAM)
     train(one_rank, optimization, seed=1)
-    expected = torch.cat([p.grad.flatten().double() for p in optimization._parameters()]).norm()
+    expected = torch.cat([gradient.flatten().double() for gradient in main_gradients(optimization)]).norm()
     reads = []
 
     class Reads(TorchDispatchMode):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.models import PolicyModel
-from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Sample
 from tests.support.samples import random_samples

@@ -9,14 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.attention.kv_numbers import FP8, rounded_attention
 from megatron_rl.errors import TrainingError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.trainer.parity import KVCacheRounding, ParityGate, ParityLimits, ParityReport
+from megatron_rl.trainer.parity import KVCacheRounding, ParityGate, ParityLimits, ParityReport, agreement
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import PackedBatch
 from tests.support.generation import rollout_engine
 from tests.support.quantized import (
     QUANTIZING,
@@ -26,6 +27,7 @@ from tests.support.quantized import (
     rollout_quantization,
     short_requests,
 )
+from tests.support.tokens import correction as correction_named
 
 LIMITS = ParityLimits(max_kl=0.02, max_gap=0.15, max_emulation_gap=1e-3)
 NO_LIMITS = ParityLimits(max_kl=1e9, max_gap=1e9, max_emulation_gap=1e9)
@@ -43,6 +45,7 @@ class Case:
         interval: int = 0,
         correction: str = "token_tis",
         fp8_cache: bool = False,
+        emulated: bool = True,
     ) -> None:
         self.policy: PolicyModel = quantizable_policy()
         self.quantization: RolloutQuantization = rollout_quantization(self.policy, recipe)
@@ -51,15 +54,16 @@ class Case:
         if fp8_cache:
             layers, numbers = self.policy.gpt.decoder.layers, self.engine.kv_numbers
             kv_cache = KVCacheRounding("fp8", lambda: rounded_attention(layers, numbers))
-        scorer = Scorer(self.policy, groups.tensor_group, temperature=1.0)
+        self.scorer = Scorer(self.policy, groups.tensor_group, temperature=1.0)
         self.gate = ParityGate(
-            scorer, self.quantization, limits, action, interval, groups.data_group, correction, kv_cache
-        )
+            self.scorer, self.quantization, limits, action, interval, groups.data_group,
+            correction, correction_named(correction), kv_cache if emulated else None,
+        )  # fmt: skip
 
-    def roll_out(self) -> PackedBatch:
+    def roll_out(self) -> TokenBatch:
         return roll_out(self.policy, self.engine, self.quantization, short_requests())
 
-    def check(self, *batches: PackedBatch) -> ParityReport:
+    def check(self, *batches: TokenBatch) -> ParityReport:
         return self.gate.check([batches or (self.roll_out(),)])
 
 
@@ -105,7 +109,7 @@ class TestAgreement:
     def test_by_hand(self, one_rank: ParallelGroups) -> None:
         case = Case(one_rank)
         batch = case.roll_out()
-        scored, _ = case.gate._scorer.logprobs_and_top(batch)
+        scored, _ = case.scorer.logprobs_and_top(batch)
         batch = replace(batch, inference_logprobs=scored - 0.5 * batch.loss_mask)
         report = case.check(batch)
         k3 = 1.6487213 - 1 - 0.5  # the ratio is e^0.5
@@ -193,16 +197,16 @@ class TestOtherWeights:
         case = Case(one_rank)
         batch = case.roll_out()
         top = torch.zeros_like(batch.token_ids)
-        assert case.gate._agreement([top], [top], [batch]) == 1.0
+        assert agreement([top], [top], [batch], one_rank.data_group) == 1.0
         in_loss = batch.loss_mask > 0
         predicts = torch.zeros_like(in_loss)
         predicts[:-1] = in_loss[1:]
-        assert case.gate._agreement([top], [top + (~predicts).long()], [batch]) == 1.0
-        assert case.gate._agreement([top], [top + predicts.long()], [batch]) == 0.0
+        assert agreement([top], [top + (~predicts).long()], [batch], one_rank.data_group) == 1.0
+        assert agreement([top], [top + predicts.long()], [batch], one_rank.data_group) == 0.0
         first = torch.zeros_like(predicts)
         first[predicts.nonzero()[0]] = True
         expected = 1 - 1 / int(in_loss.sum())
-        assert case.gate._agreement([top], [top + first.long()], [batch]) == pytest.approx(expected)
+        assert agreement([top], [top + first.long()], [batch], one_rank.data_group) == pytest.approx(expected)
 
 
 class TestKVCache:
@@ -218,8 +222,8 @@ class TestKVCache:
         assert report.lines()[0].startswith(f"parity of rollout ({recipe}, fp8 KV cache) and trainer over")
 
     def test_without_the_emulation_the_limit_would_be_broken(self, one_rank: ParallelGroups) -> None:
-        case = Case(one_rank, "int8", limits=replace(NO_LIMITS, max_emulation_gap=1e-4), fp8_cache=True)
-        case.gate._kv_cache = None
+        tight = replace(NO_LIMITS, max_emulation_gap=1e-4)
+        case = Case(one_rank, "int8", limits=tight, fp8_cache=True, emulated=False)
         assert "stale or other weights" in case.check().problems[0]
 
     def test_falling_back_leaves_it_and_the_end_names_it(self, one_rank: ParallelGroups) -> None:
@@ -267,8 +271,8 @@ class TestWhen:
         assert len(Case(one_rank, "none").check().lines()) == 1
 
 
-def _without_loss(batch: PackedBatch) -> PackedBatch:
-    return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_loss_tokens=0)
+def _without_loss(batch: TokenBatch) -> TokenBatch:
+    return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
 
 
 def corrected(gap: float, left: float) -> Mapping[str, float]:
@@ -302,17 +306,13 @@ class TestCorrections:
         Case(one_rank, action="stop", correction="sequence_tis").gate.judge_correction(corrected(0.1, 0.9))
 
     def test_the_metrics_of_inverted_weights_are_those_that_are_found(self, one_rank: ParallelGroups) -> None:
-        from megatron_rl.algorithms.corrections.statistics import mismatch_statistics
-        from megatron_rl.algorithms.interfaces import Correction
-
         case = Case(one_rank, action="stop")
         batch = case.roll_out()
-        scored, _ = case.gate._scorer.logprobs_and_top(batch)
+        scored, _ = case.scorer.logprobs_and_top(batch)
         for direction in (1.0, -1.0):
             weights = torch.exp(direction * (scored - batch.inference_logprobs)) * batch.loss_mask
-            correction = Correction(weights, torch.zeros_like(weights, dtype=torch.bool))
-            measured = mismatch_statistics(scored, batch.inference_logprobs, batch.loss_mask, correction).metrics()
-            metrics = corrected(measured["mean_abs_delta_logprob"], measured["residual_gap"])
+            nothing_clipped = torch.zeros_like(batch.in_loss)
+            metrics = mismatch_metrics(mismatch_sums(replace(batch, old_logprobs=scored), weights, nothing_clipped))
             if direction > 0:
                 case.gate.judge_correction(metrics)
                 continue

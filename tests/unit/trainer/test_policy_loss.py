@@ -26,30 +26,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.algorithms.corrections.composition import get_correction
-from megatron_rl.algorithms.interfaces import CorrectionConfig, LossConfig
-from megatron_rl.packing.collate import collate
+from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.losses import clip
+from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.registry import LOSSES
-from megatron_rl.trainer.policy_loss import LossSettings, PolicyLossFunction, ScoredBatch, reduce_statistics
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
+from megatron_rl.trainer.update import reduced
 from megatron_rl.types import Sample
+from tests.support.samples import own_reward, rewards_of
+from tests.support.tokens import correction
 
 LN2, LN3 = math.log(2), math.log(3)
-SETTINGS = LossSettings(
-    loss=LOSSES.get("clip"),
-    loss_config=LossConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.28),
-    correction=get_correction("token_tis"),
-    correction_config=CorrectionConfig(cap=1.5),
+OBJECTIVE = PolicyObjective(
+    loss=clip.Loss(clamp_eps_lower=0.2, clamp_eps_upper=0.28),
+    correction=correction("token_tis", cap=1.5),
     aggregation="token-mean",
     aggregation_constant=4.0,
     kl_beta=0.2,
     kl_estimator="k3",
     entropy_weight=0.1,
 )
-PLAIN = replace(
-    SETTINGS, correction=get_correction("none"), kl_beta=0.0, entropy_weight=0.0
-)
+PLAIN = replace(OBJECTIVE, correction=correction("none"), kl_beta=0.0, entropy_weight=0.0)
 
 
 def logits() -> torch.Tensor:
@@ -58,7 +56,7 @@ def logits() -> torch.Tensor:
     return torch.tensor(rows, requires_grad=True)
 
 
-def scored() -> ScoredBatch:
+def scored() -> TokenBatch:
     """A0 is token 0, A1 token 1, B0 token 1; prompts are token 0."""
     engine = [torch.tensor([0.0, -2 * LN2, -LN2]), torch.tensor([0.0, -2 * LN2])]
     samples = [
@@ -67,12 +65,19 @@ def scored() -> ScoredBatch:
     ]
     old = torch.tensor([0.0, -LN2, -LN2, 0.0, -LN2])
     ref = torch.tensor([0.0, math.log(3 / 8), -LN2, 0.0, -LN2])
-    return ScoredBatch(collate(samples, "cpu"), old, ref)
+    batch = replace(collate(samples, "cpu"), old_logprobs=old, ref_logprobs=ref, step=rewards_of(samples))
+    return replace(batch, advantages=own_reward(batch)[0])
 
 
-def loss_function(one_rank: ParallelGroups, settings: LossSettings = SETTINGS) -> PolicyLossFunction:
-    policy = SimpleNamespace(vocab_size=2, padded_vocab_size=2)
-    return PolicyLossFunction(Scorer(policy, one_rank.tensor_group, temperature=1.0), settings)
+def run(
+    one_rank: ParallelGroups, objective: PolicyObjective, values: torch.Tensor | None = None,
+    batch: TokenBatch | None = None,
+) -> MicroLoss:
+    """The objective of `scored`, from logits to the total."""
+    policy, batch = SimpleNamespace(vocab_size=2, padded_vocab_size=2), batch or scored()
+    scorer = Scorer(policy, one_rank.tensor_group, temperature=1.0)
+    selected = scorer.select(logits() if values is None else values, batch, "differentiable")
+    return objective(replace(batch, current_logprobs=selected.logprobs, entropy=selected.entropy))
 
 
 @pytest.mark.parametrize(
@@ -89,44 +94,40 @@ def loss_function(one_rank: ParallelGroups, settings: LossSettings = SETTINGS) -
 def test_the_three_terms(
     one_rank: ParallelGroups, aggregation: str, policy_loss: float, kl: float, entropy: float, denominator: int
 ) -> None:
-    loss = loss_function(one_rank, replace(SETTINGS, aggregation=aggregation))(logits(), scored())
+    total, below, _ = run(one_rank, replace(OBJECTIVE, aggregation=aggregation))
     # For the token mean: -0.52 + 0.2 * 0.5 - 0.1 * 1.817817 = -0.601782.
-    assert loss.total.item() == pytest.approx(policy_loss + 0.2 * kl - 0.1 * entropy, abs=1e-5)
-    assert loss.denominator.item() == denominator
+    assert total.item() == pytest.approx(policy_loss + 0.2 * kl - 0.1 * entropy, abs=1e-5)
+    assert below.item() == denominator
 
 
 def test_each_term_alone(one_rank: ParallelGroups) -> None:
     """Sums of the terms, so that two wrong signs cannot cancel."""
-    base = loss_function(one_rank, PLAIN)(logits(), scored()).total.item()
+    base = run(one_rank, PLAIN)[0].item()
     assert base == pytest.approx(-1.28 - 1 + 1.6, abs=1e-6)
-    with_kl = loss_function(one_rank, replace(PLAIN, kl_beta=1.0))(logits(), scored()).total.item()
+    with_kl = run(one_rank, replace(PLAIN, kl_beta=1.0))[0].item()
     assert with_kl - base == pytest.approx(0.5, abs=1e-6)
-    with_entropy = loss_function(one_rank, replace(PLAIN, entropy_weight=1.0))(logits(), scored()).total.item()
+    with_entropy = run(one_rank, replace(PLAIN, entropy_weight=1.0))[0].item()
     assert with_entropy - base == pytest.approx(-1.817817, abs=1e-5)
 
 
 def test_a_rejected_token_stays_in_the_denominator(one_rank: ParallelGroups) -> None:
     """old / engine is 2, 1, 2: masked_is up to 1.5 leaves A1 alone, with -1, of three tokens."""
-    rejecting = replace(
-        PLAIN, correction=get_correction("masked_is"), correction_config=CorrectionConfig(upper=1.5)
-    )
-    loss = loss_function(one_rank, rejecting)(logits(), scored())
-    assert loss.total.item() == pytest.approx(-1.0)
-    assert loss.denominator.item() == 3
+    total, denominator, _ = run(one_rank, replace(PLAIN, correction=correction("masked_is", upper=1.5)))
+    assert total.item() == pytest.approx(-1.0)
+    assert denominator.item() == 3
 
 
 def test_a_correction_of_sequences_sees_the_sequences(one_rank: ParallelGroups) -> None:
     """old / engine over a whole sequence is 2 for ``A0 A1`` and 2 for ``B0``: (-1.28 - 1 + 1.6) * 2."""
-    weighing = replace(PLAIN, correction=get_correction("sequence_tis"))
-    weighing = replace(weighing, correction_config=CorrectionConfig(cap=9.0))
-    assert loss_function(one_rank, weighing)(logits(), scored()).total.item() == pytest.approx(-1.36, abs=1e-5)
+    weighing = replace(PLAIN, correction=correction("sequence_tis", cap=9.0))
+    assert run(one_rank, weighing)[0].item() == pytest.approx(-1.36, abs=1e-5)
 
 
 def test_gradient_of_the_first_update(one_rank: ParallelGroups) -> None:
     """Without old log-probs the ratio is 1: ``-A (onehot - p)`` at the logits before each token."""
     values = logits()
     without_old = replace(scored(), old_logprobs=None)
-    loss_function(one_rank, PLAIN)(values, without_old).total.backward()
+    run(one_rank, PLAIN, values, without_old)[0].backward()
     expected = [
         [-0.25, 0.25],  # A0 = 0, A = 1: -(1 - 3/4), -(0 - 1/4)
         [0.5, -0.5],  # A1 = 1, A = 1: -(0 - 1/2), -(1 - 1/2)
@@ -140,9 +141,9 @@ def test_gradient_of_the_first_update(one_rank: ParallelGroups) -> None:
 def test_gradients_of_kl_and_entropy(one_rank: ParallelGroups) -> None:
     """Descending the loss must bring the policy to the reference, and must flatten it."""
 
-    def gradient(settings: LossSettings) -> torch.Tensor:
+    def gradient(objective: PolicyObjective) -> torch.Tensor:
         values = logits()
-        loss_function(one_rank, settings)(values, scored()).total.backward()
+        run(one_rank, objective, values)[0].backward()
         return values.grad
 
     base = gradient(PLAIN)
@@ -156,9 +157,8 @@ def test_gradients_of_kl_and_entropy(one_rank: ParallelGroups) -> None:
 
 
 def test_metrics(one_rank: ParallelGroups) -> None:
-    function = loss_function(one_rank)
-    statistics = [function(logits(), scored()).statistics for _ in range(2)]
-    metrics = reduce_statistics(statistics, one_rank.data_group, torch.device("cpu"))
+    sums = [run(one_rank, OBJECTIVE)[2] for _ in range(2)]
+    metrics = objective_metrics(reduced(sums, one_rank.data_group, torch.device("cpu")))
     expected = {
         "actor/pg_loss": -0.52 / 3,
         "actor/kl_loss": 0.5 / 3,
@@ -187,12 +187,45 @@ def test_a_token_with_a_non_finite_logprob_leaves_the_denominator(one_rank: Para
     batch, values = scored(), logits().detach()
     if broken == "current":
         values[0] = math.nan
-    elif broken == "engine":
-        batch.batch.inference_logprobs[1] = -math.inf
     else:
-        (batch.old_logprobs if broken == "old" else batch.ref_logprobs)[1] = math.nan
-    loss = loss_function(one_rank)(values, batch)
-    assert loss.denominator.item() == 2
+        {"engine": batch.inference_logprobs, "old": batch.old_logprobs, "reference": batch.ref_logprobs}[broken][1] = (
+            math.nan
+        )
+    total, denominator, sums = run(one_rank, OBJECTIVE, values, batch)
+    assert denominator.item() == 2
     expected = 1.4 + 0.2 * (1 - LN2) - 0.1 * (0.693147 + 0.562335)
-    assert loss.total.item() == pytest.approx(expected, abs=1e-5)
-    assert loss.statistics.sums.dropped_tokens.item() == 1
+    assert total.item() == pytest.approx(expected, abs=1e-5)
+    assert sums["actor/dropped_tokens"].item() == 1
+
+
+def test_what_an_extension_counts_is_logged_under_its_names(one_rank: ParallelGroups) -> None:
+    """A sum is divided by the loss tokens, of which there are three; under ``_max`` the largest counts."""
+
+    def counting(batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ones = batch.in_loss.float()
+        return ones, {"mine/doubled": 2 * ones, "mine/reward_max": batch.rewards, "mine/sequences": torch.tensor(2)}
+
+    counted = replace(PLAIN, loss=counting, correction=lambda b: (ones_of(b), {"theirs/weight": ones_of(b)}))
+    sums = [run(one_rank, counted)[2] for _ in range(2)]
+    metrics = objective_metrics(reduced(sums, one_rank.data_group, torch.device("cpu")))
+    expected = {"mine/doubled": 2.0, "mine/reward_max": 1.0, "mine/sequences": 2 / 3, "theirs/weight": 1.0}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_weights_of_a_correction_carry_no_gradient(one_rank: ParallelGroups) -> None:
+    """Even of one that reads the current log-probs: -1.28 - 1 + 1.6 weighs as it is, the gradient is the loss's."""
+    values, plain = logits(), logits()
+    moving = replace(PLAIN, correction=lambda batch: (ones_of(batch) + 0 * batch.current_logprobs.exp(), {}))
+    run(one_rank, moving, values)[0].backward()
+    run(one_rank, PLAIN, plain)[0].backward()
+    assert torch.equal(values.grad, plain.grad)
+    growing = replace(PLAIN, correction=lambda batch: (ones_of(batch) * batch.current_logprobs.exp(), {}))
+    values = logits()
+    total = run(one_rank, growing, values)[0]
+    total.backward()
+    weight = torch.tensor([0.75, 0.5, 1.0, 0.25, 1.0])[:, None]  # of the token that each row predicts
+    torch.testing.assert_close(values.grad, plain.grad * weight)
+
+
+def ones_of(batch: TokenBatch) -> torch.Tensor:
+    return batch.in_loss.float()

@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
-from megatron_rl.algorithms.interfaces import AdvantageConfig
+from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.advantages import grpo
+from megatron_rl.algorithms.extension import Function
+from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.registry import ADVANTAGES
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.trainer.policy_loss import LossSettings, ScoredBatch
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.reference import ReferencePolicy
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import RolloutGroup
 from tests.support.rollouts import graded_group
-from tests.support.samples import random_samples, tiny_optimization
+from tests.support.samples import own_reward, random_samples, rewards_of, tiny_optimization
 from tests.unit.trainer.test_policy_loss import PLAIN
 
-UPDATES = [[collate(random_samples(3, seed=1), "cpu")], [collate(random_samples(4, seed=2), "cpu")]]
+FIRST = random_samples(3, seed=1)
+BOTH = [*FIRST, *(replace(sample, sample_id=3 + sample.sample_id) for sample in random_samples(4, seed=2))]
+UPDATES = [[collate(BOTH[:3], "cpu")], [collate(BOTH[3:], "cpu")]]
+REWARDS = rewards_of(BOTH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembering(PolicyObjective):
+    """What it is of, is kept."""
+
+    given: list[TokenBatch] = field(default_factory=list)
+
+    def __call__(self, batch: TokenBatch) -> MicroLoss:
+        self.given.append(batch)
+        return super().__call__(batch)
 
 
 class Setup:
-    """A trainer that remembers what its loss was given."""
+    """A trainer that remembers what its objective was given."""
 
     def __init__(
         self,
         groups: ParallelGroups,
         iterations: int = 1,
-        settings: LossSettings = PLAIN,
+        objective: PolicyObjective = PLAIN,
         with_reference: bool = False,
+        advantage: Function = own_reward,
     ) -> None:
         self.optimization: Optimization = tiny_optimization(train_iters=100)
         self.scorer = Scorer(self.optimization.policy, groups.tensor_group, 1.0)
         self.timer = PhaseTimer()
         reference = ReferencePolicy(self.optimization.policy) if with_reference else None
+        remembering = Remembering(**vars(objective))
+        self.given = remembering.given
         self.trainer = PolicyTrainer(
-            self.optimization, self.scorer, settings, iterations, reference, groups.data_group, self.timer
-        )
-        self.given: list[ScoredBatch] = []
-        self.current: list[torch.Tensor] = []
-        loss = self.trainer._loss
-
-        def remember(logits: torch.Tensor, scored: ScoredBatch):
-            self.given.append(scored)
-            self.current.append(self.scorer.select(logits, scored.batch).logprobs.detach())
-            return loss(logits, scored)
-
-        self.trainer._loss = remember
+            self.optimization, self.scorer, advantage, remembering, iterations, reference, groups.data_group,
+            self.timer,
+        )  # fmt: skip
 
     def phases(self) -> set[str]:
         return {name.removeprefix("timing_s/") for name in self.timer.collect()}
@@ -60,7 +69,7 @@ class Setup:
 
 def test_one_update_needs_no_old_and_no_reference_pass(one_rank: ParallelGroups) -> None:
     setup = Setup(one_rank)
-    setup.trainer.step(UPDATES[:1])
+    setup.trainer.step(UPDATES[:1], REWARDS)
     assert [scored.old_logprobs for scored in setup.given] == [None]
     assert [scored.ref_logprobs for scored in setup.given] == [None]
     assert setup.phases() == {"update_actor"}
@@ -82,7 +91,7 @@ def test_passes_over_the_model(
     seen: list[int] = []
     gpt = setup.optimization.policy.gpt
     gpt.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].numel()))
-    setup.trainer.step(updates)
+    setup.trainer.step(updates, REWARDS)
     tokens = sum(batch.token_ids.numel() for (batch,) in updates)
     assert len(seen) == passes
     assert sum(seen) == tokens * passes / len(updates)
@@ -90,14 +99,15 @@ def test_passes_over_the_model(
 
 def test_groups_without_signal_never_reach_the_model(one_rank: ParallelGroups) -> None:
     """From graded groups on, as the loop goes: one group with a signal, two without."""
-    setup = Setup(one_rank)
+    setup = Setup(one_rank, advantage=grpo.Advantage())
     seen: list[int] = []
     setup.optimization.policy.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
-    builder = SampleBuilder(ADVANTAGES.module("grpo"), AdvantageConfig(), False, one_rank)
+    builder = SampleBuilder("group", False, one_rank)
     batches = BatchBuilder(64, 1, torch.device("cpu"), one_rank)
 
     def step(rollouts: list[RolloutGroup]) -> None:
-        setup.trainer.step(batches.updates(builder.build(rollouts, range(len(rollouts))).samples, 64, seed=1))
+        samples, rewards = builder.build(rollouts, range(len(rollouts)))
+        setup.trainer.step(batches.updates(samples, 64, seed=1), rewards)
 
     useful = graded_group([0.0, 1.0], lengths=[2, 3])
     step([graded_group([1.0, 1.0]), useful, graded_group([0.0, 0.0])])
@@ -112,24 +122,24 @@ def test_old_logprobs_are_those_before_the_first_update(
 ) -> None:
     setup = Setup(one_rank, iterations)
     before = [setup.scorer.logprobs(batch) for (batch,) in updates]
-    outcome = setup.trainer.step(updates)
+    outcome = setup.trainer.step(updates, REWARDS)
     assert len(setup.given) == iterations * len(updates)
     for index, scored in enumerate(setup.given):
-        assert scored.batch is updates[index % len(updates)][0]
+        assert scored.token_ids is updates[index % len(updates)][0].token_ids
         assert torch.equal(scored.old_logprobs, before[index % len(updates)])
     # The first update sees the old policy itself, the last one a policy that has moved away from it.
-    torch.testing.assert_close(setup.current[0], setup.given[0].old_logprobs)
-    assert (setup.current[-1] - setup.given[-1].old_logprobs).abs().max() > 1e-3
+    torch.testing.assert_close(setup.given[0].current_logprobs.detach(), setup.given[0].old_logprobs)
+    assert (setup.given[-1].current_logprobs.detach() - setup.given[-1].old_logprobs).abs().max() > 1e-3
     assert outcome.metrics["actor/ppo_kl"] != 0.0
     assert setup.phases() == {"old_log_prob", "update_actor"}
 
 
 def test_reference_logprobs_are_those_of_the_start_of_the_run(one_rank: ParallelGroups) -> None:
-    setup = Setup(one_rank, settings=replace(PLAIN, kl_beta=0.1), with_reference=True)
+    setup = Setup(one_rank, objective=replace(PLAIN, kl_beta=0.1), with_reference=True)
     start = setup.scorer.logprobs(UPDATES[0][0])
-    first = setup.trainer.step(UPDATES[:1]).metrics["actor/kl_loss"]
+    first = setup.trainer.step(UPDATES[:1], REWARDS).metrics["actor/kl_loss"]
     for _ in range(3):
-        last = setup.trainer.step(UPDATES[:1]).metrics["actor/kl_loss"]
+        last = setup.trainer.step(UPDATES[:1], REWARDS).metrics["actor/kl_loss"]
     assert all(torch.equal(scored.ref_logprobs, start) for scored in setup.given)
     assert first == pytest.approx(0.0, abs=1e-9)  # no distance before the first update
     assert last > 1e-4
@@ -140,15 +150,45 @@ def test_an_update_raises_the_probability_of_what_was_good(one_rank: ParallelGro
     """The whole way from advantage to weights has the right sign."""
     setup = Setup(one_rank)
     good, bad = random_samples(2, seed=3)
-    batch = collate([replace(good, advantage=1.0), replace(bad, advantage=-1.0)], "cpu")
+    samples = [replace(good, reward=1.0), replace(bad, reward=-1.0)]
+    batch = collate(samples, "cpu")
     before = setup.scorer.logprobs(batch) * batch.loss_mask
     for _ in range(3):
-        setup.trainer.step([[batch]])
+        setup.trainer.step([[batch]], rewards_of(samples))
     gain = (setup.scorer.logprobs(batch) * batch.loss_mask - before).split(batch.lengths)
     assert gain[0].sum() > 0.1
     assert gain[1].sum() < -0.1
 
 
 def test_no_updates_at_all(one_rank: ParallelGroups) -> None:
-    outcome = Setup(one_rank).trainer.step([])
+    outcome = Setup(one_rank).trainer.step([], REWARDS)
     assert (outcome.metrics, outcome.skipped_updates) == ({}, 0)
+
+
+def test_advantages_are_made_after_scoring_and_may_differ_from_token_to_token(one_rank: ParallelGroups) -> None:
+    """A reward to go of the token-level rewards, less a penalty from the log-probs: what GAE needs is there."""
+    seen: list[TokenBatch] = []
+
+    def reward_to_go(batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen.append(batch)
+        rewards = batch.rewards - 0.1 * torch.where(batch.in_loss, batch.old_logprobs - batch.ref_logprobs, 0.0)
+        parts = [part.flip(0).cumsum(0).flip(0) for part in rewards.split(batch.lengths)]
+        return torch.cat(parts), {"mine/reward": batch.rewards}
+
+    setup = Setup(one_rank, 2, with_reference=True, advantage=reward_to_go)
+    outcome = setup.trainer.step(UPDATES, REWARDS)
+    assert len(seen) == 2, "once a step, not once a pass"
+    for given in setup.given:
+        first = given.position_ids == 0
+        # Nothing has moved yet when the penalty is taken: the reward to go of a sequence is its reward.
+        own = torch.tensor([REWARDS.rewards[i] for i in given.sample_ids])
+        torch.testing.assert_close(given.advantages[first], own)
+    tokens = sum(batch.loss_mask.sum() for (batch,) in UPDATES)
+    assert outcome.metrics["mine/reward"] == pytest.approx(float(REWARDS.rewards.sum() / tokens), abs=1e-6)
+
+
+def test_metrics_of_advantages_are_over_samples(one_rank: ParallelGroups) -> None:
+    metrics = Setup(one_rank).trainer.step(UPDATES, REWARDS).metrics
+    assert metrics["critic/advantages/mean"] == REWARDS.rewards.mean().item()
+    assert metrics["critic/advantages/max"] == REWARDS.rewards.max().item()
+    assert metrics["critic/advantages/min"] == REWARDS.rewards.min().item()

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.progress import Progress
 from megatron_rl.run.training import StepResult, book
-from megatron_rl.trainer.schedule import Schedule
+from megatron_rl.trainer.optimizer import Schedule
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import tiny_config
 

@@ -10,16 +10,17 @@ import torch
 
 from megatron_rl.errors import TrainingError
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.progress import MAX_CONSECUTIVE_SKIPS, Progress
 from megatron_rl.trainer import Optimization, PolicyTrainer
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from tests.support.samples import all_equal, random_samples, tiny_optimization, weights_of
+from tests.support.samples import all_equal, own_reward, random_samples, rewards_of, tiny_optimization, weights_of
 from tests.unit.trainer.test_policy_loss import PLAIN
 
-HEALTHY = collate(random_samples(3), "cpu")
-POISONED = collate([replace(random_samples(1)[0], advantage=math.inf)], "cpu")
+SAMPLES = [*random_samples(3), replace(random_samples(1)[0], reward=math.inf, sample_id=3)]
+HEALTHY, POISONED = collate(SAMPLES[:3], "cpu"), collate(SAMPLES[3:], "cpu")
+REWARDS = rewards_of(SAMPLES)
 OPTIMIZERS = {
     "fp32": {},
     "bf16": {"bf16": True},
@@ -30,7 +31,7 @@ OPTIMIZERS = {
 
 def trainer_of(groups: ParallelGroups, optimization: Optimization) -> PolicyTrainer:
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
-    return PolicyTrainer(optimization, scorer, PLAIN, 1, None, groups.data_group, PhaseTimer())
+    return PolicyTrainer(optimization, scorer, own_reward, PLAIN, 1, None, groups.data_group, PhaseTimer())
 
 
 def optimizer_state(optimization: Optimization) -> list[torch.Tensor]:
@@ -48,23 +49,23 @@ def optimizer_state(optimization: Optimization) -> list[torch.Tensor]:
 def test_the_poisoned_update_is_skipped(one_rank: ParallelGroups, kind: str) -> None:
     optimization = tiny_optimization(**OPTIMIZERS[kind])
     trainer = trainer_of(one_rank, optimization)
-    assert trainer.step([[HEALTHY]]).skipped_updates == 0
+    assert trainer.step([[HEALTHY]], REWARDS).skipped_updates == 0
     weights, state = weights_of(optimization.policy), optimizer_state(optimization)
     assert state
 
-    outcome = trainer.step([[HEALTHY, POISONED]])
+    outcome = trainer.step([[HEALTHY, POISONED]], REWARDS)
     assert outcome.skipped_updates == 1
     assert not math.isfinite(outcome.metrics["actor/grad_norm"])
     assert all_equal(weights_of(optimization.policy), weights)
     assert all_equal(optimizer_state(optimization), state)
 
-    assert trainer.step([[HEALTHY]]).skipped_updates == 0
+    assert trainer.step([[HEALTHY]], REWARDS).skipped_updates == 0
     assert not all_equal(weights_of(optimization.policy), weights)
 
 
 def test_only_the_poisoned_one_of_two_updates_is_skipped(one_rank: ParallelGroups) -> None:
     optimization = tiny_optimization()
-    outcome = trainer_of(one_rank, optimization).step([[POISONED], [HEALTHY]])
+    outcome = trainer_of(one_rank, optimization).step([[POISONED], [HEALTHY]], REWARDS)
     assert outcome.skipped_updates == 1
     assert outcome.metrics["actor/skipped_updates"] == 1.0
 

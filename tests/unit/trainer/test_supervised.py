@@ -10,9 +10,9 @@ import torch
 
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.packing.collate import collate
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer import SupervisedTrainer
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.supervised import DemonstrationSource
 from megatron_rl.types import Demonstration, Task
@@ -35,7 +35,7 @@ def texts(samples: list) -> list[str]:
 def test_a_demonstration_is_prompt_answer_and_end() -> None:
     sample = source("ab:cde").draw(1)[0]
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 0]
-    assert (sample.prompt_length, sample.advantage, sample.inference_logprobs.numel()) == (2, 0.0, 0)
+    assert (sample.prompt_length, sample.reward, sample.inference_logprobs.tolist()) == (2, 0.0, [0.0] * 6)
 
 
 def test_the_order_is_kept_and_starts_again() -> None:
@@ -82,10 +82,10 @@ def test_loss_by_hand(one_rank: ParallelGroups) -> None:
     batch.token_ids.copy_(torch.tensor([0, 1, 1, 0]))
     rows = [[5.0, -5.0], [math.log(3), 0.0], [0.0, 0.0], [5.0, -5.0]]
     logits = torch.tensor(rows, requires_grad=True)
-    loss = trainer._loss(logits, batch)
-    assert loss.total.item() == pytest.approx(math.log(4) + math.log(2), abs=1e-6)
-    assert loss.denominator.item() == 2
-    loss.total.backward()
+    total, denominator, _ = trainer.loss(logits, batch)
+    assert total.item() == pytest.approx(math.log(4) + math.log(2), abs=1e-6)
+    assert denominator.item() == 2
+    total.backward()
     # p - onehot at the two logits that predict the answer.
     expected = [[0.0, 0.0], [0.75, -0.75], [-0.5, 0.5], [0.0, 0.0]]
     torch.testing.assert_close(logits.grad, torch.tensor(expected))

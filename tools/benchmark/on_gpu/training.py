@@ -6,11 +6,10 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.algorithms.interfaces import AdvantageConfig
+from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import build_model
 from megatron_rl.parallel import seed_everything
-from megatron_rl.registry import ADVANTAGES
 from megatron_rl.rollout import Rollouter
 from megatron_rl.signals import StopRequest
 from megatron_rl.trainer.batches import BatchBuilder
@@ -74,12 +73,12 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
                *OPTIMIZER, *flags],
     )  # fmt: skip
     config, groups, timer = rolling.config, bench.groups, PhaseTimer(sync=bench.platform.synchronize)
-    optimization, trainer = make_trainer(rolling.policy, config, groups, timer)
+    advantage = advantage_of(config)
+    optimization, trainer = make_trainer(rolling.policy, config, groups, timer, advantage)
     optimization.on_update.append(rolling.quantization.weights_changed)
     tokenizer = number_tokenizer(shape.vocab)
     rollouter = Rollouter(rolling.engine, tokenizer, groups, _dummy_reward, StopRequest())
-    advantage = ADVANTAGES.module(config.algorithm.rl_advantage)
-    builder = SampleBuilder(advantage, AdvantageConfig(), False, groups)
+    builder = SampleBuilder(advantage.BASELINE, False, groups)
     batches = BatchBuilder(sizes.bin_tokens, 1, bench.device, groups)
     requests = make_requests(shape, sizes.prompts, sizes.group, sizes.answer_tokens, sizes.answer_tokens)
     try:
@@ -89,9 +88,9 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
             with timer.phase("gen"), rolling.rollouts():
                 rollouts = rollouter.run(requests, step, step)
             with timer.phase("advantages"):
-                samples = builder.build(rollouts.groups, [request.index for request in requests]).samples
+                samples, rewards = builder.build(rollouts.groups, [request.index for request in requests])
                 updates = batches.updates(samples, batch // 2, step)
-            trainer.step(updates)
+            trainer.step(updates, rewards)
             wait(bench.device)
             took, phases = time.perf_counter() - started, timer.collect()
     finally:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.errors import TrainingError
-from megatron_rl.packing.exchange import exchange_samples
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer.batches import exchange_samples
 from megatron_rl.types import Sample
 from tests.support.ranks import joined, run_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_exchange(num_ranks: int) -> None:
-    run_ranks("tests.unit.packing.test_exchange:on_rank", num_ranks)
+    run_ranks("tests.unit.trainer.test_exchange:on_rank", num_ranks)
 
 
 def on_rank() -> None:
     with joined() as (rank, num_ranks):
         _every_sample_arrives(rank, num_ranks)
         _ranks_may_have_nothing(rank, num_ranks)
-        _bad_destinations_are_refused(num_ranks)
 
 
 def _every_sample_arrives(rank: int, num_ranks: int) -> None:
@@ -43,7 +39,8 @@ def _every_sample_arrives(rank: int, num_ranks: int) -> None:
     for actual, sent in zip(received, expected, strict=True):
         assert torch.equal(actual.token_ids, sent.token_ids)
         assert torch.equal(actual.inference_logprobs, sent.inference_logprobs)
-        assert (actual.prompt_length, actual.advantage) == (sent.prompt_length, sent.advantage)
+        assert (actual.prompt_length, actual.reward) == (sent.prompt_length, sent.reward)
+        assert actual.policy_version == sent.policy_version
         assert actual.environment_spans == sent.environment_spans
         assert actual.inference_logprobs.dtype == torch.float32
 
@@ -56,32 +53,24 @@ def _ranks_may_have_nothing(rank: int, num_ranks: int) -> None:
     assert [sample.sample_id for sample in received] == ([1, 2] if rank == 0 else [])
 
 
-def _bad_destinations_are_refused(num_ranks: int) -> None:
-    with pytest.raises(TrainingError, match=f"sample 5 is to go to rank {num_ranks}"):
-        exchange_samples([_sample(5)], [num_ranks], None)
-    with pytest.raises(TrainingError, match="1 samples have 0 destinations"):
-        exchange_samples([_sample(5)], [], None)
-
-
 def _sample(sample_id: int) -> Sample:
-    """Of 2 to 6 tokens, long ones with spans; every third one supervised. The advantage is one fp32 can hold."""
+    """Of 2 to 6 tokens, long ones with spans. The reward is one fp32 can hold."""
     generator = torch.Generator().manual_seed(sample_id)
     length = 2 + sample_id % 5
-    supervised = sample_id % 3 == 0
     return Sample(
         token_ids=torch.randint(0, 2**40, (length,), generator=generator),
         prompt_length=1,
-        advantage=sample_id / 8,
-        inference_logprobs=torch.zeros(0) if supervised else -torch.rand(length, generator=generator),
+        reward=sample_id / 8,
+        inference_logprobs=-torch.rand(length, generator=generator),
         sample_id=sample_id,
         environment_spans={5: ((2, 4),), 6: ((1, 2), (3, 5))}.get(length, ()),
+        policy_version=sample_id // 2,
     )
 
 
 def test_one_rank_keeps_its_samples(one_rank: ParallelGroups) -> None:
-    """The same order and the same rounding as if they had travelled."""
-    local = [replace(_sample(2), advantage=0.1), _sample(1)]
+    """In the order of their ids."""
+    local = [_sample(2), _sample(1)]
     first, second = exchange_samples(local, [0, 0], one_rank.data_group)
     assert first is local[1]
-    assert second.advantage == torch.tensor(0.1).item() != 0.1
-    assert torch.equal(second.token_ids, local[0].token_ids)
+    assert second is local[0]

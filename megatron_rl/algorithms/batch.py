@@ -1,0 +1,201 @@
+"""``TokenBatch``: all that is known of the tokens of a micro-batch; what losses, corrections and advantages read.
+
+Shapes: ``[T]`` packed tokens, ``[B]`` sequences of the batch, ``[N]`` samples of the step. Log-probs are fp32 and sit
+at their token's index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError
+
+LOG_RATIO_LIMIT = 20.0
+"""Nats. Unbounded, exp overflows fp32 at 88 nats and one such token turns the loss of the batch into inf or
+NaN; exp(20) = 4.9e8 is far beyond every clip range, and its square still fits."""
+
+Aggregation = Literal["token-mean", "sequence-mean", "constant"]
+Terms = tuple[Tensor, dict[str, Tensor]]
+"""What a loss, a correction or an advantage returns: a number for each token, [T] fp32, and sums for the metrics.
+
+A sum is [] or [T], 0 at masked positions, and stands under the name it is logged as. It is added up over tokens,
+micro-batches and ranks, and divided by the step's loss tokens. Of a name that ends in ``_max`` the largest is logged.
+"""
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """Rewards of the step's samples, of all ranks: the same on every rank, on the CPU. Index n is sample n."""
+
+    rewards: Tensor
+    """[N] fp32, finite where ``valid``."""
+    valid: Tensor
+    """[N] bool; False where the grade has failed: masked from baseline and loss."""
+    group_index: Tensor
+    """[N] int64, the task of each sample, counted from 0."""
+    signal: Tensor
+    """[number of groups] bool: groups whose advantages can differ from 0."""
+    in_loss: Tensor
+    """[N] bool: the samples that are trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Sequences laid end to end (``thd``): one micro-batch. All tensors share one device.
+
+    Two samples ``P0 A0 E`` with reward 1 and ``Q0 B0`` with reward 0.5::
+
+        token_ids       P0 A0  E  Q0 B0
+        position_ids     0  1  2   0  1
+        cu_seqlens       0         3     5
+        sequence_index   0  0  0   1  1
+        loss_mask        0  1  1   0  1
+        rewards          0  0  1   0  .5
+
+    Collation fills the first part; scoring the second, where it is needed; the forward pass of an update the third. A
+    loss gets all of it but the advantages' own inputs, and masked positions may hold anything, NaN included.
+    """
+
+    token_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64, restarts at 0 for every sequence."""
+    cu_seqlens: Tensor
+    """[B+1] int32."""
+    sequence_index: Tensor
+    """[T] int64, the sequence of each token; every sequence is whole."""
+    lengths: tuple[int, ...]
+    """The B sequence lengths as host integers, so that no kernel launch waits for the device."""
+    sample_ids: tuple[int, ...]
+    """The sample of each sequence, the padding sequence left out."""
+    loss_mask: Tensor
+    """[T] fp32, 1 where the policy wrote the token."""
+    rewards: Tensor
+    """[T] fp32: a sequence's reward at its last loss token, 0 elsewhere."""
+    inference_logprobs: Tensor
+    """[T], of the engine that drew the tokens; 0 where ``loss_mask`` is 0."""
+    versions: Tensor
+    """[T] int64, updates of the policy that drew the token."""
+    padding: int = 0
+    """Trailing tokens of a dummy sequence that only rounds T up (last in ``lengths``)."""
+
+    step: StepRewards | None = None
+    old_logprobs: Tensor | None = None
+    """[T] of the trainer's model before the step's updates. None between scoring and loss where there is one update:
+    they are the current ones."""
+    ref_logprobs: Tensor | None = None
+    """[T] of the reference; None without a KL penalty."""
+    values: Tensor | None = None
+    """[T] of a critic; None without one."""
+    advantages: Tensor | None = None
+    """[T]."""
+
+    current_logprobs: Tensor | None = None
+    """[T] of the model being trained; the gradient flows into them."""
+    entropy: Tensor | None = None
+    """[T], nats, of the distribution the token was drawn from."""
+
+    @property
+    def in_loss(self) -> Tensor:
+        """[T] bool."""
+        return self.loss_mask > 0
+
+    def of_samples(self, values: Tensor) -> Tensor:
+        """[T] fp32 on the batch's device: of each token the value of its sample; ``values`` [N] on the CPU."""
+        own = values[torch.tensor(self.sample_ids, dtype=torch.int64)].float()
+        own = torch.cat([own, own.new_zeros(len(self.lengths) - len(self.sample_ids))])
+        return own.to(self.sequence_index.device)[self.sequence_index]
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """Sums of ``values`` [T] over the loss tokens of each sequence, [B] fp64; 0 without any."""
+        # In fp64: index_add adds in no fixed order on a GPU, and two runs would differ in fp32.
+        known = torch.where(self.in_loss, values, 0.0).double()
+        return known.new_zeros(len(self.lengths)).index_add(0, self.sequence_index, known)
+
+    def sequence_means(self, values: Tensor) -> Tensor:
+        """Means of ``values`` [T] over the loss tokens of each sequence, [B] fp32; 0 without any."""
+        return (self.sequence_sums(values) / self.loss_tokens().clamp_min(1)).float()
+
+    def loss_tokens(self) -> Tensor:
+        """Loss tokens of each sequence: [B] int64."""
+        in_loss = self.in_loss.long()
+        return in_loss.new_zeros(len(self.lengths)).index_add(0, self.sequence_index, in_loss)
+
+
+def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """``log(numerator / denominator)`` of each token, within ``LOG_RATIO_LIMIT``, 0 at masked positions.
+
+    Args:
+        numerator_logprobs: [T]; the gradient flows through it where it needs one.
+        denominator_logprobs: [T].
+        loss_mask: [T] fp32.
+
+    Returns:
+        [T] fp32. Masked positions may hold NaN: neither value nor gradient passes.
+    """
+    difference = numerator_logprobs.float() - denominator_logprobs.float()
+    return torch.where(loss_mask > 0, difference, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tuple[Tensor, Tensor]:
+    """Weights of the tokens and the denominator of their sum.
+
+    The trainer sums ``per_token * weights`` and the denominators over all micro-batches and data-parallel ranks of an
+    update and divides once. No micro-batch has a denominator of its own, so two micro-batches equal one.
+
+    =================  =================================  ============================================
+    kind               weight of a loss token             denominator
+    =================  =================================  ============================================
+    ``token-mean``     1                                  number of loss tokens
+    ``sequence-mean``  1 / loss tokens of its sequence    number of sequences with loss tokens
+    ``constant``       1 / constant (Dr. GRPO)            number of sequences with loss tokens
+    =================  =================================  ============================================
+
+    Args:
+        kind: the reduction.
+        batch: its mask is that after ``trusted_mask`` and before any rejection by a mismatch correction.
+        constant: tokens; read by the kind ``constant`` alone. Dr. GRPO (arXiv 2503.20783) takes the length
+            limit of completions.
+
+    Returns:
+        weights [T] fp32, 0 at masked positions, and the denominator, [] int64 on the same device: reading it
+        on the host would wait for the device in every micro-batch.
+
+    Raises:
+        ConfigError: an unknown kind, or a constant that is not positive.
+    """
+    in_loss = batch.in_loss
+    if kind == "token-mean":
+        return in_loss.float(), in_loss.sum()
+    lengths = batch.loss_tokens()
+    if kind == "sequence-mean":
+        return torch.where(in_loss, 1 / lengths.clamp_min(1)[batch.sequence_index], 0.0), (lengths > 0).sum()
+    if kind == "constant":
+        if not constant > 0:
+            raise ConfigError(
+                [f"the constant of the loss is {constant}: it divides every token; use a positive one"]
+            )
+        return in_loss.float() / constant, (lengths > 0).sum()
+    raise ConfigError([f"there is no reduction '{kind}'; use token-mean, sequence-mean or constant"])
+
+
+def summed(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each of an extension's sums as [] fp64, detached: added up over the tokens, or the largest."""
+    values = {name: value.detach().double() for name, value in sums.items()}
+    return {name: value.max() if name.endswith("_max") else value.sum() for name, value in values.items()}
+
+
+def trusted_mask(loss_mask: Tensor, *logprobs: Tensor) -> Tensor:
+    """[T] fp32: ``loss_mask`` without the tokens that have a non-finite log-prob, which leave every denominator.
+
+    Set to 0 instead, such a token would count as one the policy was certain of.
+    """
+    trusted = loss_mask > 0
+    for values in logprobs:
+        trusted = trusted & values.detach().isfinite()
+    return trusted.float()

@@ -1,0 +1,209 @@
+"""Losses, corrections and advantages: what one looks like, and how flags choose them and set their options.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Loss(Extension):
+        \"\"\"The clipped policy loss.\"\"\"
+
+        clamp_eps_lower: float = option(0.2, gt=0, le=1)
+
+        def __call__(self, batch: TokenBatch) -> Terms: ...
+
+in ``losses/clip.py`` is ``--rl-policy-loss clip``. A class of any other file is named by its path,
+``--rl-policy-loss mine.py:MyLoss``. Its fields are its options: ``--rl-policy-loss-args clamp_eps_lower=0.1``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from megatron_rl.algorithms.batch import Aggregation, Terms, TokenBatch
+from megatron_rl.config import RLConfig
+from megatron_rl.config.flags import Flag, flag, flags_of
+from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES, Registry
+
+Baseline = Literal["group", "batch"]
+"""What an advantage compares a reward with: the other samples of the task, or all samples of the step."""
+Function = Callable[[TokenBatch], Terms]
+
+CLIPPED = "rollout_corr/rollout_is_clipped"
+"""The sum that says which tokens, [T] bool, a correction has capped or rejected."""
+
+FLAGS_OF_OPTIONS: dict[str, dict[str, str]] = {
+    "rl_advantage": {},
+    "rl_policy_loss": {
+        "clamp_eps_lower": "grpo_clamp_eps_lower",
+        "clamp_eps_upper": "grpo_clamp_eps_upper",
+        "dual_clip": "rl_dual_clip",
+    },
+    "rl_correction": {
+        "cap": "rl_correction_cap",
+        "lower": "rl_correction_lower",
+        "upper": "rl_correction_upper",
+        "veto": "rl_correction_veto",
+    },
+}
+"""Options that have a flag of their own. A flag that is given is refused where no chosen extension has the option."""
+
+option = flag
+"""A field of an extension, with bounds: ``option(0.2, gt=0, le=1)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """Base of losses, corrections and advantages; the fields of a subclass are its options.
+
+    Raises ``ConfigError`` with every value out of bounds.
+    """
+
+    AGGREGATION: ClassVar[Aggregation] = "token-mean"
+    """Of a loss: its denominator where no flag was given. As the other two read without importing the file too, so it
+    is a literal."""
+    LEVEL: ClassVar[Literal["token", "sequence"]] = "token"
+    """Of a correction: whether tokens are weighed one by one or all tokens of a sequence alike."""
+    BASELINE: ClassVar[Baseline] = "group"
+    """Of an advantage: it decides which groups carry a signal, and whether a group may be of one sample."""
+
+    def __post_init__(self) -> None:
+        values = [(flag, getattr(self, flag.name)) for flag in flags_of(type(self))]
+        refusals = [(flag, flag.refusal(value)) for flag, value in values if value is not None]
+        # A NaN passes every bound, because each comparison with it is false.
+        refusals += [(flag, "is not a number") for flag, value in values if value != value]
+        problems = [f"{flag.name} {problem}" for flag, problem in refusals if problem is not None]
+        if problems:
+            raise ConfigError(problems)
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """Without waiting for the device.
+
+        A loss: per token what is minimised, 0 at masked positions, with the gradient of ``batch.current_logprobs``. A
+        correction: the weight of each token, 0 at masked positions and where it is rejected. An advantage: that of
+        each token.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Several corrections as one, ``token_tis+veto``: weights multiply, and clipped is what any part clipped."""
+
+    parts: tuple[Function, ...]
+
+    @property
+    def LEVEL(self) -> str:
+        """Of sequences if one part is."""
+        return "sequence" if any(level_of(part) == "sequence" for part in self.parts) else "token"
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``."""
+        weights, sums = self.parts[0](batch)
+        clipped = sums.get(CLIPPED, torch.zeros_like(batch.in_loss))
+        for part in self.parts[1:]:
+            more, own = part(batch)
+            weights, sums = weights * more, sums | own
+            clipped = clipped | own.get(CLIPPED, torch.zeros_like(clipped))
+        return weights, {**sums, CLIPPED: clipped}
+
+
+def level_of(correction: Function) -> str:
+    """``token`` or ``sequence``."""
+    return getattr(correction, "LEVEL", "token")
+
+
+def advantage_of(config: RLConfig) -> Function:
+    """That of `--rl-advantage`.
+
+    Raises:
+        ConfigError: it is not there, or its options are refused; with every problem.
+    """
+    algorithm = config.algorithm
+    return _chosen(config, "rl_advantage", ADVANTAGES, [algorithm.rl_advantage], algorithm.rl_advantage_args)[0]
+
+
+def loss_of(config: RLConfig) -> Function:
+    """That of `--rl-policy-loss`; raises as `advantage_of`."""
+    algorithm = config.algorithm
+    return _chosen(config, "rl_policy_loss", LOSSES, [algorithm.rl_policy_loss], algorithm.rl_policy_loss_args)[0]
+
+
+def correction_of(config: RLConfig) -> Function:
+    """That of `--rl-correction`, composed where names are joined by +; raises as `advantage_of`."""
+    name = config.algorithm.rl_correction
+    parts = [part.strip() for part in name.split("+")]
+    if len({part.replace("-", "_") for part in parts}) < len(parts):
+        raise ConfigError([
+            Problem(
+                "--rl-correction",
+                f"--rl-correction: '{name}' has a correction twice, which would square its weights; name each once",
+            )
+        ])
+    chosen = _chosen(config, "rl_correction", CORRECTIONS, parts, config.algorithm.rl_correction_args)
+    return chosen[0] if len(chosen) == 1 else Composed(tuple(chosen))
+
+
+def _chosen(
+    config: RLConfig, kind: str, registry: Registry[Any], names: Sequence[str], args: Sequence[str]
+) -> list[Function]:
+    """The extensions of these names with their options: from flags of their own, then from ``args``."""
+    spelling = f"--{kind.replace('_', '-')}"
+    flags = FLAGS_OF_OPTIONS[kind]
+    given = {o: v for o, name in flags.items() if (v := getattr(config.algorithm, name)) is not None}
+    texts = dict(text.partition("=")[::2] for text in args)
+    problems: list[Problem] = []
+    found: list[tuple[Any, dict[str, Flag]]] = []
+    for name in names:
+        try:
+            extension = registry.get(name)
+            found.append((extension, _options(extension)))
+        except ConfigError as error:
+            problems += [problem.under(spelling) for problem in error.problems]
+    if not problems:
+        known = {option for _, options in found for option in options}
+        joined = "+".join(names)
+        problems += [_ignored(spelling, joined, o, flags[o], registry) for o in given if o not in known]
+        problems += [_unknown(spelling, joined, o, known) for o in texts if o not in known]
+    if problems:
+        raise ConfigError(problems)
+    return [_built(spelling, extension, options, given, texts) for extension, options in found]
+
+
+def _options(extension: Any) -> dict[str, Flag]:
+    """The options of a class by name; a function has none."""
+    return {flag.name: flag for flag in flags_of(extension)} if isinstance(extension, type) else {}
+
+
+def _built(
+    spelling: str, extension: Any, options: Mapping[str, Flag], given: Mapping[str, Any], texts: Mapping[str, str]
+) -> Function:
+    if not isinstance(extension, type):
+        return extension
+    values = {name: value for name, value in given.items() if name in options}
+    for name, text in texts.items():
+        try:
+            values |= {name: options[name].convert(text)} if name in options else {}
+        except ValueError as error:
+            raise ConfigError([Problem(f"{spelling}-args", f"{spelling}-args: {name} {error}")]) from error
+    try:
+        return extension(**values)
+    except ConfigError as error:
+        raise ConfigError([problem.under(spelling) for problem in error.problems]) from error
+
+
+def _ignored(spelling: str, names: str, option: str, name: str, registry: Registry[Any]) -> Problem:
+    having = [known for known in registry.names() if option in _options(registry.get(known))]
+    return Problem(
+        spelling,
+        f"{spelling} {names} has no option '{option}' and would ignore --{name.replace('_', '-')}; use "
+        f"{' or '.join(having)}, or leave it out",
+    )
+
+
+def _unknown(spelling: str, names: str, option: str, known: set[str]) -> Problem:
+    near = difflib.get_close_matches(option, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(known)) or 'none'}"
+    return Problem(f"{spelling}-args", f"{spelling}-args: {names} has no option '{option}'; {hint}")

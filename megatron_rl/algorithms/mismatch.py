@@ -1,0 +1,135 @@
+"""How far the engine's policy is from the trainer's: logged in every step, whatever the correction.
+
+Statistics stay on the device as sums and one maximum, so that micro-batches and ranks are combined by one SUM and
+one MAX all-reduce, and are read once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.batch import LOG_RATIO_LIMIT, TokenBatch, log_ratio
+from megatron_rl.algorithms.extension import CLIPPED, Function, level_of
+from megatron_rl.algorithms.kl import kl_per_token
+
+HISTOGRAM_BINS = 256
+"""Log-spaced, so each is 8.7 % wide: that bounds the error of a percentile."""
+HISTOGRAM_START = 1e-8
+"""Nats. fp32 log-probs are hardly ever closer without being equal; the last bin ends at ``LOG_RATIO_LIMIT``."""
+_LOG_BIN_WIDTH = math.log(LOG_RATIO_LIMIT / HISTOGRAM_START) / HISTOGRAM_BINS
+
+MEAN_WEIGHT = "rollout_corr/rollout_is_mean"
+EFFECTIVE_SAMPLE_SIZE = "rollout_corr/rollout_is_eff_sample_size"
+COLLAPSED = 0.5
+"""Of mean weight and effective sample size: below it, most of a rollout's tokens teach nothing."""
+
+
+@torch.no_grad()
+def mismatch_sums(batch: TokenBatch, weights: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+    """Sums over the loss tokens of one micro-batch and one maximum, fp64, without waiting for the device.
+
+    ``delta`` is ``log(pi_old / pi_inference)`` in nats, bounded by ``batch.LOG_RATIO_LIMIT``. The engine drew the
+    tokens, so the k3 estimate is of ``KL(inference || old)``.
+
+    Args:
+        batch: with old log-probs.
+        weights: [T] of the correction that was applied to these tokens, 0 at masked positions.
+        clipped: [T] bool, the loss tokens that it has capped or rejected.
+    """
+    in_loss = batch.in_loss
+    delta = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).double()
+    weights = weights.double()
+    weighed = in_loss & (weights > 0) & ~clipped
+    left = (torch.where(weighed, weights, 1.0).log() - delta).abs()
+    k3 = kl_per_token("k3", batch.inference_logprobs, batch.old_logprobs, batch.loss_mask)
+    return {
+        "mismatch/tokens": in_loss.sum(),
+        "mismatch/weight": weights.sum(),
+        "mismatch/weight_square": weights.square().sum(),
+        "mismatch/clipped": clipped.sum(),
+        "mismatch/delta": delta.sum(),
+        "mismatch/delta_square": delta.square().sum(),
+        "mismatch/abs_delta": delta.abs().sum(),
+        "mismatch/k3": k3.double().sum(),
+        "mismatch/weighed": weighed.sum(),
+        "mismatch/residual": torch.where(weighed, left, 0.0).sum(),
+        "mismatch/histogram": _histogram(delta.abs(), in_loss),
+        "mismatch/abs_delta_max": torch.cat([delta.abs(), delta.new_zeros(1)]).max(),
+    }
+
+
+def mismatch_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Means, fractions and the maximum under their logged names, from what ``mismatch_sums`` adds up to, on the host.
+
+    The effective sample size is Kish's ``(sum w)^2 / sum w^2`` as a fraction of the tokens: 1 when all weights are
+    equal. The residual gap is the mean of ``|log weight - delta|`` over the tokens that were weighed and not clipped: 0
+    for weights that are the ratios, the whole gap for weights of 1, twice the gap for inverted ratios. Without tokens
+    everything is 0.
+    """
+    of = {name.removeprefix("mismatch/"): float(value) for name, value in sums.items() if value.numel() == 1}
+    tokens = max(of["tokens"], 1.0)
+    weight, weight_square = of["weight"], of["weight_square"]
+    mean, largest = of["delta"] / tokens, of["abs_delta_max"]
+    # Rounding can take the variance of equal deltas below 0.
+    variance = max(of["delta_square"] / tokens - mean**2, 0.0)
+    return {
+        "training/rollout_logprob_gap_mean": of["abs_delta"] / tokens,
+        "training/rollout_logprob_gap_max": largest,
+        "rollout_corr/k3_kl": of["k3"] / tokens,
+        "rollout_corr/log_ratio_mean": mean,
+        "rollout_corr/log_ratio_std": math.sqrt(variance),
+        "rollout_corr/abs_log_ratio_p95": min(_percentile(sums["mismatch/histogram"].tolist(), 0.95), largest),
+        "rollout_corr/residual_gap": of["residual"] / max(of["weighed"], 1.0),
+        MEAN_WEIGHT: weight / tokens,
+        EFFECTIVE_SAMPLE_SIZE: weight**2 / (tokens * weight_square) if weight_square else 0.0,
+        CLIPPED: of["clipped"] / tokens,
+    }
+
+
+def collapse_warning(name: str, correction: Function, metrics: Mapping[str, float]) -> str | None:
+    """One line when a correction of whole sequences leaves little of the step's tokens, else None.
+
+    Log ratios add up along a sequence: a gap that is harmless for a token empties long sequences of weight.
+
+    Args:
+        name: as in ``--rl-correction``.
+        correction: what it stands for.
+        metrics: of the step, under their logged names; without those of the correction there is no warning.
+    """
+    if MEAN_WEIGHT not in metrics or level_of(correction) == "token":
+        return None
+    weight, size = metrics[MEAN_WEIGHT], metrics[EFFECTIVE_SAMPLE_SIZE]
+    no_tokens = not weight and not metrics[CLIPPED]
+    if no_tokens or (weight >= COLLAPSED and size >= COLLAPSED):
+        return None
+    return (
+        f"--rl-correction {name} leaves a mean weight of {weight:.3f} and an effective sample size of "
+        f"{size:.3f} of the tokens (below {COLLAPSED}): the log ratios of long sequences add up, and most of the "
+        "rollout teaches nothing; use --rl-correction token_tis"
+    )
+
+
+def _histogram(values: Tensor, counted: Tensor) -> Tensor:
+    """How many of ``values`` [T] fp64, where ``counted`` [T] bool, lie in each bin: [1 + HISTOGRAM_BINS] fp64.
+
+    Bins are by size, first the values below ``HISTOGRAM_START``. Unlike ``bincount`` it does not wait for the device,
+    and a NaN falls into some bin instead of out of bounds.
+    """
+    bins = ((values.clamp_min(1e-300) / HISTOGRAM_START).log() / _LOG_BIN_WIDTH).floor().long() + 1
+    bins = bins.clamp(0, HISTOGRAM_BINS)
+    return values.new_zeros(1 + HISTOGRAM_BINS).index_add(0, bins, counted.double())
+
+
+def _percentile(counts: list[float], share: float) -> float:
+    """The value below which ``share`` of a histogram lies, interpolated inside its bin; 0 in the first bin."""
+    wanted, below = share * sum(counts), 0.0
+    for index, count in enumerate(counts):
+        if count and below + count >= wanted:
+            position = index - 1 + (wanted - below) / count
+            return HISTOGRAM_START * math.exp(position * _LOG_BIN_WIDTH) if index else 0.0
+        below += count
+    return 0.0

@@ -1,0 +1,98 @@
+"""The policy-gradient objective of one micro-batch, and the metrics that its sums make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.batch import Aggregation, TokenBatch, summed, token_weights, trusted_mask
+from megatron_rl.algorithms.extension import CLIPPED, Function, correction_of, loss_of
+from megatron_rl.algorithms.kl import Estimator, kl_per_token
+from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from megatron_rl.config import RLConfig
+
+MicroLoss = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""A micro-batch's part of the loss ``sum(totals) / sum(denominators)``: the total, [] fp32 with the gradient, a
+weighted sum and not a mean; its share of the denominator, [] integer; detached sums for the metrics, on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective:
+    """``policy loss x correction + beta x KL - weight x entropy``, summed with token weights.
+
+    The denominator is that of ``aggregation``, before any rejection by the correction. Tokens with a non-finite
+    log-prob leave mask and denominator and are counted.
+    """
+
+    loss: Function
+    correction: Function
+    aggregation: Aggregation
+    aggregation_constant: float
+    kl_beta: float = 0.0
+    kl_estimator: Estimator = "k3"
+    entropy_weight: float = 0.0
+
+    @classmethod
+    def of(cls, config: RLConfig) -> PolicyObjective:
+        """Of the flags; raises ``ConfigError`` as `extension.loss_of`."""
+        algorithm, loss = config.algorithm, loss_of(config)
+        return cls(
+            loss=loss,
+            correction=correction_of(config),
+            aggregation=algorithm.rl_loss_aggregation or getattr(loss, "AGGREGATION", "token-mean"),
+            aggregation_constant=float(config.rollout.rl_max_new_tokens),
+            kl_beta=algorithm.grpo_kl_beta,
+            kl_estimator=algorithm.rl_kl_estimator,
+            entropy_weight=algorithm.grpo_entropy_term_weight,
+        )
+
+    def __call__(self, batch: TokenBatch) -> MicroLoss:
+        """Of a scored batch with the current log-probs and the entropy."""
+        current = batch.current_logprobs
+        old = current.detach() if batch.old_logprobs is None else batch.old_logprobs
+        fixed = [old, batch.inference_logprobs]
+        fixed += [] if batch.ref_logprobs is None else [batch.ref_logprobs]
+        mask = trusted_mask(batch.loss_mask, current, *fixed)
+        dropped = batch.in_loss.sum() - (mask > 0).sum()
+        batch = replace(batch, loss_mask=mask, old_logprobs=old)
+
+        per_token, sums = self.loss(batch)
+        with torch.no_grad():
+            trust, marks = self.correction(batch)
+        weights, denominator = token_weights(self.aggregation, batch, self.aggregation_constant)
+        policy_loss = (per_token * trust * weights).sum()
+        total, kl_loss = policy_loss, policy_loss.new_zeros([])
+        if batch.ref_logprobs is not None:
+            kl = kl_per_token(self.kl_estimator, current, batch.ref_logprobs, mask)
+            kl_loss = (kl * weights).sum()
+            total = total + self.kl_beta * kl_loss
+        entropy = torch.where(mask > 0, batch.entropy, 0.0)
+        if self.entropy_weight:
+            total = total - self.entropy_weight * (entropy * weights).sum()
+
+        marks = dict(marks)
+        clipped = marks.pop(CLIPPED, torch.zeros_like(mask, dtype=torch.bool))
+        sums = {
+            **summed(sums | marks),
+            "actor/pg_loss": policy_loss,
+            "actor/kl_loss": kl_loss,
+            "actor/entropy": entropy.sum(),
+            "actor/ppo_kl": torch.where(mask > 0, old - current.detach(), 0.0).sum(),
+            "actor/dropped_tokens": dropped,
+            "denominator": denominator,
+            **mismatch_sums(batch, trust, clipped),
+        }
+        return total, denominator, {name: value.detach() for name, value in sums.items()}
+
+
+def objective_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Metrics of a step from the sums of all its micro-batches and ranks, on the host; under verl's names."""
+    mismatch = {name: value for name, value in sums.items() if name.startswith("mismatch/")}
+    own = {name: float(value) for name, value in sums.items() if name not in mismatch}
+    tokens, denominator = max(float(mismatch["mismatch/tokens"]), 1.0), max(own.pop("denominator"), 1.0)
+    divisors = {"actor/pg_loss": denominator, "actor/kl_loss": denominator, "actor/dropped_tokens": 1.0}
+    divisors |= {name: 1.0 for name in own if name.endswith("_max")}
+    return {name: value / divisors.get(name, tokens) for name, value in own.items()} | mismatch_metrics(mismatch)

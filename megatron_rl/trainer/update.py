@@ -1,0 +1,104 @@
+"""One optimizer step over several micro-batches, through megatron's schedule, and the sums of its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.objective import MicroLoss
+from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
+
+Forward = Callable[[torch.nn.Module, TokenBatch], torch.Tensor]
+Loss = Callable[[torch.Tensor, TokenBatch], MicroLoss]
+Sums = Mapping[str, torch.Tensor]
+
+
+def update(
+    optimization: Optimization, micro_batches: Sequence[TokenBatch], forward: Forward, loss: Loss
+) -> tuple[UpdateOutcome, list[Sums]]:
+    """Accumulate gradients over this rank's micro-batches and step once; collective.
+
+    The gradient is that of ``sum(totals) / sum(denominators)`` over all micro-batches of all
+    data-parallel ranks: two micro-batches equal one. Ranks may have different numbers of
+    micro-batches, also none.
+
+    Returns:
+        What the step did, and each micro-batch's sums.
+    """
+    optimization.zero_grad()
+    if micro_batches:
+        sums = _accumulate(optimization, micro_batches, forward, loss)
+    else:
+        _join_reduction(optimization)
+        sums = []
+    optimization.release_memory(level=1)
+    outcome = optimization.step()
+    optimization.release_memory(level=2)
+    return outcome, sums
+
+
+def _accumulate(
+    optimization: Optimization, micro_batches: Sequence[TokenBatch], forward: Forward, loss: Loss
+) -> list[Sums]:
+    def forward_step(batches: Iterator[TokenBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+
+        def reduce(output: torch.Tensor) -> MicroLoss:
+            total, denominator, sums = loss(output, batch)
+            return total, denominator.int(), sums
+
+        return forward(model, batch), reduce
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(micro_batches),
+        model=optimization.wrapped,
+        num_microbatches=len(micro_batches),
+        seq_length=1,  # read by pipeline schedules only, to size their receive buffers
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def _join_reduction(optimization: Optimization) -> None:
+    """A rank without samples makes the others' collectives, with zero gradients and a zero denominator."""
+    wrapped = optimization.wrapped
+    if wrapped.use_forward_hook:
+        # The others gather the parameters of the update before as they go forward: last bucket first.
+        for bucket_group in reversed(wrapped.bucket_groups):
+            bucket_group.finish_param_sync()
+    if wrapped.ddp_config.overlap_grad_reduce:
+        wrapped.start_grad_sync()
+    device = optimization.policy.device
+    finalize_model_grads([wrapped], torch.zeros([], dtype=torch.int, device=device))
+
+
+def reduced(parts: Sequence[Sums], data_group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
+    """``parts`` of all ranks added up, on the host, fp64; collective, one read of the device.
+
+    Of a name that ends in ``_max`` the largest. All parts of a rank have the same names and shapes; it may have none.
+    """
+    own = {name: value.numel() for name, value in parts[0].items()} if parts else {}
+    sizes = {name: size for known in gather_json(own, data_group) for name, size in known.items()}
+    if not sizes:
+        return {}
+    largest = sorted(name for name in sizes if name.endswith("_max"))
+    added = sorted(set(sizes) - set(largest))
+    totals = torch.zeros(sum(sizes[name] for name in added), dtype=torch.float64, device=device)
+    maxima = torch.full((len(largest),), -torch.inf, dtype=torch.float64, device=device)
+    for part in parts:
+        totals += torch.cat([part[name].reshape(-1).double() for name in added])
+        if largest:
+            maxima = torch.maximum(maxima, torch.stack([part[name].double() for name in largest]))
+    dist.all_reduce(totals, group=data_group)
+    if largest:
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=data_group)
+    read = torch.cat((totals, maxima)).cpu().split([sizes[name] for name in [*added, *largest]])
+    return {name: value if sizes[name] > 1 else value[0] for name, value in zip([*added, *largest], read, strict=True)}

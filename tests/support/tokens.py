@@ -1,0 +1,58 @@
+"""Token batches made by hand, as losses, corrections and advantages see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from megatron_rl.algorithms import StepRewards, TokenBatch
+from megatron_rl.algorithms.extension import Composed, Function
+from megatron_rl.algorithms.groups import groups_with_signal
+from megatron_rl.registry import CORRECTIONS
+
+
+def token_batch(
+    sequence: Sequence[int] | torch.Tensor, mask: Sequence[float] | torch.Tensor, **further: Any
+) -> TokenBatch:
+    """Tokens of these sequences, numbered from 0 in their order; ``further`` fields of the batch."""
+    sequence_index, loss_mask = torch.as_tensor(sequence).long(), torch.as_tensor(mask, dtype=torch.float32)
+    lengths = [] if sequence_index.is_meta else torch.bincount(sequence_index).tolist()
+    zeros = torch.zeros_like(sequence_index)
+    given: dict[str, Any] = {
+        "lengths": tuple(lengths),
+        "sample_ids": tuple(range(len(lengths))),
+        "token_ids": zeros,
+        "position_ids": zeros,
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "rewards": zeros.float(),
+        "inference_logprobs": zeros.float(),
+        "versions": zeros,
+    }
+    return TokenBatch(sequence_index=sequence_index, loss_mask=loss_mask, **given | further)
+
+
+def step_rewards(
+    rewards: torch.Tensor, valid: torch.Tensor, group_index: torch.Tensor, baseline: str = "group"
+) -> StepRewards:
+    """A step of these samples; those of groups without a signal are not in the loss."""
+    signal = groups_with_signal(baseline, rewards, valid, group_index)
+    return StepRewards(rewards, valid, group_index, signal, valid & signal[group_index])
+
+
+def one_token_a_sample(step: StepRewards) -> TokenBatch:
+    """All samples of the step in one batch, each of one token: an advantage of theirs is [N]."""
+    count = step.rewards.numel()
+    return token_batch(torch.arange(count), torch.ones(count), step=step)
+
+
+def correction(name: str, **options: float) -> Function:
+    """As ``--rl-correction`` has it; each part gets those of the options that it has."""
+    parts = []
+    for part in name.split("+"):
+        found = CORRECTIONS.get(part)
+        known = {field.name for field in fields(found)}
+        parts.append(found(**{option: value for option, value in options.items() if option in known}))
+    return parts[0] if len(parts) == 1 else Composed(tuple(parts))
