@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_rl.config.flags import flag
-from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.config.flags import Finding, flag
+from megatron_rl.errors import ConfigError
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES, Registry
 
 if TYPE_CHECKING:
@@ -107,18 +107,16 @@ class AlgorithmConfig:
     """Keep groups without a signal instead of dropping them: rewards all equal, with batch_norm in the whole step."""
 
 
-def algorithm_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """What the advantage and the loss, read from their files, do not take; `preflight` asks them for more."""
     algorithm = config.algorithm
     compares_groups = _stated(ADVANTAGES, algorithm.rl_advantage, "BASELINE") != "batch"
     if config.training.perform_rl_step and algorithm.grpo_group_size == 1 and compares_groups:
-        yield config.problem(
-            "grpo_group_size",
+        yield "grpo_group_size", (
             f": the advantage {algorithm.rl_advantage} compares the completions of one prompt, and one alone has none; "
-            "use 2 or more, or --rl-advantage batch_norm",
+            "use 2 or more, or --rl-advantage batch_norm"
         )
     if algorithm.calculate_per_token_loss and algorithm.rl_loss_aggregation != "token-mean":
-        yield config.problem(
-            "calculate_per_token_loss",
-            f"means token-mean, but --rl-loss-aggregation is {algorithm.rl_loss_aggregation}; keep one of them",
+        yield "calculate_per_token_loss", (
+            f"means token-mean, but --rl-loss-aggregation is {algorithm.rl_loss_aggregation}; keep one of them"
         )

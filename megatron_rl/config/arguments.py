@@ -1,4 +1,4 @@
-"""Command line and YAML file to ``RLConfig``, with every problem in one error.
+"""Command line, YAML file and Hugging Face directory to ``RLConfig``, with every problem at once.
 
 argparse is not used: it stops at the first problem, and it cannot name the nearest flag.
 """
@@ -8,18 +8,25 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_rl.config.checks import resolve, validate
 from megatron_rl.config.flags import Flag
-from megatron_rl.config.hugging_face import FILLED_IN, hugging_face_values
 from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.config.sources import Setting, read_command_line, read_yaml
-from megatron_rl.errors import MAX_PROBLEMS, ConfigError, Problem, shorten
+from megatron_rl.errors import MAX_PROBLEMS, ConfigError, Problem, collecting, one_line, shorten
+from megatron_rl.families import read_model
 
 _LONGEST_FLAG = 100
+_LONGEST_FILE = 2**18
+_FREE = ("init_method_std",)
+"""How fresh weights are drawn is up to the run."""
+FILLED_IN = frozenset({"--num-layers", "--hidden-size", "--num-attention-heads", "--tokenizer-model"})
+"""Flags without a default that a directory may replace."""
 
 
 def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[Problem]]:
@@ -45,6 +52,18 @@ def parse_config(argv: Sequence[str]) -> RLConfig:
     if reading.problems:
         raise ConfigError(reading.problems)
     return _build(reading)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One flag as written, for example ``--lr 1e-6`` or line 3 of a file, ``lr: 1e-6``."""
+
+    where: str
+    """What messages call it: ``--lr`` or ``run.yaml line 3: lr``."""
+    spelling: str
+    """Without dashes in front, and with dashes for underscores."""
+    texts: tuple[str, ...]
+    from_file: bool = False
 
 
 @dataclass
@@ -142,3 +161,126 @@ def _spellings() -> dict[str, tuple[Flag, bool]]:
 
 def _build(reading: _Reading) -> RLConfig:
     return RLConfig(typed=reading.values).with_values(**reading.derived | reading.values)
+
+
+def read_command_line(argv: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
+    """Settings in order, and problems. ``--flag a b`` and ``--flag=a`` are the two forms."""
+    settings: list[Setting] = []
+    problems: list[Problem] = []
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, text = token.partition("=")
+            settings.append(Setting(name, name.removeprefix("--"), (text,) if equals else ()))
+        elif settings:
+            last = settings.pop()
+            settings.append(Setting(last.where, last.spelling, (*last.texts, token)))
+        else:
+            problems.append(Problem(None, f"{shorten(token)} stands before any flag; every value follows its flag"))
+    return settings, problems
+
+
+def read_yaml(path: str) -> tuple[list[Setting], list[Problem]]:
+    """Settings of a flat mapping, with their lines, and problems.
+
+    Values are taken as written, not as YAML reads them: YAML takes ``1e-6`` for text.
+    """
+    try:
+        document = _compose(path)
+    except ValueError as error:
+        return [], [Problem("--config", f"--config {path} {error}")]
+    if document is None:
+        return [], []
+    if not isinstance(document, yaml.MappingNode):
+        text = f"--config {path} is not a mapping; write one 'flag-name: value' a line"
+        return [], [Problem("--config", text)]
+    settings: list[Setting] = []
+    problems: list[Problem] = []
+    seen: dict[str, int] = {}
+    for key, value in document.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            text = f"{path} line {line} has a {key.id} where a flag's name belongs; write 'flag-name: value'"
+            problems.append(Problem(None, text))
+            continue
+        where = f"{path} line {line}: {key.value}"
+        spelling = str(key.value).replace("_", "-")
+        if spelling in seen:
+            text = f"{where} was already set in line {seen[spelling]}; keep one of them"
+            problems.append(Problem(f"--{spelling}", text))
+        seen.setdefault(spelling, line)
+        texts = _texts(value)
+        if texts is None:
+            text = f"{where} is nested; the file is flat: flag names and their values"
+            problems.append(Problem(f"--{spelling}", text))
+        elif value.tag != "tag:yaml.org,2002:null":  # null leaves the default
+            settings.append(Setting(where, spelling, texts, from_file=True))
+    return settings, problems
+
+
+def _compose(path: str) -> yaml.Node | None:
+    """The document, None where the file is empty; ``ValueError`` says what is wrong with the file."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_LONGEST_FILE + 1)
+        document = yaml.compose(text, Loader=yaml.SafeLoader) if len(text) <= _LONGEST_FILE else None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"is not YAML: {one_line(str(error))}") from error
+    except RecursionError:
+        raise ValueError("is nested too deeply; the file is flat: flag names and their values") from None
+    if len(text) > _LONGEST_FILE:  # a device or a data set would be read until memory is full
+        raise ValueError(f"has more than {_LONGEST_FILE} characters; give a file of flags and values")
+    return document
+
+
+def _texts(node: yaml.Node) -> tuple[str, ...] | None:
+    """The scalars of a value: one, or those of a list; None if it is anything deeper."""
+    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if not all(isinstance(item, yaml.ScalarNode) for item in items):
+        return None
+    return tuple(item.value for item in items)
+
+
+def hugging_face_values(typed: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """By field name, what the directory says that the flags name and the user did not; and what contradicts it.
+
+    There are no values where it cannot be read.
+    """
+    given = {f"--{name.replace('_', '-')}": typed[name] for name in ("load_hf", "hf_config") if typed.get(name)}
+    if not given:
+        return {}, []
+    if len({Path(directory).resolve() for directory in given.values()}) > 1:
+        both = " and ".join(f"{flag} {directory}" for flag, directory in given.items())
+        return {}, [Problem("--hf-config", f"{both} both say what the model is; keep one of them")]
+    (flag, directory), *_ = given.items()
+    problems: list[Problem] = []
+    settings: dict[str, Any] = {}
+    with collecting(problems, flag):
+        settings = read_model(directory).architecture.settings()
+        problems += _contradictions(typed, settings, str(Path(directory) / "config.json"))
+        settings["group_query_attention"] = True  # megatron ignores the number of groups without it
+        if (Path(directory) / "tokenizer_config.json").is_file():
+            settings["tokenizer_model"] = str(directory)
+    return {name: value for name, value in settings.items() if name not in typed}, problems
+
+
+def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> Iterator[Problem]:
+    for flag in all_flags():
+        if flag.name not in typed or flag.name not in settings or flag.name in _FREE:
+            continue
+        wanted, found = typed[flag.name], settings[flag.name]
+        fits = wanted <= found if flag.name == "max_position_embeddings" else wanted == found
+        if not fits:
+            yield Problem(
+                flag.spelling,
+                f"{_as_typed(flag, wanted)} contradicts {source}, which means {_as_typed(flag, found)}; leave the flag "
+                "out, or take another model",
+            )
+
+
+def _as_typed(flag: Flag, value: Any) -> str:
+    if flag.kind is bool:
+        return next(f"--{spelling}" for spelling, switches_on in flag.spellings.items() if switches_on == value)
+    name = f"--{flag.name.replace('_', '-')}"
+    return f"no {name}" if value is None else f"{name} {value}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,7 @@ from megatron_rl.config.algorithm import algorithm_problems
 from megatron_rl.config.flags import flags_of
 from megatron_rl.config.model import expert_problems, shape_problems
 from megatron_rl.config.parallel import kernel_problems, parallel_problems
-from megatron_rl.config.precision import engine_problems, precision_problems, quantization_problems
+from megatron_rl.config.precision import alignment_problems, cache_problems, engine_problems, precision_problems
 from megatron_rl.config.records import record_problems
 from megatron_rl.config.rl_config import RLConfig, all_flags, section_classes
 from megatron_rl.config.rollout import length_problems, sampling_problems
@@ -21,8 +19,8 @@ from megatron_rl.errors import Problem
 
 RULES = (
     record_problems, parallel_problems, shape_problems, expert_problems, batch_problems, length_problems,
-    precision_problems, kernel_problems, engine_problems, quantization_problems, optimizer_problems, schedule_problems,
-    sampling_problems, algorithm_problems,
+    precision_problems, kernel_problems, engine_problems, alignment_problems, cache_problems, optimizer_problems,
+    schedule_problems, sampling_problems, algorithm_problems,
 )  # fmt: skip
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
 _CHANGES_NO_BYTE = ("tokenizer_model", "langrl_env_config", "lr")
@@ -71,7 +69,8 @@ def validate(config: RLConfig, world_size: int) -> list[Problem]:
     if out_of_bounds:  # the other rules would divide by a size of 0
         return out_of_bounds
     config = resolve(config, world_size)
-    return [*_absent(config), *(problem for rule in RULES for problem in rule(config, world_size))]
+    found = (finding for rule in RULES for finding in rule(config, world_size))
+    return [*_absent(config), *(each if isinstance(each, Problem) else config.problem(*each) for each in found)]
 
 
 def _bounds(config: RLConfig) -> Iterator[Problem]:
@@ -100,41 +99,33 @@ def _absent(config: RLConfig) -> Iterator[Problem]:
 def notes(config: RLConfig) -> list[str]:
     """One line for each flag that the user set and that has no effect, or not the one it promises, with the reason."""
     used = [flag for flag in all_flags() if flag.note and flag.name in config.typed]
-    lines = [f"{flag.spelling} has no effect: {flag.note}" for flag in used]
+    return [*(f"{flag.spelling} has no effect: {flag.note}" for flag in used), *_notes_on_values(config)]
+
+
+def _notes_on_values(config: RLConfig) -> Iterator[str]:
     quantization, kernels = config.quantization, config.kernels
-    graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
-    conditional = (
-        (
-            config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1,
-            "--sequence-parallel is off: it needs --tensor-model-parallel-size above 1",
-        ),
-        (
-            config.kv_cache_is_rounded and quantization.rl_evaluate_unquantized,
-            f"--rl-evaluate-unquantized leaves the KV cache in {config.kv_cache_dtype}, in evaluations too "
-            "(--rl-kv-cache-dtype)",
-        ),
-        (
-            config.algorithm.grpo_kl_beta > 0 and config.algorithm.rl_kl_estimator == "k1",
-            "--rl-kl-estimator k1 does not hold the policy to the reference: the gradient of k1 is 0 in expectation; "
-            "use k2 or k3",
-        ),
-        (
-            kernels.cuda_graph_impl == "transformer_engine",
+    if config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1:
+        yield "--sequence-parallel is off: it needs --tensor-model-parallel-size above 1"
+    if config.kv_cache_is_rounded and quantization.rl_evaluate_unquantized:
+        what = f"--rl-evaluate-unquantized leaves the KV cache in {config.kv_cache_dtype}"
+        yield f"{what}, in evaluations too (--rl-kv-cache-dtype)"
+    if config.algorithm.grpo_kl_beta > 0 and config.algorithm.rl_kl_estimator == "k1":
+        what = "--rl-kl-estimator k1 does not hold the policy to the reference"
+        yield f"{what}: the gradient of k1 is 0 in expectation; use k2 or k3"
+    if kernels.cuda_graph_impl == "transformer_engine":
+        yield (
             "--cuda-graph-impl transformer_engine has no effect: layers are always megatron-core's local ones in this "
-            "version; local captures the rollouts' decode step",
-        ),
-        (
-            graphed and config.rollout.rl_inference_engine == "mcore",
-            "--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs",
-        ),
-        (
-            config.precision.fp8_format is not None and quantization.rl_train_forward == "quantized",
+            "version; local captures the rollouts' decode step"
+        )
+    graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
+    if graphed and config.rollout.rl_inference_engine == "mcore":
+        yield "--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs"
+    if config.precision.fp8_format is not None and quantization.rl_train_forward == "quantized":
+        yield (
             f"--fp8-format {config.precision.fp8_format} runs the trainer's forward pass on the "
             f"{quantization.rl_rollout_quantization} weights of the rollouts (--rl-train-forward quantized); "
-            "Transformer Engine's layers are not built in this version, installed or not",
-        ),
-    )
-    return lines + [text for applies, text in conditional if applies]
+            "Transformer Engine's layers are not built in this version, installed or not"
+        )
 
 
 def to_dict(config: RLConfig) -> dict[str, dict[str, Any]]:
@@ -149,20 +140,6 @@ def difference_from_defaults(config: RLConfig) -> dict[str, Any]:
     """Field -> value, for the fields that are not at their declared default."""
     found = {flag.name: (config.value(flag.name), flag.default) for flag in all_flags()}
     return {name: _plain(value) for name, (value, default) in found.items() if value != default}
-
-
-def config_hash(config: RLConfig) -> str:
-    """Twelve hex digits that two configurations share when they train alike.
-
-    Where a run writes, when it stops and what it loads or logs does not count.
-    """
-    counted = {
-        f"{section}.{flag.name}": _plain(config.value(flag.name))
-        for section, cls in section_classes().items()
-        for flag in flags_of(cls)
-        if section not in ("logging", "checkpoint", "compatibility") and not flag.steering
-    }
-    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _plain(value: Any) -> Any:

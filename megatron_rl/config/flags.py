@@ -21,9 +21,11 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron_rl.errors import shorten
+from megatron_rl.errors import Problem, shorten
 from megatron_rl.registry import Registry
 
+Finding = tuple[str, str] | Problem
+"""A broken rule: the field whose value is wrong and what is, or the whole problem where it is no single value."""
 _LONGEST_NAME, _LONGEST_PATH = 255, 3072
 """Bytes of one name, and of a whole path that leaves room for the names of files below it; Linux takes 4096."""
 _LARGEST = 2**31 - 1
@@ -61,12 +63,12 @@ class Flag:
     """The extensions that it names; help lists them."""
     derived: Callable[..., Any] | None = None
     """Default that follows from other flags: ``derived(config, world_size)``, None where they are absent."""
+    source: str | None = None
+    """What it derives from, in messages about a value that the user did not give."""
     needed: tuple[str, str] | None = None
     """Why a run cannot do without it, and an example."""
     only: str | None = None
     """Why no other value than the default is built."""
-    steering: bool = False
-    """It says where a run writes or when it stops, and changes nothing of what is trained."""
     note: str | None = None
     """Why the flag is accepted but has no effect; printed when it is used, so that it is never silent."""
 

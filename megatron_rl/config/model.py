@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import divisors, flag, nearest_multiples
+from megatron_rl.config.flags import Finding, divisors, flag, nearest_multiples
 from megatron_rl.errors import Problem
 from megatron_rl.families.layout import MOST_EXPERTS, MOST_LAYERS
 
@@ -33,13 +33,13 @@ def _kv_channels(config: RLConfig, _: int) -> int | None:
 class ModelConfig:
     """The architecture, in Megatron's words."""
 
-    hf_config: str | None = flag(None, path=True, steering=True)
+    hf_config: str | None = flag(None, path=True)
     """Directory with a Hugging Face config.json: the model's shape, instead of the flags below. See --load-hf."""
     num_layers: int | None = flag(None, ge=1, le=MOST_LAYERS, common=True, needed=(_SHAPE, "28"))
     """Number of transformer layers."""
     hidden_size: int | None = flag(None, ge=1, le=1_000_000, common=True, needed=(_SHAPE, "1536"))
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = flag(None, ge=1, le=10_000_000, derived=_ffn_hidden_size)
+    ffn_hidden_size: int | None = flag(None, ge=1, le=10_000_000, derived=_ffn_hidden_size, source="--hidden-size")
     """Width of the MLP. Without it 4 x hidden-size, or with --swiglu 8/3 x hidden-size in steps of 64."""
     num_attention_heads: int | None = flag(None, ge=1, le=65_536, common=True, needed=(_SHAPE, "12"))
     """Number of query heads."""
@@ -50,7 +50,9 @@ class ModelConfig:
         derived=lambda config, _: 1 if config.model.group_query_attention else config.model.num_attention_heads,
     )
     """Key and value heads. Without it 1 under --group-query-attention, else --num-attention-heads."""
-    kv_channels: int | None = flag(None, ge=1, le=65_536, derived=_kv_channels)
+    kv_channels: int | None = flag(
+        None, ge=1, le=65_536, derived=_kv_channels, source="--hidden-size / --num-attention-heads"
+    )
     """Width of one head. Without it hidden-size / num-attention-heads."""
     max_position_embeddings: int | None = flag(None, ge=1, derived=lambda config, _: config.training.seq_length)
     """Longest sequence the model may see. Without it --seq-length."""
@@ -81,7 +83,8 @@ class ModelConfig:
     num_experts: int | None = flag(None, ge=2, le=2048)
     """Routed experts in place of the MLP of every layer; without it layers are dense."""
     moe_ffn_hidden_size: int | None = flag(
-        None, ge=1, le=10_000_000, derived=lambda config, _: config.model.num_experts and config.model.ffn_hidden_size
+        None, ge=1, le=10_000_000, source="--ffn-hidden-size",
+        derived=lambda config, _: config.model.num_experts and config.model.ffn_hidden_size,
     )
     """Width of one expert. Without it --ffn-hidden-size."""
     moe_router_topk: int = flag(2, ge=1)
@@ -130,66 +133,57 @@ class TokenizerConfig:
     """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
 
 
-def shape_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def shape_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Heads, widths and positions, against each other and the tensor-parallel size."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     heads, groups, width = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
     not_divisible = f"is not divisible by tensor-parallel size {parts}: each rank holds"
     if heads is not None and heads % parts:
-        yield config.problem(
-            "num_attention_heads", f"{not_divisible} whole heads; use --tensor-model-parallel-size {divisors(heads)}"
-        )
+        yield "num_attention_heads", f"{not_divisible} whole heads; use --tensor-model-parallel-size {divisors(heads)}"
     if heads is not None and model.hidden_size and model.kv_channels is None:
-        yield config.problem(
-            "hidden_size",
+        yield "hidden_size", (
             f"is not divisible by --num-attention-heads {heads}: heads share it evenly; use "
-            f"{nearest_multiples(model.hidden_size, heads)}, or give --kv-channels",
+            f"{nearest_multiples(model.hidden_size, heads)}, or give --kv-channels"
         )
     if heads is not None and groups is not None:
         yield from _group_problems(config, heads, groups)
-    for name, source in (("ffn_hidden_size", "--hidden-size"), ("moe_ffn_hidden_size", "--ffn-hidden-size")):
+    for name in ("ffn_hidden_size", "moe_ffn_hidden_size"):
         width = getattr(model, name)
         if width is not None and width % parts:
-            yield config.problem(name, f"{not_divisible} an equal share; use {nearest_multiples(width, parts)}", source)
+            yield name, f"{not_divisible} an equal share; use {nearest_multiples(width, parts)}"
     rotated = int((model.kv_channels or 2) * model.rotary_percent)
     if model.kv_channels is not None and (rotated < 2 or rotated % 2):  # rotary positions turn pairs of numbers
         share = f"at --rotary-percent {model.rotary_percent:g} " if model.rotary_percent < 1 else ""
-        yield config.problem(
-            "kv_channels",
-            f"{share}gives {rotated} numbers of a head to rotate, which go in pairs; use an even number",
-            "--hidden-size / --num-attention-heads",
+        yield "kv_channels", (
+            f"{share}gives {rotated} numbers of a head to rotate, which go in pairs; use an even number"
         )
     if model.hidden_dropout > 0 and config.training.perform_rl_step:
-        yield config.problem(
-            "hidden_dropout",
+        yield "hidden_dropout", (
             "with --perform-rl-step: the trainer's log-probs would differ from the rollout's, which has no dropout; "
-            "use --hidden-dropout 0",
+            "use --hidden-dropout 0"
         )
 
 
-def _group_problems(config: RLConfig, heads: int, groups: int) -> Iterator[Problem]:
+def _group_problems(config: RLConfig, heads: int, groups: int) -> Iterator[Finding]:
     parts = config.parallel.tensor_model_parallel_size
     if groups != heads and not config.model.group_query_attention:
-        yield config.problem(
-            "num_query_groups",
+        yield "num_query_groups", (
             f"without --group-query-attention: Megatron would ignore it and use {heads}; add --group-query-attention, "
-            "or leave it out",
+            "or leave it out"
         )
     if heads % groups:
-        yield config.problem(
-            "num_query_groups",
+        yield "num_query_groups", (
             f"does not divide --num-attention-heads {heads}: groups share the query heads evenly; use "
-            f"{divisors(heads)}",
+            f"{divisors(heads)}"
         )
     if groups % parts and parts % groups:
-        yield config.problem(
-            "num_query_groups",
+        yield "num_query_groups", (
             f"does not fit tensor-parallel size {parts}: one must divide the other; use "
-            f"--tensor-model-parallel-size {divisors(groups)}, or a multiple of {groups}",
+            f"--tensor-model-parallel-size {divisors(groups)}, or a multiple of {groups}"
         )
 
 
-def expert_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """What experts need, and what they cannot be combined with."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     if model.num_experts is None:
@@ -200,23 +194,19 @@ def expert_problems(config: RLConfig, _: int) -> Iterator[Problem]:
                 yield Problem(given, what)
         return
     if model.num_experts * (model.num_layers or 0) > MOST_EXPERTS:
-        yield config.problem(
-            "num_experts",
+        yield "num_experts", (
             f"in each of {model.num_layers} layers are more than the {MOST_EXPERTS:,} experts that a model may have; "
-            "use fewer experts or layers",
+            "use fewer experts or layers"
         )
     if model.moe_router_topk > model.num_experts:
         most = model.num_experts
-        yield config.problem("moe_router_topk", f"is more than --num-experts {most}; use at most {most}")
+        yield "moe_router_topk", f"is more than --num-experts {most}; use at most {most}"
     if model.add_bias_linear:
-        yield config.problem("num_experts", "with biases of linear layers is not built: add --disable-bias-linear")
+        yield "num_experts", "with biases of linear layers is not built: add --disable-bias-linear"
     if parts > 1 and not config.parallel.sequence_parallel:
-        yield config.problem(
-            "num_experts",
+        yield "num_experts", (
             f"with --tensor-model-parallel-size {parts} needs --sequence-parallel in training: each rank would route "
-            "every token again; add it",
+            "every token again; add it"
         )
     if "mlp" in (config.kernels.recompute_modules or ()):
-        yield config.problem(
-            "recompute_modules", "with --num-experts: there is no dense MLP to recompute; use core_attn, or full"
-        )
+        yield "recompute_modules", "with --num-experts: there is no dense MLP to recompute; use core_attn, or full"

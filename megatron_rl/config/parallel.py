@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import divisors, flag, nearest_multiples
+from megatron_rl.config.flags import Finding, divisors, flag, nearest_multiples
 from megatron_rl.errors import Problem
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ParallelConfig:
     """Gather updated parameters while the forward pass goes on."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto")
     """Communication library; auto is nccl on GPUs and gloo on the CPU."""
-    distributed_timeout_minutes: int = flag(10, ge=1, le=100_000, steering=True)
+    distributed_timeout_minutes: int = flag(10, ge=1, le=100_000)
     """A rank that waits longer than this for others, or for anything else, says where, and the job ends."""
 
 
@@ -78,7 +78,7 @@ class KernelConfig:
     """With selective: what is recomputed. Without it core_attn."""
 
 
-def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Problem]:
+def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
     """Sizes that do not divide what they share, and overlap without what it overlaps."""
     parallel, size, parts = config.parallel, config.model_parallel_size, config.parallel.tensor_model_parallel_size
     if world_size % size:
@@ -89,38 +89,30 @@ def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Problem]:
         )
     bin_size = config.training.rl_sequence_packing_bin_size
     if parallel.sequence_parallel and bin_size is not None and bin_size % parts:
-        yield config.problem(
-            "rl_sequence_packing_bin_size",
+        yield "rl_sequence_packing_bin_size", (
             f"is not divisible by tensor-parallel size {parts}, which --sequence-parallel needs; use "
-            f"{nearest_multiples(bin_size, parts)}",
-            "--micro-batch-size x --seq-length",
+            f"{nearest_multiples(bin_size, parts)}"
         )
     for needed in ("use_distributed_optimizer", "overlap_grad_reduce"):
         if parallel.overlap_param_gather and not getattr(parallel, needed):
             other = f"--{needed.replace('_', '-')}"
-            yield config.problem(
-                "overlap_param_gather", f"without {other}: it gathers what the other shards; add {other}"
-            )
+            yield "overlap_param_gather", f"without {other}: it gathers what the other shards; add {other}"
 
 
-def kernel_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Attention kernels that are refused, and recomputation that does not say of what."""
     kernels, layers, count = config.kernels, config.model.num_layers, config.kernels.recompute_num_layers
     if kernels.attention_backend in ("fused", "unfused", "local"):
-        yield config.problem(
-            "attention_backend",
+        yield "attention_backend", (
             "is refused: it has no kernel for packed sequences and a KV cache here; use auto, sdpa or flash (with "
-            "flash-attn installed)",
+            "flash-attn installed)"
         )
     if kernels.recompute_granularity == "full":
         if kernels.recompute_activations:
-            yield config.problem(
-                "recompute_activations", "means selective, but --recompute-granularity is full; keep one"
-            )
+            yield "recompute_activations", "means selective, but --recompute-granularity is full; keep one"
         if kernels.recompute_method is None or count is None:
-            yield config.problem(
-                "recompute_granularity",
-                "needs to know which layers: give --recompute-method uniform --recompute-num-layers 1",
+            yield "recompute_granularity", (
+                "needs to know which layers: give --recompute-method uniform --recompute-num-layers 1"
             )
     elif kernels.recompute_method is not None or count is not None:
         yield Problem(
@@ -129,16 +121,14 @@ def kernel_problems(config: RLConfig, _: int) -> Iterator[Problem]:
             "full recomputes; add it, or leave them out",
         )
     if kernels.recompute_modules is not None and kernels.recompute_granularity != "selective":
-        yield config.problem(
-            "recompute_modules",
+        yield "recompute_modules", (
             "chooses parts of a layer, which only --recompute-granularity selective recomputes; add it, or leave them "
-            "out",
+            "out"
         )
     if count is not None and layers is not None and count > layers:
-        yield config.problem("recompute_num_layers", f"is more than the model's {layers} layers; use at most {layers}")
+        yield "recompute_num_layers", f"is more than the model's {layers} layers; use at most {layers}"
     elif kernels.recompute_method == "uniform" and count and layers and layers % count:
-        yield config.problem(
-            "recompute_num_layers",
+        yield "recompute_num_layers", (
             f"with --recompute-method uniform does not divide the model's {layers} layers into equal groups; use "
-            f"{divisors(layers)}",
+            f"{divisors(layers)}"
         )

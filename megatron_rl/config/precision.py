@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import flag
-from megatron_rl.errors import Problem
+from megatron_rl.config.flags import Finding, flag
 from megatron_rl.registry import RECIPES
 
 if TYPE_CHECKING:
@@ -58,130 +57,115 @@ class QuantizationConfig:
     """Steps between two full parity checks; 0 is only before the first update of a launch."""
 
 
-def precision_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def precision_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """fp16, and what fp8 training takes on local layers and on those of Transformer Engine."""
     form, recipe = config.precision.fp8_format, config.precision.fp8_recipe
     if config.precision.fp16:
-        yield config.problem(
-            "fp16", "is refused: gradients of RL losses underflow in fp16 without loss scaling; use --bf16"
-        )
+        yield "fp16", "is refused: gradients of RL losses underflow in fp16 without loss scaling; use --bf16"
     if form is None and recipe is None:
         return
     engine = config.kernels.transformer_impl == "transformer_engine"
     if not engine and (form == "hybrid" or recipe in ("tensorwise", "delayed", "mxfp8")):
-        yield config.problem(
-            "fp8_format" if form == "hybrid" else "fp8_recipe",
+        yield "fp8_format" if form == "hybrid" else "fp8_recipe", (
             "is refused: fp8 training on local layers is e4m3 with blockwise scales; use --fp8-format e4m3 "
-            "--fp8-recipe blockwise",
+            "--fp8-recipe blockwise"
         )
     elif recipe is None:
-        yield config.problem("fp8_format", "needs --fp8-recipe blockwise beside it; add it")
+        yield "fp8_format", "needs --fp8-recipe blockwise beside it; add it"
     elif form is None:
-        yield config.problem("fp8_recipe", "needs --fp8-format e4m3 beside it; add it")
+        yield "fp8_recipe", "needs --fp8-format e4m3 beside it; add it"
     else:
         yield from _engine_fp8(config) if engine else _aligned_fp8(config)
 
 
-def _aligned_fp8(config: RLConfig) -> Iterator[Problem]:
+def _aligned_fp8(config: RLConfig) -> Iterator[Finding]:
     """fp8 training on local layers is aligned training: the trainer's forward pass on the rollouts' weights."""
     rollouts = config.quantization.rl_rollout_quantization
     if not config.training.perform_rl_step:
-        yield config.problem(
-            "fp8_format", "without --perform-rl-step: supervised training runs in full precision; leave it out"
-        )
+        yield "fp8_format", "without --perform-rl-step: supervised training runs in full precision; leave it out"
     if config.typed.get("rl_train_forward") == "plain":
-        yield config.problem(
-            "fp8_format", "with --rl-train-forward plain: one asks for what the other forbids; leave one of them out"
-        )
+        yield "fp8_format", "with --rl-train-forward plain: one asks for what the other forbids; leave one of them out"
     elif rollouts not in ("fp8_block", "fp8_block_pow2"):
-        yield config.problem(
-            "fp8_format",
+        yield "fp8_format", (
             f"with --rl-rollout-quantization {rollouts}: trainer and rollouts would round differently, which is worse "
-            "than no fp8 training; use --rl-rollout-quantization fp8_block_pow2",
+            "than no fp8 training; use --rl-rollout-quantization fp8_block_pow2"
         )
 
 
-def _engine_fp8(config: RLConfig) -> Iterator[Problem]:
+def _engine_fp8(config: RLConfig) -> Iterator[Finding]:
     if config.precision.fp8_recipe == "delayed":
-        yield config.problem(
-            "fp8_recipe",
+        yield "fp8_recipe", (
             ": delayed scales come from the steps before, and ranks exchange them after every micro-batch, of which "
-            "ranks have different numbers here; use --fp8-recipe tensorwise or blockwise",
+            "ranks have different numbers here; use --fp8-recipe tensorwise or blockwise"
         )
     if config.precision.fp8_recipe == "mxfp8":
-        yield config.problem("fp8_recipe", "needs a Blackwell GPU and was never tried; use --fp8-recipe blockwise")
+        yield "fp8_recipe", "needs a Blackwell GPU and was never tried; use --fp8-recipe blockwise"
     if not config.precision.bf16:
-        yield config.problem("fp8_format", "without --bf16: fp8 products come out in bf16; add --bf16")
+        yield "fp8_format", "without --bf16: fp8 products come out in bf16; add --bf16"
 
 
-def engine_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def engine_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """What layers of Transformer Engine are not built for."""
     if config.kernels.transformer_impl != "transformer_engine":
         return
     recipe = config.quantization.rl_rollout_quantization
-    for unfit, text in (
-        (
-            recipe != "none",
+    if recipe != "none":
+        yield "transformer_impl", (
             f"with --rl-rollout-quantization {recipe}: only megatron's own linears have quantised copies; leave one of "
-            "them out",
-        ),
-        (
-            config.rollout.rl_inference_engine == "mcore",
-            "with --rl-inference-engine mcore is not built: it was never tried; use rollout",
-        ),
-        (config.model.num_experts is not None, "with --num-experts is not built; use --transformer-impl local"),
-        (
-            config.checkpoint.ckpt_format == "torch",
+            "them out"
+        )
+    if config.rollout.rl_inference_engine == "mcore":
+        yield "transformer_impl", "with --rl-inference-engine mcore is not built: it was never tried; use rollout"
+    if config.model.num_experts is not None:
+        yield "transformer_impl", "with --num-experts is not built; use --transformer-impl local"
+    if config.checkpoint.ckpt_format == "torch":
+        yield "transformer_impl", (
             "with --ckpt-format torch: it keeps the optimizer's state in the order of the parameters, which other "
-            "layers change; use torch_dist",
-        ),
-    ):
-        if unfit:
-            yield config.problem("transformer_impl", text)
+            "layers change; use torch_dist"
+        )
 
 
-def quantization_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def alignment_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Quantised rollouts and aligned training, as far as flags alone can tell; `preflight` looks at the layers."""
     settings, plain = config.quantization, config.quantization.rl_rollout_quantization == "none"
-    falls_back = settings.rl_mismatch_action == "fallback"
     if settings.rl_quantization_skip and plain:
-        yield config.problem(
-            "rl_quantization_skip", "without --rl-rollout-quantization has nothing to skip; leave it out"
+        yield "rl_quantization_skip", "without --rl-rollout-quantization has nothing to skip; leave it out"
+    if settings.rl_train_forward != "quantized":
+        return
+    if plain:
+        yield "rl_train_forward", "has nothing to quantise with; give --rl-rollout-quantization, for example int8"
+    if not config.training.perform_rl_step:
+        yield "rl_train_forward", (
+            "without --perform-rl-step: supervised training has no rollouts to agree with; leave it out"
         )
-    for unfit, text in (
-        (plain, "has nothing to quantise with; give --rl-rollout-quantization, for example int8"),
-        (
-            not config.training.perform_rl_step,
-            "without --perform-rl-step: supervised training has no rollouts to agree with; leave it out",
-        ),
-        (
-            config.parallel.overlap_param_gather,
+    if config.parallel.overlap_param_gather:
+        yield "rl_train_forward", (
             "with --overlap-param-gather: the weights to quantise after an update are still on their way then; leave "
-            "out --overlap-param-gather",
-        ),
-        (
-            falls_back,
+            "out --overlap-param-gather"
+        )
+    if settings.rl_mismatch_action == "fallback":
+        yield "rl_train_forward", (
             "with --rl-mismatch-action fallback: another recipe for the rollouts alone would open the gap that "
-            "alignment closes; use --rl-mismatch-action stop",
-        ),
-    ):
-        if settings.rl_train_forward == "quantized" and unfit:
-            yield config.problem("rl_train_forward", text)
-    for unfit, text in (
-        (
-            config.rollout.rl_inference_engine == "mcore",
-            "with --rl-inference-engine mcore, which stores the model's numbers; use --rl-kv-cache-dtype auto",
-        ),
-        (
-            settings.rl_train_forward == "quantized",
+            "alignment closes; use --rl-mismatch-action stop"
+        )
+
+
+def cache_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """A KV cache with fewer bits than the model's numbers."""
+    settings = config.quantization
+    if not config.kv_cache_is_rounded:
+        return
+    if config.rollout.rl_inference_engine == "mcore":
+        yield "rl_kv_cache_dtype", (
+            "with --rl-inference-engine mcore, which stores the model's numbers; use --rl-kv-cache-dtype auto"
+        )
+    if settings.rl_train_forward == "quantized":
+        yield "rl_kv_cache_dtype", (
             "with --rl-train-forward quantized: the trainer keeps keys and values in full precision, which would open "
-            "the gap that alignment closes; use --rl-kv-cache-dtype auto",
-        ),
-        (
-            falls_back and plain,
+            "the gap that alignment closes; use --rl-kv-cache-dtype auto"
+        )
+    if settings.rl_mismatch_action == "fallback" and settings.rl_rollout_quantization == "none":
+        yield "rl_kv_cache_dtype", (
             "with --rl-mismatch-action fallback and unquantised linear layers: there is no safer format to fall back "
-            "to, the KV cache keeps its own; use --rl-mismatch-action stop or warn",
-        ),
-    ):
-        if config.kv_cache_is_rounded and unfit:
-            yield config.problem("rl_kv_cache_dtype", text)
+            "to, the KV cache keeps its own; use --rl-mismatch-action stop or warn"
+        )

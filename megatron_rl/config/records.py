@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import flag
+from megatron_rl.config.flags import Finding, flag
 from megatron_rl.errors import Problem
 
 if TYPE_CHECKING:
@@ -91,32 +91,24 @@ class LoggingConfig:
     """Groups a step, and tasks of each environment an evaluation, written to rollouts/*.jsonl."""
 
 
-def record_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def record_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Where a run starts and writes."""
     checkpoint, evaluates = config.checkpoint, config.training.eval_interval is not None
     starts = checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf
     if config.training.eval_only and not starts:
-        yield config.problem(
-            "eval_only",
-            "without weights to evaluate; give --load DIR, --pretrained-checkpoint DIR or --load-hf DIR",
-        )
+        yield "eval_only", "without weights to evaluate; give --load DIR, --pretrained-checkpoint DIR or --load-hf DIR"
     if checkpoint.load_hf is not None and checkpoint.pretrained_checkpoint is not None:
-        yield config.problem(
-            "load_hf",
+        yield "load_hf", (
             f"and --pretrained-checkpoint {checkpoint.pretrained_checkpoint} both say what to start from; keep one of "
             "them, or take shape and tokenizer from the one and weights from the other with --hf-config "
-            f"{checkpoint.load_hf} in place of --load-hf",
+            f"{checkpoint.load_hf} in place of --load-hf"
         )
     if config.logging.run_dir is None and not config.training.estimate:
         text = "--run-dir is missing: metrics need a place; give --run-dir runs/NAME or --save DIR"
         yield Problem("--run-dir", text)
     if checkpoint.ckpt_format == "torch" and checkpoint.async_save:
-        yield config.problem(
-            "async_save", "cannot write --ckpt-format torch in the background; leave it out, or use torch_dist"
-        )
+        yield "async_save", "cannot write --ckpt-format torch in the background; leave it out, or use torch_dist"
     if checkpoint.keep_best is not None and not checkpoint.keep_best.startswith("val/"):
-        yield config.problem(
-            "keep_best", "is no metric of an evaluation; they are called val/ENVIRONMENT/MEASURE"
-        )
+        yield "keep_best", "is no metric of an evaluation; they are called val/ENVIRONMENT/MEASURE"
     if checkpoint.keep_best is not None and not evaluates:
-        yield config.problem("keep_best", "needs evaluations; add --eval-interval")
+        yield "keep_best", "needs evaluations; add --eval-interval"

@@ -58,9 +58,9 @@ class RLConfig:
             grouped.setdefault(section_of()[name], {})[name] = value
         return replace(self, **{section: replace(getattr(self, section), **new) for section, new in grouped.items()})
 
-    def problem(self, name: str, text: str, source: str = "") -> Problem:
-        """``--min-lr 1 <text>``; where the user did not give the value, ``source`` says what it comes from."""
-        flag, value = f"--{name.replace('_', '-')}", self.value(name)
+    def problem(self, name: str, text: str) -> Problem:
+        """``--min-lr 1 <text>``; where the user did not give the value, with what it comes from."""
+        flag, value, source = f"--{name.replace('_', '-')}", self.value(name), flag_of()[name].source
         if isinstance(value, tuple):
             value = " ".join(value)
         shown = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
@@ -164,6 +164,12 @@ def section_classes() -> dict[str, type]:
 def all_flags() -> tuple[Flag, ...]:
     """Every flag of every section."""
     return tuple(flag for cls in section_classes().values() for flag in flags_of(cls))
+
+
+@functools.cache
+def flag_of() -> dict[str, Flag]:
+    """Field name -> flag."""
+    return {flag.name: flag for flag in all_flags()}
 
 
 @functools.cache

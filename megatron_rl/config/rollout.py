@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import flag
+from megatron_rl.config.flags import Finding, flag
 from megatron_rl.errors import Problem
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ MOST_DECODED_AT_ONCE = 256
 """Bound of the default decode batch: beyond it, the KV cache grows faster than the throughput."""
 
 
-def _longest(config: RLConfig) -> int | None:
+def _longest(config: RLConfig, _: int = 1) -> int | None:
     return config.rollout.inference_max_seq_length or config.training.seq_length
 
 
@@ -48,7 +48,7 @@ class EnvironmentConfig:
     """Prompts of an evaluation, for each environment (Megatron's default: 32)."""
     rl_samples_per_eval_prompt: int = flag(8, ge=1, le=100_000)
     """Completions of each evaluation prompt."""
-    rl_environment_port: int = flag(0, ge=0, le=65535, steering=True)
+    rl_environment_port: int = flag(0, ge=0, le=65535)
     """Port of the environment server on loopback; 0 takes any free one."""
     rl_environment_load_timeout: float = flag(300.0, gt=0, le=86_400)
     """Longest time in seconds that an environment may take to be imported, to be set up, or to list a split's tasks."""
@@ -84,7 +84,7 @@ class RolloutConfig:
         None, ge=1, le=100_000, aliases=("--inference-max-requests",), derived=_decoded_at_once
     )
     """Completions decoded at once on a replica. Without it its share of a step, at most 256."""
-    inference_max_seq_length: int | None = flag(None, ge=2, derived=lambda config, _: _longest(config))
+    inference_max_seq_length: int | None = flag(None, ge=2, derived=_longest, source="--seq-length")
     """Longest prompt and completion together. Without it --seq-length."""
     inference_dynamic_batching_buffer_size_gb: float | None = flag(
         None, gt=0, aliases=("--inference-buffer-size-gb",)
@@ -103,11 +103,11 @@ class RolloutConfig:
     """With --enable-cuda-graph: most batch sizes to capture; a batch is rounded up to the next of them."""
     inference_dynamic_batching_block_size: int | None = flag(None, ge=1, le=65_536)
     """Tokens a page of the KV cache, on backends that have pages. Without it 64 (triton_paged, paged) or 256."""
-    rl_offload_optimizer_during_inference: bool = flag(False, steering=True)
+    rl_offload_optimizer_during_inference: bool = flag(False)
     """Optimizer state waits in host memory during rollouts, and gradient buffers are given up: room for KV cache."""
 
 
-def length_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Prompts and completions must fit the engine, the model's positions and the trainer's bins."""
     rollout, training, positions = config.rollout, config.training, config.model.max_position_embeddings
     longest, bin_size = rollout.inference_max_seq_length, config.training.rl_sequence_packing_bin_size
@@ -115,34 +115,26 @@ def length_problems(config: RLConfig, _: int) -> Iterator[Problem]:
         return
     if positions is not None and max(longest, training.seq_length or 0) > positions:
         name = "inference_max_seq_length" if longest > positions else "seq_length"
-        yield config.problem(
-            name,
-            f"is beyond the model's --max-position-embeddings {positions}; use at most {positions}",
-            "--seq-length",
-        )
+        yield name, f"is beyond the model's --max-position-embeddings {positions}; use at most {positions}"
     if rollout.rl_max_new_tokens is not None and rollout.rl_max_new_tokens >= longest:
-        yield config.problem(
-            "rl_max_new_tokens",
-            f"leaves no room for a prompt in {longest} tokens (--inference-max-seq-length); use at most {longest - 1}",
+        yield "rl_max_new_tokens", (
+            f"leaves no room for a prompt in {longest} tokens (--inference-max-seq-length); use at most {longest - 1}"
         )
     if training.perform_rl_step and bin_size is not None and bin_size < longest:
-        yield config.problem(
-            "rl_sequence_packing_bin_size",
-            f"cannot hold one sequence of {longest} tokens (--inference-max-seq-length); use at least {longest}",
-            "--micro-batch-size x --seq-length",
+        yield "rl_sequence_packing_bin_size", (
+            f"cannot hold one sequence of {longest} tokens (--inference-max-seq-length); use at least {longest}"
         )
     given = rollout.inference_dynamic_batching_buffer_size_gb
     needed = config.kv_cache_bytes(longest) / 2**30 if given is not None and config.model.is_complete else 0.0
     if given is not None and given < needed:
-        yield config.problem(
-            "inference_dynamic_batching_buffer_size_gb",
+        yield "inference_dynamic_batching_buffer_size_gb", (
             f"cannot hold one sequence: {longest} tokens of this model in {config.kv_cache_dtype} take {needed:.3g} "
             f"GiB on each of {config.parallel.tensor_model_parallel_size} tensor-parallel ranks; use at least "
-            f"{math.ceil(needed * 100) / 100:g}",
+            f"{math.ceil(needed * 100) / 100:g}"
         )
 
 
-def sampling_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """What is sampled must be what the trainer scores, and what the chosen engine can do."""
     rollout, server = config.rollout, config.environment.langrl_inference_server_type
     if "" in rollout.rl_stop_strings:
@@ -151,29 +143,25 @@ def sampling_problems(config: RLConfig, _: int) -> Iterator[Problem]:
             "--rl-stop-strings has an empty text, which would end every answer at its first token; leave it out",
         )
     if server != "inplace_megatron":
-        yield config.problem(
-            "langrl_inference_server_type",
-            "is refused: the tokenizer's chat template already renders chat prompts; use inplace_megatron",
+        yield "langrl_inference_server_type", (
+            "is refused: the tokenizer's chat template already renders chat prompts; use inplace_megatron"
         )
     # Evaluation may cut the distribution; in training the ratio of new to old would be of two different ones.
     for name, off in (("rl_top_p", 1.0), ("rl_top_k", 0)):
         if config.training.perform_rl_step and getattr(rollout, name) != off:
-            yield config.problem(
-                name,
+            yield name, (
                 "with --perform-rl-step: the trainer's log-probs are of the whole distribution, not of the tokens that "
-                f"were left to sample from; use --{name.replace('_', '-')} {off:g}",
+                f"were left to sample from; use --{name.replace('_', '-')} {off:g}"
             )
     if rollout.rl_inference_engine != "mcore":
         return
     if rollout.rl_temperature != 1.0:
-        yield config.problem(
-            "rl_temperature",
+        yield "rl_temperature", (
             "with --rl-inference-engine mcore: its log-probs are of the raw logits, not of what was sampled; use "
-            "--rl-temperature 1, or --rl-inference-engine rollout",
+            "--rl-temperature 1, or --rl-inference-engine rollout"
         )
     if rollout.rl_kv_overcommit > 1:
-        yield config.problem(
-            "rl_kv_overcommit",
+        yield "rl_kv_overcommit", (
             "with --rl-inference-engine mcore: megatron-core's engine hands out its own KV cache; leave it out, or use "
-            "--rl-inference-engine rollout",
+            "--rl-inference-engine rollout"
         )

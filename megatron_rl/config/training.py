@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import flag, nearest_divisors, nearest_multiples
+from megatron_rl.config.flags import Finding, flag, nearest_divisors, nearest_multiples
 from megatron_rl.errors import Problem
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def _global_batch_size(config: RLConfig, world_size: int) -> int | None:
 class TrainingConfig:
     """Length, batch sizes and life cycle of the run."""
 
-    config: str | None = flag(None, path=True, common=True, steering=True)
+    config: str | None = flag(None, path=True, common=True)
     """YAML file that sets flags (name: value); the command line wins."""
     perform_rl_step: bool = flag(False, common=True)
     """Train by reinforcement; without it, on the environments' demonstrations."""
@@ -43,7 +43,7 @@ class TrainingConfig:
     seq_length: int | None = flag(None, ge=2, common=True, needed=("batches are sized by it", "4096"))
     """Longest training sequence in tokens, prompt included."""
     rl_sequence_packing_bin_size: int | None = flag(
-        None, ge=2,
+        None, ge=2, source="--micro-batch-size x --seq-length",
         derived=lambda config, _: config.training.micro_batch_size * (config.training.seq_length or 0) or None,
     )
     """Tokens of a packed micro-batch. Without it micro-batch-size x seq-length."""
@@ -53,21 +53,21 @@ class TrainingConfig:
     """Evaluate every this many steps; without it never (Megatron's default: 1000)."""
     eval_only: bool = flag(False, common=True)
     """Evaluate the weights of --load or --pretrained-checkpoint on the held-out tasks once, and stop."""
-    exit_interval: int | None = flag(None, ge=1, steering=True)
+    exit_interval: int | None = flag(None, ge=1)
     """Save and stop after a step that is a multiple of this."""
-    exit_duration_in_mins: int | None = flag(None, ge=1, steering=True)
+    exit_duration_in_mins: int | None = flag(None, ge=1)
     """Save and stop after this many minutes."""
-    exit_grace_seconds: int = flag(0, ge=0, le=86_400, steering=True)
+    exit_grace_seconds: int = flag(0, ge=0, le=86_400)
     """Time that running rollouts get to finish after Ctrl-C or SIGTERM; torchrun kills a rank after 30 s."""
     empty_unused_memory_level: int = flag(0, ge=0, le=2)
     """Return cached device memory: 0 never, 1 after the backward pass, 2 also after the update."""
-    check: bool = flag(False, common=True, steering=True)
+    check: bool = flag(False, common=True)
     """Check this configuration and stop before the model is built."""
-    check_world_size: int | None = flag(None, ge=1, steering=True)
+    check_world_size: int | None = flag(None, ge=1)
     """With --check or --estimate: the number of ranks to look at, instead of those of this launch."""
-    estimate: bool = flag(False, steering=True)
+    estimate: bool = flag(False)
     """Print how many bytes each rank will need in rollouts and in training, and stop."""
-    estimate_vocab_size: int | None = flag(None, ge=1, steering=True)
+    estimate_vocab_size: int | None = flag(None, ge=1)
     """With --estimate: tokens of the vocabulary, where there is no tokenizer to read."""
 
 
@@ -123,36 +123,33 @@ class ScheduleConfig:
     """Samples of the last phase of WSD."""
 
 
-def batch_problems(config: RLConfig, world_size: int) -> Iterator[Problem]:
+def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
     """What a rollout brings must fit what an update takes. Groups are dealt to the ranks, so any number will do."""
     training, algorithm, replicas = config.training, config.algorithm, config.data_parallel_size(world_size)
     batch, samples = training.global_batch_size, config.samples_per_step
     if training.train_samples is not None and training.train_samples < samples:
-        yield config.problem("train_samples", f"is less than one step of {samples} samples; use at least {samples}")
+        yield "train_samples", f"is less than one step of {samples} samples; use at least {samples}"
     if not training.perform_rl_step:
         if batch and batch % replicas and world_size % config.model_parallel_size == 0:
-            yield config.problem(
-                "global_batch_size",
+            yield "global_batch_size", (
                 f"is not divisible by {replicas} data-parallel replicas: each takes an equal share; use "
-                f"{nearest_multiples(batch, replicas)}",
+                f"{nearest_multiples(batch, replicas)}"
             )
         return
     of_a_step = f"x --grpo-group-size {algorithm.grpo_group_size}"
     if samples > MOST_SAMPLES:
-        yield config.problem(
-            "grpo_prompts_per_step",
+        yield "grpo_prompts_per_step", (
             f"{of_a_step} are {samples:,} samples a step, and no machine keeps the tokens of more than "
-            f"{MOST_SAMPLES:,}; use fewer prompts",
+            f"{MOST_SAMPLES:,}; use fewer prompts"
         )
     if samples and batch and samples % batch:
-        yield config.problem(
-            "global_batch_size",
+        yield "global_batch_size", (
             f"does not divide the {samples} samples of a rollout ({algorithm.grpo_prompts_per_step} prompts x "
-            f"{algorithm.grpo_group_size} completions); use {nearest_divisors(samples, batch)}",
+            f"{algorithm.grpo_group_size} completions); use {nearest_divisors(samples, batch)}"
         )
 
 
-def optimizer_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def optimizer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """The length of the run, and learning rates."""
     training, schedule, lr = config.training, config.schedule, config.optimizer.lr
     if training.train_iters is None and training.train_samples is None and not training.estimate:
@@ -161,22 +158,21 @@ def optimizer_problems(config: RLConfig, _: int) -> Iterator[Problem]:
             "--train-iters is missing: the run needs an end; give --train-iters N or --train-samples N",
         )
     if training.train_iters is not None and training.train_samples is not None:
-        yield config.problem(
-            "train_iters", f"and --train-samples {training.train_samples} are two lengths for one run; keep one of them"
+        yield "train_iters", (
+            f"and --train-samples {training.train_samples} are two lengths for one run; keep one of them"
         )
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
-        yield config.problem(
-            "optimizer",
+        yield "optimizer", (
             "with --use-distributed-optimizer: megatron-core spreads the state of adam only; leave out "
-            "--use-distributed-optimizer, or use --optimizer adam",
+            "--use-distributed-optimizer, or use --optimizer adam"
         )
     if lr is not None and schedule.min_lr > lr:
-        yield config.problem("min_lr", f"is above --lr {lr:g}: the schedule would rise; use at most {lr:g}")
+        yield "min_lr", f"is above --lr {lr:g}: the schedule would rise; use at most {lr:g}"
     if lr is not None and schedule.lr_warmup_init > lr:
-        yield config.problem("lr_warmup_init", f"is above --lr {lr:g}, its end; use at most {lr:g}")
+        yield "lr_warmup_init", f"is above --lr {lr:g}, its end; use at most {lr:g}"
 
 
-def schedule_problems(config: RLConfig, _: int) -> Iterator[Problem]:
+def schedule_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Megatron counts a schedule in what the run is counted in; its phases must fit the decay."""
     training, schedule = config.training, config.schedule
     by_steps = training.train_samples is None
@@ -185,10 +181,7 @@ def schedule_problems(config: RLConfig, _: int) -> Iterator[Problem]:
         for phase in ("warmup", "decay", "wsd_decay"):
             if getattr(schedule, f"lr_{phase}_{other}"):
                 right = f"--lr-{phase.replace('_', '-')}-{unit}"
-                yield config.problem(
-                    f"lr_{phase}_{other}",
-                    f"with --{length}: run and schedule are counted in one unit; use {right}",
-                )
+                yield f"lr_{phase}_{other}", f"with --{length}: run and schedule are counted in one unit; use {right}"
         if schedule.lr_warmup_fraction is not None and getattr(schedule, f"lr_warmup_{unit}"):
             yield Problem(
                 "--lr-warmup-fraction",
@@ -204,13 +197,11 @@ def schedule_problems(config: RLConfig, _: int) -> Iterator[Problem]:
     if schedule.lr_decay_style != "WSD":
         return
     if schedule.lr_wsd_decay_iters is None and schedule.lr_wsd_decay_samples is None:
-        yield config.problem(
-            "lr_decay_style",
-            f"needs the length of its last phase, which has no default; give --lr-wsd-decay-{unit} N",
+        yield "lr_decay_style", (
+            f"needs the length of its last phase, which has no default; give --lr-wsd-decay-{unit} N"
         )
     elif decay and warmup + last > decay:
-        yield config.problem(
-            "lr_decay_style",
+        yield "lr_decay_style", (
             f": a warm-up of {warmup} and a last phase of {last} steps do not fit a decay of {decay}; use a last phase "
-            f"of at most {max(0, decay - warmup)}",
+            f"of at most {max(0, decay - warmup)}"
         )

@@ -1,10 +1,10 @@
-"""A configuration as data: dictionaries, hash and notes."""
+"""A configuration as data: dictionaries and notes."""
 
 from __future__ import annotations
 
 import json
 
-from megatron_rl.config import config_hash, difference_from_defaults, notes, resolve, to_dict
+from megatron_rl.config import difference_from_defaults, notes, resolve, to_dict
 
 
 def test_to_dict_is_nested_and_survives_json(config):
@@ -23,15 +23,6 @@ def test_difference_from_defaults_is_flat_and_small(config):
         "run_dir": "runs/test", "langrl_env_config": "environments.yaml", "grpo_prompts_per_step": 8,
         "grpo_group_size": 4,
     }
-
-
-def test_the_hash_counts_what_is_trained_and_not_where_it_is_written(config):
-    base = config_hash(resolve(config(), 1))
-    assert len(base) == 12
-    assert base == config_hash(resolve(config(run_dir="elsewhere", exit_interval="3", mock_data=True), 1))
-    assert base == config_hash(resolve(config(global_batch_size="32"), 1))  # the default, spelt out
-    assert base != config_hash(resolve(config(lr="2e-3"), 1))
-    assert base != config_hash(resolve(config(rl_policy_loss="gspo"), 1))
 
 
 def test_notes_are_of_typed_flags_only(config):
