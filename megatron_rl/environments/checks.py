@@ -34,8 +34,6 @@ class TaskSurvey:
     """Rows of each split that was read."""
     first_chat: str | None = None
     """The id of a task whose prompt is chat messages."""
-    cut_short: bool = False
-    """Reading stopped at a bound: another split is likely no shorter."""
 
 
 class TooMuch(ConfigError):
@@ -53,26 +51,67 @@ def survey_tasks(environment: Environment, begin: Begin = ignore) -> TaskSurvey:
     survey, first_seen = TaskSurvey(), {}
     for split in splits:
         begin(f"its {split} tasks were read")
-        # a data set that cannot be read says the same of every split
-        new = (problem for problem in _walk(environment, split, first_seen, survey) if problem not in survey.problems)
-        survey.problems += _first_few(new)
-        if survey.cut_short:
-            break
-    if not first_seen and not survey.problems:
-        survey.problems.append("there are no tasks")
+        if _survey_split(environment, split, survey, first_seen):
+            break  # another split is likely no shorter
     return survey
 
 
-def _first_few(problems: Iterator[str]) -> list[str]:
-    """The first ``MAX_PROBLEMS``, cut; all are walked, so that the last line can tell their number."""
-    shown: list[str] = []
-    hidden = 0
-    for problem in problems:
-        if len(shown) < MAX_PROBLEMS:
-            shown.append(one_line(problem))
-        else:
-            hidden += 1
-    return [*shown, f"... and {hidden} more"] if hidden else shown
+def _survey_split(environment: Environment, split: Split, survey: TaskSurvey, first_seen: dict[str, str]) -> bool:
+    """Whether it was too much. All rows are walked, so that the last line can tell the number of problems."""
+    told, shown, hidden, rows, row = set(survey.problems), 0, 0, 0, None
+    for row, problems in _walk(environment, "tasks", split, first_seen):
+        rows += 1
+        if not problems and survey.first_chat is None and not isinstance(row.prompt, str):
+            survey.first_chat = row.id
+        for problem in problems:
+            if problem in told:  # a data set that cannot be read says the same of every split
+                continue
+            shown, hidden = shown + (shown < MAX_PROBLEMS), hidden + (shown >= MAX_PROBLEMS)
+            if not hidden:
+                survey.problems.append(one_line(problem))
+    survey.counts[split] = rows
+    if hidden:
+        survey.problems.append(f"... and {hidden} more")
+    if not rows and not survey.problems and (environment.evaluation_only or split == "train"):
+        survey.problems.append(f"there are no {split} tasks")
+    return isinstance(row, TooMuch)
+
+
+def read_rows(environment: Environment, what: str, split: Split, seconds: float) -> tuple[object, ...]:
+    """All ``tasks`` or ``demonstrations`` of a split; ``EnvironmentFault`` names the first that cannot be used."""
+    rows = []
+    for row, problems in _walk(environment, what, split, {}, seconds):
+        if problems:
+            raise EnvironmentFault(problems[0])
+        rows.append(row)
+    return tuple(rows)
+
+
+def _walk(
+    environment: Environment, what: str, split: Split, first_seen: dict[str, str], seconds: float | None = None
+) -> Iterator[tuple[object, list[str]]]:
+    """Each row with what is wrong with it; the error in place of a row that could not be had."""
+    number = -1
+    try:
+        for number, row in enumerate(bounded(getattr(environment, what)(split), seconds)):
+            where = f"{split} row {number}"
+            problems = row_problems(row) if what == "tasks" else _demonstration_problems(row)
+            if isinstance(row, Task) and isinstance(row.id, str):
+                earlier = first_seen.setdefault(row.id, where)
+                if earlier != where:
+                    problems.append(f"has the id {shorten(row.id)} of {earlier}; ids must be unique")
+            yield row, [f"{where} {problem}" for problem in problems]
+    except TooMuch as error:
+        yield error, [f"{split} {error}"]
+    except ConfigError as error:  # it says itself where and what
+        yield error, error.lines
+    except Exception as error:  # noqa: BLE001 - an author's code may raise anything
+        yield error, [f"{split} row {number + 1} raises {type(error).__name__}: {error}"]
+
+
+def _demonstration_problems(row: object) -> list[str]:
+    right = isinstance(row, Demonstration) and isinstance(row.completion, str)
+    return [] if right else ["is not a Demonstration with a text"]
 
 
 def bounded(rows: Iterable[object], seconds: float | None = None) -> Iterator[object]:
@@ -87,30 +126,6 @@ def bounded(rows: Iterable[object], seconds: float | None = None) -> Iterator[ob
         if seconds is not None and time.monotonic() - start > seconds:
             raise TooMuch([f"has given {number + 1:,} rows in {seconds:g} s and goes on; give fewer, or faster"])
         yield row
-
-
-def read_rows(environment: Environment, what: str, split: Split, seconds: float) -> tuple[object, ...]:
-    """All ``tasks`` or ``demonstrations`` of a split; ``EnvironmentFault`` names the row that cannot be used."""
-    found: dict[object, object] = {}
-    try:
-        for number, row in enumerate(bounded(getattr(environment, what)(split), seconds)):
-            problems = row_problems(row) if what == "tasks" else _demonstration_problems(row)
-            key = row.id if what == "tasks" and not problems else number
-            if key in found:
-                problems = [f"has the id {shorten(key)} of an earlier row"]
-            if problems:
-                raise EnvironmentFault(f"{split} row {number} {problems[0]}")
-            found[key] = row
-    except (ConfigError, EnvironmentFault) as error:
-        raise EnvironmentFault(str(error)) from error
-    except Exception as error:  # an author's code may raise anything
-        raise EnvironmentFault(f"{split} raises {one_line(f'{type(error).__name__}: {error}')}") from error
-    return tuple(found.values())
-
-
-def _demonstration_problems(row: object) -> list[str]:
-    right = isinstance(row, Demonstration) and isinstance(row.completion, str)
-    return [] if right else ["is not a Demonstration with a text"]
 
 
 def _size(row: object) -> int:
@@ -133,34 +148,6 @@ def row_problems(row: object) -> list[str]:
         problems.append(f"has the id {shorten(row.id)}; it must be a non-empty string")
     problems += _prompt_problems(row.prompt)
     return problems + (_bound_problems(row) or _data_problems(row.data))
-
-
-def _walk(environment: Environment, split: Split, first_seen: dict[str, str], survey: TaskSurvey) -> Iterator[str]:
-    row_number = -1
-    try:
-        for row_number, row in enumerate(bounded(environment.tasks(split))):
-            where = f"{split} row {row_number}"
-            yield from (f"{where} {problem}" for problem in row_problems(row))
-            if isinstance(row, Task) and isinstance(row.id, str):
-                earlier = first_seen.setdefault(row.id, where)
-                if earlier != where:
-                    yield f"{where} has the id {shorten(row.id)} of {earlier}; ids must be unique"
-                if survey.first_chat is None and not isinstance(row.prompt, str):
-                    survey.first_chat = row.id
-    except TooMuch as error:
-        survey.cut_short = True
-        yield f"{split} {error}"
-        return
-    except ConfigError as error:  # it says itself where and what
-        yield from error.lines
-        return
-    except Exception as error:  # noqa: BLE001 - an author's code may raise anything
-        yield f"{split} row {row_number + 1} raises {type(error).__name__}: {error}"
-        return
-    survey.counts[split] = row_number + 1
-    needed = environment.evaluation_only or split == "train"
-    if row_number < 0 and needed:
-        yield f"there are no {split} tasks"
 
 
 def _not_a_task(row: object) -> str:

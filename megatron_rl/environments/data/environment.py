@@ -2,24 +2,88 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.data.problems import Problem, distinct, held_out
 from megatron_rl.environments.data.rows import Row, Source, read_rows
 from megatron_rl.errors import ConfigError
-from megatron_rl.types import Grade, Split, Task, Transcript
+from megatron_rl.types import Grade, Message, Prompt, Split, Task, Transcript
 
 STATUSES = ("correct", "no_answer", "unparsable", "timeout")
 """Verdicts of the graders that become metrics; what remains to 1 was an answer and wrong."""
 
+BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One checked row."""
+
+    statement: str
+    """The bare problem: two rows with the same statement are the same problem, whatever surrounds it."""
+    prompt: Prompt
+    gold: str
+    """The right answer as its grader wants it; kept as text, since a float would damage long integers."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment itself wants to find in ``Task.data`` besides ``gold``."""
+    solution: str = ""
+    """A worked solution, where the data set has one."""
+
+    @property
+    def task(self) -> Task:
+        """The task of this problem; its id depends on the statement alone."""
+        digest = hashlib.sha256(self.statement.encode()).hexdigest()[:16]
+        return Task(digest, self.prompt, {"gold": self.gold, **self.data})
+
+
+def distinct(rows: Iterable[Problem], counts: Counter[str]) -> dict[str, Problem]:
+    """The problems by statement, each once; ``counts`` is told of the rows, what was dropped and why.
+
+    Of a problem with two answers no one can say which is right: all its rows are dropped.
+    """
+    kept: dict[str, Problem] = {}
+    contradictory: set[str] = set()
+    repeated: Counter[str] = Counter()
+    for problem in rows:
+        counts["rows"] += 1
+        earlier = kept.setdefault(problem.statement, problem)
+        repeated[problem.statement] += earlier is not problem
+        if earlier.gold != problem.gold:
+            contradictory.add(problem.statement)
+    for statement in contradictory:
+        del kept[statement]
+        counts["with two answers"] += 1 + repeated.pop(statement)
+    counts["repeated"] += repeated.total()
+    return kept
+
+
+def held_out(statement: str, one_in: int) -> bool:
+    """Whether a problem is in the ``one_in``-th part kept for the test split; never with ``one_in`` 0.
+
+    By a hash of its letters and digits: it stays there whatever file or order it comes in, and a copy that
+    differs in spaces alone stays with it.
+    """
+    digest = hashlib.sha256(letters_and_digits(statement).encode()).digest()
+    return one_in > 0 and int.from_bytes(digest[:8]) % one_in == 0
+
+
+def letters_and_digits(text: str) -> str:
+    """What copies of one problem have in common; spaces and dollar signs differ."""
+    return re.sub(r"[\W_]", "", text).lower()
 
 
 @dataclass(frozen=True)
@@ -146,3 +210,13 @@ def chosen(option: str, value: object, allowed: Sequence[object]) -> None:
     """``ValueError`` unless an option has one of the values ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{option} is {value!r}; use {' or '.join(map(str, allowed))}")
+
+
+def dapo_prompt(statement: str) -> tuple[Message, ...]:
+    """The chat that asks for a problem."""
+    return ({"role": "user", "content": f"{BEFORE}{statement}{AFTER}"},)
+
+
+def dapo_statement(prompt: tuple[Message, ...]) -> str:
+    """The problem in such a chat; the whole message when it is written otherwise."""
+    return prompt[-1]["content"].removeprefix(BEFORE).removesuffix(AFTER)

@@ -269,10 +269,10 @@ def test_a_row_of_shared_lists_is_not_written_out():
 
 
 def test_the_server_stops_reading_at_its_deadline_and_bounds(monkeypatch):
-    with pytest.raises(EnvironmentFault, match="^has given 1 rows in 0 s and goes on"):
+    with pytest.raises(EnvironmentFault, match="^train has given 1 rows in 0 s and goes on"):
         read_rows(Rows(endless_tasks), "tasks", "train", seconds=0.0)
     monkeypatch.setattr("megatron_rl.environments.checks.MAX_ROWS", 50)
-    with pytest.raises(EnvironmentFault, match="^has more than 50 rows, or no end"):
+    with pytest.raises(EnvironmentFault, match="^train has more than 50 rows, or no end"):
         read_rows(Rows(endless_tasks), "tasks", "train", seconds=60.0)
 
 
