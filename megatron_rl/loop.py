@@ -23,8 +23,8 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
     """One RL step; None when the run was asked to stop and the step left no trace."""
     cursor, skipped = run.source.state_dict(), run.source.skipped_too_long
     with run.timer.phase("gen"), naming_memory(run.config, "rollout"), run.phases.rollouts():
-        draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
-        requests = run.requests_of_this_rank(draws)
+        drawn = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
+        requests = run.requests_of_this_rank(drawn)
         seed = sample_seed(run.config.training.seed, "rollout", step)
         rollouts = run.rollouter.run(requests, seed, run.progress.policy_version, run.open_journal(step, seed))
     if rollouts.cancelled:
@@ -56,7 +56,7 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
     metrics |= engine_metrics(rollouts.statistics, run.groups.data_group)
     metrics |= reward_metrics(rewards) | outcome.metrics | parity
     metrics |= environment_metrics(run.environments.counters.since_last_call(), failures)
-    metrics |= run.learn_lengths(draws, requests, rollouts)
+    metrics |= run.learn_lengths(drawn, requests, rollouts)
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds
     metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
     total = len(updates) * run.config.algorithm.grpo_iterations

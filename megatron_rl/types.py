@@ -140,12 +140,14 @@ class GradeResult:
 
 @dataclass(frozen=True)
 class SourcedTask:
-    """A task together with the environment it came from."""
+    """A task as it was drawn from its environment."""
 
     environment: str
     task: Task
     epoch: int = 0
     """How often this task was drawn before; keeps the samples of a repeated task different."""
+    prompt_ids: tuple[int, ...] = ()
+    """The prompt in tokens."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
+class Request:
     """One prompt and the number of samples wanted for it; the samples share one prefill."""
 
     source: SourcedTask
@@ -206,12 +208,8 @@ class Completion:
         return len(self.environment_spans) + 1
 
 
-@dataclass(frozen=True)
-class GeneratedGroup:
-    """All completions of one request, ordered by sample index."""
-
-    request: GenerationRequest
-    completions: tuple[Completion, ...]
+Completed = tuple[Request, tuple[Completion, ...]]
+"""A request and its completions, ordered by sample."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.types import GeneratedGroup, GenerationRequest
+from megatron_rl.types import Completed, Request
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class EngineOptions:
     kv_overcommit: float = 1.0
     """How often the blocks of the KV cache may be promised to completions; 1: all may become as long as they may."""
 
-    def check(self, request: GenerationRequest) -> None:
+    def check(self, request: Request) -> None:
         """Refuse what no engine of these sizes can finish.
 
         Raises:
@@ -91,12 +91,12 @@ class Engine(Protocol):
         """Start a rollout: ``seed`` fixes every draw, ``policy_version`` is stamped on the results."""
         ...
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         """Queue one group."""
         ...
 
-    def step(self) -> list[GeneratedGroup]:
-        """Do a bounded amount of work; return the groups that finished in it."""
+    def step(self) -> list[Completed]:
+        """Do a bounded amount of work; return the requests that were completed in it."""
         ...
 
     @property

@@ -23,7 +23,7 @@ from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.inference.sequence import Sequence, SequenceGroup
 from megatron_rl.models import PolicyModel
 from megatron_rl.platform.megatron import VERSION, inference_flag
-from megatron_rl.types import GeneratedGroup, GenerationRequest, SamplingParams
+from megatron_rl.types import Completed, Request, SamplingParams
 
 BLOCK_TOKENS = 64
 """Tokens in a block of the KV buffer; the stock engine pauses a request at every border between blocks."""
@@ -55,7 +55,7 @@ class McoreEngine:
         self._submitted = 0
         self.statistics = EngineStatistics()
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         """See `Engine.submit`.
 
         Raises:
@@ -91,7 +91,7 @@ class McoreEngine:
         """There are none."""
 
     @torch.inference_mode()
-    def step(self) -> list[GeneratedGroup]:
+    def step(self) -> list[Completed]:
         """Admit who fits and draw one token for every running sample."""
         if not self._sequences:
             return []
@@ -101,17 +101,17 @@ class McoreEngine:
         self.statistics.decode_steps += done.decode_req_count > 0
         self.statistics.decode_rows += padded.decode_req_count
         self.statistics.host_reads += 1
-        groups = []
+        completed = []
         for finished in (record.merge() for record in records):
             sequence = self._sequences.pop(finished.request_id)
             sequence.append(tuple(finished.generated_tokens), tuple(finished.generated_log_probs))
             sequence.finish("stop" if sequence.output_ids[-1] in self._stop_ids else "length")
             self.statistics.count_completion(sequence.num_generated)
             if sequence.group.is_finished:
-                groups.append(sequence.group.result(self._policy_version))
-        return groups
+                completed.append(sequence.group.completed(self._policy_version))
+        return completed
 
-    def _refuse(self, request: GenerationRequest) -> None:
+    def _refuse(self, request: Request) -> None:
         self._options.check(request)
         sampling, task = request.sampling, request.source.task.id
         wanted = {

@@ -30,7 +30,7 @@ from megatron_rl.inference.sampler import Sampler, SamplingKinds, sample_seed
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup
 from megatron_rl.models import PolicyModel, RolloutForward, ops_for
-from megatron_rl.types import GeneratedGroup, GenerationRequest
+from megatron_rl.types import Completed, Request
 
 
 class RolloutEngine:
@@ -70,7 +70,7 @@ class RolloutEngine:
         self._seed, self._policy_version, self._submitted = seed, policy_version, 0
         self.statistics = EngineStatistics()
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         """See `Engine.submit`.
 
         Raises:
@@ -112,7 +112,7 @@ class RolloutEngine:
             self.decode.forget()
 
     @torch.inference_mode()
-    def step(self) -> list[GeneratedGroup]:
+    def step(self) -> list[Completed]:
         """Admit sequences, draw up to k tokens a row, read once which have ended."""
         preempted = self._scheduler.make_room()
         self._outputs.save(preempted)
@@ -168,8 +168,8 @@ class RolloutEngine:
             return most
         return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
 
-    def _finish(self, running: ListOf[Sequence]) -> list[GeneratedGroup]:
-        """The one host read; frees the rows that have ended, and returns the groups that are complete."""
+    def _finish(self, running: ListOf[Sequence]) -> list[Completed]:
+        """The one host read; frees the rows that have ended, and returns the requests that are complete."""
         self.statistics.host_reads += 1
         finished = self._outputs.finish(running)
         for sequence in finished:
@@ -178,7 +178,7 @@ class RolloutEngine:
         complete = [group for group in dict.fromkeys(s.group for s in finished) if group.is_finished]
         for group in complete:
             del self._groups[group.number]
-        return [group.result(self._policy_version) for group in complete]
+        return [group.completed(self._policy_version) for group in complete]
 
     def _compact(self) -> None:
         moves, copies = self._scheduler.compact()

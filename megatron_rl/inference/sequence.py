@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_rl.types import Completion, FinishReason, GeneratedGroup, GenerationRequest
+from megatron_rl.types import Completed, Completion, FinishReason, Request
 
 
 class SequenceStatus(Enum):
@@ -52,7 +52,7 @@ class Sequence:
     """It has made room for others before."""
 
     @property
-    def request(self) -> GenerationRequest:
+    def request(self) -> Request:
         """What was asked for."""
         return self.group.request
 
@@ -109,7 +109,7 @@ class Sequence:
 class SequenceGroup:
     """The samples of one request."""
 
-    def __init__(self, number: int, request: GenerationRequest, seeds: list[int]) -> None:
+    def __init__(self, number: int, request: Request, seeds: list[int]) -> None:
         """``number`` counts requests; one seed a sample."""
         self.number = number
         self.request = request
@@ -120,9 +120,7 @@ class SequenceGroup:
         """All samples are."""
         return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
-    def result(self, policy_version: int) -> GeneratedGroup:
-        """Of a finished group: its completions in the order of the samples."""
-        return GeneratedGroup(
-            self.request,
-            tuple(Completion(s.output_ids, s.logprobs, s.finish_reason, policy_version) for s in self.sequences),
-        )
+    def completed(self, policy_version: int) -> Completed:
+        """Of a finished group."""
+        completions = [Completion(s.output_ids, s.logprobs, s.finish_reason, policy_version) for s in self.sequences]
+        return self.request, tuple(completions)

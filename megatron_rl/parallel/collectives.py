@@ -72,11 +72,11 @@ def collect_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """A small JSON value from global rank ``source``; the others pass anything."""
+    """A JSON value from global rank ``source``; the others pass anything."""
     is_source = dist.get_rank() == source
     raw = bytearray(json.dumps(value).encode()) if is_source else bytearray(1)
     size = torch.tensor([len(raw)])
     dist.broadcast(size, source, group=group)
     data = torch.frombuffer(raw, dtype=torch.uint8) if is_source else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, source, group=group)
-    return json.loads(bytes(data.tolist()))
+    return json.loads(data.numpy().tobytes())

@@ -21,9 +21,8 @@ from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import (
     Completion,
-    GeneratedGroup,
-    GenerationRequest,
     GradeResult,
+    Request,
     Rollout,
     RolloutGroup,
     Task,
@@ -54,7 +53,7 @@ class ConversationSettings:
 class _Conversation:
     """One sample; ``token_ids`` and ``logprobs`` begin after the prompt."""
 
-    request: GenerationRequest
+    request: Request
     sample: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -68,12 +67,12 @@ class _Conversation:
     def length(self) -> int:
         return len(self.request.prompt_ids) + len(self.token_ids)
 
-    def hear(self, turn: Completion) -> None:
+    def add_turn(self, turn: Completion) -> None:
         self.token_ids += turn.token_ids
         self.logprobs += turn.inference_logprobs
         self.last = turn
 
-    def read(self, reply: Sequence[int]) -> None:
+    def add_reply(self, reply: Sequence[int]) -> None:
         start = len(self.token_ids)
         self.token_ids += reply
         self.logprobs += [0.0] * len(reply)
@@ -104,7 +103,7 @@ class _Answer:
 class Conversations:
     """The conversations of one rollout.
 
-    Every rank of a model copy holds all of them and hears the same turns; the leader asks the environment and
+    Every rank of a model copy holds all of them and gets the same turns; the leader asks the environment and
     tells the others what to read, so that all submit the same requests between the same two engine steps.
     """
 
@@ -132,24 +131,22 @@ class Conversations:
         """True while an environment's answer is due."""
         return self._waiting > 0
 
-    def takes(self, request: GenerationRequest) -> bool:
+    def takes(self, request: Request) -> bool:
         """Whether the request is of an environment that answers."""
         return self._settings is not None and self._settings.max_turns.get(request.source.environment, 1) > 1
 
-    def hear(self, group: GeneratedGroup) -> None:
+    def add_turn(self, request: Request, completions: Sequence[Completion]) -> None:
         """A turn of some samples of a group: the whole group's first, or one sample's later one."""
-        request = group.request
-        heard = []
-        for sample, turn in enumerate(group.completions, start=request.first_sample):
-            key = (request.index, sample)
-            conversation = self._open.setdefault(key, _Conversation(request, sample))
-            conversation.hear(turn)
-            heard.append(conversation)
-        self._waiting += len(heard)
+        answered = []
+        for sample, turn in enumerate(completions, start=request.first_sample):
+            conversation = self._open.setdefault((request.index, sample), _Conversation(request, sample))
+            conversation.add_turn(turn)
+            answered.append(conversation)
+        self._waiting += len(answered)
         if self._groups.leads_model:
-            self._asked.add(asyncio.create_task(self._ask(heard)))
+            self._asked.add(asyncio.create_task(self._ask(answered)))
 
-    async def replies(self, idle: bool) -> list[GenerationRequest]:
+    async def replies(self, idle: bool) -> list[Request]:
         """The next turns to generate; with ``idle``, waits a while for an answer. Collective in a model copy."""
         if not self.waiting:
             return []
@@ -217,7 +214,7 @@ class Conversations:
         conversation.state = going_on.state
         return _Answer(index, sample, tuple(reply))
 
-    def _apply(self, answer: _Answer) -> GenerationRequest | None:
+    def _apply(self, answer: _Answer) -> Request | None:
         """The request for the next turn; None when the conversation is over."""
         key = (answer.index, answer.sample)
         conversation = self._open[key]
@@ -225,7 +222,7 @@ class Conversations:
             conversation.cut = answer.cut
             self._close(self._open.pop(key), answer.grade)
             return None
-        conversation.read(answer.reply)
+        conversation.add_reply(answer.reply)
         request = conversation.request
         room = self._settings.max_sequence_length - conversation.length
         new = min(request.sampling.max_new_tokens, room)

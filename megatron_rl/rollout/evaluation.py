@@ -13,11 +13,10 @@ from megatron_rl.algorithms.passk import pass_at_k
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.rollout.expected_length import ExpectedLengths
-from megatron_rl.rollout.prompt_source import Draw
-from megatron_rl.rollout.requests import RequestFactory
+from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.trainer.packing import balance
-from megatron_rl.types import GenerationRequest, GradeResult, Rollout, RolloutGroup
+from megatron_rl.types import GradeResult, Request, Rollout, RolloutGroup, SourcedTask
 
 _COLUMNS = 12
 VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
@@ -71,7 +70,7 @@ class Evaluator:
 
     def __init__(
         self,
-        tasks: Sequence[Draw],
+        tasks: Sequence[SourcedTask],
         samples_per_prompt: int,
         factory: RequestFactory,
         seed: int,
@@ -79,7 +78,7 @@ class Evaluator:
     ) -> None:
         self.expected_lengths = ExpectedLengths()
         """Of these tasks; they are the same at every evaluation."""
-        self._environments = sorted({draw.source.environment for draw in tasks})
+        self._environments = sorted({source.environment for source in tasks})
         self.tasks = tasks
         self._samples = samples_per_prompt
         self._factory = factory
@@ -88,7 +87,7 @@ class Evaluator:
 
     def evaluate(self, rollouter: Rollouter, policy_version: int) -> EvaluationResult | None:
         """Metrics and answers; None when the run was asked to stop. Collective over the whole job."""
-        requests = self._requests()
+        requests = self.requests(self._groups.data_rank, self._groups.data_size)
         result = rollouter.run(requests, self._seed, policy_version)
         if result.cancelled:
             return None
@@ -98,27 +97,25 @@ class Evaluator:
         gathered = gather_vectors(torch.tensor(rows, dtype=torch.float64), self._groups.data_group)
         table = torch.cat(gathered).view(-1, _COLUMNS).numpy()
         table = table[table[:, 0].argsort()]
-        sources = [draw.source for draw in self.tasks]
-        self.expected_lengths.learn(zip(sources, table[:, 1].tolist(), strict=True))
+        self.expected_lengths.learn(zip(self.tasks, table[:, 1].tolist(), strict=True))
         metrics: dict[str, float] = {}
         for index, name in enumerate(self._environments):
             metrics.update(self._summary(name, table[table[:, 2] == index]))
         ungraded = tuple(name for name in self._environments if f"val/{name}/reward" not in metrics)
         return EvaluationResult(metrics, result.groups, ungraded)
 
-    def _requests(self) -> list[GenerationRequest]:
-        """This data-parallel rank's share by expected tokens; each task is sampled, then answered greedily."""
+    def requests(self, rank: int, ranks: int) -> list[Request]:
+        """A data-parallel rank's share by expected tokens; each task is sampled, then answered greedily."""
         pairs = [
             (
-                self._factory.request(draw, self._samples, 2 * number),
-                self._factory.request(draw, 1, 2 * number + 1, greedy=True),
+                self._factory.request(source, self._samples, 2 * number),
+                self._factory.request(source, 1, 2 * number + 1, greedy=True),
             )
-            for number, draw in enumerate(self.tasks)
+            for number, source in enumerate(self.tasks)
         ]
         tokens = [sum(map(self.expected_lengths.tokens, pair)) for pair in pairs]
-        ranks = balance(tokens, self._groups.data_size)
-        mine = [pair for pair, rank in zip(pairs, ranks, strict=True) if rank == self._groups.data_rank]
-        return [request for pair in mine for request in pair]
+        dealt = zip(pairs, balance(tokens, ranks), strict=True)
+        return [request for pair, owner in dealt if owner == rank for request in pair]
 
     def _score(self, number: int, sampled: RolloutGroup, greedy: RolloutGroup) -> _TaskScore:
         lengths = [len(r.completion.token_ids) for r in (*sampled.rollouts, *greedy.rollouts)]

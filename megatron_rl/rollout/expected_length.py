@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_rl.trainer.packing import balance
-from megatron_rl.types import GenerationRequest, SourcedTask
+from megatron_rl.types import Request, SourcedTask
 
 _GROUPS_IN_MEAN = 256
 """An environment's mean is over about its last so many groups: it follows a policy whose answers grow."""
@@ -37,7 +37,7 @@ class ExpectedLengths:
     def __init__(self) -> None:
         self._environments: dict[str, _Environment] = {}
 
-    def tokens(self, request: GenerationRequest) -> int:
+    def tokens(self, request: Request) -> int:
         """Tokens of a group: its prompt, which is read once, and its expected completions."""
         return len(request.prompt_ids) + round(request.num_samples * self.completion(request))
 
@@ -63,7 +63,7 @@ class ExpectedLengths:
             name: _Environment(known["mean"], known["groups"], dict(known["tasks"])) for name, known in state.items()
         }
 
-    def completion(self, request: GenerationRequest) -> float:
+    def completion(self, request: Request) -> float:
         """Tokens of one of its completions."""
         known = self._environments.get(request.source.environment)
         if known is None:
@@ -71,7 +71,7 @@ class ExpectedLengths:
         return known.tasks.get(request.source.task.id, known.mean)
 
 
-def deal(requests: Sequence[GenerationRequest], expected: ExpectedLengths, num_ranks: int) -> list[int]:
+def deal(requests: Sequence[Request], expected: ExpectedLengths, num_ranks: int) -> list[int]:
     """The data-parallel rank of each group, with about the same expected tokens on all ranks: longest first.
 
     Of groups that are expected to be alike every rank gets some of each environment: environments are drawn by

@@ -1,13 +1,13 @@
-"""Which task comes next: without replacement, weighted over environments, resumable."""
+"""Which task comes next, and how it is asked: without replacement, weighted over environments, resumable."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.errors import ConfigError, EnvironmentFault
-from megatron_rl.types import SourcedTask, Task
+from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,6 @@ class TaskPool:
     environment: str
     tasks: Sequence[Task]
     weight: float
-
-
-@dataclass(frozen=True)
-class Draw:
-    """A task that fits, with its prompt's token ids."""
-
-    source: SourcedTask
-    prompt_ids: tuple[int, ...]
 
 
 class PromptSource:
@@ -59,23 +51,22 @@ class PromptSource:
         self._misses = {pool.environment: 0 for pool in self._pools}
         self.skipped_too_long = 0
 
-    def draw(self, count: int) -> list[Draw]:
+    def draw(self, count: int) -> list[SourcedTask]:
         """The next ``count`` tasks whose prompts fit; longer ones are skipped and counted.
 
         Raises:
             EnvironmentFault: an environment has no prompt that fits.
         """
-        draws: list[Draw] = []
-        while len(draws) < count:
+        drawn: list[SourcedTask] = []
+        while len(drawn) < count:
             pool = self._next_pool()
             source = self._take(pool)
-            prompt_ids = tuple(self._encode(source.task))
-            if 0 < len(prompt_ids) <= self._max_prompt_tokens:
-                draws.append(Draw(source, prompt_ids))
+            if 0 < len(source.prompt_ids) <= self._max_prompt_tokens:
+                drawn.append(source)
                 self._misses[pool.environment] = 0
             else:
                 self._skip(pool)
-        return draws
+        return drawn
 
     def state_dict(self) -> dict[str, int]:
         """The cursor, for a checkpoint."""
@@ -118,4 +109,32 @@ class PromptSource:
             order = list(range(len(pool.tasks)))
             random.Random(f"{self._seed}/{pool.environment}/{epoch}").shuffle(order)
             self._order[pool.environment] = (epoch, order)
-        return SourcedTask(pool.environment, pool.tasks[order[index]], epoch)
+        task = pool.tasks[order[index]]
+        return SourcedTask(pool.environment, task, epoch, tuple(self._encode(task)))
+
+
+@dataclass(frozen=True)
+class RequestFactory:
+    """Knows how answers are drawn and how long a sequence may become."""
+
+    sampling: SamplingParams
+    max_sequence_length: int
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that leaves room for a full answer.
+
+        When answers may fill the whole sequence, a prompt needs only leave room for one token.
+        """
+        if self.sampling.max_new_tokens >= self.max_sequence_length - 1:
+            return self.max_sequence_length - 1
+        return self.max_sequence_length - self.sampling.max_new_tokens
+
+    def request(
+        self, source: SourcedTask, num_samples: int, index: int, greedy: bool = False, at_most: int | None = None
+    ) -> Request:
+        """One group; ``index`` is its number in the step, ``at_most`` bounds its new tokens further."""
+        room = self.max_sequence_length - len(source.prompt_ids)
+        tokens = min(self.sampling.max_new_tokens, room, at_most or room)
+        sampling = replace(self.sampling, greedy=greedy, max_new_tokens=tokens)
+        return Request(source, source.prompt_ids, num_samples, sampling, index)

@@ -10,22 +10,21 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 import uvloop
 
 from megatron_rl.inference import Engine, EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import any_rank, max_over
+from megatron_rl.parallel.collectives import any_rank, broadcast_json, max_over
 from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.rollout.conversations import PENDING, Conversations, ConversationSettings
 from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import (
-    GeneratedGroup,
-    GenerationRequest,
+    Completion,
     GradeResult,
+    Request,
     Rollout,
     RolloutGroup,
     Task,
@@ -63,7 +62,7 @@ class Rollouter:
     """Owns the event loop in which generation and grading overlap.
 
     Every rank of a model-parallel group generates; only the leader talks to the environment
-    server, and its verdicts are broadcast as one small tensor.
+    server, and its verdicts are broadcast.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Rollouter:
 
     def run(
         self,
-        requests: Sequence[GenerationRequest],
+        requests: Sequence[Request],
         seed: int,
         policy_version: int,
         journal: StepJournal | None = None,
@@ -139,7 +138,7 @@ class Rollouter:
         """
         return self._runner.get_loop().run_until_complete(awaitable)
 
-    async def _run(self, requests: Sequence[GenerationRequest], journal: StepJournal | None) -> RolloutResult:
+    async def _run(self, requests: Sequence[Request], journal: StepJournal | None) -> RolloutResult:
         started = time.perf_counter()
         grading: dict[int, asyncio.Task[RolloutGroup]] = {}
         conversations = Conversations(self._conversations, self._tokenizer, self._groups, journal)
@@ -149,17 +148,16 @@ class Rollouter:
             if group is None:
                 self._engine.submit(replace(request, goes_on=conversations.takes(request)))
             elif not group.is_graded:
-                grades = [rollout.grade for rollout in known.pop(request.index).rollouts]
-                completions = tuple(rollout.completion for rollout in group.rollouts)
-                again = self._graded(GeneratedGroup(request, completions), journal, grades)
+                rollouts = known.pop(request.index).rollouts
+                again = self._graded(request, [r.completion for r in rollouts], journal, [r.grade for r in rollouts])
                 grading[request.index] = asyncio.create_task(again)
         steps, cancelled = 0, False
         while (self._engine.has_unfinished or conversations.waiting) and not cancelled:
-            for group in self._engine.step():
-                if conversations.takes(group.request):
-                    conversations.hear(group)
+            for request, completions in self._engine.step():
+                if conversations.takes(request):
+                    conversations.add_turn(request, completions)
                 else:
-                    grading[group.request.index] = asyncio.create_task(self._graded(group, journal))
+                    grading[request.index] = asyncio.create_task(self._graded(request, completions, journal))
             for turn in await conversations.replies(idle=not self._engine.has_unfinished):
                 self._engine.submit(turn)
             steps += 1
@@ -201,7 +199,7 @@ class Rollouter:
         return bool(pending) if model_group.size() == 1 else any_rank(bool(pending), model_group)
 
     def _known(
-        self, requests: Sequence[GenerationRequest], journal: StepJournal | None, conversations: Conversations
+        self, requests: Sequence[Request], journal: StepJournal | None, conversations: Conversations
     ) -> dict[int, RolloutGroup]:
         """Groups that an earlier start generated, by the index of their request; texts are made anew.
 
@@ -228,12 +226,15 @@ class Rollouter:
         }
 
     async def _graded(
-        self, group: GeneratedGroup, journal: StepJournal | None, grades: Sequence[GradeResult] = ()
+        self,
+        request: Request,
+        completions: Sequence[Completion],
+        journal: StepJournal | None,
+        grades: Sequence[GradeResult] = (),
     ) -> RolloutGroup:
         """With ``grades`` of an earlier start only the samples whose grade failed are graded."""
-        request = group.request
-        source = request.source
-        transcripts = [self._transcript(completion) for completion in group.completions]
+        source, decode = request.source, self._tokenizer.decode
+        transcripts = [Transcript(decode(c.token_ids), c.finish_reason, len(c.token_ids)) for c in completions]
         grades = list(grades) or [PENDING] * len(transcripts)
         due = [sample for sample, grade in enumerate(grades) if grade.status != "ok"]
         if self._groups.leads_model:
@@ -243,47 +244,31 @@ class Rollouter:
         finished = RolloutGroup(
             source=source,
             prompt_ids=request.prompt_ids,
-            prompt_text=self._tokenizer.decode(request.prompt_ids),
+            prompt_text=decode(request.prompt_ids),
             rollouts=tuple(
                 Rollout(completion, transcript.text, grade)
-                for completion, transcript, grade in zip(group.completions, transcripts, grades, strict=True)
+                for completion, transcript, grade in zip(completions, transcripts, grades, strict=True)
             ),
         )
         if journal is not None:
             journal.add(request.index, finished)
         return finished
 
-    def _transcript(self, completion) -> Transcript:
-        return Transcript(
-            text=self._tokenizer.decode(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            num_tokens=len(completion.token_ids),
-        )
-
     def _share_grades(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
-        """Give the leader's verdicts to the other ranks of the model copy: [samples, 2] fp64."""
+        """Give the leader's verdicts to the other ranks of the model copy."""
         if self._groups.model_group.size() == 1 or not groups:
             return groups
-        verdicts = torch.tensor(
-            [(r.grade.reward or 0.0, r.grade.status == "ok") for g in groups for r in g.rollouts],
-            dtype=torch.float64,
-        )
-        dist.broadcast(verdicts, self._groups.model_leader(), group=self._groups.model_group)
+        verdicts = [r.grade.reward if r.grade.status == "ok" else None for group in groups for r in group.rollouts]
+        rewards = iter(broadcast_json(verdicts, self._groups.model_leader(), self._groups.model_group))
         if self._groups.leads_model:
             return groups
-        rows = iter(verdicts.tolist())
         return [
-            RolloutGroup(
-                group.source,
-                group.prompt_ids,
-                group.prompt_text,
-                tuple(Rollout(r.completion, r.text, _verdict(*next(rows))) for r in group.rollouts),
-            )
+            replace(group, rollouts=tuple(replace(r, grade=_verdict(next(rewards))) for r in group.rollouts))
             for group in groups
         ]
 
 
-def _verdict(reward: float, graded: float) -> GradeResult:
-    if graded:
+def _verdict(reward: float | None) -> GradeResult:
+    if reward is not None:
         return GradeResult("ok", reward=reward)
     return GradeResult("error", code="see_leader", message="the leading rank's record has the reason")

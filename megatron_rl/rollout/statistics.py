@@ -14,7 +14,7 @@ from megatron_rl.inference import EngineStatistics
 from megatron_rl.metrics.names import ROLLOUT_IDLE_SHARE, idle_share
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
 from megatron_rl.rollout.rollouter import RolloutResult
-from megatron_rl.types import GenerationRequest, RolloutGroup
+from megatron_rl.types import Request, RolloutGroup
 
 _MOST_RANKS_SHOWN = 32
 """With more data-parallel ranks a step's row would consist of their idle shares: the mean alone is kept."""
@@ -54,7 +54,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGrou
 
 
 def lengths_and_seconds(
-    requests: Sequence[GenerationRequest],
+    requests: Sequence[Request],
     rollouts: RolloutResult,
     num_groups: int,
     data_group: dist.ProcessGroup,

@@ -17,7 +17,7 @@ from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import ConversationSettings, Draw, TaskPool
+from megatron_rl.rollout import ConversationSettings, TaskPool
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Demonstration, SourcedTask
 
@@ -52,15 +52,15 @@ class EnvironmentAccess:
         max_turns = {spec.name: spec.max_turns for spec in self.served}
         return ConversationSettings(self.client.step, max_turns, max_sequence_length)
 
-    def held_out_draws(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Draw]:
+    def held_out_tasks(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[SourcedTask]:
         """The first ``count`` held-out tasks of every environment whose prompts fit."""
-        draws: list[Draw] = []
+        tasks: list[SourcedTask] = []
         for spec in self.served:
-            fitting: list[Draw] = []
+            fitting: list[SourcedTask] = []
             for task in self.client.fetch_tasks(spec.name, "test"):
                 prompt_ids = tuple(tokenizer.encode_prompt(task.prompt))
                 if 0 < len(prompt_ids) <= max_prompt_tokens:
-                    fitting.append(Draw(SourcedTask(spec.name, task), prompt_ids))
+                    fitting.append(SourcedTask(spec.name, task, prompt_ids=prompt_ids))
                 if len(fitting) == count:
                     break
             if not fitting:
@@ -68,8 +68,8 @@ class EnvironmentAccess:
                     f"environment {spec.name!r} has no held-out task that fits in {max_prompt_tokens} tokens; "
                     "leave out --eval-interval or raise --inference-max-seq-length"
                 )
-            draws += fitting
-        return draws
+            tasks += fitting
+        return tasks
 
 
 @contextlib.contextmanager

@@ -13,10 +13,10 @@ from megatron_rl.models import PolicyModel, kv_cache_dtype
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.quantization.audit import LayerAudit, table_rows
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.rollout import Draw, PromptSource, RequestFactory, Rollouter
+from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter
 from megatron_rl.run.base import Run
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import SamplingParams, SourcedTask
 
 logger = logging.getLogger(__name__)
 
@@ -128,19 +128,19 @@ def build_quantization(run: Run) -> RolloutQuantization:
 
 
 def calibration(
-    engine: Engine, source: PromptSource | None, factory: RequestFactory, held_out: Sequence[Draw]
+    engine: Engine, source: PromptSource | None, factory: RequestFactory, held_out: Sequence[SourcedTask]
 ) -> Callable[[], None]:
     """What generates a little from the next prompts of the run, without drawing them."""
 
     def generate() -> None:
-        draws = list(held_out[:CALIBRATION_PROMPTS])
+        tasks = list(held_out[:CALIBRATION_PROMPTS])
         if source is not None:
             cursor = source.state_dict()
-            draws = source.draw(CALIBRATION_PROMPTS)
+            tasks = source.draw(CALIBRATION_PROMPTS)
             source.load_state_dict(cursor)
         engine.begin(seed=0, policy_version=0)
-        for index, draw in enumerate(draws):
-            engine.submit(factory.request(draw, 1, index, at_most=CALIBRATION_TOKENS))
+        for index, task in enumerate(tasks):
+            engine.submit(factory.request(task, 1, index, at_most=CALIBRATION_TOKENS))
         while engine.has_unfinished:
             engine.step()
 

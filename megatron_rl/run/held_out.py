@@ -32,8 +32,8 @@ class HeldOut:
 def build_evaluator(run: Run, factory: RequestFactory) -> Evaluator:
     """The first held-out tasks of every environment whose prompts fit."""
     settings = run.config.environment
-    draws = run.environments.held_out_draws(settings.rl_prompts_per_eval, run.tokenizer, factory.max_prompt_tokens)
-    return Evaluator(draws, settings.rl_samples_per_eval_prompt, factory, run.config.training.seed, run.groups)
+    tasks = run.environments.held_out_tasks(settings.rl_prompts_per_eval, run.tokenizer, factory.max_prompt_tokens)
+    return Evaluator(tasks, settings.rl_samples_per_eval_prompt, factory, run.config.training.seed, run.groups)
 
 
 def build_held_out(run: Run, phases: Phases) -> HeldOut:

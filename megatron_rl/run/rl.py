@@ -21,7 +21,7 @@ from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.phases import Phases
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.rollout import Draw, PromptSource, RequestFactory, Rollouter, RolloutResult
+from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter, RolloutResult
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
@@ -34,7 +34,7 @@ from megatron_rl.trainer import PolicyTrainer
 from megatron_rl.trainer.parity import EMULATION_LIMIT, KVCacheRounding, ParityGate, ParityLimits
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import GenerationRequest
+from megatron_rl.types import Request, SourcedTask
 
 
 @dataclass(kw_only=True)
@@ -52,14 +52,14 @@ class RLRun(TrainingRun):
     expected_lengths: ExpectedLengths
     """Of the training tasks; the evaluator has its own."""
 
-    def requests_of_this_rank(self, draws: Sequence[Draw]) -> list[GenerationRequest]:
+    def requests_of_this_rank(self, drawn: Sequence[SourcedTask]) -> list[Request]:
         """This data-parallel rank's groups, in the order drawn; every rank has drawn the same list.
 
         Ranks get about the same expected tokens, so not the same number of groups. The index of a request is its
-        group's number: the place in ``draws``.
+        group's number: the place in ``drawn``.
         """
         size = self.config.algorithm.grpo_group_size
-        requests = [self.factory.request(draw, size, number) for number, draw in enumerate(draws)]
+        requests = [self.factory.request(source, size, number) for number, source in enumerate(drawn)]
         ranks = deal(requests, self.expected_lengths, self.groups.data_size)
         mine = [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.data_rank]
         return [
@@ -68,14 +68,14 @@ class RLRun(TrainingRun):
         ]
 
     def learn_lengths(
-        self, draws: Sequence[Draw], requests: Sequence[GenerationRequest], rollouts: RolloutResult
+        self, drawn: Sequence[SourcedTask], requests: Sequence[Request], rollouts: RolloutResult
     ) -> dict[str, float]:
         """Remember how long the groups of a step became, wherever they were generated; how idle the ranks were.
 
         Collective over the data-parallel group.
         """
-        lengths, seconds = lengths_and_seconds(requests, rollouts, len(draws), self.groups.data_group)
-        self.expected_lengths.learn(zip((draw.source for draw in draws), lengths, strict=True))
+        lengths, seconds = lengths_and_seconds(requests, rollouts, len(drawn), self.groups.data_group)
+        self.expected_lengths.learn(zip(drawn, lengths, strict=True))
         return idle_metrics(seconds)
 
     def committed(self, step: int) -> None:

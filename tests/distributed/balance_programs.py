@@ -8,9 +8,9 @@ from typing import Any
 from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down
-from megatron_rl.rollout import Draw, RequestFactory, RolloutResult
+from megatron_rl.rollout import RequestFactory, RolloutResult
 from megatron_rl.run.rl import RLRun
-from megatron_rl.types import GenerationRequest
+from megatron_rl.types import Request, SourcedTask
 from tests.distributed.programs import join, toy_config
 from tests.support.toy import toy_run
 
@@ -21,8 +21,8 @@ GROUPS = 8
 class EverySecondIsLong(RequestFactory):
     """Groups 0, 2, 4, 6 may have ``LONG`` tokens, the others ``SHORT``."""
 
-    def request(self, draw: Draw, num_samples: int, index: int, **how: Any) -> GenerationRequest:
-        return super().request(draw, num_samples, index, at_most=SHORT if index % 2 else LONG)
+    def request(self, source: SourcedTask, num_samples: int, index: int, **how: Any) -> Request:
+        return super().request(source, num_samples, index, at_most=SHORT if index % 2 else LONG)
 
 
 def in_turn_and_by_length() -> dict[str, Any]:
@@ -55,13 +55,13 @@ def in_turn_and_by_length() -> dict[str, Any]:
     return report
 
 
-def generate(run: RLRun, requests: Sequence[GenerationRequest]) -> RolloutResult:
+def generate(run: RLRun, requests: Sequence[Request]) -> RolloutResult:
     """The rollout phase of a step."""
     with rollout_mode(run.policy, run.optimization.wrapped):
         return run.rollouter.run(requests, seed=1, policy_version=0)
 
 
-def described(requests: Sequence[GenerationRequest], result: RolloutResult) -> dict[str, Any]:
+def described(requests: Sequence[Request], result: RolloutResult) -> dict[str, Any]:
     """Answers by the number of their group, and the tokens this rank generated."""
     answers = {
         str(request.index): [rollout.completion.token_ids for rollout in group.rollouts]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 def _generate(policy, greedy: bool):
     from megatron_rl.inference import EngineOptions, RolloutEngine
     from megatron_rl.models import rollout_mode
-    from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
+    from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
     engine = RolloutEngine(policy, EngineOptions(16, 48), [0], lambda ids: " ".join(map(str, ids)))
     engine.begin(seed=3, policy_version=0)
@@ -21,7 +21,7 @@ def _generate(policy, greedy: bool):
     for index in range(6):
         prompt = tuple(1 + (index * 7 + i) % (VOCABULARY - 1) for i in range(3 + index))
         source = SourcedTask("toy", Task(str(index), "unused"))
-        engine.submit(GenerationRequest(source, prompt, 4, params, index))
+        engine.submit(Request(source, prompt, 4, params, index))
     groups = []
     with rollout_mode(policy):
         while engine.has_unfinished:
@@ -36,13 +36,13 @@ def _trainer_logprobs(policy, groups, one_rank):
 
     samples = [
         Sample(
-            torch.tensor(group.request.prompt_ids + completion.token_ids),
-            len(group.request.prompt_ids),
+            torch.tensor(request.prompt_ids + completion.token_ids),
+            len(request.prompt_ids),
             0.0,
-            torch.tensor((0.0,) * len(group.request.prompt_ids) + completion.inference_logprobs),
+            torch.tensor((0.0,) * len(request.prompt_ids) + completion.inference_logprobs),
         )
-        for group in groups
-        for completion in group.completions
+        for request, completions in groups
+        for completion in completions
     ]
     batch = collate(samples, policy.device)
     scores = Scorer(policy, one_rank.tensor_group, 1.0).logprobs(batch)
@@ -61,13 +61,13 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank):
     from megatron_rl.attention import PackedPlan
 
     policy = tiny_policy()
-    for group in _generate(policy, greedy=True)[:3]:
-        ids = torch.tensor(group.request.prompt_ids + group.completions[0].token_ids, device=policy.device)
+    for request, completions in _generate(policy, greedy=True)[:3]:
+        ids = torch.tensor(request.prompt_ids + completions[0].token_ids, device=policy.device)
         positions = torch.arange(len(ids), device=policy.device)
         borders = torch.tensor([0, len(ids)], dtype=torch.int32, device=policy.device)
         plan = PackedPlan.build([len(ids)], borders, positions, policy.rope, policy.dtype)
         with torch.no_grad():
             logits = policy.gpt(ids[None], positions[None], None, packed_seq_params=plan)[0]
-        prompt = len(group.request.prompt_ids)
+        prompt = len(request.prompt_ids)
         best = logits[prompt - 1 : -1, :VOCABULARY].argmax(-1)
-        assert best.tolist() == list(group.completions[0].token_ids)
+        assert best.tolist() == list(completions[0].token_ids)

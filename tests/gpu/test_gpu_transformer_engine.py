@@ -60,10 +60,10 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank: Parallel
 
     policy = tiny_policy(tiny_config(**ENGINE))
     scorer = Scorer(policy, one_rank.tensor_group, 1.0)
-    for group in _generate(policy, greedy=True)[:3]:
-        prompt, answer = len(group.request.prompt_ids), group.completions[0].token_ids
+    for request, completions in _generate(policy, greedy=True)[:3]:
+        prompt, answer = len(request.prompt_ids), completions[0].token_ids
         batch = _batch(policy, (prompt + len(answer),))
-        batch.token_ids.copy_(torch.tensor(group.request.prompt_ids + answer))
+        batch.token_ids.copy_(torch.tensor(request.prompt_ids + answer))
         best = scorer.logprobs_and_top(batch)[1][prompt - 1 : -1]
         assert best.tolist() == list(answer)
 

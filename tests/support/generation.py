@@ -12,7 +12,7 @@ from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
 from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel.groups import current_groups
-from megatron_rl.types import Completion, GenerationRequest, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Completion, Request, SamplingParams, SourcedTask, Task
 from tests.support.tiny import VOCABULARY
 
 END = 3
@@ -27,15 +27,15 @@ def letters(token_ids: Sequence[int]) -> str:
 
 def request(
     prompt_ids: Sequence[int], num_samples: int = 1, index: int = 0, **sampling: object
-) -> GenerationRequest:
+) -> Request:
     """A group for the task ``task-<index>``."""
     source = SourcedTask("toy", Task(id=f"task-{index}", prompt=""))
-    return GenerationRequest(source, tuple(prompt_ids), num_samples, SamplingParams(**sampling), index)
+    return Request(source, tuple(prompt_ids), num_samples, SamplingParams(**sampling), index)
 
 
 def ragged_requests(
     count: int, num_samples: int = 1, longest_prompt: int = 12, seed: int = 0, **sampling: object
-) -> list[GenerationRequest]:
+) -> list[Request]:
     """Random prompts of 1 to ``longest_prompt`` tokens."""
     draw = random.Random(seed)
     prompts = [
@@ -59,7 +59,7 @@ def _sizes(options: dict[str, object]) -> EngineOptions:
 
 
 def generate(
-    policy: PolicyModel, engine: Engine, requests: Sequence[GenerationRequest], seed: int = 1, version: int = 0
+    policy: PolicyModel, engine: Engine, requests: Sequence[Request], seed: int = 1, version: int = 0
 ) -> list[tuple[Completion, ...]]:
     """Complete ``requests``; the result is in their order."""
     with rollout_mode(policy):
@@ -69,13 +69,13 @@ def generate(
         return drain(engine, requests)
 
 
-def drain(engine: Engine, requests: Sequence[GenerationRequest]) -> list[tuple[Completion, ...]]:
+def drain(engine: Engine, requests: Sequence[Request]) -> list[tuple[Completion, ...]]:
     """Step until everything submitted has come back; call it in rollout mode."""
     finished = {}
     while engine.has_unfinished:
-        for group in engine.step():
-            assert group.request.index not in finished, "a group came back twice"
-            finished[group.request.index] = group.completions
+        for done, completions in engine.step():
+            assert done.index not in finished, "a group came back twice"
+            finished[done.index] = completions
     return [finished[wanted.index] for wanted in requests]
 
 

@@ -13,7 +13,7 @@ from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.registry import RECIPES
-from megatron_rl.types import Completion, GenerationRequest
+from megatron_rl.types import Completion, Request
 from tests.support.generation import drain, ragged_requests, randomise_vectors
 from tests.support.scoring import packed
 from tests.support.tiny import tiny_config, tiny_policy
@@ -48,13 +48,13 @@ def rollout_quantization(
     return RolloutQuantization(policy.gpt, recipe, skip, policy.config.num_layers, report)
 
 
-def short_requests(count: int = 6, **sampling: object) -> list[GenerationRequest]:
+def short_requests(count: int = 6, **sampling: object) -> list[Request]:
     """Two samples of up to 16 tokens for each of some prompts."""
     return ragged_requests(count, num_samples=2, **{"max_new_tokens": 16} | sampling)
 
 
 def complete(
-    policy: PolicyModel, engine: Engine, quantization: RolloutQuantization, requests: Sequence[GenerationRequest]
+    policy: PolicyModel, engine: Engine, quantization: RolloutQuantization, requests: Sequence[Request]
 ) -> list[tuple[Completion, ...]]:
     """A rollout phase, calibrated by the requests themselves where the recipe wants it."""
 
@@ -69,7 +69,7 @@ def complete(
 
 
 def roll_out(
-    policy: PolicyModel, engine: Engine, quantization: RolloutQuantization, requests: Sequence[GenerationRequest]
+    policy: PolicyModel, engine: Engine, quantization: RolloutQuantization, requests: Sequence[Request]
 ) -> TokenBatch:
     """The rollout's samples as one micro-batch."""
     return packed(requests, complete(policy, engine, quantization, requests))

@@ -11,11 +11,11 @@ from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Completion, GenerationRequest, Sample
+from megatron_rl.types import Completion, Request, Sample
 
 
 def packed(
-    requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Completion]], device: str = "cpu"
+    requests: Sequence[Request], groups: Sequence[Sequence[Completion]], device: str = "cpu"
 ) -> TokenBatch:
     """All completions in one batch, with a padding sequence at the end."""
     samples = [

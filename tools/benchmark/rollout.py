@@ -21,7 +21,7 @@ import torch
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
-from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 from tools.benchmark.common import (
     Shape,
     benchmark_config,
@@ -57,10 +57,10 @@ class Workload:
         """The prompt of every sequence."""
         return [prompt for prompt in self.prompts for _ in range(self.group)]
 
-    def requests(self, greedy: bool) -> list[GenerationRequest]:
+    def requests(self, greedy: bool) -> list[Request]:
         """A request a group."""
         return [
-            GenerationRequest(
+            Request(
                 SourcedTask("benchmark", Task(str(index), "")),
                 prompt,
                 self.group,
@@ -128,7 +128,7 @@ def engine_contender(engine: Engine, policy: PolicyModel, workload: Workload) ->
             while engine.has_unfinished:
                 groups += engine.step()
         groups.sort(key=lambda group: group.request.index)
-        return [completion.token_ids for group in groups for completion in group.completions]
+        return [completion.token_ids for _, group in groups for completion in group]
 
     return generate
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.errors import EngineError
 from megatron_rl.inference import Engine
 from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.types import GeneratedGroup
+from megatron_rl.types import Completed
 from tests.support.generation import (
     drain,
     generate,
@@ -144,16 +144,16 @@ def test_requests_may_arrive_while_others_run(policy: PolicyModel, make_engine: 
     wanted = ragged_requests(8, num_samples=2, greedy=True, max_new_tokens=12)
     expected = tokens(generate(policy, make_engine(policy), wanted))
     engine = make_engine(policy, steps_per_host_read=2)
-    early: list[GeneratedGroup] = []
+    early: list[Completed] = []
     with rollout_mode(policy):
         engine.begin(1, 0)
         for late in wanted:
             engine.submit(late)
             early += engine.step()
-        finished = {group.request.index for group in early}
+        finished = {done.index for done, _ in early}
         rest = [late for late in wanted if late.index not in finished]
         completions = dict(zip([r.index for r in rest], drain(engine, rest), strict=True))
-    completions |= {group.request.index: group.completions for group in early}
+    completions |= {done.index: group for done, group in early}
     assert tokens([completions[late.index] for late in wanted]) == expected
 
 

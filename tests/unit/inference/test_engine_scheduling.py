@@ -10,7 +10,7 @@ import torch
 from megatron_rl.errors import EngineError
 from megatron_rl.inference import RolloutEngine
 from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.types import Completion, GenerationRequest
+from megatron_rl.types import Completion, Request
 from tests.support.generation import (
     drain,
     generate,
@@ -46,7 +46,7 @@ def gigabytes(policy: PolicyModel, cells: int) -> float:
     return 4 * policy.layout.cache_numbers(cells) / 2**30
 
 
-def assert_same(policy: PolicyModel, engine: RolloutEngine, wanted: list[GenerationRequest]) -> None:
+def assert_same(policy: PolicyModel, engine: RolloutEngine, wanted: list[Request]) -> None:
     """As a large engine of slots that computes every prompt whole."""
     plain = generate(policy, rollout_engine(policy, max_batch_size=32, reuse_prefixes=False), wanted)
     groups = generate(policy, engine, wanted)
@@ -171,7 +171,7 @@ def test_where_work_stands_in_the_queue_changes_no_token(policy: PolicyModel) ->
 
 
 def two_turns(
-    policy: PolicyModel, engine: RolloutEngine, first: list[GenerationRequest]
+    policy: PolicyModel, engine: RolloutEngine, first: list[Request]
 ) -> tuple[list[Completion], int]:
     """Every sample hears three tokens and speaks again; all second turns, and the tokens prefilled for them."""
     with rollout_mode(policy):

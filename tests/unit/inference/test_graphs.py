@@ -23,7 +23,7 @@ from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.quantization.audit import observed
 from megatron_rl.run import generation
 from megatron_rl.trainer import Optimization
-from megatron_rl.types import GenerationRequest
+from megatron_rl.types import Request
 from tests.support.generation import generate, largest_gap, ragged_requests, request, rollout_engine, tokens
 from tests.support.quantized import complete, disturb, linears_of, quantizable_policy, rollout_quantization
 from tests.support.tape import TapeRecorder
@@ -282,7 +282,7 @@ def test_experts_have_no_graphs(caplog: pytest.LogCaptureFixture, one_rank: obje
 # -- over RL steps -------------------------------------------------------------------------------
 
 
-def requests_of_a_step() -> list[GenerationRequest]:
+def requests_of_a_step() -> list[Request]:
     return ragged_requests(5, num_samples=2, max_new_tokens=12)
 
 

@@ -177,7 +177,7 @@ def test_a_group_comes_back_as_soon_as_it_is_done(policy: PolicyModel) -> None:
         engine.begin(1, 0)
         engine.submit(request(PROMPT, 2, index=0, max_new_tokens=30))
         engine.submit(request(PROMPT, 2, index=1, max_new_tokens=5))
-        assert [group.request.index for group in engine.step()] == [1]
+        assert [done.index for done, _ in engine.step()] == [1]
         assert engine.has_unfinished
         engine.abort()
 

@@ -15,11 +15,11 @@ from megatron_rl.rollout import ConversationSettings, Rollouter, RolloutResult
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.signals import StopRequest
 from megatron_rl.types import (
+    Completed,
     Completion,
     Continuation,
-    GeneratedGroup,
-    GenerationRequest,
     GradeResult,
+    Request,
     SamplingParams,
     SourcedTask,
     Task,
@@ -41,15 +41,15 @@ class ScriptedEngine:
 
     def __init__(self, said: Said) -> None:
         self._said = said
-        self._waiting: list[GenerationRequest] = []
-        self.requests: list[GenerationRequest] = []
+        self._waiting: list[Request] = []
+        self.requests: list[Request] = []
         self.statistics = EngineStatistics()
         self._turns: dict[int, int] = {}
 
     def begin(self, seed: int, policy_version: int) -> None:
         self._turns.clear()
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         self._waiting.append(request)
         self.requests.append(request)
 
@@ -57,14 +57,14 @@ class ScriptedEngine:
     def has_unfinished(self) -> bool:
         return bool(self._waiting)
 
-    def step(self) -> list[GeneratedGroup]:
+    def step(self) -> list[Completed]:
         done, self._waiting = self._waiting, []
         return [self._finished(request) for request in done]
 
     def abort(self) -> None:
         self._waiting.clear()
 
-    def _finished(self, request: GenerationRequest) -> GeneratedGroup:
+    def _finished(self, request: Request) -> Completed:
         completions = []
         for sample in range(request.first_sample, request.first_sample + request.num_samples):
             turn = self._turns.get(sample, 0)
@@ -73,7 +73,7 @@ class ScriptedEngine:
             reason = "stop" if ids[-1] == END else "length"
             logprobs = tuple(-1.0 - position for position in range(len(ids)))
             completions.append(Completion(ids, logprobs, reason, policy_version=4))
-        return GeneratedGroup(request, tuple(completions))
+        return request, tuple(completions)
 
 
 Answer = Callable[[Task, Any, Turn], GradeResult]
@@ -108,7 +108,7 @@ class Harness:
         self.close()
         self.rollouter = Rollouter(engine, toy_tokenizer(), self._groups, no_grade, self.stop, 0.0, settings)
         source = SourcedTask("talk", Task("0", "ab"))
-        request = GenerationRequest(source, PROMPT, samples, SamplingParams(max_new_tokens=6))
+        request = Request(source, PROMPT, samples, SamplingParams(max_new_tokens=6))
         return self.rollouter.run([request], 9, 4, journal)
 
     def close(self) -> None:

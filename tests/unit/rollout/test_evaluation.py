@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.inference import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import Draw, Evaluator, RequestFactory, RolloutResult
+from megatron_rl.rollout import Evaluator, RequestFactory, RolloutResult
 from megatron_rl.rollout.evaluation import is_correct, powers_of_two_up_to
-from megatron_rl.types import GenerationRequest, GradeResult, RolloutGroup, SamplingParams, SourcedTask, Task
+from megatron_rl.types import GradeResult, Request, RolloutGroup, SamplingParams, SourcedTask, Task
 from tests.support.rollouts import graded_group
 
 FACTORY = RequestFactory(SamplingParams(max_new_tokens=8), max_sequence_length=16)
@@ -22,16 +21,16 @@ class FixedRollouter:
     """Answers the requests with groups made beforehand, and remembers what it was asked."""
 
     def __init__(self, groups: Sequence[RolloutGroup], cancelled: bool = False) -> None:
-        self._result = RolloutResult(tuple(groups), EngineStatistics(), 0.0, 0.0, cancelled)
-        self.asked: list[tuple[list[GenerationRequest], int, int]] = []
+        self.result = RolloutResult(tuple(groups), EngineStatistics(), 0.0, 0.0, cancelled)
+        self.asked: list[tuple[list[Request], int, int]] = []
 
-    def run(self, requests: Sequence[GenerationRequest], seed: int, policy_version: int) -> RolloutResult:
+    def run(self, requests: Sequence[Request], seed: int, policy_version: int) -> RolloutResult:
         self.asked.append((list(requests), seed, policy_version))
-        return self._result
+        return self.result
 
 
 def evaluator(groups: ParallelGroups, tasks: Sequence[tuple[str, str]], samples: int) -> Evaluator:
-    draws = [Draw(SourcedTask(environment, Task(task_id, "p")), (1, 2)) for environment, task_id in tasks]
+    draws = [SourcedTask(environment, Task(task_id, "p"), prompt_ids=(1, 2)) for environment, task_id in tasks]
     return Evaluator(draws, samples, FACTORY, seed=7, groups=groups)
 
 
@@ -111,14 +110,11 @@ def test_tasks_are_dealt_by_the_lengths_of_the_evaluation_before(one_rank: Paral
     lengths = [([8, 8, 8, 6], [10]), ([1, 1, 1, 1], [1]), ([2, 2, 2, 3], [1])]
     groups = [graded_group([1.0] * len(one), lengths=one) for pair in lengths for one in pair]
     evaluation = evaluator(one_rank, [("toy", "0"), ("toy", "1"), ("toy", "2")], samples=4)
-    evaluation._groups = SimpleNamespace(data_rank=0, data_size=2)
-    assert [r.index for r in evaluation._requests()] == [0, 1, 4, 5], "nothing is known yet: in turn"
-    evaluation._groups = one_rank
+    assert [r.index for r in evaluation.requests(0, 2)] == [0, 1, 4, 5], "nothing is known yet: in turn"
     evaluation.evaluate(FixedRollouter(groups), 0)
     assert evaluation.expected_lengths.state_dict()["toy"]["tasks"] == {"0": 8.0, "1": 1.0, "2": 2.0}
     for rank, indices in enumerate(([0, 1], [2, 3, 4, 5])):
-        evaluation._groups = SimpleNamespace(data_rank=rank, data_size=2)
-        assert [r.index for r in evaluation._requests()] == indices
+        assert [r.index for r in evaluation.requests(rank, 2)] == indices
 
 
 def test_its_answers_come_with_it(one_rank: ParallelGroups) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.rollout import Draw, RequestFactory, expected_length
+from megatron_rl.rollout import RequestFactory, expected_length
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.run.rl import RLRun
-from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
 LIMIT = 100
 
@@ -20,8 +21,8 @@ def source(task: str, environment: str = "toy") -> SourcedTask:
     return SourcedTask(environment, Task(task, task))
 
 
-def request(task: str, environment: str = "toy", prompt: int = 10, samples: int = 4) -> GenerationRequest:
-    return GenerationRequest(
+def request(task: str, environment: str = "toy", prompt: int = 10, samples: int = 4) -> Request:
+    return Request(
         source(task, environment), (1,) * prompt, samples, SamplingParams(max_new_tokens=LIMIT), index=0
     )
 
@@ -83,7 +84,8 @@ def dealt(lengths: dict[str, float], tasks: str, ranks: int, environments: str =
     """
     expected = ExpectedLengths()
     expected.learn([(source(task, environments[0]), length) for task, length in lengths.items()])
-    draws = [Draw(source(task, name), (1,)) for task, name in zip(tasks, cycle(environments), strict=False)]
+    sources = map(source, tasks, cycle(environments))
+    draws = [replace(one, prompt_ids=(1,)) for one in sources]
     found = []
     for rank in range(ranks):
         run = SimpleNamespace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +10,8 @@ from megatron_rl import signals
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import Rollouter
 from megatron_rl.signals import StopRequest
+from tests.support.toy import toy_tokenizer
+from tests.unit.rollout.test_rollouter import ScriptedEngine, grade_at_once, make_requests
 
 
 @pytest.mark.parametrize(("grace", "later", "cancelled"), [(0, 0, True), (10, 9, False), (10, 11, True)])
@@ -17,10 +19,8 @@ def test_a_rollout_is_cancelled_after_its_grace(
     one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch, grace: float, later: float, cancelled: bool
 ) -> None:
     stop = StopRequest()
-    rollouter = Rollouter(None, None, one_rank, None, stop, grace_seconds=grace)
-    assert not rollouter._must_stop(steps=8)
-    stop._handle(signals.signal.SIGTERM, None)
-    asked = time.monotonic()
-    monkeypatch.setattr(signals.time, "monotonic", lambda: asked + later)
-    assert rollouter._must_stop(steps=8) is cancelled
+    stop.reason = "SIGTERM"  # at 0 by the clock
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: later))
+    rollouter = Rollouter(ScriptedEngine([3]), toy_tokenizer(), one_rank, grade_at_once, stop, grace_seconds=grace)
+    assert rollouter.run(make_requests(1), 9, 4).cancelled is cancelled
     rollouter.close()

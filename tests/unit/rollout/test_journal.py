@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.journal import RolloutJournal
+from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.types import (
     Completion,
-    GenerationRequest,
     GradeResult,
+    Request,
     Rollout,
     RolloutGroup,
     SamplingParams,
@@ -27,9 +27,9 @@ HEADER = {"seed": 7, "weights": 2**62, "sampling": {"stop": ("a",)}}
 STEP = 13
 
 
-def request(index: int, task: str = "t", num_samples: int = 2, prompt: tuple[int, ...] = (1, 2)) -> GenerationRequest:
+def request(index: int, task: str = "t", num_samples: int = 2, prompt: tuple[int, ...] = (1, 2)) -> Request:
     source = SourcedTask("toy", Task(f"{task}{index}", "ab"), epoch=1)
-    return GenerationRequest(source, prompt, num_samples, SamplingParams(), index)
+    return Request(source, prompt, num_samples, SamplingParams(), index)
 
 
 def group(index: int) -> RolloutGroup:
@@ -70,7 +70,7 @@ def test_groups_come_back_as_they_were(journal: RolloutJournal) -> None:
     [request(0, task="u"), request(0, num_samples=3), request(0, prompt=(1, 3))],
     ids=["task", "size", "prompt"],
 )
-def test_another_request_is_not_answered(journal: RolloutJournal, other: GenerationRequest) -> None:
+def test_another_request_is_not_answered(journal: RolloutJournal, other: Request) -> None:
     record(journal, 0)
     assert journal.open(STEP, HEADER).group_for(other) is None
 
@@ -92,7 +92,7 @@ def test_every_way_a_file_can_be_torn(journal: RolloutJournal, tmp_path: Path) -
     record(journal, 0, 1)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
-    starts = [at for at in range(len(whole)) if whole.startswith(b"MRLJ", at)]
+    starts = [0, *(at + 1 for at, byte in enumerate(whole[:-1]) if byte == ord("\n"))]
     assert len(starts) == 3
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
@@ -116,9 +116,9 @@ def test_a_flipped_bit_is_found(journal: RolloutJournal, tmp_path: Path) -> None
 def test_a_step_that_is_covered_is_forgotten(journal: RolloutJournal, tmp_path: Path) -> None:
     record(journal, 0)
     journal.open(STEP + 1, HEADER).close()
-    (tmp_path / "step_notes.bin").touch()
+    (tmp_path / "step_notes.journal").touch()
     journal.forget(STEP)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000014.rank_0.bin", "step_notes.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000014.rank_0.journal", "step_notes.journal"]
 
 
 def test_another_number_of_ranks_finds_the_groups(journal: RolloutJournal, tmp_path: Path, one_rank) -> None:
@@ -149,13 +149,11 @@ def test_of_two_records_the_one_with_grades_counts(
     assert journal.open(STEP, HEADER).group_for(request(0)) == good
 
 
-def test_a_full_disk_costs_the_journal_and_not_the_step(journal: RolloutJournal, caplog) -> None:
-    step = journal.open(STEP, HEADER)
-
+def test_a_full_disk_costs_the_journal_and_not_the_step(caplog) -> None:
     def full(data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    step._stream = SimpleNamespace(write=full, name="the journal")
+    step = StepJournal({}, SimpleNamespace(write=full, name="the journal"))
     step.add(0, group(0))
     step.add(1, group(1))
     step.close()

@@ -21,16 +21,16 @@ def source(*pools: TaskPool, longest: int = 100, seed: int = 0) -> PromptSource:
 
 
 def ids(prompts: PromptSource, count: int) -> list[str]:
-    return [draw.source.task.id for draw in prompts.draw(count)]
+    return [draw.task.id for draw in prompts.draw(count)]
 
 
 def test_an_epoch_has_every_task_once() -> None:
     prompts = source(pool("a", 20))
     epochs = [prompts.draw(20) for _ in range(3)]
     for number, draws in enumerate(epochs):
-        assert sorted(int(draw.source.task.id) for draw in draws) == list(range(20))
-        assert {draw.source.epoch for draw in draws} == {number}
-    orders = [[draw.source.task.id for draw in draws] for draws in epochs]
+        assert sorted(int(draw.task.id) for draw in draws) == list(range(20))
+        assert {draw.epoch for draw in draws} == {number}
+    orders = [[draw.task.id for draw in draws] for draws in epochs]
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
@@ -42,21 +42,21 @@ def test_the_seed_and_the_environment_fix_the_order() -> None:
 
 def test_a_draw_has_the_prompt_of_its_task() -> None:
     for draw in source(pool("a", 5)).draw(5):
-        assert draw.prompt_ids == (5,) * (int(draw.source.task.id) + 1)
-        assert draw.source.environment == "a"
+        assert draw.prompt_ids == (5,) * (int(draw.task.id) + 1)
+        assert draw.environment == "a"
 
 
 def test_weights_three_to_one() -> None:
     prompts = source(pool("a", 50, weight=3.0), pool("b", 7, weight=1.0))
     draws = prompts.draw(400)
-    assert Counter(draw.source.environment for draw in draws) == {"a": 300, "b": 100}
+    assert Counter(draw.environment for draw in draws) == {"a": 300, "b": 100}
     for end in range(4, 401, 4):  # not only in the long run
-        assert Counter(draw.source.environment for draw in draws[:end])["a"] == 3 * end // 4
+        assert Counter(draw.environment for draw in draws[:end])["a"] == 3 * end // 4
 
 
 def test_evaluation_only_environments_are_never_drawn() -> None:
     prompts = source(pool("a", 3), pool("evaluation_only", 3, weight=0.0))
-    assert {draw.source.environment for draw in prompts.draw(20)} == {"a"}
+    assert {draw.environment for draw in prompts.draw(20)} == {"a"}
     assert prompts.state_dict() == {"a": 20}
 
 
@@ -79,7 +79,7 @@ def test_an_environment_added_on_resume_starts_at_its_beginning() -> None:
 
 
 def drawn_from(prompts: PromptSource, count: int) -> Counter[str]:
-    return Counter(draw.source.environment for draw in prompts.draw(count))
+    return Counter(draw.environment for draw in prompts.draw(count))
 
 
 def test_an_environment_added_on_resume_gets_its_share_and_no_more() -> None:

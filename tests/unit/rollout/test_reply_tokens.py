@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -20,12 +21,21 @@ CHATML = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    runpy.run_path(str(ROOT / "examples" / "dapo_pipeline_check" / "make_tokenizer.py"))["main"](folder)
-    loaded = load_tokenizer(str(folder))
-    loaded._backend.chat_template = CHATML.replace("<|im_end|>", loaded._backend.eos_token)
-    return loaded
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("tokenizer")
+    runpy.run_path(str(ROOT / "examples" / "dapo_pipeline_check" / "make_tokenizer.py"))["main"](made)
+    return made
+
+
+def with_template(folder: Path, template: str) -> Tokenizer:
+    (folder / "chat_template.jinja").write_text(template)
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    end = json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
+    return with_template(folder, CHATML.replace("<|im_end|>", end))
 
 
 def test_a_chat_goes_on_as_its_template_says(tokenizer: Tokenizer) -> None:
@@ -55,7 +65,6 @@ def test_plain_text_follows_as_it_is(tokenizer: Tokenizer) -> None:
     ],
     ids=["refuses", "drops the model's turns", "repeats them"],
 )
-def test_templates_that_cannot_go_on(tokenizer: Tokenizer, template: str, complaint: str, monkeypatch) -> None:
-    monkeypatch.setattr(tokenizer._backend, "chat_template", template)
+def test_templates_that_cannot_go_on(folder: Path, template: str, complaint: str) -> None:
     with pytest.raises(EnvironmentFault, match=complaint):
-        tokenizer.encode_reply(PROMPT, REPLY, ended=True)
+        with_template(folder, template).encode_reply(PROMPT, REPLY, ended=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.rollout import Draw, RequestFactory
+from megatron_rl.rollout import RequestFactory
 from megatron_rl.types import SamplingParams, SourcedTask, Task
 
 
-def draw(length: int) -> Draw:
-    return Draw(SourcedTask("toy", Task("t", "prompt")), (1,) * length)
+def draw(length: int) -> SourcedTask:
+    return SourcedTask("toy", Task("t", "prompt"), prompt_ids=(1,) * length)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import GradeFunction
 from megatron_rl.signals import StopRequest
 from megatron_rl.types import (
+    Completed,
     Completion,
-    GeneratedGroup,
-    GenerationRequest,
     GradeResult,
+    Request,
     SamplingParams,
     SourcedTask,
     Task,
@@ -35,9 +35,9 @@ class ScriptedEngine:
     """Finishes request ``i`` in step ``finish_at[i]``."""
 
     def __init__(self, finish_at: Sequence[int], step_seconds: float = 0.0) -> None:
-        self._finish_at = finish_at
+        self.finish_at = finish_at
         self._step_seconds = step_seconds
-        self._waiting: dict[int, GenerationRequest] = {}
+        self._waiting: dict[int, Request] = {}
         self.statistics = EngineStatistics()
         self.steps = self.submitted = 0
         self.began: tuple[int, int] | None = None
@@ -46,7 +46,7 @@ class ScriptedEngine:
     def begin(self, seed: int, policy_version: int) -> None:
         self.began, self.steps = (seed, policy_version), 0
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         self.submitted += 1
         self._waiting[request.index] = request
 
@@ -54,18 +54,18 @@ class ScriptedEngine:
     def has_unfinished(self) -> bool:
         return bool(self._waiting)
 
-    def step(self) -> list[GeneratedGroup]:
+    def step(self) -> list[Completed]:
         self.steps += 1
         assert self.steps < 10_000, "nobody stops the engine"
         time.sleep(self._step_seconds)
-        done = [index for index in self._waiting if self._finish_at[index] == self.steps]
+        done = [index for index in self._waiting if self.finish_at[index] == self.steps]
         return [self._finished(self._waiting.pop(index)) for index in done]
 
     def abort(self) -> None:
         self._waiting.clear()
         self.aborted = True
 
-    def _finished(self, request: GenerationRequest) -> GeneratedGroup:
+    def _finished(self, request: Request) -> Completed:
         """Sample s says letter ``index``, then stops (even s) or is cut (odd s)."""
         letter = request.index + 1
         endings = [((letter, 0), "stop"), ((letter, letter), "length")]
@@ -73,13 +73,13 @@ class ScriptedEngine:
             Completion(ids, (-1.0,) * len(ids), reason, policy_version=4)
             for ids, reason in (endings[sample % 2] for sample in range(request.num_samples))
         ]
-        return GeneratedGroup(request, tuple(completions))
+        return request, tuple(completions)
 
 
-def make_requests(count: int, num_samples: int = 2) -> list[GenerationRequest]:
+def make_requests(count: int, num_samples: int = 2) -> list[Request]:
     sources = [SourcedTask("toy", Task(str(index), "ab")) for index in range(count)]
     return [
-        GenerationRequest(source, (1, 2), num_samples, SamplingParams(), index) for index, source in enumerate(sources)
+        Request(source, (1, 2), num_samples, SamplingParams(), index) for index, source in enumerate(sources)
     ]
 
 
@@ -104,7 +104,7 @@ class Harness:
     ) -> RolloutResult:
         self.close()
         self.rollouter = Rollouter(engine, toy_tokenizer(), self._groups, grade, self.stop)
-        return self.rollouter.run(make_requests(len(engine._finish_at), num_samples), 9, 4, journal)
+        return self.rollouter.run(make_requests(len(engine.finish_at), num_samples), 9, 4, journal)
 
     def close(self) -> None:
         if self.rollouter is not None:

@@ -18,7 +18,7 @@ from megatron_rl.rollout.statistics import (
     lengths_and_seconds,
     rollout_metrics,
 )
-from megatron_rl.types import GenerationRequest, GradeResult, RolloutGroup, SamplingParams
+from megatron_rl.types import GradeResult, Request, RolloutGroup, SamplingParams
 from tests.support.rollouts import graded_group
 
 
@@ -106,7 +106,7 @@ def test_lengths_go_by_the_number_of_their_group(one_rank: ParallelGroups) -> No
     talk = replace(talk, rollouts=(talk.rollouts[0], replace(talk.rollouts[1], completion=read)))
     groups = (graded_group([0.0, 1.0], lengths=[1, 2]), talk)
     requests = [
-        GenerationRequest(group.source, group.prompt_ids, 2, SamplingParams(), index)
+        Request(group.source, group.prompt_ids, 2, SamplingParams(), index)
         for group, index in zip(groups, (0, 2), strict=True)
     ]
     result = RolloutResult(groups, EngineStatistics(), 1.25, 0.5, cancelled=False)

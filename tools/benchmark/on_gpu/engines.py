@@ -22,7 +22,7 @@ from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.registry import BACKENDS
 from megatron_rl.run.generation import build_engine
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 from tools.benchmark.common import benchmark_config, random_prompts
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded, wait, without_effect
 from tools.benchmark.on_gpu.shapes import (
@@ -118,11 +118,11 @@ def open_engine(bench: Bench, shape: ModelShape, *, batch: int, length: int, fla
 
 def make_requests(
     shape: ModelShape, prompts: int, copies: int, prompt_tokens: int, new_tokens: int
-) -> list[GenerationRequest]:
+) -> list[Request]:
     """One a prompt, ``copies`` samples each."""
     sampling = SamplingParams(max_new_tokens=new_tokens)
     return [
-        GenerationRequest(SourcedTask("benchmark", Task(str(index), "")), prompt, copies, sampling, index)
+        Request(SourcedTask("benchmark", Task(str(index), "")), prompt, copies, sampling, index)
         for index, prompt in enumerate(random_prompts(prompts, prompt_tokens, shape.vocab, seed=1))
     ]
 
