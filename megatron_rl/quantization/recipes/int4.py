@@ -29,6 +29,9 @@ class Int4(RowRecipe):
             product = ranks.total(product)
         return product.to(x.dtype).view(*x.shape[:-1], q.rows)
 
+    def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> None:
+        """Activations stay as they are."""
+
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
         """Unchanged."""
         del q, ranks
