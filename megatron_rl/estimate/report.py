@@ -26,7 +26,7 @@ def estimate_problems(config: RLConfig, problems: Sequence[Problem]) -> list[Pro
 
 def _quantization_problems(config: RLConfig) -> list[str]:
     name = config.quantization.rl_rollout_quantization.replace("-", "_")
-    if name not in RECIPES.names():
+    if ":" not in name and name not in RECIPES.names():
         return [f"--rl-rollout-quantization {name}: there is no such recipe; use one of {', '.join(RECIPES.names())}"]
     if name == "none":
         return []

@@ -44,13 +44,10 @@ class RolloutQuantization:
         self._on_audit = on_audit
         self._timed = timed
         self.linears: QuantizedLinears | None = None
+        self.recipe = NO_RECIPE
+        """Name of the recipe in use, or where it lies."""
         self._asked = recipe
         self._use(recipe)
-
-    @property
-    def recipe(self) -> str:
-        """Name of the recipe in use."""
-        return NO_RECIPE if self.linears is None else self.linears.recipe.name
 
     @property
     def stored_bytes(self) -> int:
@@ -151,5 +148,6 @@ class RolloutQuantization:
         recipe = RECIPES.get(name)
         self.linears = None  # the old buffers go before the new ones are made
         self.linears = None if recipe is None else self._copies(recipe=recipe)
+        self.recipe = name if ":" in name or recipe is None else recipe.name
         self._calibrated = recipe is None or not recipe.needs_calibration
         self._audited = False

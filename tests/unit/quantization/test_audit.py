@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -190,6 +191,19 @@ class TestInARun:
             if wanted:
                 smoothing = [layer.weight.smoothing for layer in quantization.linears.layers]
                 assert all((factors != 1).any() for factors in smoothing)
+
+    def test_a_recipe_of_another_file_goes_on_after_a_restart(self, policy: PolicyModel, tmp_path: Path) -> None:
+        (tmp_path / "mine.py").write_text(
+            "from megatron_rl.quantization.recipes.int8 import Int8\n"
+            "class Mine(Int8):\n    name, format, safer = 'mine', 'int8, mine', 'int8'\n"
+            "RECIPE = Mine()\n"
+        )
+        named = f"{tmp_path}/mine.py:RECIPE"
+        first, resumed = rollout_quantization(policy, named), rollout_quantization(policy, named)
+        resumed.load_state_dict(first.state_dict())
+        assert first.recipe == resumed.recipe == named
+        assert resumed.linears.recipe.format == "int8, mine"
+        assert resumed.fall_back() == resumed.recipe == "int8"
 
     def test_the_safer_recipes_one_after_the_other(self, policy: PolicyModel) -> None:
         quantization = rollout_quantization(policy, "int8", skip=["first:1"])
