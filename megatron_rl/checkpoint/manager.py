@@ -12,8 +12,6 @@ from pathlib import Path
 
 from megatron_rl.atomic import remove
 from megatron_rl.checkpoint import torch_format
-from megatron_rl.checkpoint.attempt import SaveAttempt
-from megatron_rl.checkpoint.background import BackgroundSave
 from megatron_rl.checkpoint.layout import (
     MEGATRON,
     OWN,
@@ -26,6 +24,7 @@ from megatron_rl.checkpoint.layout import (
     temporary_directory,
 )
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
+from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt
 from megatron_rl.checkpoint.state import load_rank_state, save_rank_state
 from megatron_rl.checkpoint.tensors import begin_to_save_tensors, load_all, load_weights, save_tensors
 from megatron_rl.checkpoint.torch_files import is_megatron_layout

@@ -6,11 +6,14 @@ distributed optimizer in its ``fully_reshardable`` form.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import (
@@ -18,11 +21,11 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_save_sharded_strategy,
 )
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.checkpoint.optimizer_state import load_state, make_room
-from megatron_rl.checkpoint.result_queue import prepare_result_queue
+from megatron_rl.checkpoint.saving import prepare_result_queue
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
 from megatron_rl.platform.megatron import asynchronous_writer
@@ -111,15 +114,108 @@ def _reason(error: BaseException) -> str:
     return first_line if len(first_line) <= _LONGEST_REASON else first_line[:_LONGEST_REASON] + " ..."
 
 
-class _quiet(warnings.catch_warnings):
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     """Silences torch's and megatron's deprecation chatter around a save or load."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
+    chatter = logging.getLogger("megatron.core.dist_checkpointing")
+    level = chatter.level
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        self._level = logging.getLogger("megatron.core.dist_checkpointing").level
-        logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)  # an error is raised too
+        chatter.setLevel(logging.CRITICAL)  # an error is raised too
+        try:
+            yield
+        finally:
+            chatter.setLevel(level)
 
-    def __exit__(self, *details: object) -> None:
-        logging.getLogger("megatron.core.dist_checkpointing").setLevel(self._level)
-        super().__exit__(*details)
+
+# -- the optimizer's state -----------------------------------------------------------------------
+# megatron-core writes its checkpoints for the fused Adams of Transformer Engine and Apex. Without them torch's Adam
+# takes their place, whose step counter is a tensor for every parameter.
+
+
+def make_room(optimization: Optimization) -> None:
+    """Create the state there is to load into: a fresh torch Adam has none.
+
+    The dummy step also moves the weights (decay); load them afterwards.
+    """
+    for part in optimization.optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            part._init_optimizer_states_with_dummy_values()
+        elif part.init_state_fn is None:  # megatron has one for Adam only
+            part.init_state_fn = _make_momentum
+
+
+def _make_momentum(optimizer: torch.optim.SGD, config: object = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def load_state(optimization: Optimization, state: dict[str, Any], gathered: Sequence[Any] = ()) -> None:
+    """Put a loaded state in place. Rates and decays stay as configured.
+
+    Args:
+        gathered: what megatron's ``get_parameter_state_dp_zero`` gave, for each distributed optimizer; the values
+            count on data-parallel rank 0. Empty where ``state`` holds the parameters' state itself.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_settings_kept(optimization))
+        for part in distributed_parts(optimization):
+            stack.enter_context(_step_counters_offered(part))
+        optimization.optimizer.load_state_dict(state)
+        for part, values in zip(distributed_parts(optimization) if gathered else (), gathered, strict=True):
+            with torch.no_grad():  # in fp32 it writes into slices of the model's own parameters
+                part.load_parameter_state_from_dp_zero(values)
+    separate_step_counters(optimization)
+
+
+def distributed_parts(optimization: Optimization) -> list[DistributedOptimizer]:
+    """The parts of the optimizer that data-parallel ranks share."""
+    return [part for part in optimization.optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+
+
+@contextlib.contextmanager
+def _settings_kept(optimization: Optimization) -> Iterator[None]:
+    """The flags of this run win over the settings that torch stores with an optimizer's state."""
+    parts = optimization.optimizer.chained_optimizers
+    configured = [[_without(group, "params", "step") for group in part.optimizer.param_groups] for part in parts]
+    yield
+    for part, settings in zip(parts, configured, strict=True):
+        for group, wanted in zip(part.optimizer.param_groups, settings, strict=True):
+            group.update(wanted)
+
+
+@contextlib.contextmanager
+def _step_counters_offered(part: DistributedOptimizer) -> Iterator[None]:
+    """megatron copies every key the optimizer has and raises KeyError: no ``step`` is in the file.
+
+    It has just loaded the counter from the parameter groups, so that one is offered as the source.
+    """
+    copy = part._set_main_param_and_optimizer_states
+
+    def with_step(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = part.model_param_group_index_map[parameter]
+        own = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+        copy(parameter, tensors | {"step": own["step"]} if "step" in own else tensors)
+
+    part._set_main_param_and_optimizer_states = with_step
+    try:
+        yield
+    finally:
+        del part._set_main_param_and_optimizer_states  # the class's method again
+
+
+def separate_step_counters(optimization: Optimization) -> None:
+    """Give every parameter its own step counter, on its own device: there the fused Adam counts.
+
+    megatron loads one tensor into all of them; the next step would then count it up once for
+    every parameter, and Adam's bias correction would be silently wrong.
+    """
+    for part in optimization.optimizer.chained_optimizers:
+        for parameter, values in part.optimizer.state.items():
+            if torch.is_tensor(values.get("step")):
+                values["step"] = values["step"].to(parameter.device, copy=True)
+
+
+def _without(mapping: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name not in keys}

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.atomic import sync
-from megatron_rl.checkpoint.attempt import SaveAttempt
-from megatron_rl.checkpoint.optimizer_state import load_state, make_room
 from megatron_rl.checkpoint.run_state import RunState, read_run_state
+from megatron_rl.checkpoint.saving import SaveAttempt
+from megatron_rl.checkpoint.tensors import distributed_parts, load_state, make_room
 from megatron_rl.checkpoint.torch_files import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -111,7 +110,7 @@ def _read_for_resume(
     content = _read_fitting(directory, policy, groups, mapped=False)
     if "optimizer" not in content:
         raise CheckpointError(f"checkpoint {str(directory)!r} has no optimizer state; add --no-load-optim")
-    is_first = groups.data_rank == 0 and bool(_distributed(optimization))
+    is_first = groups.data_rank == 0 and bool(distributed_parts(optimization))
     path = rank_directory(directory, groups.tensor_rank) / OPTIMIZER_FILE
     return content, read(path) if is_first else None
 
@@ -150,21 +149,17 @@ def _check_replicas(directory: Path, state: RunState, groups: ParallelGroups) ->
         )
 
 
-def _distributed(optimization: Optimization) -> list[DistributedOptimizer]:
-    return [part for part in optimization.optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
-
-
 def _gather_parameter_state(optimization: Optimization) -> Any:
     """What Megatron-LM writes as `OPTIMIZER_FILE`, on data-parallel rank 0; None on the others. Collective."""
-    if not _distributed(optimization):
+    if not distributed_parts(optimization):
         return None
-    states = [part.get_parameter_state_dp_zero() for part in _distributed(optimization)]
+    states = [part.get_parameter_state_dp_zero() for part in distributed_parts(optimization)]
     return states[0] if len(states) == 1 or states[0] is None else states
 
 
 def _parts(gathered: Any, optimization: Optimization) -> list[Any]:
     """`_gather_parameter_state`'s value as one for each distributed optimizer."""
-    return gathered if isinstance(gathered, list) else [gathered] * len(_distributed(optimization))
+    return gathered if isinstance(gathered, list) else [gathered] * len(distributed_parts(optimization))
 
 
 def _together(act: Callable[[], T]) -> T:

@@ -41,6 +41,7 @@ class JsonlWriter:
         resume_offset: int | None = None,
         now: Callable[[], datetime] = _utc_now,
     ) -> None:
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         keep, self._last_step = _find_end(path, resume_step, resume_offset)

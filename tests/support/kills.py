@@ -134,13 +134,13 @@ def points() -> dict[str, tuple[Any, str, str]]:
 def background_points() -> dict[str, tuple[Any, str, str]]:
     """The same of a save in the background."""
     import megatron_rl.checkpoint.manager as manager
-    from megatron_rl.checkpoint.background import BackgroundSave
+    from megatron_rl.checkpoint.saving import BackgroundSave
 
     return {
         "background_planned": (manager, "begin_to_save_tensors", "after"),
         "background_forked": (BackgroundSave, "__init__", "after"),
-        "background_written": (BackgroundSave, "_begin_to_commit", "before"),
-        "background_committing": (BackgroundSave, "_run_commit", "before"),
+        "background_written": (BackgroundSave, "begin_to_commit", "before"),
+        "background_committing": (manager, "commit", "before"),
     }
 
 
@@ -153,8 +153,8 @@ def arm(kill: Kill, owner: Any, attribute: str, moment: str) -> None:
         nonlocal calls
         calls += 1
         if calls == kill.nth and moment == "torn":
-            given[0]._file.write(b'{"step": 3, "ti')
-            given[0]._file.flush()
+            with given[0].path.open("ab") as metrics:
+                metrics.write(b'{"step": 3, "ti')
         if calls == kill.nth and moment != "after":
             _die()
         result = original(*given, **named)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import atomic
-from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.layout import (
     commit,
     find_checkpoint,
@@ -22,6 +21,7 @@ from megatron_rl.checkpoint.layout import (
     step_directory,
     step_of,
     temporary_directory,
+    verify,
 )
 from megatron_rl.errors import CheckpointError
 
@@ -62,7 +62,7 @@ def test_a_commit_leaves_the_checkpoint_its_manifest_and_the_pointer(tmp_path, s
     assert _names(tmp_path) == ["latest", "step_0000004"]
     assert _names(target) == ["manifest.json", "run_state.json", "tensors.bin"]
     assert (tmp_path / "latest").read_text() == "step_0000004\n"
-    manifest.verify(target)
+    verify(target)
 
 
 def test_a_commit_goes_manifest_disk_rename_pointer(tmp_path, monkeypatch):

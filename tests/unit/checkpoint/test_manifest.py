@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.checkpoint.manifest import FILE_NAME, verify
+from megatron_rl.checkpoint.layout import MANIFEST, verify, write_manifest
 from megatron_rl.errors import CheckpointError
 
 
@@ -37,7 +37,7 @@ def test_a_damaged_file_is_named(save, damage, message):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "{}", pytest.param("[" * 20_000, id="deep")])
 def test_an_unreadable_manifest_is_damage(save, text):
     directory = save(4)
-    (directory / FILE_NAME).write_text(text)
+    (directory / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match="no readable manifest"):
         verify(directory)
 
@@ -52,8 +52,6 @@ def test_the_quick_look_sees_what_is_missing_and_reads_nothing(save):
 
 
 def test_files_in_folders_are_covered(tmp_path, save):
-    from megatron_rl.checkpoint.manifest import write_manifest
-
     (tmp_path / "nested").mkdir()
     (tmp_path / "nested" / "part.bin").write_text("data")
     write_manifest(tmp_path, 1)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_rl.checkpoint.result_queue import ResultQueue
+from megatron_rl.checkpoint.saving import ResultQueue
 from tests.support.saves import saving_run, train_a_step
 from tests.support.tiny import tiny_config
 from tests.unit.checkpoint.test_damage import SUPERVISED

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
-from megatron_rl.checkpoint.optimizer_state import _separate_step_counters
+from megatron_rl.checkpoint.tensors import separate_step_counters
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.optimizer import _build_optimizer, _wrap
@@ -89,7 +89,7 @@ def test_a_loaded_step_counter_lies_where_the_fused_kernel_counts() -> None:
     counter = torch.tensor(7.0)
     state = {parameter: {"step": counter} for parameter in parameters}
     part = SimpleNamespace(optimizer=SimpleNamespace(state=state))
-    _separate_step_counters(SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=[part])))
+    separate_step_counters(SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=[part])))
     first, second, third = (state[parameter]["step"] for parameter in parameters)
     assert third.device.type == "meta"
     assert first.add_(1) == 8 and second == 7 and counter == 7

@@ -1,8 +1,15 @@
-"""A save that may fail on one rank, and fails on all of them alike.
+"""How files come to the disk while training goes on, and how a failure on one rank becomes one on all.
+
+    this process     state ─► fork ───► steps, steps, ... ─► metadata ─► steps ...
+    forked writer             └► tensor files, fsync ──┘
+    thread (rank 0)                                          └► checksums, rename, latest
 
 megatron-core writes three files on rank 0 alone, between collectives, and every rank starts processes that write its
 tensors: an exception there would leave the other ranks waiting for ever. Here such a write is noted, the save goes on
 to a moment at which all ranks meet, and every rank raises the same error there.
+
+A fork holds the weights as they were (tensors of a GPU are copied to the host first), so no step waits for the disk.
+Until the rename nothing of it counts: a kill at any moment leaves the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -11,14 +18,19 @@ import contextlib
 import errno
 import io
 import os
+import queue
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from safetensors import SafetensorError
@@ -131,3 +143,112 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+class BackgroundSave:
+    """One save under way; every rank has one and makes the same calls."""
+
+    def __init__(self, request: AsyncRequest, attempt: SaveAttempt, commit: Callable[[], None] | None) -> None:
+        """Forks the writer. ``commit`` is called in a thread when all ranks' files are there, by rank 0 alone."""
+        self._queue = AsyncCallsQueue()
+        self._queue.schedule_async_request(request)
+        self._attempt = attempt
+        self._commit = commit
+        self._thread: threading.Thread | None = None
+        self._written = False
+
+    def poll(self) -> None:
+        """Goes on with it as far as that needs no waiting; collective while files are written.
+
+        Raises:
+            SaveError: on every rank; they could not be written.
+        """
+        self._go_on(wait=False)
+
+    def finish(self) -> None:
+        """Waits until the checkpoint counts; collective.
+
+        Raises:
+            SaveError: on every rank; it could not be written.
+        """
+        self._go_on(wait=True)
+        if self._thread is not None:
+            self._thread.join()
+        self._attempt.agree()
+
+    def abandon(self) -> None:
+        """Ends the writer; what it wrote never counts. For a run that ends by an error."""
+        if self._thread is not None:
+            self._thread.join()
+        for call in self._queue.async_calls:
+            writer = call.async_caller.process  # megatron's own close(abort=True) leaves these running
+            if writer is not None:
+                writer.kill()
+                writer.join()
+
+    def _go_on(self, wait: bool) -> None:
+        if self._written:
+            return
+        with self._attempt.collective_part():
+            self._queue.maybe_finalize_async_calls(blocking=wait)
+        if self._queue.get_num_unfinalized_calls():
+            return
+        self._attempt.agree()
+        self.begin_to_commit()
+
+    def begin_to_commit(self) -> None:
+        """All ranks' files are there: rank 0 commits them, in a thread."""
+        self._written = True
+        if self._commit is not None:
+            self._thread = threading.Thread(target=self._run_commit, name="commit checkpoint")
+            self._thread.start()
+
+    def _run_commit(self) -> None:
+        with self._attempt.part():
+            self._commit()
+
+
+class ResultQueue:
+    """Hands over what this process or a fork of it has put, through a file in memory that both hold open.
+
+    megatron's own queue is a third process. It imports torch to pass on the first result, which takes seconds and
+    200 MB, and it lives on when its parent is killed. A pipe would block its writer after 64 KiB.
+    """
+
+    def __init__(self) -> None:
+        self._file = open(os.memfd_create("written"), "r+b", buffering=0)  # noqa: SIM115
+
+    def put(self, results: Any) -> None:
+        """Replaces what nobody has taken: of a save that was given up.
+
+        Raises:
+            OSError: it could be written in part only; then nothing was put.
+        """
+        self._file.seek(0)
+        self._file.truncate()
+        rest = memoryview(ForkingPickler.dumps(results))
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(0)
+            raise
+
+    def get_nowait(self) -> Any:
+        """Takes what was put last.
+
+        Raises:
+            queue.Empty: nothing was, or it was taken before.
+        """
+        self._file.seek(0)
+        written = self._file.read()
+        if not written:
+            raise queue.Empty
+        self._file.truncate(0)
+        return ForkingPickler.loads(written)
+
+
+def prepare_result_queue() -> None:
+    """Makes megatron use a `ResultQueue` in this process."""
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = ResultQueue()
