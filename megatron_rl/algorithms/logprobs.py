@@ -1,7 +1,7 @@
 """Log-probs of the tokens of a packed batch; the vocabulary may be split across a tensor-parallel group.
 
 The logits at index t predict token t + 1; everywhere else token t's log-prob sits at index t. The shift
-between the two happens in ``at_tokens`` and nowhere else. On ``P0 P1 A0 E``::
+between the two happens in ``selected_logprobs`` and nowhere else. On ``P0 P1 A0 E``::
 
     logits at                  P0          P1          A0          E
     predict                    P1          A0          E           (nothing)
@@ -9,12 +9,14 @@ between the two happens in ``at_tokens`` and nowhere else. On ``P0 P1 A0 E``::
     selected_logprobs      0   log p(P1)   log p(A0)   log p(E)
 
 Neither the full logits of a group nor an fp32 copy of a shard ever exists: rows are worked through in chunks,
-and the backward pass computes the softmax again from the saved logits instead of keeping it.
+and the backward pass computes the softmax again from the saved logits instead of keeping it. Fused with the output
+layer, the logits do not exist either: its product is made a few rows at a time and forgotten, and made again in the
+backward pass. That costs one product more (four for three), and saves logits and their gradient, [T, V / tp] each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +30,13 @@ from megatron_rl.errors import ConfigError
 
 CPU_CHUNK_ELEMENTS = 2**20
 """Logits worked on at a time on a CPU, where temporaries that leave the cache made the pass twice as slow."""
+
+PRODUCT_ELEMENTS = 2**27
+"""Logits of the fused output layer made at a time: 256 MiB in bf16, 880 rows of a vocabulary of 152,000. Not tuned."""
+CPU_PRODUCT_ELEMENTS = 2**24
+"""The same on a CPU: 64 MiB in fp32. Not tuned."""
+FEWEST_ROWS = 64
+"""Of a product, however large the vocabulary: fewer would read the whole weight for next to nothing."""
 
 Entropy = Literal["none", "detached", "differentiable"]
 
@@ -43,11 +52,12 @@ class SelectedLogprobs:
 
 
 def selected_logprobs(
-    logits: Tensor,
+    output: Tensor,
     token_ids: Tensor,
     position_ids: Tensor,
     *,
     vocab_size: int,
+    weight: Tensor | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     tensor_group: dist.ProcessGroup | None = None,
@@ -59,10 +69,12 @@ def selected_logprobs(
     rank is that of its shard, for a loss that every rank computes alike.
 
     Args:
-        logits: [T, V / tp], any float type; this rank's columns, real ones followed by padding.
+        output: logits [T, V / tp], any float type; this rank's columns, real ones followed by padding. With ``weight``
+            the hidden states [T, H], whose gradient is of this rank's columns, to be added up over the tensor group.
         token_ids: [T] int64.
         position_ids: [T] int64, 0 at the first token of every sequence (index 0 is one).
         vocab_size: the tokenizer's size; columns with an id beyond it are padding and have probability 0.
+        weight: [V / tp, H] of the output layer, this rank's rows, where its product is to be made here.
         temperature: of the distribution the tokens were sampled from.
         vocab_start: the id of the first column of this rank.
         tensor_group: the tensor-parallel ranks that hold the other columns; None when this rank holds all.
@@ -74,32 +86,7 @@ def selected_logprobs(
     Raises:
         ConfigError: a temperature of 0 or less, or fewer columns than ``vocab_size`` without a tensor group.
     """
-    check_arguments(logits.shape[1], vocab_size, temperature, tensor_group)
-    shard = Shard(vocab_start, vocab_size, temperature, tensor_group)
-    # roll pairs logits[t] with token_ids[t + 1] without the full-size copy that logits[:-1] costs in the
-    # backward pass. The one wrong pair, the last logits with the first token, lands on index 0 and goes with
-    # the first tokens.
-    results = _TargetLogprobs.apply(logits, token_ids.roll(-1), shard, entropy)
-    return at_tokens(*results, position_ids)
-
-
-def at_tokens(at_logits: Tensor, entropy_at_logits: Tensor | None, position_ids: Tensor) -> SelectedLogprobs:
-    """From what is known at the logits of t to what belongs to token t + 1: the shift, all [T]."""
-    predicted = position_ids > 0
-    return SelectedLogprobs(
-        logprobs=torch.where(predicted, at_logits.roll(1), 0.0),
-        entropy=None if entropy_at_logits is None else torch.where(predicted, entropy_at_logits.roll(1), 0.0),
-    )
-
-
-def check_arguments(
-    columns: int, vocab_size: int, temperature: float, tensor_group: dist.ProcessGroup | None
-) -> None:
-    """``columns`` are this rank's, padding included.
-
-    Raises:
-        ConfigError: see `selected_logprobs`.
-    """
+    columns = output.shape[1] if weight is None else weight.shape[0]
     if not temperature > 0:
         raise ConfigError(
             [f"temperature is {temperature}: logits are divided by it; use a positive value, for example 1.0"]
@@ -112,6 +99,17 @@ def check_arguments(
                 "model's own vocabulary size"
             ]
         )
+    shard = Shard(vocab_start, vocab_size, temperature, tensor_group)
+    # roll pairs logits[t] with token_ids[t + 1] without the full-size copy that logits[:-1] costs in the
+    # backward pass. The one wrong pair, the last logits with the first token, lands on index 0 and goes with
+    # the first tokens.
+    at_logits, entropy_at_logits = _TargetLogprobs.apply(output, weight, token_ids.roll(-1), shard, entropy)
+    # From what is known at the logits of t to what belongs to token t + 1: the shift.
+    predicted = position_ids > 0
+    return SelectedLogprobs(
+        logprobs=torch.where(predicted, at_logits.roll(1), 0.0),
+        entropy=None if entropy_at_logits is None else torch.where(predicted, entropy_at_logits.roll(1), 0.0),
+    )
 
 
 @dataclass(frozen=True)
@@ -148,22 +146,32 @@ class Shard:
         return copy if self.temperature == 1.0 else copy.div_(self.temperature)
 
 
+Rows = tuple[Tensor | None, ...]
+"""What is known of each row, [rows] each."""
+
+
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-prob of ``targets[t]`` and the entropy under ``logits[t]``: all [T], no shift."""
+    """Log-prob of ``targets[t]`` and the entropy under the logits of t: all [T], no shift."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, shard: Shard, entropy: Entropy
+        ctx: Any, output: Tensor, weight: Tensor | None, targets: Tensor, shard: Shard, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
-        columns, owned = local_targets(logits.shape[1], targets, shard)
-        local = local_statistics(logits, columns, owned, shard, entropy != "none")
-        largest, log_sum, target_logits, mean_logits = combine(local, shard)
-        logprobs = known_logprobs(targets, largest, log_sum, target_logits, shard)
+        columns, owned = _local_targets(output.shape[1] if weight is None else weight.shape[0], targets, shard)
+        parts = [
+            _local_statistics(logits, columns[rows], owned[rows], shard, entropy != "none")
+            for rows, logits in _products(output, weight)
+        ]
+        largest, log_sum, target_logits, *mean_logits = _combine(torch.cat(parts, dim=1), shard)
+        known = (targets >= 0) & (targets < shard.vocab_size)
+        # (x - max) - log sum exp(x - max), never x - log Z: at logits of 20 one ulp is 2e-6, and the two
+        # rounded terms would leave that error in every log-prob.
+        logprobs = torch.where(known, (target_logits - largest) - log_sum, -torch.inf)
         # Entropy is -sum p log p with log p = (x - max) - log sum, so log sum - sum p (x - max).
-        entropies = None if mean_logits is None else log_sum - mean_logits
+        entropies = log_sum - mean_logits[0] if mean_logits else None
 
         ctx.shard, ctx.differentiable_entropy = shard, entropy == "differentiable"
-        ctx.save_for_backward(logits, columns, owned, largest, log_sum, entropies)
+        ctx.save_for_backward(output, weight, columns, owned, largest, log_sum, entropies)
         if entropies is not None and not ctx.differentiable_entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -172,112 +180,86 @@ class _TargetLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor | None
-    ) -> tuple[Tensor, None, None, None]:
-        logits, columns, owned, largest, log_sum, entropies = ctx.saved_tensors
-        known = RowStatistics(columns, owned, largest, log_sum, entropies if ctx.differentiable_entropy else None)
-        grad_logits = torch.empty_like(logits)
-        return logits_gradient(logits, known, grad_logprobs, grad_entropies, ctx.shard, grad_logits), None, None, None
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        output, weight, *known, entropies = ctx.saved_tensors
+        known = (*known, entropies if ctx.differentiable_entropy else None)
+        grad_output = torch.empty_like(output)
+        if weight is None:
+            _logits_gradient(output, known, grad_logprobs, grad_entropies, ctx.shard, out=grad_output)
+            return grad_output, None, None, None, None
+        # fp32: a sum of many products rounded to bf16 each time drifts.
+        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for rows, logits in _products(output, weight):
+            own = tuple(None if values is None else values[rows] for values in (*known, grad_entropies))
+            grad = _logits_gradient(logits, own[:-1], grad_logprobs[rows], own[-1], ctx.shard, out=logits)
+            torch.mm(grad, weight, out=grad_output[rows])
+            if grad_weight.dtype == grad.dtype:
+                grad_weight.addmm_(grad.t(), output[rows])
+            else:
+                grad_weight += grad.t() @ output[rows]
+        return grad_output, grad_weight.to(weight.dtype), None, None, None
 
 
-def known_logprobs(
-    targets: Tensor, largest: Tensor, log_sum: Tensor, target_logits: Tensor, shard: Shard
-) -> Tensor:
-    """[T]: the targets' log-probs, -inf for an id outside the vocabulary."""
-    known = (targets >= 0) & (targets < shard.vocab_size)
-    # (x - max) - log sum exp(x - max), never x - log Z: at logits of 20 one ulp is 2e-6, and the two
-    # rounded terms would leave that error in every log-prob.
-    return torch.where(known, (target_logits - largest) - log_sum, -torch.inf)
+def _products(output: Tensor, weight: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Row ranges and their logits [rows, V / tp], in the dtype of the model; fused, one at a time in memory."""
+    if weight is None:
+        yield slice(None), output
+        return
+    elements = CPU_PRODUCT_ELEMENTS if output.device.type == "cpu" else PRODUCT_ELEMENTS
+    size = max(FEWEST_ROWS, elements // weight.shape[0])
+    for start in range(0, output.shape[0], size):
+        rows = slice(start, start + size)
+        yield rows, output[rows] @ weight.t()
 
 
-@dataclass(frozen=True)
-class RowStatistics:
-    """What the backward pass knows of each row besides its logits; all [T]."""
-
-    columns: Tensor
-    """int64, the target's column; see `local_targets`."""
-    owned: Tensor
-    largest: Tensor
-    log_sum: Tensor
-    entropies: Tensor | None
-    """None where no gradient flows through the entropy."""
-
-    def of(self, rows: slice) -> RowStatistics:
-        """The same of some rows."""
-        entropies = None if self.entropies is None else self.entropies[rows]
-        return RowStatistics(self.columns[rows], self.owned[rows], self.largest[rows], self.log_sum[rows], entropies)
-
-
-def logits_gradient(
+def _logits_gradient(
     logits: Tensor,
-    known: RowStatistics,
+    known: Rows,
     grad_logprobs: Tensor,
     grad_entropies: Tensor | None,
     shard: Shard,
     out: Tensor,
 ) -> Tensor:
-    """Gradient of ``logits`` [T, V / tp], written into ``out``, which may be ``logits`` itself."""
+    """Gradient of ``logits`` [rows, V / tp], written into ``out``, which may be ``logits`` itself.
+
+    ``known`` of each row: column and ownership of the target, largest logit, log sum, and the entropy where a gradient
+    flows through it.
+    """
+    columns, owned, largest, log_sum, entropies = known
     out[:, shard.columns(logits.shape[1]) :] = 0
     # With x = logits / temperature: d log p(target) / dx = [v is target] - p.
     grad_all = -grad_logprobs[:, None] / shard.temperature
-    grad_target = torch.where(known.owned[:, None], -grad_all, 0.0)
+    grad_target = torch.where(owned[:, None], -grad_all, 0.0)
     for rows, chunk in shard.chunks(logits):
-        row = known.of(rows)
-        all_logprobs = shard.tempered(chunk).sub_(row.largest[:, None]).sub_(row.log_sum[:, None])
-        if row.entropies is not None:
+        all_logprobs = shard.tempered(chunk).sub_(largest[rows, None]).sub_(log_sum[rows, None])
+        if entropies is not None:
             probabilities = all_logprobs.exp()
             grad = probabilities * grad_all[rows]
             # d entropy / dx = -p (log p + entropy).
-            surplus = _finite(all_logprobs).add_(row.entropies[:, None]).mul_(probabilities)
+            surplus = _finite(all_logprobs).add_(entropies[rows, None]).mul_(probabilities)
             grad -= surplus.mul_(grad_entropies[rows, None] / shard.temperature)
         else:
             grad = all_logprobs.exp_().mul_(grad_all[rows])
-        out[rows, : chunk.shape[1]] = grad.scatter_add_(1, row.columns[:, None], grad_target[rows])
+        out[rows, : chunk.shape[1]] = grad.scatter_add_(1, columns[rows, None], grad_target[rows])
     return out
 
 
-@dataclass(frozen=True)
-class LocalStatistics:
-    """What this rank's columns contribute to each row; all [T] fp32."""
-
-    largest: Tensor
-    """Largest logit; -inf when there are no columns."""
-    log_sum: Tensor
-    """Log of the sum of ``exp(logit - largest)``; -inf when there are no columns."""
-    target_logits: Tensor
-    """0 where another rank holds the target."""
-    mean_logits: Tensor | None
-    """Mean of ``logit - largest`` under the softmax over the local columns, for the entropy."""
-
-    @classmethod
-    def cat(cls, parts: Sequence[LocalStatistics]) -> LocalStatistics:
-        """Of all rows, from those of ranges of rows."""
-        return cls(
-            torch.cat([part.largest for part in parts]),
-            torch.cat([part.log_sum for part in parts]),
-            torch.cat([part.target_logits for part in parts]),
-            None if parts[0].mean_logits is None else torch.cat([part.mean_logits for part in parts]),
-        )
-
-
-def local_targets(held: int, targets: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+def _local_targets(held: int, targets: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     """Column of each target ([T] int64, 0 where not here) and whether it is here ([T] bool); of ``held`` columns."""
     local = targets - shard.vocab_start
     owned = (local >= 0) & (local < shard.columns(held))
     return torch.where(owned, local, 0), owned
 
 
-def local_statistics(
-    logits: Tensor, columns: Tensor, owned: Tensor, shard: Shard, want_entropy: bool
-) -> LocalStatistics:
-    """``columns`` and ``owned`` are those of `local_targets`."""
-    count, dtype = logits.shape[0], _accumulation(logits)
-    largest = logits.new_full((count,), -torch.inf, dtype=dtype)
-    log_sum = logits.new_full((count,), -torch.inf, dtype=dtype)
-    target_logits = logits.new_zeros(count, dtype=dtype)
-    mean_logits = logits.new_zeros(count, dtype=dtype) if want_entropy else None
-    if not shard.columns(logits.shape[1]):
-        return LocalStatistics(largest, log_sum, target_logits, mean_logits)
+def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Shard, want_entropy: bool) -> Tensor:
+    """What this rank's columns contribute to each row: [3, rows] fp32, for the entropy [4, rows].
 
+    The largest logit and the log of the sum of ``exp(logit - largest)``, both -inf when there are no columns; the
+    target's logit, 0 where another rank holds it; the mean of ``logit - largest`` under the softmax over the columns.
+    """
+    statistics = logits.new_zeros((4 if want_entropy else 3, logits.shape[0]), dtype=_accumulation(logits))
+    statistics[:2] = -torch.inf
+    largest, log_sum, target_logits = statistics[:3]
     for rows, raw in shard.chunks(logits):
         chunk = shard.tempered(raw)
         chosen = chunk.gather(1, columns[rows, None])[:, 0]
@@ -287,25 +269,23 @@ def local_statistics(
         powers = shifted.exp()
         total = powers.sum(dim=1)
         log_sum[rows] = total.log()
-        if mean_logits is not None:
-            mean_logits[rows] = powers.mul_(_finite(shifted)).sum(dim=1) / total
-    return LocalStatistics(largest, log_sum, target_logits, mean_logits)
+        if want_entropy:
+            statistics[3, rows] = powers.mul_(_finite(shifted)).sum(dim=1) / total
+    return statistics
 
 
-def combine(local: LocalStatistics, shard: Shard) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The four statistics over the whole vocabulary: two all-reduces of a few [T]."""
+def _combine(local: Tensor, shard: Shard) -> tuple[Tensor, ...]:
+    """The statistics over the whole vocabulary: two all-reduces of a few [T]."""
     if shard.tensor_group is None:
-        return local.largest, local.log_sum, local.target_logits, local.mean_logits
+        return local.unbind()
+    own_largest, own_log_sum, target_logits, *own_mean = local.unbind()
     # The largest logit of all ranks is what is subtracted before exp, so that no rank overflows.
-    largest = shard.reduce(local.largest.clone(), dist.ReduceOp.MAX)
-    below = torch.where(local.largest > -torch.inf, local.largest - largest, -torch.inf)
-    share = (below + local.log_sum).exp()
-    rows = [share, local.target_logits]
-    if local.mean_logits is not None:
-        rows.append(share * (local.mean_logits + _finite(below.clone())))
-    total_share, target_logits, *mean_shares = shard.reduce(torch.stack(rows), dist.ReduceOp.SUM).unbind()
-    mean_logits = mean_shares[0] / total_share if mean_shares else None
-    return largest, total_share.log(), target_logits, mean_logits
+    largest = shard.reduce(own_largest.clone(), dist.ReduceOp.MAX)
+    below = torch.where(own_largest > -torch.inf, own_largest - largest, -torch.inf)
+    share = (below + own_log_sum).exp()
+    rows = [share, target_logits, *(share * (mean + _finite(below.clone())) for mean in own_mean)]
+    total_share, target_logits, *means = shard.reduce(torch.stack(rows), dist.ReduceOp.SUM).unbind()
+    return largest, total_share.log(), target_logits, *(mean / total_share for mean in means)
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -105,8 +105,8 @@ def exchange_samples(
 ) -> list[Sample]:
     """Sends each sample to a rank and returns those sent here. All ranks of the group must call this.
 
-    Flat tensors, straight from the rank that has a sample to the one that trains on it: three all-to-alls, how much,
-    integers (int64), floats (fp32). Nothing is pickled and nobody receives what it does not need.
+    Flat tensors, straight from the rank that has a sample to the one that trains on it: two all-to-alls, how much, and
+    int64. Nothing is pickled and nobody receives what it does not need.
 
     Args:
         local: this rank's samples, on the CPU; may be empty.
@@ -120,77 +120,41 @@ def exchange_samples(
     num_ranks = dist.get_world_size(data_group)
     if num_ranks == 1:  # nothing travels
         return sorted(local, key=lambda sample: sample.sample_id)
-    outgoing: list[list[Sample]] = [[] for _ in range(num_ranks)]
+    outgoing = [[torch.zeros(0, dtype=torch.int64)] for _ in range(num_ranks)]
     for sample, rank in zip(local, destination, strict=True):
-        outgoing[rank].append(sample)
-
-    integers = [_integers(samples) for samples in outgoing]
-    floats = [_floats(samples) for samples in outgoing]
-    counts = torch.tensor(
-        [(len(s), i.numel(), f.numel()) for s, i, f in zip(outgoing, integers, floats, strict=True)]
-    )
-    counts_here = _all_to_all(list(counts), [3] * num_ranks, data_group, device)
-
-    num_samples, num_integers, num_floats = torch.stack(counts_here).t().tolist()
-    integers_here = _all_to_all(integers, num_integers, data_group, device)
-    floats_here = _all_to_all(floats, num_floats, data_group, device)
-    received = [
-        sample
-        for count, ints, reals in zip(num_samples, integers_here, floats_here, strict=True)
-        for sample in _samples(count, ints, reals)
-    ]
-    return sorted(received, key=lambda sample: sample.sample_id)
+        outgoing[rank].append(_flat(sample))
+    parts = [torch.cat(part) for part in outgoing]
+    sizes = [part.numel() for part in parts]
+    sizes_here = torch.empty(num_ranks, dtype=torch.int64, device=device)
+    dist.all_to_all_single(sizes_here, torch.tensor(sizes, device=device), group=data_group)
+    incoming = torch.empty(int(sizes_here.sum()), dtype=torch.int64, device=device)
+    dist.all_to_all_single(incoming, torch.cat(parts).to(device), sizes_here.tolist(), sizes, group=data_group)
+    return sorted(_samples(incoming.cpu()), key=lambda sample: sample.sample_id)
 
 
-def _integers(samples: Sequence[Sample]) -> Tensor:
-    """All headers, then all spans, then all tokens: int64."""
-    headers = [(s.sample_id, s.policy_version, s.length, s.prompt_length, len(s.environment_spans)) for s in samples]
-    spans = [span for sample in samples for span in sample.environment_spans]
-    flat = [torch.tensor(rows, dtype=torch.int64).reshape(-1) for rows in (headers, spans)]
-    return torch.cat([*flat, *(sample.token_ids for sample in samples)])
+def _flat(sample: Sample) -> Tensor:
+    """Header, spans, tokens, then reward and log-probs as the bits of fp32: int64."""
+    spans = sample.environment_spans
+    header = (sample.sample_id, sample.policy_version, sample.length, sample.prompt_length, len(spans))
+    floats = torch.cat([torch.tensor([sample.reward], dtype=torch.float32), sample.inference_logprobs])
+    integers = torch.tensor([*header, *(border for span in spans for border in span)])
+    return torch.cat([integers, sample.token_ids, floats.view(torch.int32).long()])
 
 
-def _floats(samples: Sequence[Sample]) -> Tensor:
-    """All rewards, then all log-probs: fp32."""
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
-    return torch.cat([rewards, *(sample.inference_logprobs for sample in samples)])
-
-
-def _samples(count: int, integers: Tensor, floats: Tensor) -> list[Sample]:
-    """The inverse of ``_integers`` and ``_floats``."""
-    headers = integers[: count * HEADER].reshape(count, HEADER).tolist()
-    lengths, num_spans = [header[2] for header in headers], [header[4] for header in headers]
-    first_token = count * HEADER + 2 * sum(num_spans)
-    spans = integers[count * HEADER : first_token].reshape(-1, 2).split(num_spans)
-    rewards, tokens = floats[:count].tolist(), integers[first_token:].split(lengths)
-    logprobs = floats[count:].split(lengths)
-    return [
-        Sample(
-            # Cloned: a view keeps the whole exchange in memory, and puts it into every checkpoint.
-            token_ids=token_ids.clone(),
+def _samples(flat: Tensor) -> Iterator[Sample]:
+    """The inverse of ``_flat``, for any number of samples."""
+    while flat.numel():
+        sample_id, version, length, prompt_length, num_spans = flat[:HEADER].tolist()
+        spans, token_ids, floats, flat = flat[HEADER:].tensor_split(
+            torch.tensor([2 * num_spans, length, length + 1]).cumsum(0)
+        )
+        floats = floats.int().view(torch.float32)
+        yield Sample(
+            token_ids=token_ids.clone(),  # a view keeps the whole exchange in memory
             prompt_length=prompt_length,
-            reward=reward,
-            inference_logprobs=own_logprobs.clone(),
+            reward=floats[0].item(),
+            inference_logprobs=floats[1:],
             sample_id=sample_id,
-            environment_spans=tuple((start, end) for start, end in own_spans.tolist()),
+            environment_spans=tuple((start, end) for start, end in spans.view(-1, 2).tolist()),
             policy_version=version,
         )
-        for (sample_id, version, _, prompt_length, _), token_ids, own_logprobs, reward, own_spans in zip(
-            headers, tokens, logprobs, rewards, spans, strict=True
-        )
-    ]
-
-
-def _all_to_all(
-    parts: Sequence[Tensor],
-    sizes_here: Sequence[int],
-    data_group: dist.ProcessGroup | None,
-    device: torch.device | str,
-) -> list[Tensor]:
-    """Sends ``parts[r]`` to rank r; what came from each rank, on the CPU."""
-    outgoing = torch.cat(list(parts)).to(device)
-    incoming = outgoing.new_empty(sum(sizes_here))
-    dist.all_to_all_single(
-        incoming, outgoing, list(sizes_here), [part.numel() for part in parts], group=data_group
-    )
-    return list(incoming.cpu().split(list(sizes_here)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.algorithms.fused_logprobs import projected_logprobs
 from megatron_rl.algorithms.logprobs import Entropy, SelectedLogprobs, selected_logprobs
 from megatron_rl.attention import PackedPlan
 from megatron_rl.models import PolicyModel
@@ -53,22 +51,22 @@ class Scorer:
         self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none"
     ) -> SelectedLogprobs:
         """Log-prob of token t at index t, ``[T]`` fp32; ``output`` is that of `forward`."""
-        if not self._fused:
-            return self._of_logits(output, batch, entropy)
-        tokens = (batch.token_ids, batch.position_ids)
-        return projected_logprobs(output, self._output_weight(), *tokens, **self._distribution, entropy=entropy)
+        return self._selected(output, batch, entropy, self._output_weight() if self._fused else None)
 
-    def _of_logits(self, logits: torch.Tensor, batch: TokenBatch, entropy: Entropy) -> SelectedLogprobs:
-        return selected_logprobs(logits, batch.token_ids, batch.position_ids, **self._distribution, entropy=entropy)
-
-    @property
-    def _distribution(self) -> dict[str, Any]:
-        return {
-            "vocab_size": self._policy.vocab_size,
-            "temperature": self._temperature,
-            "vocab_start": self._vocab_start,
-            "tensor_group": self._tensor_group,
-        }
+    def _selected(
+        self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none", weight: torch.Tensor | None = None
+    ) -> SelectedLogprobs:
+        return selected_logprobs(
+            output,
+            batch.token_ids,
+            batch.position_ids,
+            vocab_size=self._policy.vocab_size,
+            weight=weight,
+            temperature=self._temperature,
+            vocab_start=self._vocab_start,
+            tensor_group=self._tensor_group,
+            entropy=entropy,
+        )
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
@@ -79,7 +77,7 @@ class Scorer:
     def logprobs_and_top(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Also the likeliest next token after every position, [T] int64, of the real vocabulary."""
         logits = self._run(self._policy.gpt, batch)
-        return self._of_logits(logits, batch, "none").logprobs, self._top(logits)
+        return self._selected(logits, batch).logprobs, self._top(logits)
 
     def _run(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
         policy = self._policy

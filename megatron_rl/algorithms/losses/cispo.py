@@ -30,4 +30,7 @@ class Loss(Extension):
         trusted_logprobs = torch.where(in_loss, batch.current_logprobs.float(), 0.0)
         loss = -ratio.clamp(lower, upper) * batch.advantages * trusted_logprobs
         clipped = in_loss & ((ratio < lower) | (ratio > upper))
-        return torch.where(in_loss, loss, 0.0), {"actor/pg_clipfrac": clipped}
+        return torch.where(in_loss, loss, 0.0), {
+            "actor/pg_clipfrac": clipped,
+            "actor/pg_clipfrac_lower": torch.zeros_like(clipped),  # there is no dual clip
+        }

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.algorithms import fused_logprobs, logprobs
-from megatron_rl.algorithms.fused_logprobs import projected_logprobs
+from megatron_rl.algorithms import logprobs
 from megatron_rl.algorithms.logprobs import SelectedLogprobs, selected_logprobs
 from megatron_rl.errors import ConfigError
 
@@ -35,12 +34,12 @@ def backward(result: SelectedLogprobs, with_entropy: bool) -> None:
 @pytest.mark.parametrize("entropy", ["none", "detached", "differentiable"])
 @pytest.mark.parametrize("rows", [1, 4, 100])
 def test_equals_the_unfused_way(monkeypatch: pytest.MonkeyPatch, rows: int, entropy: str) -> None:
-    monkeypatch.setattr(fused_logprobs, "FEWEST_ROWS", rows)
-    monkeypatch.setattr(fused_logprobs, "CPU_PRODUCT_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs, "FEWEST_ROWS", rows)
+    monkeypatch.setattr(logprobs, "CPU_PRODUCT_ELEMENTS", 1)
     monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", 2 * VOCAB)
     (hidden, weight), (whole_hidden, whole_weight) = tensors(torch.float64), tensors(torch.float64)
     settings = {"vocab_size": VOCAB, "temperature": 0.7, "entropy": entropy}
-    fused = projected_logprobs(hidden, weight, TOKENS, POSITIONS, **settings)
+    fused = selected_logprobs(hidden, TOKENS, POSITIONS, weight=weight, **settings)
     whole = selected_logprobs(whole_hidden @ whole_weight.t(), TOKENS, POSITIONS, **settings)
     torch.testing.assert_close(fused.logprobs, whole.logprobs)
     assert (fused.entropy is None) == (entropy == "none")
@@ -56,14 +55,14 @@ def test_equals_the_unfused_way(monkeypatch: pytest.MonkeyPatch, rows: int, entr
 
 def test_bf16_sums_the_weight_s_gradient_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against fp32 from the same numbers: within a rounding of bf16 although the sum has many parts."""
-    monkeypatch.setattr(fused_logprobs, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(fused_logprobs, "CPU_PRODUCT_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(logprobs, "CPU_PRODUCT_ELEMENTS", 1)
     count = 600
     hidden, weight = tensors(torch.bfloat16, count)
     exact = [each.detach().float().requires_grad_() for each in (hidden, weight)]
     tokens, positions = torch.arange(count) % VOCAB, torch.arange(count)
     for inputs in ((hidden, weight), exact):
-        result = projected_logprobs(*inputs, tokens, positions, vocab_size=VOCAB)
+        result = selected_logprobs(inputs[0], tokens, positions, weight=inputs[1], vocab_size=VOCAB)
         assert result.logprobs.dtype == torch.float32
         result.logprobs.sum().backward()
     assert weight.grad.dtype == torch.bfloat16 == hidden.grad.dtype
@@ -75,14 +74,14 @@ def test_an_id_outside_the_vocabulary() -> None:
     hidden, weight = tensors(torch.float32)
     tokens = TOKENS.clone()
     tokens[1] = VOCAB + 1
-    result = projected_logprobs(hidden, weight, tokens, POSITIONS, vocab_size=VOCAB)
+    result = selected_logprobs(hidden, tokens, POSITIONS, weight=weight, vocab_size=VOCAB)
     assert result.logprobs[1] == -torch.inf and result.logprobs[2:].isfinite().all()
 
 
 def test_too_few_rows_of_weight() -> None:
     hidden, weight = tensors(torch.float32)
     with pytest.raises(ConfigError, match="have 12 columns for a vocabulary of 13"):
-        projected_logprobs(hidden, weight, TOKENS, POSITIONS, vocab_size=13)
+        selected_logprobs(hidden, TOKENS, POSITIONS, weight=weight, vocab_size=13)
 
 
 class Largest(TorchDispatchMode):
@@ -101,15 +100,15 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_logits_never_exist(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
-    monkeypatch.setattr(fused_logprobs, "FEWEST_ROWS", 8)
-    monkeypatch.setattr(fused_logprobs, "CPU_PRODUCT_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(logprobs, "CPU_PRODUCT_ELEMENTS", 1)
     tokens, columns = 64, 512
     hidden, weight = tensors(torch.float32, tokens, columns)
     ids, positions = torch.arange(tokens), torch.arange(tokens)
     with Largest() as largest:
         if fused:
-            result = projected_logprobs(
-                hidden, weight, ids, positions, vocab_size=columns, entropy="differentiable"
+            result = selected_logprobs(
+                hidden, ids, positions, weight=weight, vocab_size=columns, entropy="differentiable"
             )
         else:
             logits = hidden @ weight.t()

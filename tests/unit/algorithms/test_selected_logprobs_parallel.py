@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.fused_logprobs import projected_logprobs
 from megatron_rl.algorithms.logprobs import selected_logprobs
 from tests.support.ranks import joined, run_ranks
 
@@ -63,9 +62,8 @@ def _compare_fused(rank: int, vocab_size: int, scale: float) -> None:
     settings = {"vocab_size": vocab_size, "temperature": 0.7, "entropy": "differentiable"}
 
     expected = selected_logprobs(whole[0] @ whole[1].t(), tokens, POSITIONS, **settings)
-    actual = projected_logprobs(
-        *shard, tokens, POSITIONS, vocab_start=rank * SHARD, tensor_group=dist.group.WORLD, **settings
-    )
+    split = {"vocab_start": rank * SHARD, "tensor_group": dist.group.WORLD}
+    actual = selected_logprobs(shard[0], tokens, POSITIONS, weight=shard[1], **split, **settings)
     torch.testing.assert_close(actual.logprobs, expected.logprobs)
     torch.testing.assert_close(actual.entropy, expected.entropy)
 
