@@ -129,7 +129,8 @@ def _read_index(path: Path) -> Mapping[str, str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files ({error}); fetch it again") from error
     if outside is not None:
-        raise CheckpointError(f"{path} names {shorten(outside)}, which is no safetensors file beside it")
+        text = f"{path} names {shorten(outside)}, which is no safetensors file beside it; fetch it again"
+        raise CheckpointError(text)
     return wanted
 
 

@@ -80,7 +80,7 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             gated_linear_unit=model.swiglu,
             activation_func=functional.silu if model.swiglu else functional.gelu,
             num_moe_experts=model.num_experts,
-            moe_router_dtype=None if model.num_experts is None else "fp32",  # near ties fall as in the trainer
+            moe_router_dtype=None if model.num_experts is None else "fp32",  # so that near ties fall alike
             use_cpu_initialization=kernels.use_cpu_initialization or not platform.is_cuda,
             params_dtype=parameter_dtype(config),
             pipeline_dtype=parameter_dtype(config),

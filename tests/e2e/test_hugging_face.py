@@ -126,12 +126,12 @@ def cases(workshop, model, changed):
     larger["model"]["vocab"] |= {text: len(larger["model"]["vocab"]) + n for n, text in enumerate("uvwxyz")}
     damage = {
         "missing file": (lambda d: _file_of(d, LAYER).unlink(), [".safetensors is missing", "index.json names"]),
-        "truncated": (_truncated, [".safetensors has", "truncated", "download it again"]),
-        "empty": (_empty, ["is not a whole safetensors file", "download it again"]),
+        "truncated": (_truncated, ["is not a whole safetensors file", "truncated", "fetch it again"]),
+        "empty": (_empty, ["is not a whole safetensors file", "fetch it again"]),
         "missing tensor": (_without_tensor, [f"tensor {LAYER} is missing", "Qwen2ForCausalLM"]),
         "surplus tensor": (_with_another_tensor, ["model.layers.1.self_attn.o_proj.bias", "would be ignored"]),
         "pickle": (_only_pickled, ["only pytorch_model-00001", "can run code", "save_pretrained"]),
-        "escaping": (_escaping, ["'../model/config.json'", "not a file beside it"]),
+        "escaping": (_escaping, ["'../model/config.json'", "no safetensors file beside it"]),
         "bad json": (lambda d: (d / "config.json").write_text("{"), ["config.json is not JSON"]),
         "no config": (lambda d: (d / "config.json").unlink(), ["config.json cannot be read", "Hugging Face format"]),
         "tokenizer": (
