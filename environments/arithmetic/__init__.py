@@ -6,11 +6,9 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 
-from megatron_rl.environments.base import Environment
+from megatron_rl.environments.base import Environment, split_of
 from megatron_rl.types import Demonstration, Grade, Split, Task, Transcript
 
-HELD_OUT = 16
-"""One prompt in so many belongs to the test split."""
 ATTEMPTS = 2000
 """Draws in a row without a new prompt before the remaining ones are enumerated."""
 
@@ -65,13 +63,13 @@ class Arithmetic(Environment):
         while len(seen) < self._num_tasks[split] and misses < ATTEMPTS:
             task = _task(self._draw(rng))
             misses += 1
-            if task.id not in seen and _split(task.prompt) == split:
+            if task.id not in seen and split_of(task.prompt) == split:
                 misses = 0
                 seen.add(task.id)
                 yield task
         rest = self._all_chains() if len(seen) < self._num_tasks[split] else ()
         for task in map(_task, rest):
-            if len(seen) < self._num_tasks[split] and task.id not in seen and _split(task.prompt) == split:
+            if len(seen) < self._num_tasks[split] and task.id not in seen and split_of(task.prompt) == split:
                 seen.add(task.id)
                 yield task
 
@@ -102,7 +100,7 @@ class Arithmetic(Environment):
     def _draw_for_training(self, rng: random.Random, drill: bool) -> list[str]:
         for _ in range(ATTEMPTS):
             terms = self._draw(rng, drill)
-            if _split(_prompt(terms)) == "train":
+            if split_of(_prompt(terms)) == "train":
                 return terms
         raise ValueError("no training prompt exists; raise max_operand, max_total or max_terms")
 
@@ -162,11 +160,3 @@ def _total(terms: list[str]) -> int:
 def _task(terms: list[str]) -> Task:
     prompt = _prompt(terms)
     return Task(id=prompt, prompt=prompt, data={"answer": _total(terms)})
-
-
-def _split(prompt: str) -> Split:
-    """By a hash (FNV-1a) of the prompt alone: no prompt can be in both splits, whatever the options."""
-    value = 2166136261
-    for character in prompt:
-        value = ((value ^ ord(character)) * 16777619) & 0xFFFFFFFF
-    return "test" if (value >> 7) % HELD_OUT == 0 else "train"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_rl.environments.base import ConversationEnvironment
+from megatron_rl.environments.base import ConversationEnvironment, split_of
 from megatron_rl.environments.grading import arithmetic_value
 from megatron_rl.types import Demonstration, Grade, LaterTurn, Message, Prompt, Split, Step, Task, Turn
 
@@ -17,8 +17,6 @@ INSTRUCTION = (
     "Compute {expression}. You have a calculator: end a message with an expression in angle brackets, such as "
     "<12*34>, and you are told its value. Finish with # and the number, such as #408."
 )
-HELD_OUT = 16
-"""One task in so many belongs to the test split."""
 ATTEMPTS = 2000
 """Draws in a row without a new task before the options are found too narrow."""
 
@@ -72,7 +70,7 @@ class Calculator(ConversationEnvironment):
         while len(seen) < self._num_tasks[split]:
             expression = self._draw(rng)
             misses += 1
-            if expression not in seen and _split(expression) == split:
+            if expression not in seen and split_of(expression) == split:
                 misses = 0
                 seen.add(expression)
                 yield self._task(expression)
@@ -103,7 +101,7 @@ class Calculator(ConversationEnvironment):
         shown = 0
         while shown < (self._num_demonstrations if split == "train" else 0):
             task = self._task(self._draw(rng))
-            if _split(task.id) != "train":
+            if split_of(task.id) != "train":
                 continue
             shown += 1
             call, answer = self.gold_turns(task)
@@ -130,11 +128,3 @@ class Calculator(ConversationEnvironment):
     def _draw(self, rng: random.Random) -> str:
         terms = [str(rng.randint(1, self._max_operand)) for _ in range(rng.randint(*self._terms))]
         return "".join(part for term in terms for part in (rng.choice(self._operators), term))[1:]
-
-
-def _split(expression: str) -> Split:
-    """By a hash (FNV-1a) of the expression alone: none can be in both splits, whatever the options."""
-    value = 2166136261
-    for character in expression:
-        value = ((value ^ ord(character)) * 16777619) & 0xFFFFFFFF
-    return "test" if (value >> 7) % HELD_OUT == 0 else "train"

@@ -183,3 +183,12 @@ def suggestion(name: object, known: Iterable[str]) -> str:
     if near:
         return "; did you mean " + " or ".join(repr(lowered[match]) for match in near) + "?"
     return one_line("; known: " + ", ".join(names), MAX_LINE) if names else "; none exists"
+
+
+def split_of(text: str, held_out: int = 16) -> Split:
+    """The split of a generated task, one in ``held_out`` being a test: by a hash (FNV-1a) of its text alone, so that no
+    text can be in both, whatever the options."""
+    value = 2166136261
+    for character in text:
+        value = ((value ^ ord(character)) * 16777619) & 0xFFFFFFFF
+    return "test" if (value >> 7) % held_out == 0 else "train"

@@ -107,15 +107,6 @@ def load_environment_specs(
     return _with_distinct_names(specs, explicit)
 
 
-def check_environments(path: str | Path) -> list[str]:
-    """What is wrong with the list at ``path``, its environments and all their tasks; empty if nothing."""
-    try:
-        set_up_environments(path)
-    except ConfigError as error:
-        return error.lines
-    return []
-
-
 @dataclass(frozen=True)
 class Prepared:
     """An environment of the list whose tasks can be used."""

@@ -109,10 +109,12 @@ class Overlong:
         return self.max_tokens - self.buffer if self.buffer else 0
 
     def penalty(self, num_tokens: int) -> float:
-        """From 0 to ``-factor``."""
-        from megatron_rl.environments.grading import overlong_penalty
+        """DAPO's equation 13: 0 up to ``max_tokens - buffer``, then linear to ``-factor``.
 
-        return overlong_penalty(num_tokens, self.max_tokens, self.buffer, self.factor)
+        Of 16384 and a buffer of 4096: 12288 tokens cost 0, 14336 half the factor, 16384 and more all of it.
+        """
+        exceeded = num_tokens - (self.max_tokens - self.buffer)
+        return 0.0 - min(max(exceeded / self.buffer, 0.0), 1.0) * self.factor
 
 
 class DatasetEnvironment(Environment):

@@ -6,19 +6,9 @@
     math  dapo  exact_number  countdown: a file that defines ``judge(completion, gold) -> Grade`` and ``REWARDS``, the
                 lowest and the highest, is a kind; with ``NEEDS_WORKER = True`` it only runs where it can be killed
     text        where the answer stands in a completion
-    pieces      format rewards and length penalties, to be added to a grade
 """
 
 from megatron_rl.environments.grading.dispatch import grade, grade_many
 from megatron_rl.environments.grading.expressions import arithmetic_value
-from megatron_rl.environments.grading.pieces import combined, ends_with_answer_line, format_reward, overlong_penalty
 
-__all__ = [
-    "arithmetic_value",
-    "combined",
-    "ends_with_answer_line",
-    "format_reward",
-    "grade",
-    "grade_many",
-    "overlong_penalty",
-]
+__all__ = ["arithmetic_value", "grade", "grade_many"]

@@ -12,7 +12,6 @@ from megatron_rl.types import Grade
 
 REWARDS = (-1.0, 1.0)
 TAIL = 300
-BOX_TAIL = 100
 INVALID = "[INVALID]"
 
 # the tables of Lewkowycz et al. 2022 (Minerva), appendix D.1; the order matters
@@ -48,22 +47,11 @@ _SHAPES = (
 
 def judge(completion: str, gold: str) -> Grade:
     """The verdict on a completion."""
-    return score(completion, gold)
-
-
-def score(completion: str, gold: str, strict_box: bool = False) -> Grade:
-    """As ``judge``; ``strict_box`` wants ``\\boxed{gold}``, character for character, at the end instead."""
-    tail = completion[-TAIL:]
-    if strict_box:
-        extracted = _last_box(tail[-BOX_TAIL:])
-        right, found = (extracted or INVALID) == gold, extracted is not None
-    else:
-        lines = _ANSWER_LINE.findall(tail)
-        extracted, found = normalised(lines[-1] if lines else INVALID), bool(lines)
-        right = extracted == normalised(gold)
-    if right:
+    lines = _ANSWER_LINE.findall(completion[-TAIL:])
+    extracted = normalised(lines[-1] if lines else INVALID)
+    if extracted == normalised(gold):
         return Grade(REWARDS[1], status="correct", extracted=extracted)
-    return Grade(REWARDS[0], status="wrong" if found else "no_answer", extracted=extracted if found else None)
+    return Grade(REWARDS[0], status="wrong", extracted=extracted) if lines else Grade(REWARDS[0], status="no_answer")
 
 
 def normalised(answer: str) -> str:
@@ -78,13 +66,3 @@ def normalised(answer: str) -> str:
     answer = answer.replace("$", "")
     without_commas = answer.replace(",", "")
     return (without_commas if without_commas.isdigit() else answer).strip()
-
-
-def _last_box(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for position in range(start, len(text)) if start >= 0 else ():
-        depth += (text[position] == "{") - (text[position] == "}")
-        if text[position] == "}" and depth == 0:
-            return text[start + len("\\boxed{") : position]
-    return None

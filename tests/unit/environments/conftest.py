@@ -11,8 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from megatron_rl.environments.config import prepare_environments
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.wire import Address, read_address
+from megatron_rl.errors import ConfigError
 
 HERE = Path(__file__).parent
 
@@ -71,6 +73,15 @@ def call(address: Address) -> Callable[..., tuple[int, Any]]:
 def token_of(address: Address) -> dict[str, str]:
     """The header that carries the token."""
     return {"Authorization": f"Bearer {address.token}"}
+
+
+def problems_of(path: Path) -> list[str]:
+    """What is wrong with the list at ``path``, its environments and all their tasks."""
+    try:
+        prepare_environments(path)
+    except ConfigError as error:
+        return error.lines
+    return []
 
 
 @pytest.fixture

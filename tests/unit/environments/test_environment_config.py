@@ -8,9 +8,10 @@ import pytest
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.checks import MAX_PROBLEMS, read_rows, task_problems
-from megatron_rl.environments.config import check_environments, load_environment_specs
+from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.types import Task
+from tests.unit.environments.conftest import problems_of
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_check_finds_nothing_wrong_with_the_example(tmp_path):
     (tmp_path / "list.yaml").write_text(
         "- {environment: arithmetic, args: {train_tasks: 64, test_tasks: 8}}\n"
     )
-    assert check_environments(tmp_path / "list.yaml") == []
+    assert problems_of(tmp_path / "list.yaml") == []
 
 
 def test_check_walks_all_rows(tmp_path, hostile_path):
@@ -206,7 +207,7 @@ def test_check_walks_all_rows(tmp_path, hostile_path):
         "- environment: hostile_environments:NoTasks\n"
         "- {environment: arithmetic, args: {min_terms: 9}}\n"
     )
-    found = check_environments(path)
+    found = problems_of(path)
     rows = [problem.removeprefix("bad_rows: train ") for problem in found if "bad_rows: train" in problem]
     assert rows[0] == "row 1 is a dict, not a Task; it lacks id, prompt; it has question, answer"
     assert rows[1] == "row 2 has the id 'a' of train row 0; ids must be unique"
@@ -278,5 +279,5 @@ def test_the_server_stops_reading_at_its_deadline_and_bounds(monkeypatch):
 
 def test_check_reports_what_the_list_is_refused_with(tmp_path):
     (tmp_path / "list.yaml").write_text("- environment: nothing\n")
-    [problem] = check_environments(tmp_path / "list.yaml")
+    [problem] = problems_of(tmp_path / "list.yaml")
     assert "unknown environment 'nothing'" in problem

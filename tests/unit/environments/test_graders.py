@@ -7,17 +7,10 @@ import threading
 
 import pytest
 
-from megatron_rl.environments.grading import (
-    combined,
-    ends_with_answer_line,
-    format_reward,
-    grade,
-    grade_many,
-    overlong_penalty,
-)
+from megatron_rl.environments.data import Overlong
+from megatron_rl.environments.grading import grade, grade_many
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.registry import GRADERS
-from megatron_rl.types import Grade
 
 
 def puzzle(*numbers: int, target: int) -> str:
@@ -178,19 +171,11 @@ def test_countdown_is_exact():
         grade("countdown", "1+2", "3")
 
 
-def test_pieces():
-    assert format_reward("<think>a</think>\n<answer>b</answer>") == 1.0
-    assert format_reward("<think>a</think> b <answer>c</answer>") == 0.0
-    assert format_reward("<think></think><answer>c</answer>") == 0.0
-    assert format_reward("<answer>c</answer><think>a</think>") == 0.0
-    assert ends_with_answer_line("so\n**Answer: 3**\n") == 1.0
-    assert ends_with_answer_line("Answer: 3\nso") == 0.0
+def test_the_overlong_penalty():
     lengths = (100, 12288, 14336, 16384, 20000)  # 14336 is half way through the buffer; beyond the end it stays
-    assert [overlong_penalty(n, 16384, 4096, 0.5) for n in lengths] == [0.0, 0.0, -0.25, -0.5, -0.5]
+    assert [Overlong(4096, 0.5, 16384).penalty(n) for n in lengths] == [0.0, 0.0, -0.25, -0.5, -0.5]
     with pytest.raises(ValueError, match="buffer"):
-        overlong_penalty(1, 10, 11)
-    whole = combined(Grade(1.0, {"m": 2.0}, "correct", "4"), overlong=-0.25, format=0.5)
-    assert whole == Grade(1.25, {"m": 2.0, "answer_reward": 1.0, "overlong": -0.25, "format": 0.5}, "correct", "4")
+        Overlong(11, 1.0, 10)
 
 
 def test_kinds_are_found_by_their_files():

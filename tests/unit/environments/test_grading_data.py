@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.environments.grading import grade, grade_many
-from megatron_rl.environments.grading.dapo import score
 from megatron_rl.environments.worker import LONGEST_WAIT
 
 DEADLINE = 10.0
@@ -32,10 +31,8 @@ def test_math_agrees_with_the_public_suites(shared_data):
 
 def test_dapo_agrees_with_verl(shared_data):
     for case in rows(shared_data / "graders/dapo_scorer.jsonl"):
-        result = score(case["solution"], case["ground_truth"], case["strict_box_verify"])
-        assert result.reward == case["expected_score"], case
-        if not case["strict_box_verify"]:
-            assert grade("dapo", case["solution"], case["ground_truth"]) == result
+        if not case["strict_box_verify"]:  # a mode of verl's that DAPO was not trained with
+            assert grade("dapo", case["solution"], case["ground_truth"]).reward == case["expected_score"], case
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -13,13 +13,14 @@ import pytest
 
 from megatron_rl.environments import grading
 from megatron_rl.environments.checks import task_problems
-from megatron_rl.environments.config import check_environments, load_environment_specs
+from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data.environment import AFTER, BEFORE
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Transcript
 from tests.support.graders import needs_graders, stand_in
+from tests.unit.environments.conftest import problems_of
 
 DAPO = "dapo-math-17k/dapo-math-17k.parquet"
 REAL = {
@@ -191,7 +192,7 @@ class TestAime:
     def test_the_list_refuses_training_too(self, tmp_path):
         path = tmp_path / "list.yaml"
         path.write_text("- {agent_type: AIMEAgent, evaluation_only: false}\n")
-        [problem] = check_environments(path)
+        [problem] = problems_of(path)
         assert problem.startswith(f"{path}:1: aime cannot be trained on")
 
     @pytest.mark.parametrize("spelt", ["033", "33", "336^\\circ", "336^{\\circ}", "000"])
@@ -363,5 +364,5 @@ def test_check_of_the_whole_set_is_quick(shared_data, tmp_path):
         "weight: 0.0, evaluation_only: true}\n"
     )
     start = time.process_time()
-    assert check_environments(path) == []
+    assert problems_of(path) == []
     assert time.process_time() - start < 10  # 1.5 s on an idle core
