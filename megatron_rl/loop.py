@@ -22,11 +22,13 @@ __all__ = ["RLRun", "build", "execute", "rl_step"]
 def rl_step(run: RLRun, step: int) -> StepResult | None:
     """One RL step; None when the run was asked to stop and the step left no trace."""
     cursor, skipped = run.source.state_dict(), run.source.skipped_too_long
-    with run.timer.phase("gen"), naming_memory(run.config, "rollout"), run.phases.rollouts():
-        drawn = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
-        requests = run.requests_of_this_rank(drawn)
-        seed = sample_seed(run.config.training.seed, "rollout", step)
-        rollouts = run.rollouter.run(requests, seed, run.progress.policy_version, run.open_journal(step, seed))
+    seed = sample_seed(run.config.training.seed, "rollout", step)
+    with run.timer.phase("gen"), naming_memory(run.config, "rollout"):
+        journal = run.open_journal(step, seed)
+        with run.phases.rollouts():
+            drawn = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
+            requests = run.requests_of_this_rank(drawn)
+            rollouts = run.rollouter.run(requests, seed, run.progress.policy_version, journal)
     if rollouts.cancelled:
         run.source.load_state_dict(cursor)
         return None
@@ -46,7 +48,8 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
                     run.source.load_state_dict(cursor)
                     return rl_step(run, step)
             parity = run.parity.logged(step, report)
-        outcome = run.trainer.step(updates, rewards)
+        with run.phases.update():
+            outcome = run.trainer.step(updates, rewards)
     run.parity.judge_correction(outcome.metrics)
 
     if outcome.skipped_updates:

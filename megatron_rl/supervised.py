@@ -36,9 +36,8 @@ class SupervisedRun(TrainingRun):
 def build(base: Run) -> SupervisedRun:
     """The program's parts; collective over the job."""
     config, policy, groups = base.config, base.policy, base.groups
-    start, states = start_training(base)
-    quantization = states.register("quantization", build_quantization(base))
-    start.optimization.on_update.append(quantization.weights_changed)
+    quantization = build_quantization(base)
+    start, states = start_training(base, quantization)
     demonstrations = base.environments.demonstrations()
     source = states.register(
         "prompts", DemonstrationSource(demonstrations, base.tokenizer, config.training.seq_length)
@@ -71,7 +70,7 @@ def supervised_step(run: SupervisedRun, step: int) -> StepResult:
         batch = run.source.draw(run.config.training.global_batch_size)
         mine = batch[run.groups.data_rank :: run.groups.data_size]
         micro_batches = run.batches.pack(mine, seed=step)
-    with naming_memory(run.config, "update"):
+    with naming_memory(run.config, "update"), run.phases.update():
         outcome = run.trainer.step(micro_batches)
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, [micro_batches])

@@ -75,7 +75,6 @@ class CheckpointManager:
             return
         try:
             attempt, target = self._begin(state.step)
-            optimization.bring_state_home()
             optimization.gather_parameters()
             tensors_of = optimization if state.has_optimizer else None
             if self._naming is MEGATRON:

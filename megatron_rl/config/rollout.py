@@ -104,7 +104,10 @@ class RolloutConfig:
     inference_dynamic_batching_block_size: int | None = flag(None, ge=1, le=65_536)
     """Tokens a page of the KV cache, on backends that have pages. Without it 64 (triton_paged, paged) or 256."""
     rl_offload_optimizer_during_inference: bool = flag(False)
-    """Optimizer state waits in host memory during rollouts, and gradient buffers are given up: room for KV cache."""
+    """Optimizer state waits in host memory during rollouts: room for KV cache."""
+    rl_keep_in_rollouts: tuple[Literal["weights", "gradients"], ...] = flag(())
+    """What rollouts could do without and keep, to save the time of making it again: the weights that have quantised
+    copies (given up with --bf16 and --use-distributed-optimizer), the gradient buffers."""
 
 
 def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:

@@ -25,8 +25,9 @@ _BUCKET_A_REPLICA = 1_000_000
 class Estimate:
     """Bytes on each rank unless a name says otherwise; all ranks hold as much.
 
-    Weights and quantised copies stay in place in both phases. So do gradients and optimizer state, unless they
-    are off during rollouts, and the KV cache, unless an update has no room beside it.
+    Optimizer state stays in place in both phases, unless it is off during rollouts. Gradients are an update's. Weights
+    that have quantised copies are an update's too, where an optimizer can make them again. KV cache and quantised
+    copies stay unless an update has no room beside them.
     """
 
     world_size: int
@@ -39,7 +40,10 @@ class Estimate:
     cache_slots: int
     """Sequences that are decoded at once; 0 in a run that never generates."""
     weights: int
+    weights_in_rollouts: int
+    """All, or those that quantised rollouts read; these are then set aside during updates too."""
     gradients: int
+    gradients_in_rollouts: int
     optimizer: int
     """From the first update on: fp32 main parameters, moments, and fp32 gradients where the buffer is bf16."""
     quantized: int
@@ -49,7 +53,7 @@ class Estimate:
     """An approximation: see ``megatron_rl.estimate.activations``."""
     training_logits: int
     optimizer_is_offloaded: bool
-    """Rollouts have no optimizer state and no gradients on the device."""
+    """Rollouts have no optimizer state on the device."""
     optimizer_on_host: int
     """In the host's memory, pinned: what waits there during rollouts."""
     reference_on_host: int
@@ -60,13 +64,27 @@ class Estimate:
         """The peak of a rollout; 0 in a run that never generates."""
         if not self.cache_slots:
             return 0
-        of_training = 0 if self.optimizer_is_offloaded else self.gradients + self.optimizer
-        return self.weights + of_training + self.quantized + self.kv_cache + self.rollout_logits
+        return (
+            self.weights_in_rollouts + self.gradients_in_rollouts + self.optimizer_in_rollouts + self.quantized
+            + self.kv_cache + self.rollout_logits
+        )  # fmt: skip
+
+    @property
+    def optimizer_in_rollouts(self) -> int:
+        """Nothing where it waits on the host."""
+        return 0 if self.optimizer_is_offloaded else self.optimizer
+
+    @property
+    def for_rollouts(self) -> int:
+        """What an update has beside its own, and can give up: KV cache, quantised copies, weights set aside."""
+        aside = self.weights_in_rollouts if self.weights_in_rollouts < self.weights else 0
+        return self.kv_cache + self.quantized + aside
 
     @property
     def training(self) -> int:
-        """The peak of an update, the KV cache in place: at the start of a micro-batch's backward pass."""
-        return self.state + self.kv_cache + self.activations + self.training_logits
+        """The peak of an update, all of the rollouts in place: at the start of a micro-batch's backward pass."""
+        own = self.weights + self.gradients + self.optimizer + self.activations + self.training_logits
+        return own + self.for_rollouts
 
     @property
     def state(self) -> int:
@@ -84,6 +102,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
     updated = min(held, buffer // replicas) if config.parallel.use_distributed_optimizer else held
     kept = _FP32 * _state_numbers(config) * updated
     offloaded, slots = config.rollout.rl_offload_optimizer_during_inference, _cache_slots(config)
+    weights, read, keeps = buffer * number, _read_in_rollouts(config, layout), config.rollout.rl_keep_in_rollouts
     return Estimate(
         world_size=world_size,
         replicas=replicas,
@@ -93,8 +112,10 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
         parameters_per_rank=held,
         cache_slots=slots,
         # With the distributed optimizer parameters lie in a buffer that is padded like the gradients'.
-        weights=buffer * number,
+        weights=weights,
+        weights_in_rollouts=weights if read is None else read * number,
         gradients=buffer * gradient,
+        gradients_in_rollouts=buffer * gradient if "gradients" in keeps else 0,
         optimizer=kept + (_FP32 * updated if gradient != _FP32 else 0),
         quantized=_quantized_bytes(config, layout),
         kv_cache=slots * slot_bytes(config),
@@ -148,6 +169,20 @@ def _quantized_bytes(config: RLConfig, layout: ModelLayout) -> int:
         for linear in layout.linears
         if not skipped(linear.name, settings.rl_quantization_skip, config.model.num_layers)
     )
+
+
+def _read_in_rollouts(config: RLConfig, layout: ModelLayout) -> int | None:
+    """Numbers that quantised rollouts read unquantised; None where the other weights cannot be made again, or stay."""
+    settings = config.quantization
+    made_again = config.precision.bf16 and config.parallel.use_distributed_optimizer
+    if settings.rl_rollout_quantization == "none" or not made_again or "weights" in config.rollout.rl_keep_in_rollouts:
+        return None
+    replaced = sum(
+        linear.rows * linear.columns
+        for linear in layout.linears
+        if not skipped(linear.name, settings.rl_quantization_skip, config.model.num_layers)
+    )
+    return sum(parameter.size for parameter in layout.parameters) - replaced
 
 
 def _cache_slots(config: RLConfig) -> int:

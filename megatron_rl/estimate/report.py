@@ -93,7 +93,8 @@ def report_text(config: RLConfig, result: Estimate) -> str:
         if total:
             lines.append(f"{phase}: {_bytes(total)} a rank, {_bytes(total * result.world_size)} in all")
     if result.kv_cache:
-        lines[-1] += f"; {_bytes(result.training - result.kv_cache)} a rank where the KV cache has to go meanwhile"
+        alone = result.training - result.for_rollouts
+        lines[-1] += f"; {_bytes(alone)} a rank where what is the rollouts' has to go meanwhile"
     if result.optimizer_on_host:
         total = result.optimizer_on_host
         lines.append(f"optimizer state, in host memory during rollouts: {_bytes(total)} a rank, pinned")
@@ -128,15 +129,16 @@ def _uses(config: RLConfig, result: Estimate) -> list[tuple[str, int, int, str]]
     def resident(name: str, size: int, what: str) -> tuple[str, int, int, str]:
         return name, size, size, what
 
-    def in_training(name: str, size: int, what: str) -> tuple[str, int, int, str]:
-        if result.optimizer_is_offloaded and generates:
-            return name, 0, size, f"{what}; off in rollouts"
-        return resident(name, size, what)
-
+    read = result.weights_in_rollouts < result.weights
+    aside = result.weights_in_rollouts if read else 0
+    away = "; off in rollouts" if result.optimizer_is_offloaded and generates else ""
     return [
-        resident("weights", result.weights, dtype),
-        in_training("gradients", result.gradients, f"{gradients} buffer"),
-        in_training("optimizer", result.optimizer, f"fp32 {_states(config)}{shared}"),
+        (
+            "weights", result.weights_in_rollouts, result.weights + aside,
+            f"{dtype}{'; in rollouts without those that are quantised' if read and generates else ''}",
+        ),
+        ("gradients", result.gradients_in_rollouts, result.gradients, f"{gradients} buffer"),
+        ("optimizer", result.optimizer_in_rollouts, result.optimizer, f"fp32 {_states(config)}{shared}{away}"),
         resident("quantised weights", result.quantized, f"{quantized}, linear layers"),
         resident("KV cache", result.kv_cache, f"{result.cache_slots} sequences of {length} tokens{stored}, {sized}"),
         ("activations", 0, result.activations, f"{tokens} tokens, {_recomputation(config)}; approximate"),

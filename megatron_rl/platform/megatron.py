@@ -106,3 +106,13 @@ def use_trainable_memory_buffer() -> None:
     tensors cannot be saved for backward".
     """
     parallel_state._GLOBAL_MEMORY_BUFFER = _TrainableMemoryBuffer()
+
+
+def remake_parameters(optimizer: Any, wrapped: Any) -> None:
+    """Write the main parameters into the model's and gather them, as an update ends; collective.
+
+    megatron-core has no public call for the first half.
+    """
+    for part in optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params()
+    wrapped.start_param_sync(force_sync=True)

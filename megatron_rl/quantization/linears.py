@@ -17,6 +17,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
+from megatron_rl.platform.storage import release, storages_of, take_back
 from megatron_rl.quantization.formats import smoothing_factors
 from megatron_rl.quantization.linear import QuantizedLinear
 from megatron_rl.quantization.recipe import Recipe, TensorRanks
@@ -56,6 +57,7 @@ class QuantizedLinears:
         )
         self._is_installed = False
         self._stale = True
+        self._released: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
     def stored_bytes(self) -> int:
@@ -66,6 +68,20 @@ class QuantizedLinears:
     def num_weights(self) -> int:
         """Numbers that have a quantised copy on this rank."""
         return sum(layer.weight.rows * layer.weight.columns for layer in self.layers)
+
+    @property
+    def held_bytes(self) -> int:
+        """On the device now: `stored_bytes` and what only CPUs need, or next to nothing after `release`."""
+        tensors = [tensor for layer in self.layers for tensor in layer.weight.tensors()]
+        return sum(storage.nbytes() for storage in storages_of(tensors))
+
+    def release(self) -> None:
+        """Give up the memory of the codes until the next `refresh`, which takes it at other addresses."""
+        codes = [(layer.weight.codes, layer.weight.operand) for layer in self.layers]
+        for storage in storages_of(tensor for pair in codes for tensor in pair if tensor is not None):
+            self._released.append((storage, storage.nbytes()))
+            release(storage)
+        self._stale = True
 
     def weights_changed(self) -> None:
         """After an optimizer step or a load: the copies are of another model until the next refresh."""
@@ -78,6 +94,9 @@ class QuantizedLinears:
         Raises:
             QuantizationError: a weight holds NaN or infinity; names the layer.
         """
+        for storage, size in self._released:
+            take_back(storage, size).zero_()  # a refresh does not write the padding
+        self._released = []
         shared = self._shared_amax()
         finite = []
         for layer in self.layers:

@@ -42,6 +42,7 @@ class RolloutQuantization:
         self._model = model
         self._copies = functools.partial(QuantizedLinears, model, skip=tuple(skip), num_layers=num_layers)
         self._on_audit = on_audit
+        self._aligned = False
         self._timed = timed
         self.linears: QuantizedLinears | None = None
         self.recipe = NO_RECIPE
@@ -54,21 +55,61 @@ class RolloutQuantization:
         """Of the quantised copies on this rank."""
         return 0 if self.linears is None else self.linears.stored_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the quantised copies, on the device now: without those given up, with what only CPUs need."""
+        return 0 if self.linears is None else self.linears.held_bytes
+
+    @property
+    def replaced_weights(self) -> list[torch.nn.Parameter]:
+        """What a rollout does not read, because it has quantised copies of it."""
+        return [] if self.linears is None else [layer.module.weight for layer in self.linears.layers]
+
     def weights_changed(self) -> None:
-        """The copies must be made anew before they are used again."""
+        """The copies are of other weights: made anew at once for aligned training, else before they are used again.
+
+        At once means collective over the tensor-parallel ranks.
+        """
         if self.linears is not None:
             self.linears.weights_changed()
+            if self._aligned:
+                self.linears.refresh()
 
-    def refresh(self) -> None:
-        """Make the copies anew now; collective over the tensor-parallel ranks."""
-        if self.linears is not None:
-            self.linears.refresh()
+    def release(self) -> None:
+        """Give the memory of the copies up until they are used again; those of aligned training stay."""
+        if self.linears is not None and not self._aligned:
+            self.linears.release()
 
     @contextlib.contextmanager
-    def rollout(self, generate_a_little: Callable[[], None]) -> Iterator[None]:
-        """Inside, the linears run quantised. The first time it calibrates before and audits after.
+    def aligned(self) -> Iterator[None]:
+        """Inside, the trainer's linears run quantised too; the weights must have been read."""
+        if self.linears is None:
+            yield
+            return
+        with self.linears.installed():
+            self._aligned = True
+            try:
+                yield
+            finally:
+                self._aligned = False
 
-        ``generate_a_little`` runs the engine on a few prompts; only recipes that calibrate call it.
+    @property
+    def wants_calibration(self) -> bool:
+        """Whether the engine has to run a few prompts before the next `rollout`."""
+        return not self._calibrated
+
+    @contextlib.contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Inside, the linears run as they are and are watched; what they see smooths their copies."""
+        linears = self.linears
+        with observed(self._model, channels=True) as seen, linears.suspended():
+            yield
+        linears.calibrate({name: one.channel_amax for name, one in seen.items()})
+        self._calibrated = True
+
+    @contextlib.contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Inside, the linears run quantised, on fresh copies. The first time it audits after.
 
         Raises:
             QuantizationError: a weight is not finite, or a layer ran in another format.
@@ -77,11 +118,6 @@ class RolloutQuantization:
         if linears is None:
             yield
             return
-        if not self._calibrated:
-            with observed(self._model, channels=True) as seen, linears.suspended():
-                generate_a_little()
-            linears.calibrate({name: one.channel_amax for name, one in seen.items()})
-            self._calibrated = True
         with self._timed("gen/requantize"):
             linears.update()
         with linears.installed():

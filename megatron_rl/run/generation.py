@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
@@ -16,7 +17,7 @@ from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter
 from megatron_rl.run.base import Run
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import SamplingParams, SourcedTask
+from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask
 
 logger = logging.getLogger(__name__)
 
@@ -127,24 +128,22 @@ def build_quantization(run: Run) -> RolloutQuantization:
     return quantization
 
 
-def calibration(
-    engine: Engine, source: PromptSource | None, factory: RequestFactory, held_out: Sequence[SourcedTask]
-) -> Callable[[], None]:
-    """What generates a little from the next prompts of the run, without drawing them."""
+@dataclass(frozen=True)
+class CalibrationPrompts:
+    """The next prompts of the run, which stay undrawn; of a run that draws none the first held-out tasks."""
 
-    def generate() -> None:
-        tasks = list(held_out[:CALIBRATION_PROMPTS])
-        if source is not None:
-            cursor = source.state_dict()
-            tasks = source.draw(CALIBRATION_PROMPTS)
-            source.load_state_dict(cursor)
-        engine.begin(seed=0, policy_version=0)
-        for index, task in enumerate(tasks):
-            engine.submit(factory.request(task, 1, index, at_most=CALIBRATION_TOKENS))
-        while engine.has_unfinished:
-            engine.step()
+    source: PromptSource | None
+    factory: RequestFactory
+    held_out: Sequence[SourcedTask] = ()
 
-    return generate
+    def requests(self) -> list[GenerationRequest]:
+        """One short sample a prompt."""
+        tasks = self.held_out[:CALIBRATION_PROMPTS]
+        if self.source is not None:
+            cursor = self.source.state_dict()
+            tasks = self.source.draw(CALIBRATION_PROMPTS)
+            self.source.load_state_dict(cursor)
+        return [self.factory.request(task, 1, index, at_most=CALIBRATION_TOKENS) for index, task in enumerate(tasks)]
 
 
 def _report_audit(rows: Sequence[LayerAudit], directory: RunDirectory) -> None:

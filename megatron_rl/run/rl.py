@@ -26,7 +26,13 @@ from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
 from megatron_rl.run.base import Run
-from megatron_rl.run.generation import build_engine, build_quantization, build_rollouter, calibration, request_factory
+from megatron_rl.run.generation import (
+    CalibrationPrompts,
+    build_engine,
+    build_quantization,
+    build_rollouter,
+    request_factory,
+)
 from megatron_rl.run.held_out import HeldOut, build_evaluator
 from megatron_rl.run.training import TrainingRun, batch_builder, finish_start, start_training
 from megatron_rl.run.weights import Start
@@ -87,6 +93,7 @@ class RLRun(TrainingRun):
         """Finished groups of an earlier start of this step, and the place for new ones; collective."""
         if self.journal is None:
             return None
+        self.optimization.gather_parameters()  # the journal is of the weights that rollouts will have
         header = {
             "seed": seed,
             "sampling": dataclasses.asdict(self.factory.sampling),
@@ -109,15 +116,16 @@ class RLRun(TrainingRun):
 def build(base: Run) -> RLRun:
     """The program's parts; collective over the job."""
     config, policy, groups = base.config, base.policy, base.groups
-    start, states = start_training(base)
-    quantization = states.register("quantization", build_quantization(base))
-    _keep_copies_current(base, start, quantization)
+    quantization = build_quantization(base)
+    start, states = start_training(base, quantization)
+    if config.quantization.rl_train_forward == "quantized":
+        base.closing.enter_context(quantization.aligned())
     factory = request_factory(config, base.tokenizer)
     source = states.register("prompts", _prompt_source(base, factory))
     expected_lengths = states.register("expected_lengths", ExpectedLengths(), optional=True)
     phases = Phases(config, policy, groups, quantization, start.optimization)
     engine = build_engine(config, policy, base.tokenizer, groups, phases.cache_budget_gb())
-    phases.hold(engine, calibration(engine, source, factory, ()))
+    phases.hold(engine, CalibrationPrompts(source, factory))
     rollouter = build_rollouter(base, engine)
     held_out = None
     if config.training.eval_interval is not None:
@@ -145,18 +153,6 @@ def build(base: Run) -> RLRun:
         journal=journal,
         expected_lengths=expected_lengths,
     )
-
-
-def _keep_copies_current(base: Run, start: Start, quantization: RolloutQuantization) -> None:
-    """With aligned training the quantised layers stay installed, and each change of the weights makes them anew."""
-    optimization, linears = start.optimization, quantization.linears
-    if base.config.quantization.rl_train_forward == "quantized" and linears is not None:
-        base.closing.enter_context(linears.installed())
-        optimization.on_update.append(quantization.refresh)
-        if start.reference is not None:
-            start.reference.on_swap.append(quantization.refresh)
-    else:
-        optimization.on_update.append(quantization.weights_changed)
 
 
 def _prompt_source(base: Run, factory: RequestFactory) -> PromptSource:

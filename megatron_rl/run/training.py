@@ -14,6 +14,7 @@ from megatron_rl.checkpoint.origin import Origin
 from megatron_rl.errors import SaveError
 from megatron_rl.parallel.collectives import any_rank, broadcast_json
 from megatron_rl.phases import Phases
+from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.rollout import PromptSource
 from megatron_rl.run.base import Run
 from megatron_rl.run.held_out import HeldOut, evaluate
@@ -106,26 +107,28 @@ class TrainingRun(Run):
             self.states.collect(),
         )
         try:
-            self.checkpoints.save(
-                state,
-                self.policy,
-                self.optimization,
-                in_background=config.checkpoint.async_save and not final,
-                is_best=is_best,
-                committed=partial(self.committed, progress.step),
-            )
+            with self.phases.save():
+                self.checkpoints.save(
+                    state,
+                    self.policy,
+                    self.optimization,
+                    in_background=config.checkpoint.async_save and not final,
+                    is_best=is_best,
+                    committed=partial(self.committed, progress.step),
+                )
         except SaveError as error:
             if final:
                 raise
             logger.warning("NOT SAVED: %s; the run goes on", error)
 
 
-def start_training(base: Run) -> tuple[Start, StateRegistry]:
+def start_training(base: Run, copies: RolloutQuantization) -> tuple[Start, StateRegistry]:
     """Weights, optimizer, and the states that the run goes on from; collective."""
-    start = start_weights(base.config, base.policy, base.checkpoints, base.groups)
+    start = start_weights(base.config, base.policy, base.checkpoints, base.groups, copies)
     base.answers_end_also_at(start.end_token_ids)
     states = StateRegistry(None if start.saved is None else start.saved.components)
     states.register("progress", base.progress)
+    states.register("quantization", copies)
     return start, states
 
 

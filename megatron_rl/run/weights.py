@@ -21,6 +21,7 @@ from megatron_rl.families import read_model
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.preflight import first_weights, reference_weights, resumes, run_to_continue, wants_reference
+from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.reference import ReferencePolicy
 
@@ -43,7 +44,11 @@ class Start:
 
 
 def start_weights(
-    config: RLConfig, policy: PolicyModel, checkpoints: CheckpointManager, groups: ParallelGroups
+    config: RLConfig,
+    policy: PolicyModel,
+    checkpoints: CheckpointManager,
+    groups: ParallelGroups,
+    copies: RolloutQuantization | None = None,
 ) -> Start:
     """Fill the model as `run_to_continue` and `first_weights` say; collective.
 
@@ -59,8 +64,8 @@ def start_weights(
         origin = _read_reference(config, directory, policy, checkpoints, groups)
     else:
         origin = Origin.from_state(read_run_state(directory).origin)
-    reference = ReferencePolicy(policy) if wants_reference(config) else None
-    optimization = Optimization(policy, config)
+    reference = ReferencePolicy(policy, copies) if wants_reference(config) else None
+    optimization = Optimization(policy, config, copies)
     saved = None
     if directory is not None:
         saved = checkpoints.resume(

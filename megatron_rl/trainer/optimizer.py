@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from megatron_rl.config import RLConfig
 from megatron_rl.models import PolicyModel
+from megatron_rl.quantization.rollout import RolloutQuantization
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,10 @@ class UpdateOutcome:
 class Optimization:
     """The wrapped model, its optimizer and its schedule; owns the order of their calls."""
 
-    def __init__(self, policy: PolicyModel, config: RLConfig) -> None:
+    def __init__(self, policy: PolicyModel, config: RLConfig, copies: RolloutQuantization | None = None) -> None:
+        """``copies`` of the weights hear of every applied update."""
         self.policy = policy
+        self._copies = copies
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
         self._empty_cache_level = config.training.empty_unused_memory_level
@@ -46,10 +48,6 @@ class Optimization:
         """Whoever counts the steps moves it on."""
         self.updates_begun = 0
         """Times that this process has begun to write an update into the weights."""
-        self.bring_state_home: Callable[[], None] = _stays_home
-        """For a save: whoever keeps the optimizer's state elsewhere for a while sets it."""
-        self.on_update: list[Callable[[], None]] = []
-        """Called after every applied update: whoever holds something made of the weights."""
         settings = policy.config
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self.optimizer.scale_loss
@@ -83,8 +81,8 @@ class Optimization:
             clip_grads_with_norm_(self._parameters(), self._clip, torch.tensor(norm), foreach=True)
         zeros = self.optimizer.count_zeros() if self._count_zeros else None
         applied = self.optimizer.step_with_ready_grads()
-        for notify in self.on_update:
-            notify()
+        if self._copies is not None:
+            self._copies.weights_changed()
         return UpdateOutcome(bool(applied), norm, zeros, learning_rate)
 
     def gather_parameters(self) -> None:
@@ -136,10 +134,6 @@ class Schedule:
         """Set the rate of the step after ``finished_steps`` ones; it depends on nothing else."""
         self._megatron.num_steps = self._first + finished_steps
         self._megatron.step(increment=0)
-
-
-def _stays_home() -> None:
-    """Nobody moves the state."""
 
 
 def _wrap(policy: PolicyModel, config: RLConfig) -> DistributedDataParallel:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from megatron_rl.models import PolicyModel
+from megatron_rl.quantization.rollout import RolloutQuantization
 
 
 class ReferencePolicy:
@@ -18,11 +19,11 @@ class ReferencePolicy:
     back bit for bit.
     """
 
-    def __init__(self, policy: PolicyModel) -> None:
+    def __init__(self, policy: PolicyModel, copies: RolloutQuantization | None = None) -> None:
+        """``copies`` of the weights hear of every exchange: aligned training runs on them."""
+        self._copies = copies
         self._parameters = list(policy.gpt.parameters())
         self._frozen = [_host_copy(parameter) for parameter in self._parameters]
-        self.on_swap: list[Callable[[], None]] = []
-        """Called after every exchange of weights: whoever trains on something made of them."""
 
     @contextlib.contextmanager
     @torch.no_grad()
@@ -38,8 +39,8 @@ class ReferencePolicy:
     def _write(self, values: list[torch.Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data.copy_(value)
-        for notify in self.on_swap:
-            notify()
+        if self._copies is not None:
+            self._copies.weights_changed()
 
 
 def _host_copy(parameter: torch.Tensor) -> torch.Tensor:

@@ -120,17 +120,17 @@ def capture() -> str:
 def training() -> str:
     """Fused AdamW, its state on pinned host memory and back, loaded step counters."""
     from megatron_rl.parallel import initialize, shut_down
+    from megatron_rl.phases.holdings import OptimizerState
     from megatron_rl.platform import current_platform
-    from megatron_rl.trainer.offload import OptimizerOffload
     from tests.support.samples import tiny_optimization, weights_of
     from tests.support.tiny import tiny_config
 
     initialize(tiny_config().parallel, current_platform())
     plain, moved = tiny_optimization(bf16=True), tiny_optimization(bf16=True)
-    mover = OptimizerOffload(moved)
+    state = OptimizerState(moved)
     for _ in range(3):
-        with mover.away():
-            pass
+        state.leave()
+        state.come_home()
         for optimization in (plain, moved):
             optimization.zero_grad()
             for buffer in optimization.wrapped.buffers:

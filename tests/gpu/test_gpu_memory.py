@@ -37,19 +37,20 @@ def _allocated() -> int:
 
 @pytest.mark.parametrize("changes", KINDS, ids=["replicated", "distributed"])
 def test_the_state_leaves_the_device_and_comes_back_bit_for_bit(one_rank, changes) -> None:
-    from megatron_rl.trainer.offload import OptimizerOffload, gradient_storages, state_storages
+    from megatron_rl.phases.holdings import state_storages
+    from tests.unit.phases.test_holdings import Mover
 
     plain, moved = tiny_optimization(**changes), tiny_optimization(**changes)
-    mover = OptimizerOffload(moved)
+    mover = Mover(moved)
     for seed in range(3):
         if seed:
             before = _allocated()
-            storages = state_storages(moved) + gradient_storages(moved)
+            storages = state_storages(moved) + mover.gradients.storages
             size = sum(storage.nbytes() for storage in storages)
             with mover.away():
                 assert before - _allocated() >= size > 0
                 taken = torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # what was there is overwritten
-                assert all(piece.is_pinned() for pieces in mover._host for piece in pieces)
+                assert all(piece.is_pinned() for pieces in mover.state.host for piece in pieces)
                 del taken
             assert abs(_allocated() - before) <= 512 * len(storages)
         for optimization in (plain, moved):
@@ -59,31 +60,33 @@ def test_the_state_leaves_the_device_and_comes_back_bit_for_bit(one_rank, change
 
 @pytest.mark.parametrize("recipe", ["none", "fp8"])
 def test_fifty_cycles_allocate_nothing_new(one_rank, recipe: str) -> None:
-    from megatron_rl.inference.memory import CacheResidency
     from megatron_rl.models import rollout_mode
+    from megatron_rl.phases.cache import CacheResidency
     from megatron_rl.platform.memory import DeviceMemory
     from megatron_rl.quantization.rollout import RolloutQuantization
-    from megatron_rl.trainer.offload import OptimizerOffload
     from tests.support.generation import drain, ragged_requests, rollout_engine
+    from tests.unit.phases.test_holdings import Mover
 
     # fp8 products want multiples of 16
     optimization = tiny_optimization(bf16=True, hidden_size=64, ffn_hidden_size=128)
     policy = optimization.policy
     quantization = RolloutQuantization(policy.gpt, recipe, (), 2, lambda rows: None)
-    optimization.on_update.append(quantization.weights_changed)
-    engine, mover = rollout_engine(policy), OptimizerOffload(optimization)
+    engine, mover = rollout_engine(policy), Mover(optimization)
     residency = CacheResidency(engine.cache_tensors, DeviceMemory(policy.device), training_need=2**60)
     seen = []
     for cycle in range(50):
         requests = ragged_requests(6, num_samples=3, max_new_tokens=12)
-        with rollout_mode(policy, optimization.wrapped), mover.away(), residency.resident():
-            with quantization.rollout(lambda: None):
+        with rollout_mode(policy, optimization.wrapped), mover.away():
+            residency.before_rollout()
+            with quantization.rollout():
                 engine.begin(cycle, cycle)
                 for wanted in requests:
                     engine.submit(wanted)
                 drain(engine, requests)
+            residency.after_rollout()
         residency.training_need = 2**60  # the cache is to go every time
         _train(one_rank, optimization, cycle)
+        quantization.weights_changed()
         seen.append(_allocated())
     assert residency.generation == 49
     assert max(seen[40:]) <= max(seen[10:20])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -64,8 +65,18 @@ def complete(
             engine.submit(wanted)
         return drain(engine, requests)
 
-    with rollout_mode(policy), quantization.rollout(run):
+    with rollout_mode(policy), calibrated_rollout(quantization, run):
         return run()
+
+
+@contextlib.contextmanager
+def calibrated_rollout(quantization: RolloutQuantization, generate: Callable[[], object]) -> Iterator[None]:
+    """`RolloutQuantization.rollout`, after ``generate`` where the recipe calibrates and has not yet."""
+    if quantization.wants_calibration:
+        with quantization.calibrating():
+            generate()
+    with quantization.rollout():
+        yield
 
 
 def roll_out(

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.checkpoint import CheckpointManager
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.trainer.offload import state_storages
+from megatron_rl.phases.holdings import state_storages
 from tests.support.checkpoints import contents, differences
 from tests.support.saves import saving_run, train_a_step
 from tests.support.tiny import tiny_config

@@ -75,7 +75,8 @@ def test_the_example_on_64_ranks() -> None:
     assert result.training == in_both + 4 * held + 12 * held // 8 + result.activations + result.training_logits
     assert result.optimizer_on_host == 12 * held // 8
     stays = on_64("--no-rl-offload-optimizer-during-inference")
-    assert stays.rollout == result.rollout + 4 * held + 12 * held // 8
+    assert stays.rollout == result.rollout + 12 * held // 8
+    assert on_64("--rl-keep-in-rollouts", "gradients").rollout == result.rollout + 4 * held
     assert (stays.training, stays.optimizer_on_host) == (result.training, 0)
 
 

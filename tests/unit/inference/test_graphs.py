@@ -16,9 +16,9 @@ from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.inference import RolloutEngine
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.graphs import GraphedDecode, StepSources, graph_reaches, graph_sizes, with_graphs
-from megatron_rl.inference.memory import CacheResidency
 from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.phases.cache import CacheResidency
 from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.quantization.audit import observed
 from megatron_rl.run import generation
@@ -387,15 +387,15 @@ def test_a_cache_that_goes_takes_its_graphs_along(policy: PolicyModel, caplog: p
     """Their memory is free while the policy is trained, and every rank records anew, whatever its addresses are."""
     engine = rollout_engine(policy)
     recorder = taped(engine, policy)
-    residency = CacheResidency(engine.cache_tensors, DeviceMemory(policy.device), training_need=2**60)
-    residency.on_release.append(engine.forget_graphs)
+    device = DeviceMemory(policy.device)
+    residency = CacheResidency(engine.cache_tensors, device, 2**60, forget_graphs=engine.forget_graphs)
     wanted = requests_of_a_step()
     first = tokens(generate(policy, engine, wanted))
     recorded = recorder.recorded
     residency.after_rollout()
     assert not engine.decode.recorded
-    with residency.resident():
-        assert tokens(generate(policy, engine, wanted)) == first
+    residency.before_rollout()
+    assert tokens(generate(policy, engine, wanted)) == first
     assert recorder.recorded == 2 * recorded
     assert "moved in memory" not in caplog.text
 

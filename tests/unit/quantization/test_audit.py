@@ -18,6 +18,7 @@ from tests.support.generation import generate, rollout_engine
 from tests.support.quantized import (
     LINEARS,
     QUANTIZING,
+    calibrated_rollout,
     complete,
     disturb,
     linears_of,
@@ -154,7 +155,7 @@ class TestInARun:
     def test_a_rollout_without_tokens_is_no_audit(self, policy: PolicyModel) -> None:
         audits: list[Sequence[LayerAudit]] = []
         quantization = rollout_quantization(policy, "int8", audits)
-        with quantization.rollout(lambda: None):
+        with quantization.rollout():
             pass
         assert audits == []
         complete(policy, rollout_engine(policy), quantization, short_requests())
@@ -163,7 +164,7 @@ class TestInARun:
     def test_a_wrong_format_ends_the_rollout(self, policy: PolicyModel) -> None:
         audits: list[Sequence[LayerAudit]] = []
         quantization, engine = rollout_quantization(policy, "int8", audits), rollout_engine(policy)
-        with pytest.raises(QuantizationError, match=BROKEN), quantization.rollout(lambda: None):
+        with pytest.raises(QuantizationError, match=BROKEN), quantization.rollout():
             layer_of(quantization.linears).remove()
             generate(policy, engine, short_requests())
         assert len(audits) == 1, "the table helps to see why"
@@ -185,7 +186,7 @@ class TestInARun:
                 generate(policy, engine, short_requests(2))
 
             for _ in range(2):
-                with rollout_mode(policy), quantization.rollout(calibrate):
+                with rollout_mode(policy), calibrated_rollout(quantization, calibrate):
                     pass
             assert calls == [[]] * wanted, f"{recipe}: calibrated too often, or on quantised activations"
             if wanted:

@@ -82,8 +82,12 @@ class Rolling:
     @contextlib.contextmanager
     def rollouts(self) -> Iterator[None]:
         """Rollout mode on freshly quantised weights. The first time it audits a few tokens: see the audit."""
-        with rollout_mode(self.policy), self.quantization.rollout(self._a_little):
-            yield
+        with rollout_mode(self.policy):
+            if self.quantization.wants_calibration:
+                with self.quantization.calibrating():
+                    self._a_little()
+            with self.quantization.rollout():
+                yield
 
     def warm(self) -> None:
         """Kernels compile, and the audit looks at its one rollout, before anything is timed."""

@@ -75,7 +75,6 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
     config, groups, timer = rolling.config, bench.groups, PhaseTimer(sync=bench.platform.synchronize)
     advantage = advantage_of(config)
     optimization, trainer = make_trainer(rolling.policy, config, groups, timer, advantage)
-    optimization.on_update.append(rolling.quantization.weights_changed)
     tokenizer = number_tokenizer(shape.vocab)
     rollouter = Rollouter(rolling.engine, tokenizer, groups, _dummy_reward, StopRequest())
     builder = SampleBuilder(advantage.BASELINE, False, groups)
@@ -91,6 +90,7 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
                 samples, rewards = builder.build(rollouts.groups, [request.index for request in requests])
                 updates = batches.updates(samples, batch // 2, step)
             trainer.step(updates, rewards)
+            rolling.quantization.weights_changed()
             wait(bench.device)
             took, phases = time.perf_counter() - started, timer.collect()
     finally:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.inference.memory import CacheResidency, Room, plan_cache
 from megatron_rl.models import PolicyModel
+from megatron_rl.phases.cache import CacheResidency, Room, plan_cache
 from tests.support.generation import generate, ragged_requests, rollout_engine, tokens
 
 GB = 2**30
@@ -91,8 +91,9 @@ def test_a_cache_with_room_beside_training_stays() -> None:
     cache = two_buffers()
     residency = CacheResidency(cache, Numbers(free_bytes=1100), training_need=1000)
     for _ in range(2):
-        with residency.resident():
-            cache[1].fill_(7.0)
+        residency.before_rollout()
+        cache[1].fill_(7.0)
+        residency.after_rollout()
         assert not residency.is_released
     assert residency.generation == 0
     assert cache[1].eq(7.0).all()
@@ -101,16 +102,17 @@ def test_a_cache_with_room_beside_training_stays() -> None:
 def test_a_cache_without_room_goes_and_comes_back_zeroed() -> None:
     cache, told = two_buffers(), []
     row = cache[0][1]
-    residency = CacheResidency(cache, Numbers(free_bytes=1099), training_need=1000)
-    residency.on_release.append(lambda: told.append(residency.generation))
+    device = Numbers(free_bytes=1099)
+    residency = CacheResidency(cache, device, 1000, forget_graphs=lambda: told.append(residency.generation))
     assert residency.size == 4 * (12 + 5)
     for count in (1, 2, 3):
-        with residency.resident():
-            assert sizes(cache) == [48, 20]
-            assert residency.generation == count - 1
-            assert count == 1 or not any(buffer.any() for buffer in cache)
-            for buffer in cache:
-                buffer.fill_(float("nan"))
+        residency.before_rollout()
+        assert sizes(cache) == [48, 20]
+        assert residency.generation == count - 1
+        assert count == 1 or not any(buffer.any() for buffer in cache)
+        for buffer in cache:
+            buffer.fill_(float("nan"))
+        residency.after_rollout()
         assert residency.is_released
         assert sizes(cache) == [0, 0]
     residency.before_rollout()
@@ -122,8 +124,8 @@ def test_a_cache_without_room_goes_and_comes_back_zeroed() -> None:
 def test_a_rollout_that_fails_gives_the_cache_up_without_asking_the_others() -> None:
     cache = two_buffers()
     residency = CacheResidency(cache, Numbers(free_bytes=10**9), 0, agree=lambda flag: pytest.fail("waits for others"))
-    with pytest.raises(ValueError, match="in a rollout"), residency.resident():
-        raise ValueError("in a rollout")
+    residency.before_rollout()
+    residency.release()
     assert sizes(cache) == [0, 0]
 
 
@@ -142,8 +144,8 @@ def test_all_ranks_release_when_one_must() -> None:
 
 def test_an_engine_that_owns_its_cache_is_left_alone() -> None:
     residency = CacheResidency([], Numbers(), 10**9, agree=lambda flag: pytest.fail("nothing to agree on"))
-    with residency.resident():
-        pass
+    residency.before_rollout()
+    residency.after_rollout()
     assert not residency.is_released
 
 
@@ -180,5 +182,5 @@ def test_a_rollout_on_a_cache_that_came_back_draws_the_same_tokens(policy: Polic
     residency = CacheResidency(tensors, Numbers(), training_need=1)
     residency.after_rollout()
     assert sum(sizes(tensors)) == 0
-    with residency.resident():
-        assert tokens(generate(policy, engine, requests)) == tokens(first)
+    residency.before_rollout()
+    assert tokens(generate(policy, engine, requests)) == tokens(first)

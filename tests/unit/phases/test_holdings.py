@@ -1,8 +1,9 @@
-"""`--rl-offload-optimizer-during-inference`: memory goes, values and views come back, training notices nothing."""
+"""What leaves the device during rollouts: memory goes, values and views come back, training notices nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.phases import holdings
+from megatron_rl.phases.holdings import Gradients, OptimizerState, state_storages
 from megatron_rl.platform import storage as storage_module
-from megatron_rl.trainer import Optimization, offload
-from megatron_rl.trainer.offload import OptimizerOffload, gradient_storages, state_storages
+from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update
@@ -39,7 +41,30 @@ def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_garbage(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
         return take_back(storage, size).fill_(255)
 
-    monkeypatch.setattr(offload, "take_back", with_garbage)
+    monkeypatch.setattr(holdings, "take_back", with_garbage)
+
+
+class Mover:
+    """Gradients and state, as phases move them."""
+
+    def __init__(self, optimization: Optimization) -> None:
+        self.gradients, self.state = Gradients(optimization), OptimizerState(optimization)
+
+    def leave(self) -> None:
+        self.gradients.leave()
+        self.state.leave()
+
+    def come_home(self) -> None:
+        self.state.come_home()
+        self.gradients.come_home()
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        self.leave()
+        try:
+            yield
+        finally:
+            self.come_home()
 
 
 def train(groups: ParallelGroups, optimization: Optimization, seed: int) -> None:
@@ -73,7 +98,7 @@ def test_training_with_and_without_is_the_same_to_the_bit(
     one_rank: ParallelGroups, changes: dict[str, object]
 ) -> None:
     plain, moved = tiny_optimization(**changes), tiny_optimization(**changes)
-    mover = OptimizerOffload(moved)
+    mover = Mover(moved)
     for seed in range(4):
         with mover.away():
             assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in moved.wrapped.buffers)
@@ -94,18 +119,18 @@ def test_training_with_and_without_is_the_same_to_the_bit(
     ],
 )
 def test_pinned_memory_is_taken_in_powers_of_two(size: int, wanted: list[int]) -> None:
-    assert offload.pieces(size) == wanted
+    assert holdings.pieces(size) == wanted
     rounded = sum(1 << max(0, piece - 1).bit_length() for piece in wanted)
     assert rounded - size < 2**20, "torch rounds each piece up to a power of two"
 
 
 def test_a_state_of_many_pieces_comes_back(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "pieces", lambda size: [size - size // 3, size // 3])  # sizes here are powers of two
+    monkeypatch.setattr(holdings, "pieces", lambda size: [size - size // 3, size // 3])  # sizes here are powers of two
     optimization = tiny_optimization(bf16=True, use_distributed_optimizer=True)
     train(one_rank, optimization, seed=1)
-    before, mover = state_of(optimization), OptimizerOffload(optimization)
+    before, mover = state_of(optimization), Mover(optimization)
     with mover.away():
-        assert {len(pieces) for pieces in mover._host} == {2}
+        assert {len(pieces) for pieces in mover.state.host} == {2}
     assert equal(state_of(optimization), before)
 
 
@@ -120,7 +145,7 @@ def test_all_of_the_state_and_none_of_the_weights_leaves(
     states = [values for part in parts for values in part.optimizer.state.values()]
     moments = [value for values in states for name, value in values.items() if name != "step"]
     assert all(tensor.untyped_storage().nbytes() for tensor in moments)
-    with OptimizerOffload(optimization).away():
+    with Mover(optimization).away():
         assert [tensor.untyped_storage().nbytes() for tensor in moments] == [0] * len(moments)
         assert equal(weights_of(optimization.policy), weights)
         if changes.get("bf16"):
@@ -138,13 +163,14 @@ def test_views_see_what_comes_back(one_rank: ParallelGroups) -> None:
     tails, before = [main[3:] for main in mains], [main[3:].clone() for main in mains]
     gradient = optimization.policy.gpt.output_layer.weight.main_grad
     assert gradient.any()
-    mover = OptimizerOffload(optimization)
+    mover = Mover(optimization)
     with mover.away():
         pass
     assert equal(tails, before)
     mains[0].add_(1.0)
     assert torch.equal(tails[0], before[0] + 1.0), "the view is one of another memory"
-    assert not gradient.any(), "gradient buffers come back as zero_grad would leave them"
+    optimization.zero_grad()
+    assert not gradient.any(), "the view is one of another memory"
     optimization.wrapped.buffers[0].grad_data.fill_(2.0)
     assert gradient.eq(2.0).all()
 
@@ -159,13 +185,13 @@ def test_before_the_first_update_there_are_main_parameters_only(one_rank: Parall
     assert kept(bf16=True) == 4 * numbers
     train(one_rank, optimization, seed=1)
     assert sum(storage.nbytes() for storage in state_storages(optimization)) == 12 * numbers
-    assert sum(storage.nbytes() for storage in gradient_storages(optimization)) == 4 * numbers
+    assert sum(storage.nbytes() for storage in Gradients(optimization).storages) == 4 * numbers
 
 
 def test_leaving_twice_and_coming_home_twice_change_nothing(one_rank: ParallelGroups) -> None:
     optimization = tiny_optimization(bf16=True)
     train(one_rank, optimization, seed=1)
-    state, mover = state_of(optimization), OptimizerOffload(optimization)
+    state, mover = state_of(optimization), Mover(optimization)
     for move in (mover.leave, mover.leave, mover.come_home, mover.come_home):
         move()
     assert equal(state_of(optimization), state)
@@ -175,7 +201,7 @@ def test_the_state_comes_home_when_the_rollout_fails(one_rank: ParallelGroups) -
     optimization = tiny_optimization(bf16=True)
     train(one_rank, optimization, seed=1)
     state = state_of(optimization)
-    with pytest.raises(ValueError, match="in a rollout"), OptimizerOffload(optimization).away():
+    with pytest.raises(ValueError, match="in a rollout"), Mover(optimization).away():
         raise ValueError("in a rollout")
     assert equal(state_of(optimization), state)
 
@@ -185,7 +211,7 @@ def test_a_return_that_runs_out_of_memory_goes_on_later(
 ) -> None:
     optimization = tiny_optimization(bf16=True)
     train(one_rank, optimization, seed=1)
-    state, mover = state_of(optimization), OptimizerOffload(optimization)
+    state, mover = state_of(optimization), Mover(optimization)
     mover.leave()
     calls = []
 
@@ -195,7 +221,7 @@ def test_a_return_that_runs_out_of_memory_goes_on_later(
             raise torch.OutOfMemoryError("no more")
         return storage_module.take_back(storage, size)
 
-    monkeypatch.setattr(offload, "take_back", scarce)
+    monkeypatch.setattr(holdings, "take_back", scarce)
     with pytest.raises(torch.OutOfMemoryError):
         mover.come_home()
     mover.come_home()
@@ -204,13 +230,13 @@ def test_a_return_that_runs_out_of_memory_goes_on_later(
 
 def test_host_memory_is_taken_once(one_rank: ParallelGroups) -> None:
     optimization = tiny_optimization(bf16=True)
-    mover = OptimizerOffload(optimization)
+    mover = Mover(optimization)
     train(one_rank, optimization, seed=1)
 
     def addresses(then: Callable[[], None]) -> list[int]:
         with mover.away():
             then()
-        return [piece.data_ptr() for pieces in mover._host for piece in pieces]
+        return [piece.data_ptr() for pieces in mover.state.host for piece in pieces]
 
     first = addresses(lambda: None)
     assert len(first) == len(set(first)) > 10

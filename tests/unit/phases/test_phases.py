@@ -14,10 +14,10 @@ from megatron_rl.errors import EngineError
 from megatron_rl.estimate import estimate, slot_bytes
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.phases import Phases
+from megatron_rl.phases.holdings import Gradients, state_storages
 from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer import Optimization
-from megatron_rl.trainer.offload import gradient_storages, state_storages
 from tests.support.generation import rollout_engine
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
@@ -75,14 +75,14 @@ def test_what_does_not_fit_is_cut_with_a_warning(
     config = tiny_config(bf16=True)
     result = estimate(config, 1, VOCABULARY)
     moments = 8 * result.parameters_per_rank
-    free(result.rollout_logits + moments + 5.5 * slot_bytes(config) / 0.9)
+    free(result.rollout_logits + moments - result.gradients + 5.5 * slot_bytes(config) / 0.9)
     with caplog.at_level(logging.INFO):
         assert slots(memory, optimization) == 5
     (line,) = [record for record in caplog.records if "KV cache" in record.message]
     assert line.levelno == logging.WARNING
     assert "do not fit" in line.message
     moving, moved = phase_memory(one_rank, **OFFLOAD)
-    assert slots(moving, moved) == 16, "state and gradients make room for the whole batch"
+    assert slots(moving, moved) == 16, "the state makes room for the whole batch"
 
 
 def test_no_room_for_one_sequence(one_rank: ParallelGroups, free) -> None:
@@ -97,7 +97,7 @@ def test_in_a_rollout_the_cache_is_there_and_the_state_is_not(one_rank: Parallel
     free(2**40)
     memory, optimization = phase_memory(one_rank, **OFFLOAD)
     engine = rollout_engine(optimization.policy)
-    state, gradients = state_storages(optimization), gradient_storages(optimization)
+    state, gradients = state_storages(optimization), Gradients(optimization).storages
 
     def taken(storages: list[torch.UntypedStorage]) -> bool:
         sizes = {storage.nbytes() > 0 for storage in storages}
@@ -122,7 +122,7 @@ def test_an_update_takes_state_activations_and_logits(one_rank: ParallelGroups, 
     free(2**40)
     result = estimate(tiny_config(bf16=True), 1, VOCABULARY)
     moments, pass_ = 8 * result.parameters_per_rank, result.activations + result.training_logits
-    assert phase_memory(one_rank)[0].hold(engine_of([]), nothing).training_need == moments + pass_
+    assert phase_memory(one_rank)[0].hold(engine_of([]), nothing).training_need == moments + pass_ + result.gradients
     away = result.gradients + 4 * result.parameters_per_rank
     assert phase_memory(one_rank, **OFFLOAD)[0].hold(engine_of([]), nothing).training_need == moments + pass_ + away
 
@@ -137,7 +137,7 @@ def budget_of_unequal_ranks() -> list[float | None]:
     groups = initialize(config.parallel, current_platform())
     memory, _ = phases_of(config, groups)
     needed = estimate(config, 2, VOCABULARY)
-    least = needed.rollout_logits + needed.optimizer + 4.5 * slot_bytes(config) / 0.9
+    least = needed.rollout_logits + needed.optimizer - needed.gradients + 4.5 * slot_bytes(config) / 0.9
     DeviceMemory.free = lambda self: int(least if groups.rank else 2**40)
     budget = memory.cache_budget_gb()
     DeviceMemory.free = lambda self: 0 if groups.rank else 2**40
@@ -145,7 +145,7 @@ def budget_of_unequal_ranks() -> list[float | None]:
 
 
 def test_ranks_plan_with_the_memory_of_the_worst() -> None:
-    ranks = run_ranks("tests.unit.inference.test_phase_memory:budget_of_unequal_ranks", 2)
+    ranks = run_ranks("tests.unit.phases.test_phases:budget_of_unequal_ranks", 2)
     a_slot = slot_bytes(tiny_config(2, tensor_model_parallel_size=2)) / 2**30
     assert ranks[0] == ranks[1]
     assert ranks[0] == [pytest.approx(4.5 * a_slot, rel=1e-3), True]

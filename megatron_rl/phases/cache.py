@@ -1,4 +1,4 @@
-"""Memory of the KV cache: how much it may take, and where it is while the policy is trained.
+"""Memory of the KV cache: how much it may take, and whether it stays while the policy is trained.
 
     before the engine is built ─► plan_cache: bytes, from what is free and what else will be needed
     after every rollout ────────► CacheResidency: it stays, or is released until the next one
@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -119,7 +118,7 @@ class CacheResidency:
     """Keeps the cache during training where there is room for both, and releases it where there is not.
 
     Tensors stay the same objects, but a cache that was released comes back at other addresses, zeroed:
-    captured graphs are stale then. Whoever holds some is told through ``on_release`` and by ``generation``.
+    captured graphs are stale then, and forgotten.
     """
 
     def __init__(
@@ -129,6 +128,7 @@ class CacheResidency:
         training_need: int,
         agree: Callable[[bool], bool] = lambda flag: flag,
         updates: Callable[[], int] = lambda: 0,
+        forget_graphs: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         tensors: all of the cache; nothing else may lie in their storages.
@@ -136,9 +136,11 @@ class CacheResidency:
             that what is measured replaces.
         agree: true on all ranks that make a step together when it is true on one; collective.
         updates: how many there have been; without a new one nothing is measured.
+        forget_graphs: of the engine; captured graphs have the addresses of a cache that goes.
         """
         self._storages = [(storage, storage.nbytes()) for storage in storages_of(tensors)]
         self._memory = memory
+        self._forget_graphs = forget_graphs
         self._agree = agree
         self._updates = updates
         self._before_training: tuple[int, int, int] | None = None
@@ -146,27 +148,16 @@ class CacheResidency:
         self.generation = 0
         """How often the cache has come back."""
         self.is_released = False
-        self.on_release: list[Callable[[], None]] = []
 
     @property
     def size(self) -> int:
         """Bytes of the cache while it is there."""
         return sum(size for _, size in self._storages)
 
-    @contextlib.contextmanager
-    def resident(self) -> Iterator[None]:
-        """Inside, the cache can be used."""
-        try:
-            self.before_rollout()
-            yield
-        except BaseException:
-            self._release()  # the run ends, and what it saves may need the room; no rank waits for another here
-            raise
-        self.after_rollout()
-
     def before_rollout(self) -> None:
         """Take memory again if it was released; collective in nothing."""
         self._measure()
+        self._before_training = None
         if not self.is_released:
             return
         for storage, size in self._storages:
@@ -185,14 +176,14 @@ class CacheResidency:
                         "the KV cache (%s) is released while the policy is trained: %s are free beside it, "
                         "an update takes %s", in_words(self.size), in_words(free), in_words(need),
                     )  # fmt: skip
-                self._release()
+                self.release()
         allocated, peak = self._memory.allocated(), self._memory.peak()
         self._before_training = None if allocated is None or peak is None else (allocated, peak, self._updates())
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give it up without asking other ranks: after a rollout that failed, what is saved may need the room."""
         if not self.is_released:
-            for notify in self.on_release:
-                notify()
+            self._forget_graphs()
         for storage, _ in self._storages:
             release(storage)
         self.is_released = True

@@ -1,0 +1,15 @@
+"""Fixtures of the phases' tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
+from tests.support.tiny import tiny_policy
+
+
+@pytest.fixture
+def policy(one_rank: ParallelGroups) -> PolicyModel:
+    """Random weights."""
+    return tiny_policy()
