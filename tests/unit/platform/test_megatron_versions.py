@@ -15,6 +15,7 @@ from megatron.core.utils import GlobalMemoryBuffer
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
 from megatron_rl.platform import megatron
+from tests.support.samples import all_equal, tiny_optimization, weights_of
 
 
 def test_the_mlp_of_a_layer_has_submodules() -> None:
@@ -77,3 +78,14 @@ def test_a_scratch_buffer_made_in_a_rollout_can_be_trained_with(monkeypatch: pyt
     assert made_in_a_rollout(GlobalMemoryBuffer()).is_inference(), "megatron's own would do"
     megatron.use_trainable_memory_buffer()
     assert not made_in_a_rollout(parallel_state.get_global_memory_buffer()).is_inference()
+
+
+def test_main_parameters_make_the_models_again(one_rank: object) -> None:
+    """What an update ends with, in two calls: the main parameters, and the gather."""
+    optimization = tiny_optimization(bf16=True, use_distributed_optimizer=True)
+    weights = weights_of(optimization.policy)
+    for buffer in optimization.wrapped.buffers:
+        buffer.param_data.fill_(float("nan"))
+    megatron.remake_parameters(optimization.optimizer, optimization.wrapped)
+    assert all_equal(weights, weights_of(optimization.policy))
+
