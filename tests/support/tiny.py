@@ -64,7 +64,7 @@ def tiny_config(world_size: int = 1, **changes: object) -> RLConfig:
             flags[spelling] = None if value is True else value
     argv: list[str] = []
     for name, value in flags.items():
-        texts = () if value is None else value if isinstance(value, tuple) else (value,)
+        texts = () if value is None else value if isinstance(value, tuple | list) else (value,)
         argv += [f"--{name}", *map(str, texts)]
     config, problems = read_config(argv, world_size)
     assert not problems, problems
