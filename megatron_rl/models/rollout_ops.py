@@ -13,7 +13,7 @@ import torch.nn.functional as functional
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.models.norm import TorchNorm
-from megatron_rl.quantization.linear import packing_for
+from megatron_rl.quantization.linears import packing_for
 from megatron_rl.quantization.recipe import PackedActivations
 
 LinearInput = torch.Tensor | PackedActivations

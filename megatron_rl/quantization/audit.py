@@ -15,8 +15,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
-from megatron_rl.quantization.linear import QuantizedLinear
-from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
+from megatron_rl.quantization.linears import QuantizedLinear, QuantizedLinears, parallel_linears
 
 AUDITED_TOKENS = 64
 FULL_PRECISION = "full precision"

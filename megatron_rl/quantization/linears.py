@@ -1,10 +1,13 @@
-"""All quantised linear layers of a model: made once, refreshed in place, switched on and off.
+"""The quantised copies of a model's linear layers: made once, refreshed in place, switched on and off.
 
     linears = QuantizedLinears(model, recipe, skip)
     with linears.installed():      # refreshed first, if the weights have changed
         ...                        # every forward pass runs on quantised weights
 
-Copies are plain buffers outside the module tree: no state dict, no optimizer and no checkpoint sees them.
+A parameter stays as it is; what changes for a while is its module's ``forward``. Without gradients it is the recipe's
+product; with them (aligned training) its backward pass is straight-through: that of the product of the dequantised
+numbers, as if rounding had slope 1. Copies are plain buffers outside the module tree: no state dict, no optimizer and
+no checkpoint sees them.
 """
 
 from __future__ import annotations
@@ -12,16 +15,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.storage import release, storages_of, take_back
 from megatron_rl.quantization.formats import smoothing_factors
-from megatron_rl.quantization.linear import QuantizedLinear
-from megatron_rl.quantization.recipe import Recipe, TensorRanks
-from megatron_rl.quantization.shapes import skipped
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
+from megatron_rl.quantization.shapes import Split, skipped
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
 
@@ -184,3 +194,125 @@ def _quantized(name: str, module: ParallelLinear, recipe: Recipe) -> QuantizedLi
     if problem is not None:
         raise QuantizationError(f"{name} [{rows}, {columns}] cannot be {recipe.name}: {problem}")
     return layer
+
+
+@dataclass(eq=False)
+class QuantizedLinear:
+    """A column- or row-parallel linear and its quantised weight."""
+
+    name: str
+    module: ParallelLinear
+    recipe: Recipe
+    weight: QuantizedWeight
+    group: dist.ProcessGroup | None
+    """The tensor-parallel ranks that share the weight; None where this one has all of it."""
+    calls: int = 0
+    """Forward passes through the quantised product; replays of a captured graph are not among them."""
+
+    @property
+    def split(self) -> Split:
+        """Which dimension the ranks share."""
+        return "rows" if isinstance(self.module, RowParallelLinear) else "columns"
+
+    @property
+    def ranks(self) -> TensorRanks | None:
+        """Given to the product where it is a part of a sum; experts' outputs are added up by the caller."""
+        if self.group is None or self.split == "columns" or self.module.explicit_expert_comm:
+            return None
+        return TensorRanks(self.group)
+
+    def install(self) -> None:
+        """Send the module's calls here: an attribute of the instance hides the class's ``forward``."""
+        self.module.forward = self.forward
+
+    def remove(self) -> None:
+        """Back to the module's own forward."""
+        del self.module.forward
+
+    @property
+    def packing(self) -> Packing | None:
+        """How a kernel may quantise what `forward` is given; None where it has to be given numbers."""
+        return self.recipe.packing(self.weight, self.ranks)
+
+    def forward(
+        self,
+        input_: torch.Tensor | PackedActivations,
+        weight: Any = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the module's: [T, 1, in] -> [T, 1, out] and the bias if the caller adds it.
+
+        Activations that are packed already, [T, in], are a rollout's: without gradients and sequence parallelism.
+        """
+        del weight, runtime_gather_output  # only the output layer is given them, and it is not quantised
+        self.calls += 1
+        module = self.module
+        if isinstance(input_, PackedActivations):
+            product = self.recipe.multiply(input_, self.weight)
+        else:
+            product = self._scattered(self._product(self._gathered(input_)))
+        if module.skip_bias_add:
+            return product, module.bias
+        return (product if module.bias is None else product + module.bias), None
+
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """What a column-parallel layer's ranks all need; the gradients of their parts are added up."""
+        if self.group is None or self.split == "rows" or self.module.explicit_expert_comm:
+            return x
+        if self.module.sequence_parallel:
+            return gather_from_sequence_parallel_region(x, group=self.group)
+        return copy_to_tensor_model_parallel_region(x, group=self.group)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and (x.requires_grad or self.module.weight.requires_grad):
+            return StraightThrough.apply(x, self.module.weight, self)
+        return self.recipe.matmul(x, self.weight, ranks=self.ranks)
+
+    def _scattered(self, product: torch.Tensor) -> torch.Tensor:
+        """Each rank's share of the tokens under sequence parallelism. The ranks have the same sum already:
+        a reduce-scatter could not add up before scaling.
+        """
+        if self.ranks is not None and self.module.sequence_parallel:
+            return scatter_to_sequence_parallel_region(product, group=self.group)
+        return product
+
+
+def packing_for(module: torch.nn.Module) -> Packing | None:
+    """How a kernel may quantise the input of ``module`` now.
+
+    None where it is not quantised, or watched: hooks see numbers.
+    """
+    layer = getattr(vars(module).get("forward"), "__self__", None)
+    if not isinstance(layer, QuantizedLinear) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    return layer.packing
+
+
+class StraightThrough(torch.autograd.Function):
+    """The quantised product, differentiated as a product of the dequantised numbers.
+
+    The estimator of https://arxiv.org/abs/1308.3432 for both roundings. Where ranks add up their parts, the
+    sum's gradient is the same on all of them, so none is exchanged.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
+        """``weight`` is not read: it is here to receive its gradient."""
+        del weight
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer.recipe.matmul(x, layer.weight, ranks=layer.ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        """Of input and weight, where they are wanted."""
+        (x,) = ctx.saved_tensors
+        layer: QuantizedLinear = ctx.layer
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            weight = layer.recipe.dequantize(layer.weight).to(gradient.dtype)
+            of_input = torch.matmul(gradient, weight)
+        if ctx.needs_input_grad[1]:
+            seen = layer.recipe.round_trip(x, layer.weight, ranks=layer.ranks)
+            of_weight = gradient.reshape(-1, gradient.shape[-1]).t() @ seen.reshape(-1, seen.shape[-1])
+        return of_input, of_weight, None
