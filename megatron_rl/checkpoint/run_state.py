@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.origin import Origin
 from megatron_rl.checkpoint.state import State, values_of
-from megatron_rl.checkpoint.torch_files import is_foreign, is_megatron_layout, read_args, tensor_size
+from megatron_rl.checkpoint.torch_files import is_foreign, is_megatron_layout, read_args, tensor_size, topology_problem
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture
@@ -179,13 +179,8 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
         if name in saved and saved[name] != value
     ]
     own = config.parallel.tensor_model_parallel_size
-    size = tensor_size(directory) if is_megatron_layout(directory) else own
-    if size != own:
-        problems.append(
-            f"checkpoint {str(directory)!r} was saved with --tensor-model-parallel-size {size}, this run has {own}; "
-            "--ckpt-format torch holds one topology: use the same, or convert it to Hugging Face's format and use "
-            "--load-hf"
-        )
+    topology = topology_problem(directory, own) if is_megatron_layout(directory) else None
+    problems += [topology] if topology is not None else []
     if vocab_size is not None and state.vocab_size not in (0, vocab_size):
         problems.append(
             f"checkpoint {str(directory)!r} was made with a vocabulary of {state.vocab_size} tokens, "

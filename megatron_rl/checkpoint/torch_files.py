@@ -106,6 +106,18 @@ def tensor_size(directory: Path) -> int:
     return len(names)
 
 
+def topology_problem(directory: Path, tensor_ranks: int) -> str | None:
+    """Why so many tensor-parallel ranks cannot load it; None if they can. Raises as `tensor_size`."""
+    saved = tensor_size(directory)
+    if saved == tensor_ranks:
+        return None
+    return (
+        f"checkpoint {str(directory)!r} was saved with --tensor-model-parallel-size {saved}, this run has "
+        f"{tensor_ranks}; --ckpt-format torch holds one topology: use the same, or convert it to Hugging Face's format "
+        "and use --load-hf"
+    )
+
+
 def read(path: Path, mapped: bool = True) -> Any:
     """What a file holds.
 

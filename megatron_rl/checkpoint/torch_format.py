@@ -3,7 +3,7 @@
     iter_0000012/
       mp_rank_00/model_optim_rng.pt   checkpoint_version, iteration, model, optimizer
       mp_rank_00/distrib_optim.pt     with --use-distributed-optimizer: what its data-parallel ranks share
-      manifest.json, run_state.json, random_state_rank_00000.safetensors   as in the other format
+      manifest.json, run_state.json, state_rank_00000.safetensors   as in the other format
 
 Only the topology that wrote it can go on with it. Names of tensors are megatron-core's.
 """
@@ -28,7 +28,7 @@ from megatron_rl.checkpoint.torch_files import (
     rank_directory,
     read,
     read_model_file,
-    tensor_size,
+    topology_problem,
 )
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
@@ -117,13 +117,9 @@ def _read_for_resume(
 
 def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, mapped: bool = True) -> dict[str, Any]:
     """This rank's file, whose tensors are those of this rank's model."""
-    saved = tensor_size(directory)
-    if saved != groups.tensor_size:
-        raise CheckpointError(
-            f"checkpoint {str(directory)!r} was saved with --tensor-model-parallel-size {saved}, this run has "
-            f"{groups.tensor_size}; --ckpt-format torch holds one topology: use the same, or convert it to "
-            "Hugging Face's format and use --load-hf"
-        )
+    problem = topology_problem(directory, groups.tensor_size)
+    if problem is not None:
+        raise CheckpointError(problem)
     content = read_model_file(directory, groups.tensor_rank, mapped)
     found = {name: tensor.shape for name, tensor in content["model"].items() if not name.endswith("_extra_state")}
     state = {name: tensor for name, tensor in policy.gpt.state_dict().items() if torch.is_tensor(tensor)}
