@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_config
-from megatron_rl.errors import ConfigError, MegatronRLError, problem_lines
+from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
 from megatron_rl.estimate import estimate, estimate_problems, report_text, size_problems, vocabulary
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.provenance import typed_command
@@ -115,7 +115,7 @@ def _world_size(argv: Sequence[str]) -> int:
     return asked or int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _report_estimate(config: RLConfig, problems: Sequence[str], world_size: int) -> int:
+def _report_estimate(config: RLConfig, problems: Sequence[Problem], world_size: int) -> int:
     problems = estimate_problems(config, problems)
     try:
         if problems:

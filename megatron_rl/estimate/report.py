@@ -19,22 +19,23 @@ _MODEL = "use a smaller model or more ranks"
 _BIN = "lower --seq-length or --rl-sequence-packing-bin-size"
 
 
-def estimate_problems(config: RLConfig, problems: Sequence[Problem]) -> list[Problem | str]:
+def estimate_problems(config: RLConfig, problems: Sequence[Problem]) -> list[Problem]:
     """``problems`` of the configuration, or else the quantisation's."""
-    return list(problems) or list(_quantization_problems(config))
+    return list(problems) or _quantization_problems(config)
 
 
-def _quantization_problems(config: RLConfig) -> list[str]:
+def _quantization_problems(config: RLConfig) -> list[Problem]:
     name = config.quantization.rl_rollout_quantization.replace("-", "_")
     if ":" not in name and name not in RECIPES.names():
-        return [f"--rl-rollout-quantization {name}: there is no such recipe; use one of {', '.join(RECIPES.names())}"]
+        text = f": there is no such recipe; use one of {', '.join(RECIPES.names())}"
+        return [config.problem("rl_rollout_quantization", text)]
     if name == "none":
         return []
     has_tiles = name.startswith("fp8_block")
-    return layer_problems(config, name, tile_problem if has_tiles else lambda *_: None)
+    return layer_problems(config, tile_problem if has_tiles else lambda *_: None)
 
 
-def size_problems(config: RLConfig, world_size: int) -> list[str]:
+def size_problems(config: RLConfig, world_size: int) -> list[Problem]:
     """What fits no machine at all; a device's own memory is the run's to find out.
 
     For a configuration without other problems. The KV cache counts with one sequence: it takes what is there.
@@ -48,8 +49,9 @@ def size_problems(config: RLConfig, world_size: int) -> list[str]:
     }
     if result.cache_slots:
         uses["the KV cache of one sequence"] = (slot_bytes(config), "lower --inference-max-seq-length")
+    too_much = "TiB on each rank, which is more than any machine has"
     return [
-        f"{use} take {size / 2**40:,.1f} TiB on each rank, which is more than any machine has; {advice}"
+        Problem(None, f"{use} take {size / 2**40:,.1f} {too_much}; {advice}")
         for use, (size, advice) in uses.items()
         if size > MOST_BYTES
     ]

@@ -129,15 +129,9 @@ def check_usable(path: Path, resume: bool) -> list[str]:
     A directory that exists is fine while it holds no run. With ``resume``, a directory without a run is fine
     too: the same command then serves the first start and every restart of a scheduler.
     """
-    if path.resolve().parent == path.resolve():
-        return [f"{path} is the root of the file system; name a directory for this run alone, such as runs/NAME"]
-    existing = path
-    while not os.path.exists(existing):  # Path.exists raises below an unsearchable directory
-        existing = existing.parent
-    if not existing.is_dir():
-        return [f"{existing} is a file, so the run directory {path} cannot be made; choose another directory"]
-    if not writable(existing):
-        return [f"{existing} is not writable, so {path} cannot hold a run; choose another directory"]
+    fault = unwritable(path)
+    if fault is not None:
+        return [fault]
     run = RunDirectory(path)
     in_the_way = [folder for folder in run.folders if folder.exists() and not folder.is_dir()]
     if in_the_way:
@@ -153,7 +147,21 @@ def check_usable(path: Path, resume: bool) -> list[str]:
     ]
 
 
-def writable(directory: Path) -> bool:
+def unwritable(directory: Path) -> str | None:
+    """Why nothing can be written in ``directory``, which need not be there yet; None where it can."""
+    if directory.resolve().parent == directory.resolve():
+        return f"{directory} is the root of the file system; name a directory for this run alone, such as runs/NAME"
+    existing = directory
+    while not os.path.exists(existing):  # Path.exists raises below an unsearchable directory
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{existing} is a file, so {directory} cannot be made; choose another directory"
+    if not _writable(existing):
+        return f"{existing} is not writable, so {directory} cannot be made; choose another directory"
+    return None
+
+
+def _writable(directory: Path) -> bool:
     """Whether something can be made in ``directory``: tried, because permissions promise root too much."""
     if not os.access(directory, os.W_OK | os.X_OK):
         return False

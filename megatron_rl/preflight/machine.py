@@ -12,7 +12,7 @@ from typing import get_args
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import Problem, collecting
-from megatron_rl.metrics.rundir import check_usable, writable
+from megatron_rl.metrics.rundir import check_usable, unwritable
 from megatron_rl.metrics.wandb import Mode, wandb_mode
 from megatron_rl.preflight.starts import resumes
 from megatron_rl.quantization.shapes import layer_problems
@@ -41,20 +41,9 @@ def output_problems(config: RLConfig) -> Iterator[Problem]:
     if config.logging.wandb_project is not None:
         others.append(("wandb_save_dir", config.logging.wandb_save_dir))
     for name, directory in others:
-        fault = None if Path(directory).is_relative_to(run_dir) else _unwritable(Path(directory))
+        fault = None if Path(directory).is_relative_to(run_dir) else unwritable(Path(directory))
         if fault is not None:
-            yield config.problem(name, fault)
-
-
-def _unwritable(directory: Path) -> str | None:
-    if directory.resolve().parent == directory.resolve():
-        return "is the root of the file system; name a directory for this run alone"
-    existing = directory
-    while not os.path.exists(existing):  # Path.exists raises below an unsearchable directory
-        existing = existing.parent
-    if existing.is_dir() and writable(existing):
-        return None
-    return f": {existing} {'is not writable' if existing.is_dir() else 'is a file'}; choose another directory"
+            yield config.problem(name, f": {fault}")
 
 
 def service_problems(config: RLConfig) -> Iterator[Problem]:
@@ -124,7 +113,7 @@ def quantization_problems(config: RLConfig) -> list[Problem]:
     """Recipes, the device and the layers' shapes: everything that would fail once the model is built."""
     problems: list[Problem] = []
     asked, name = config.typed.get("transformer_impl"), config.quantization.rl_rollout_quantization
-    if asked == "transformer_engine" and not transformer_engine_is_installed():
+    if asked == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         text = (
             ", but Transformer Engine is not installed; install it with pip install 'megatron-rl[te]' (GPU machines "
             "only), or use --transformer-impl local"
@@ -140,13 +129,8 @@ def quantization_problems(config: RLConfig) -> list[Problem]:
         if unfit is not None:
             problems.append(config.problem("rl_rollout_quantization", f": {unfit}"))
         if config.model.is_complete:
-            problems += layer_problems(config, recipe.name, recipe.shape_problem)
+            problems += layer_problems(config, recipe.shape_problem)
     return problems
-
-
-def transformer_engine_is_installed() -> bool:
-    """Looked up, not imported: that takes seconds."""
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def attention_problems(config: RLConfig) -> list[Problem]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from megatron_rl.config import RLConfig
+from megatron_rl.errors import Problem
 
 Split = Literal["columns", "rows"]
 """How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
@@ -67,33 +68,34 @@ def _matches(name: str, pattern: str, num_layers: int) -> bool:
 
 
 def layer_problems(
-    config: RLConfig, recipe: str, shape_problem: Callable[[int, int, Split | None], str | None]
-) -> list[str]:
-    """One line for every pattern that names nothing, and for layers that ``recipe`` cannot quantise.
+    config: RLConfig, shape_problem: Callable[[int, int, Split | None], str | None]
+) -> list[Problem]:
+    """Every pattern that names nothing, and layers that the recipe cannot quantise.
 
     ``shape_problem``: (rows, columns, split) of a rank's part -> why it cannot be quantised like the whole, or None.
     """
     linears, patterns = config.layout().linears, config.quantization.rl_quantization_skip
     names = [linear.name for linear in linears]
+    skip = "--rl-quantization-skip"
     problems = [
-        f"--rl-quantization-skip {pattern} matches no linear layer; they are named like {names[0]} or {names[-1]}, "
-        "and first:N and last:N skip whole layers"
+        Problem(
+            skip,
+            f"{skip} {pattern} matches no linear layer; they are named like {names[0]} or {names[-1]}, and first:N and "
+            "last:N skip whole layers",
+        )
         for pattern in unmatched_patterns(patterns, names, config.model.num_layers)
     ]
     kept = [linear for linear in linears if not skipped(linear.name, patterns, config.model.num_layers)]
     if not kept:
-        problems.append(
-            f"--rl-quantization-skip {' '.join(patterns)} leaves no layer to quantise; use --rl-rollout-quantization "
-            "none for unquantised rollouts"
-        )
+        text = "leaves no layer to quantise; use --rl-rollout-quantization none for unquantised rollouts"
+        problems.append(config.problem("rl_quantization_skip", text))
     parts = config.parallel.tensor_model_parallel_size
     for linear in kept:
         split: Split | None = None if parts == 1 else "rows" if linear.kind == "row" else "columns"
         problem = shape_problem(linear.rows // linear.blocks, linear.columns, split)
         if problem is not None:
-            problems.append(
-                f"--rl-rollout-quantization {recipe} with --tensor-model-parallel-size {parts}: {linear.name}: "
-                f"{problem}; use fp8 or int8, or another tensor-parallel size"
-            )
+            text = f"with --tensor-model-parallel-size {parts}: {linear.name}: {problem}"
+            advice = "use fp8 or int8, or another tensor-parallel size"
+            problems.append(config.problem("rl_rollout_quantization", f"{text}; {advice}"))
             break  # the other layers have the same shapes
     return problems

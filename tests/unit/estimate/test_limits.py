@@ -28,7 +28,7 @@ DEEP = {"num_layers": 1000, "kv_channels": 2**16, "num_query_groups": 4}
     ids=["wide", "vocabulary", "long", "deep"],
 )
 def test_what_no_machine_has(changes: dict[str, int], start: str) -> None:
-    (line,) = [line for line in size_problems(tiny_config(**changes), 1) if line.startswith(start)]
+    (line,) = [line for line in map(str, size_problems(tiny_config(**changes), 1)) if line.startswith(start)]
     assert "which is more than any machine has; " in line
 
 
