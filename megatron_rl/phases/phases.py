@@ -32,7 +32,7 @@ from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.platform.storage import storages_of
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer import Optimization
-from megatron_rl.types import GenerationRequest
+from megatron_rl.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class CalibrationPrompts(Protocol):
     """What a recipe that calibrates is shown."""
 
-    def requests(self) -> Sequence[GenerationRequest]:
+    def requests(self) -> Sequence[Request]:
         """A few short groups."""
         ...
 

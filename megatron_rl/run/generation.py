@@ -17,7 +17,7 @@ from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter
 from megatron_rl.run.base import Run
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import GenerationRequest, SamplingParams, SourcedTask
+from megatron_rl.types import Request, SamplingParams, SourcedTask
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class CalibrationPrompts:
     factory: RequestFactory
     held_out: Sequence[SourcedTask] = ()
 
-    def requests(self) -> list[GenerationRequest]:
+    def requests(self) -> list[Request]:
         """One short sample a prompt."""
         tasks = self.held_out[:CALIBRATION_PROMPTS]
         if self.source is not None:
