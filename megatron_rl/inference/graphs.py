@@ -67,6 +67,56 @@ class Recorder(Protocol):
         ...
 
 
+class CudaRecorder:
+    """See `Recorder`. All graphs share one memory pool: none of them leaves anything in it for another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def warm_up(self, work: Work) -> None:
+        """See `Recorder.warm_up`; on the stream of the capture, so that its libraries have their workspaces."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self, work: Work) -> Work:
+        """See `Recorder.record`."""
+        # A pool is given up with its last graph, so without one a new capture needs a new pool.
+        pool = next((graph.pool() for graph in self._graphs), None) or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The outer stream context comes back from a capture that failed; torch's own does not. Thread-local:
+            # NCCL's watchdog asks for the state of its events meanwhile, which would void a global capture.
+            with torch.cuda.stream(self._stream):
+                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                    work()
+        except BaseException:
+            self._leave(pool)
+            raise
+        self._graphs.add(graph)
+        return graph.replay
+
+    def used_bytes(self) -> int:
+        """See `Recorder.used_bytes`; the driver's figure, because graphs take memory beside torch's."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def _leave(self, pool: tuple[int, int]) -> None:
+        """Stop allocating in ``pool``, which a capture that CUDA refused does not do by itself.
+
+        Every later ``torch.cuda.empty_cache()`` would end in "captures_underway.empty() INTERNAL ASSERT FAILED".
+        """
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with contextlib.suppress(RuntimeError):  # a capture that ended before the error has stopped, and let go
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+
+
 class StepSources:
     """What a decode step reads and others own: weights, their quantised copies, the KV cache.
 
@@ -249,8 +299,6 @@ def with_graphs(runner: ModelRunner, policy: PolicyModel, most: int | None) -> D
     if problem is not None:
         logger.info("--enable-cuda-graph has no effect: %s", problem)
         return runner.decode
-    from megatron_rl.inference.cuda_recorder import CudaRecorder
-
     cache = runner.context.cache
     reaches = graph_reaches(cache.max_length) if policy.attention.cache.needs_key_length else (cache.max_length,)
     sizes = graph_sizes(runner.state.alive.shape[0], most)

@@ -9,14 +9,13 @@ The slot mapping says where new tokens go; a layer writes them with it.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megatron_rl.arithmetic import FEWEST_KEYS
-from megatron_rl.attention.backend import KVCache
 from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.errors import EngineError
 from megatron_rl.families.layout import LayerCache
@@ -26,59 +25,52 @@ from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
 from megatron_rl.models import PolicyModel
 
 
-class Cache(KVCache, Protocol):
-    """What the engine and its context ask of a cache."""
-
-    def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where token i of row ``rows[i]``, at ``positions[i]``, goes; to be given to `write`."""
-        ...
-
-    def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """The same for ``positions`` [k, N] of rows 0..N-1; the i-th is to be given to `write` in step i."""
-        ...
-
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
-        ...
-
-    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Row, or block, ``destination[i]`` receives what ``source[i]`` held before any of them was changed.
-
-        Of rows no more than the first ``length`` positions.
-        """
-        ...
-
-    def set_block_table(self, table: array) -> None:
-        """The blocks of all rows, row after row."""
-        ...
-
-
-class _Buffers:
-    """What both layouts have: keys and values of all layers, zeroed."""
+class Cache(ABC):
+    """Keys and values of all layers; a `KVCache` that the engine can write to."""
 
     def __init__(
         self,
         layers: Sequence[LayerCache],
+        shape: Callable[[LayerCache, int], tuple[int, ...]],
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
         stored: torch.dtype | None,
     ) -> None:
-        """``dtype`` of the model; ``stored`` as in `KVNumbers`."""
-        self.layers = layers
+        """``shape`` of a layer's keys or values by width; ``dtype`` of the model; ``stored`` as in `KVNumbers`."""
         self.max_length = max_length
         self.dtype = dtype
         self.device = device
         self.numbers = KVNumbers(len(layers), layers[0].heads, dtype, stored, device)
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
 
-    def _zeros(self, *size: int) -> torch.Tensor:
-        """Not torch.empty: with garbage a masked place gives 0 * NaN = NaN."""
-        return torch.zeros(size, dtype=self.numbers.storage, device=self.device)
+        # Zeroed: with the garbage of torch.empty a masked place gives 0 * NaN = NaN.
+        def zeros(layer: LayerCache, width: int) -> torch.Tensor:
+            return torch.zeros(shape(layer, width), dtype=self.numbers.storage, device=device)
+
+        self.keys = [zeros(layer, layer.key_width) for layer in layers]
+        self.values = [zeros(layer, layer.value_width) for layer in layers]
+
+    @abstractmethod
+    def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where token i of row ``rows[i]``, at ``positions[i]``, goes; to be given to `write`."""
+
+    @abstractmethod
+    def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """The same for ``positions`` [k, N] of rows 0..N-1; the i-th is to be given to `write` in step i."""
+
+    @abstractmethod
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
+
+    @abstractmethod
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """Row, or block, ``destination[i]`` receives what ``source[i]`` held before any of them was changed.
+
+        Of rows no more than the first ``length`` positions.
+        """
 
 
-class RowCache(_Buffers):
+class RowCache(Cache):
     """A row holds the positions 0.. of one sequence."""
 
     def __init__(
@@ -90,9 +82,9 @@ class RowCache(_Buffers):
         device: torch.device,
         stored: torch.dtype | None = None,
     ) -> None:
-        super().__init__(layers, max_length, dtype, device, stored)
-        self.keys = [self._zeros(rows, layer.heads, max_length, layer.key_width) for layer in layers]
-        self.values = [self._zeros(rows, layer.heads, max_length, layer.value_width) for layer in layers]
+        super().__init__(
+            layers, lambda layer, width: (rows, layer.heads, max_length, width), max_length, dtype, device, stored
+        )
         heads = layers[0].heads
         row = torch.arange(rows, device=device)[:, None] * heads
         self._starts = (row + torch.arange(heads, device=device)) * max_length
@@ -116,11 +108,8 @@ class RowCache(_Buffers):
         for held in (*self.keys, *self.values):
             held[destination, :, :length] = held[source, :, :length]
 
-    def set_block_table(self, table: array) -> None:
-        """There is none."""
 
-
-class PagedCache(_Buffers):
+class PagedCache(Cache):
     """Block 0 belongs to no sequence: rows without one write there."""
 
     def __init__(
@@ -135,11 +124,11 @@ class PagedCache(_Buffers):
         num_blocks: int | None = None,
     ) -> None:
         """``num_blocks`` are handed out by `set_block_table`; without it every row has all it can fill, for good."""
-        super().__init__(layers, max_length, dtype, device, stored)
         per_row = -(-max_length // block_size)
         count = rows * per_row if num_blocks is None else num_blocks
-        self.keys = [self._zeros(count + 1, block_size, layer.heads, layer.key_width) for layer in layers]
-        self.values = [self._zeros(count + 1, block_size, layer.heads, layer.value_width) for layer in layers]
+        super().__init__(
+            layers, lambda layer, width: (count + 1, block_size, layer.heads, width), max_length, dtype, device, stored
+        )
         self.page_length = block_size
         self.table = torch.zeros(rows, per_row, dtype=torch.int32, device=device)
         """[rows, blocks of the longest sequence] int32."""
@@ -168,7 +157,7 @@ class PagedCache(_Buffers):
             held[destination] = held[source]
 
     def set_block_table(self, table: array) -> None:
-        """See `Cache`; in one copy and in place: captured graphs hold the table's address."""
+        """The blocks of all rows, row after row; in one copy and in place: captured graphs hold the table's address."""
         self.table.copy_(torch.frombuffer(table, dtype=torch.int32).view(self.table.shape))
 
 

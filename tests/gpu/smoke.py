@@ -88,7 +88,7 @@ def draws() -> str:
 
 def capture() -> str:
     """A capture that CUDA refuses leaves an allocator that works, and the next capture a graph."""
-    from megatron_rl.inference.cuda_recorder import CudaRecorder
+    from megatron_rl.inference.graphs import CudaRecorder
 
     if not torch.cuda.is_available():
         return "needs a CUDA device"

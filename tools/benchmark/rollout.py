@@ -127,7 +127,7 @@ def engine_contender(engine: Engine, policy: PolicyModel, workload: Workload) ->
             groups = []
             while engine.has_unfinished:
                 groups += engine.step()
-        groups.sort(key=lambda group: group.request.index)
+        groups.sort(key=lambda done: done[0].index)
         return [completion.token_ids for _, group in groups for completion in group]
 
     return generate

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.inference.cuda_recorder import CudaRecorder
+from megatron_rl.inference.graphs import CudaRecorder
 
 
 class _Stream:
