@@ -85,7 +85,7 @@ class EnvironmentClient:
         self._list_timeout = list_timeout + LIST_MARGIN
         self._attempts = attempts
         self._backoff = backoff
-        self._counts = Counter({"requests_repeated": 0, "busy_waits": 0})
+        self._counts = Counter({"requests_repeated": 0, "busy_waits": 0, "late_completions": 0})
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def grade(self, environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
@@ -103,7 +103,9 @@ class EnvironmentClient:
         try:
             async with self._place():
                 answer = await self._ask(_path(environment, route), self._timeout, body)
-            return results_from_json(answer, len(items))
+            results = results_from_json(answer, len(items))
+            self._counts["late_completions"] += sum(result.verdict == "timeout" for result in results)
+            return results
         except RequestFailed as failure:
             return [failed(failure.code, str(failure))] * len(items)
         except ValueError as error:
@@ -151,7 +153,7 @@ class EnvironmentClient:
             return False
 
     def counters(self) -> dict[str, int]:
-        """How often this client sent a request again, and waited for a busy server, since its start."""
+        """Requests sent again, waits for a busy server, and samples whose grader ran out of time twice, so far."""
         return dict(self._counts)
 
     def server_counters(self) -> dict[str, Any]:

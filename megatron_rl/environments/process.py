@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -32,6 +33,7 @@ LOG_TAIL_LINES = 15
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class EnvironmentServerProcess:
     """One environment server, started by the first rank of a node; use it as a context manager.
 
@@ -39,37 +41,30 @@ class EnvironmentServerProcess:
     keeps nothing that could be lost.
     """
 
-    def __init__(
-        self,
-        config_path: str | Path,
-        directory: str | Path,
-        *,
-        port: int = 0,
-        start_timeout: float = LOAD_SECONDS,
-        max_restarts: int = 3,
-        hung_seconds: float = HUNG_SECONDS,
-    ) -> None:
-        """``directory`` gets the server's log and its address file; port 0 takes a free one.
+    config_path: str | Path
+    directory: str | Path
+    """Gets the server's log and its address file."""
+    _: KW_ONLY
+    port: int = 0
+    """0 takes a free one."""
+    start_timeout: float = LOAD_SECONDS
+    """Seconds for the start with all imports, and later for the reading of each split."""
+    max_restarts: int = 3
+    """After so many in a row, without ten seconds of health in between, it is given up, and the address file tells
+    every client of the node. A healthy server that was killed is restarted however often: nothing says that the next
+    will not work."""
+    hung_seconds: float = HUNG_SECONDS
 
-        The start with all imports, and later the reading of each split, may take ``start_timeout`` seconds.
+    restarts: int = field(default=0, init=False)
+    """Of the whole run."""
+    fault: EnvironmentFault | None = field(default=None, init=False)
+    """Why it was given up."""
+    pid: int | None = field(default=None, init=False)
+    """Of the server that answers."""
 
-        After ``max_restarts`` in a row, without ten seconds of health in between, it is given up, and the address
-        file tells every client of the node. A healthy server that was killed is restarted however often: nothing
-        says that the next will not work.
-        """
-        self.address_file = Path(directory).resolve() / "environment_server.json"
-        self.log_file = Path(directory).resolve() / "environment_server.log"
-        self.restarts = 0
-        """Of the whole run."""
-        self.fault: EnvironmentFault | None = None
-        """Why it was given up."""
-        self.pid: int | None = None
-        """Of the server that answers."""
-        self._config_path = Path(config_path).resolve()
-        self._port = port
-        self._start_timeout = start_timeout
-        self._max_restarts = max_restarts
-        self._hung_seconds = hung_seconds
+    def __post_init__(self) -> None:
+        self.address_file = Path(self.directory).resolve() / "environment_server.json"
+        self.log_file = Path(self.directory).resolve() / "environment_server.log"
         self._process: subprocess.Popen | None = None
         self._thread: threading.Thread | None = None
         self._settled = threading.Event()
@@ -129,17 +124,17 @@ class EnvironmentServerProcess:
                 return
             if not blameless:
                 in_a_row = 1 if lived > HEALTHY_SECONDS else in_a_row + 1
-                if in_a_row > self._max_restarts or not self._settled.is_set():
+                if in_a_row > self.max_restarts or not self._settled.is_set():
                     self._give_up(what + (f" after {self.restarts} restarts" if self.restarts else ""))
                     return
             self.restarts += 1
-            logger.warning("%s; restart %d, %d of %d in a row", what, self.restarts, in_a_row, self._max_restarts)
+            logger.warning("%s; restart %d, %d of %d in a row", what, self.restarts, in_a_row, self.max_restarts)
 
     def _launch(self) -> subprocess.Popen:
         self.address_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(self._config_path)]
-        command += ["--port", str(self._port), "--address-file", str(self.address_file)]
-        command += ["--load-timeout", str(self._start_timeout), "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(Path(self.config_path).resolve())]
+        command += ["--port", str(self.port), "--address-file", str(self.address_file)]
+        command += ["--load-timeout", str(self.start_timeout), "--parent", str(os.getpid())]
         with self.log_file.open("ab") as log:
             return subprocess.Popen(
                 command,
@@ -154,12 +149,12 @@ class EnvironmentServerProcess:
 
     def _wait_until_healthy(self, process: subprocess.Popen) -> str:
         """Why the server did not start; empty when it listens and has written its address."""
-        deadline = time.monotonic() + self._start_timeout
+        deadline = time.monotonic() + self.start_timeout
         while not self.address_file.exists() and not self._stopped.is_set():
             if process.poll() is not None:
                 return f"the environment server exited ({process.returncode}) while it started"
             if time.monotonic() > deadline:
-                return f"the environment server did not answer within {self._start_timeout:g} s"
+                return f"the environment server did not answer within {self.start_timeout:g} s"
             time.sleep(0.02)
         return ""
 
@@ -172,10 +167,10 @@ class EnvironmentServerProcess:
                 return f"the environment server exited ({process.returncode})"
             except subprocess.TimeoutExpired:
                 silent = time.monotonic() - last_answer
-            if silent > min(PROBE_SECONDS, self._hung_seconds / 2):
+            if silent > min(PROBE_SECONDS, self.hung_seconds / 2):
                 if client.health(PROBE_SECONDS):
                     last_answer = time.monotonic()
-                elif silent > self._hung_seconds:
+                elif silent > self.hung_seconds:
                     return "the environment server is alive but has hung"
         return "stopped"
 

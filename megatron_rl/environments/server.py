@@ -26,7 +26,6 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -84,8 +83,7 @@ class Service:
         self.pool = WorkerPool(environments=prepared) if pooled else None
         self._list_seconds = list_seconds
         self._lists: dict[tuple[str, str, Split], Sequence[Any]] = {}
-        self._reading, self._in_turn, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
-        self._counts = Counter({"turned_away": 0, "late_completions": 0})
+        self._reading, self._in_turn = threading.Lock(), threading.Lock()
 
     def environment(self, name: str) -> Environment:
         """The environment of that name; answers 404 with the nearest names otherwise."""
@@ -110,24 +108,9 @@ class Service:
         environment = self.environment(name)
         if environment.in_process:
             with self._in_turn:  # two threads that compute at once are no faster, and delay the health route
-                results = [judge(environment, item) for item in items]
-        else:
-            spec, lowest = self.specs[name], environment.reward_range[0]
-            deadline = environment.grade_deadline
-            results = self.pool.grade(spec.reference, spec.options, items, lowest=lowest, deadline_s=deadline)
-        with self._counting:
-            self._counts["late_completions"] += sum(result.verdict == "timeout" for result in results)
-        return results
-
-    def count_turned_away(self) -> None:
-        """One more request for which there was no place."""
-        with self._counting:
-            self._counts["turned_away"] += 1
-
-    def counters(self) -> dict[str, Any]:
-        """The answer of ``/v1/counters``; the process id tells of a restart, after which they begin at 0."""
-        pool = self.pool.counters() if self.pool else {}
-        return {"pid": os.getpid(), "counters": {**self._counts, **pool}}
+                return [judge(environment, item) for item in items]
+        spec, lowest, deadline = self.specs[name], environment.reward_range[0], environment.grade_deadline
+        return self.pool.grade(spec.reference, spec.options, items, lowest=lowest, deadline_s=deadline)
 
     def close(self) -> None:
         """Ends the workers."""
@@ -149,7 +132,8 @@ class _Health(Resource):
 
 class _Counters(_Served):
     def get(self) -> dict[str, Any]:
-        return self.service.counters()
+        """What the workers did; the process id tells of a restart, after which they begin at 0."""
+        return {"pid": os.getpid(), "counters": self.service.pool.counters() if self.service.pool else {}}
 
 
 class _Environments(_Served):
@@ -183,7 +167,6 @@ class _Judged(_Served):
         service = self.service
         service.environment(name)
         if not service.places.acquire(timeout=service.patience_s):
-            service.count_turned_away()
             abort(429, message="too many requests wait already; come back later")
         try:
             results = service.judge(name, _read_items(request.get_data(), action))

@@ -146,6 +146,13 @@ def test_a_lost_answer_is_asked_for_again(stub):
     assert server.bodies == server.bodies[:1] * 3
 
 
+def test_completions_whose_grader_ran_out_of_time_are_counted(stub):
+    item = {"status": "ok", "reward": 0.0, "metrics": {}, "verdict": "timeout"}
+    _, client = stub((200, json.dumps({"items": [item, item]})))
+    assert [result.verdict for result in grade(client, 2)] == ["timeout"] * 2
+    assert client.counters()["late_completions"] == 2
+
+
 def test_attempts_end(stub):
     server, client = stub(None, attempts=3)
     assert grade(client)[0].code == "server_unreachable"
@@ -198,7 +205,7 @@ def test_a_busy_server_is_asked_again_and_costs_no_attempt(stub, monkeypatch):
     server, client = stub(None, *[BUSY] * 10, UNABLE, None, ok(0.5), attempts=2)
     assert grade(client)[0].reward == 0.5
     assert len(server.bodies) == 14
-    assert client.counters() == {"requests_repeated": 2, "busy_waits": 11}
+    assert client.counters() == {"requests_repeated": 2, "busy_waits": 11, "late_completions": 0}
 
 
 def test_a_server_that_stays_busy_is_given_up(stub, monkeypatch):

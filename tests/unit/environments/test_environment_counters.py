@@ -26,8 +26,8 @@ class Client:
         return self.answer
 
 
-def answer_of(pid: int, graded: int, late: int = 0) -> dict:
-    return {"pid": pid, "counters": {"graded": graded, "late_completions": late}}
+def answer_of(pid: int, graded: int) -> dict:
+    return {"pid": pid, "counters": {"graded": graded}}
 
 
 @pytest.fixture
@@ -43,12 +43,11 @@ def test_a_step_gets_what_is_new(client):
         "busy_waits": 0,
         "restarts": 0,
         "graded": 5,
-        "late_completions": 0,
     }
     client.own["busy_waits"] = 2
-    client.answer = answer_of(1, graded=8, late=1)
+    client.answer = answer_of(1, graded=8)
     new = counters.since_last_call()
-    assert (new["graded"], new["busy_waits"], new["late_completions"]) == (3, 2, 1)
+    assert (new["graded"], new["busy_waits"]) == (3, 2)
 
 
 def test_a_new_server_counts_from_zero(client):

@@ -197,9 +197,8 @@ def test_a_wrong_list_is_reported_from_the_log(tmp_path):
 def test_it_starts_fast_without_torch_and_from_anywhere(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be used for loopback
-    begin = time.monotonic()
     with EnvironmentServerProcess(config, tmp_path) as process:
-        assert time.monotonic() - begin < 2.0
+        assert sum(psutil.Process(process.pid).cpu_times()[:2]) < 2.0  # 0.4 s on an idle machine
         maps = Path(f"/proc/{process.pid}/maps")
         if maps.exists():
             assert "libtorch" not in maps.read_text()
