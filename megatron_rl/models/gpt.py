@@ -21,8 +21,7 @@ from megatron_rl.attention import Attention, RopeTable
 from megatron_rl.config import RLConfig
 from megatron_rl.families import ModelLayout
 from megatron_rl.models.attention_choice import parameter_dtype, proven_attention
-from megatron_rl.models.spec import block_spec
-from megatron_rl.models.transformer_engine import fp8_settings, prepare_for_fp8
+from megatron_rl.models.spec import block_spec, fp8_settings, prepare_for_fp8
 from megatron_rl.parallel.groups import pipeline_stage
 from megatron_rl.platform import Platform
 

@@ -6,13 +6,12 @@ round, and differ by the order of a norm's sum and the last bit of ``exp``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.models.norm import TorchNorm
 from megatron_rl.quantization.linears import packing_for
 from megatron_rl.quantization.recipe import PackedActivations
 
@@ -32,6 +31,33 @@ def add(residual: torch.Tensor, pending: Pending) -> torch.Tensor:
     if pending.bias is not None:
         output.add_(pending.bias)
     return output.add_(residual)
+
+
+class TorchNorm(torch.nn.Module):
+    """RMSNorm or LayerNorm whose parameters are marked for sequence parallelism.
+
+    megatron's own torch norm refuses sequence parallelism. The mark makes ``finalize_model_grads``
+    add up the weight's gradient over the tensor-parallel ranks, which each see a slice of tokens.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.bias: torch.nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        shape = (hidden_states.shape[-1],)
+        if self.bias is None:
+            return functional.rms_norm(hidden_states, shape, self.weight, self.eps)
+        return functional.layer_norm(hidden_states, shape, self.weight, self.bias, self.eps)
 
 
 class RolloutOps:

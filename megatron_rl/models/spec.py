@@ -8,28 +8,33 @@ linears here are the product and nothing around it; the forward pass gives the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.attention import PlannedSelfAttention
-from megatron_rl.models import transformer_engine
-from megatron_rl.models.norm import TorchNorm
+from megatron_rl.config import RLConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.models.rollout import RolloutLayer
+from megatron_rl.models.rollout_ops import TorchNorm
 from megatron_rl.platform.megatron import submodules_of
 
+_ENGINE = "transformer_engine"
 WIDE, STRIP = 2048, 384
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """One decoder layer."""
-    if config.transformer_impl == transformer_engine.IMPLEMENTATION:
-        return transformer_engine.layer_spec(config)
-    spec = get_gpt_layer_local_spec(
+    if config.transformer_impl == _ENGINE:
+        return _engine_layer_spec(config)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         normalization=config.normalization,
         # megatron skips a gradient all-reduce when only one of spec and config says so.
@@ -115,3 +120,50 @@ def _with_bias(
     if left_to_caller:
         return product, bias
     return (product if bias is None else product + bias), None
+
+
+def _engine_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """One decoder layer of Transformer Engine, with our attention.
+
+    The norms before attention and MLP are part of the products that follow them (``linear_qkv.layer_norm_weight``);
+    checkpoints and Hugging Face files know both spellings, see ``checkpoint.torch_files.own_name``.
+
+    Raises:
+        ConfigError: megatron-core found no Transformer Engine that it can use.
+    """
+    if not gpt_layer_specs.HAVE_TE:
+        raise ConfigError([
+            "--transformer-impl transformer_engine: megatron-core cannot import Transformer Engine; python -c 'import "
+            "megatron.core.extensions.transformer_engine_spec_provider' says why, or use --transformer-impl local"
+        ])
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    attention = spec.submodules.self_attention
+    attention.module = PlannedSelfAttention
+    # The plan attends. What stands here is not called, and must have no state that the other layers lack.
+    attention.submodules.core_attention = DotProductAttention
+    return spec
+
+
+def fp8_settings(config: RLConfig) -> dict[str, Any]:
+    """Of the `TransformerConfig`: megatron runs the layers in ``fp8_autocast`` when they are set.
+
+    With local layers the same flags mean aligned training, which needs none of it.
+    """
+    precision = config.precision
+    if config.kernels.transformer_impl != _ENGINE or precision.fp8_format is None:
+        return {}
+    return {
+        "fp8": precision.fp8_format,
+        "fp8_recipe": precision.fp8_recipe,
+        # Otherwise the fp8 weights are kept from one forward pass to the next until megatron's training schedule
+        # says that they have changed: scoring and rollouts after an update would run on those before it.
+        "disable_parameter_transpose_cache": True,
+    }
+
+
+def prepare_for_fp8(gpt: GPTModel, config: TransformerConfig) -> None:
+    """Let fp8 products take any number of tokens: Transformer Engine wants multiples of 16."""
+    if config.fp8:
+        from megatron.core.fp8_utils import prepare_model_for_fp8_inference
+
+        prepare_model_for_fp8_inference(gpt)

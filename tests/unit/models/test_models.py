@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.models import rollout_mode
-from megatron_rl.models.norm import TorchNorm
+from megatron_rl.models.rollout_ops import TorchNorm
 from megatron_rl.parallel import ParallelGroups
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
