@@ -78,7 +78,7 @@ def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype) -> Ca
 
 
 def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> CachePlan:
-    return plan_decode(slice(positions.shape[0]), positions, key_length, cache.dtype)
+    return plan_decode(positions.shape[0], positions, key_length, cache.dtype)
 
 
 def _prepare_extend(cache: KVCache, new: NewTokens) -> CachePlan:
@@ -89,7 +89,7 @@ def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> 
     """One mask for all steps: each uncovers one key more. Idle rows may lie beyond all keys; nobody reads theirs."""
     steps, longest = positions.shape[0], cache.max_length
     reach = min(key_length + steps - 1, longest)
-    whole = plan_decode(slice(positions.shape[1]), positions[0], reach, cache.dtype)
+    whole = plan_decode(positions.shape[1], positions[0], reach, cache.dtype)
     for step, at in enumerate(positions):
         if step:
             whole.mask.scatter_(-1, at.clamp_max(reach - 1)[:, None, None, None], 0.0)
@@ -97,9 +97,14 @@ def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> 
 
 
 def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
-    """Of neighbouring slots the cache is read in its place, of others a copy."""
-    kept = (stored[layer][:, :, : plan.mask.shape[-1]][plan.where] for stored in (cache.keys, cache.values))
-    return plan.attend(query, *cache.numbers.unpack(layer, *kept))
+    """Of the first slots the cache is read in its place, of any slots a copy."""
+    length = plan.mask.shape[-1]
+    keys, values = cache.keys[layer].narrow(2, 0, length), cache.values[layer].narrow(2, 0, length)
+    if plan.rows is None:
+        keys, values = keys.narrow(0, 0, plan.where), values.narrow(0, 0, plan.where)
+    else:
+        keys, values = keys.index_select(0, plan.where), values.index_select(0, plan.where)
+    return plan.attend(query, *cache.numbers.unpack(layer, keys, values))
 
 
 BACKEND = Backend(
