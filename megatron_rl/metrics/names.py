@@ -20,7 +20,6 @@ LEARNING_RATE = "actor/lr"
 RESPONSE_LENGTH_MEAN = "response_length/mean"
 RESPONSE_LENGTH_MAX = "response_length/max"
 RESPONSE_CLIP_RATIO = "response_length/clip_ratio"
-PROMPT_LENGTH_MEAN = "prompt_length/mean"
 
 LOGPROB_GAP_MEAN = "training/rollout_logprob_gap_mean"
 LOGPROB_GAP_MAX = "training/rollout_logprob_gap_max"

@@ -13,7 +13,7 @@ from typing import get_args
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import Problem, collecting
 from megatron_rl.metrics.rundir import check_usable, unwritable
-from megatron_rl.metrics.wandb import Mode, wandb_mode
+from megatron_rl.metrics.writers import Mode, wandb_mode
 from megatron_rl.preflight.starts import resumes
 from megatron_rl.quantization.shapes import layer_problems
 from megatron_rl.registry import RECIPES

@@ -26,10 +26,8 @@ from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.rollouts import TrainingUse, training_rows, write_rollouts, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import can_draw_boxes
-from megatron_rl.metrics.tensorboard import TensorBoardWriter
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.metrics.wandb import WandbRun, open_wandb
-from megatron_rl.metrics.writer import MetricLog
+from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, WandbRun, open_wandb
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform

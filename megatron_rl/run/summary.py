@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_rl.metrics.evaluation import by_environment
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.names import split_validation
 from megatron_rl.quantization.rollout import RolloutQuantization
@@ -36,19 +37,10 @@ def summarise(run: Run, quantization: RolloutQuantization, status: str) -> dict[
         "kv_cache_dtype": run.config.kv_cache_dtype,
     }
     if evaluated:
-        before, after = _by_environment(evaluated[0]), _by_environment(evaluated[-1])
+        before, after = by_environment(evaluated[0]), by_environment(evaluated[-1])
         summary["eval"] = {"before": _mean(before), "after": _mean(after)}
         summary["eval_by_environment"] = {"before": before, "after": after}
     return summary
-
-
-def _by_environment(row: dict[str, Any]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for name, value in row.items():
-        split = split_validation(name)
-        if split is not None:
-            found.setdefault(split[0], {})[split[1]] = value
-    return found
 
 
 def _mean(by_environment: dict[str, dict[str, float]]) -> dict[str, float]:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.metrics.background import BackgroundWriter
-from megatron_rl.metrics.wandb import WandbRun, open_wandb
+from megatron_rl.metrics.writers import BackgroundWriter, WandbRun, open_wandb
 
 
 class Gate:

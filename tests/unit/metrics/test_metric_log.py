@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from megatron_rl.errors import TrainingError
-from megatron_rl.metrics.writer import MetricLog
+from megatron_rl.metrics.writers import MetricLog
 
 
 class Recorder:

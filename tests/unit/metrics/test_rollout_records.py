@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,10 @@ def test_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "rows.jsonl"
     write_rollouts(path, 1, GROUPS)
 
-    def fail(self: Path, target: Path) -> None:
+    def fail(source: Path, target: Path) -> None:
         raise OSError("disk gone")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk gone"):
         write_rollouts(path, 2, GROUPS)
     assert [row["step"] for row in read_rollouts(path)] == [1, 1, 1]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.metrics import tensorboard
-from megatron_rl.metrics.tensorboard import TensorBoardWriter
+from megatron_rl.metrics import writers
+from megatron_rl.metrics.writers import TensorBoardWriter
 
 
 def test_scalars_are_written_and_resumed_steps_replace_earlier_ones(tmp_path: Path) -> None:
@@ -33,6 +33,6 @@ def test_scalars_are_written_and_resumed_steps_replace_earlier_ones(tmp_path: Pa
 
 def test_missing_package_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None if name == "tensorboard" else found(name))
+    monkeypatch.setattr(writers, "find_spec", lambda name: None if name == "tensorboard" else found(name))
     with pytest.raises(ConfigError, match="pip install tensorboard"):
         TensorBoardWriter(tmp_path)
