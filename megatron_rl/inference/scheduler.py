@@ -149,7 +149,7 @@ class Scheduler:
         # A sequence that has drawn tokens has a prompt of its own.
         most, priority = 1 if first.num_generated else len(free), first.priority
         candidates = list(takewhile(
-            lambda s: s.priority == priority and s.num_generated == first.num_generated, islice(self._waiting, most)
+            lambda s: s.group is first.group and s.priority == priority, islice(self._waiting, most)
         ))  # fmt: skip
         allocation = self._blocks.allocate(candidates, free, self._lookahead)
         if allocation is None:

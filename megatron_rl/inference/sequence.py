@@ -51,10 +51,8 @@ class Sequence:
     preempted: bool = False
     """It has made room for others before."""
 
-    @property
-    def request(self) -> Request:
-        """What was asked for."""
-        return self.group.request
+    def __post_init__(self) -> None:
+        self.request: Request = self.group.request  # asked for often, so no property
 
     @property
     def prefill_ids(self) -> tuple[int, ...]:
