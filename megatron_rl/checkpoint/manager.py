@@ -26,7 +26,7 @@ from megatron_rl.checkpoint.layout import (
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt
 from megatron_rl.checkpoint.state import load_rank_state, save_rank_state
-from megatron_rl.checkpoint.tensors import begin_to_save_tensors, load_all, load_weights, save_tensors
+from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
 from megatron_rl.checkpoint.torch_files import is_megatron_layout
 from megatron_rl.errors import CheckpointError, SaveError
 from megatron_rl.models import PolicyModel
@@ -81,8 +81,7 @@ class CheckpointManager:
                 request = torch_format.save(target, state.step, policy, tensors_of, self._groups, attempt)
             else:
                 with attempt.collective_part():
-                    save = begin_to_save_tensors if in_background else save_tensors
-                    request = save(target, policy, tensors_of)
+                    request = save_tensors(target, policy, tensors_of, in_background)
             with attempt.part():
                 save_rank_state(target, self._groups.rank, state.components)
                 if self._groups.is_main:

@@ -4,9 +4,8 @@
     forked writer             └► tensor files, fsync ──┘
     thread (rank 0)                                          └► checksums, rename, latest
 
-megatron-core writes three files on rank 0 alone, between collectives, and every rank starts processes that write its
-tensors: an exception there would leave the other ranks waiting for ever. Here such a write is noted, the save goes on
-to a moment at which all ranks meet, and every rank raises the same error there.
+A write that fails on one rank is noted, the save goes on to a moment at which all ranks meet, and every rank raises the
+same error there.
 
 A fork holds the weights as they were (tensors of a GPU are copied to the host first), so no step waits for the disk.
 Until the rename nothing of it counts: a kill at any moment leaves the checkpoint before it.
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import queue
 import shutil
@@ -26,19 +24,14 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import SaveError
 from megatron_rl.parallel.collectives import gather_json
-from megatron_rl.platform.megatron import common_writer, raising, shard_writer
+from megatron_rl.platform.megatron import watched_writers
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CUT_SHORT = "enforce fail at inline_container"
@@ -68,18 +61,7 @@ class SaveAttempt:
 
         What it raises on every rank is noted, and so is what its writes would raise on one. All else goes on up.
         """
-        with contextlib.ExitStack() as stack:
-            writer, write_shards, common = FileSystemWriterAsync, shard_writer(), common_writer()
-            replaced = [
-                (writer, "write_preloaded_data", staticmethod(raising(writer.write_preloaded_data))),
-                (writer, write_shards, staticmethod(self._noting(getattr(writer, write_shards)))),
-                (writer, "finish", self._noting(writer.finish)),
-                (serialization, "save_config", self._noting(serialization.save_config)),
-            ]
-            if common is not None:
-                replaced.append((*common, self._noting(_save_common)))
-            for owner, name, replacement in replaced:
-                stack.enter_context(_replaced(owner, name, replacement))
+        with watched_writers(self.part):
             try:
                 yield
             except CheckpointException as error:
@@ -99,13 +81,6 @@ class SaveAttempt:
             shutil.rmtree(self._directory, ignore_errors=True)
         raise SaveError(next(filter(None, problems), "a rank could not write"))
 
-    def _noting(self, write: Callable[..., None]) -> Callable[..., None]:
-        def noted(*given: Any, **named: Any) -> None:
-            with self.part():
-                write(*given, **named)
-
-        return noted
-
     def _note(self, error: BaseException | None) -> None:
         """The first failure is the one to tell: others follow from it. Empty where another rank knows the cause."""
         if self._problem is None:
@@ -124,25 +99,6 @@ def _told(directory: Path, error: BaseException) -> str:
         f"the checkpoint {str(directory)!r} could not be written ({reason}); {fix} a directory on another disk; "
         "the checkpoints before it are as they were"
     )
-
-
-def _save_common(*given: Any) -> None:
-    """As megatron's, but an error says which: torch's own file writer tells of an ``enforce fail`` and no more."""
-    state, directory = given[-2:]  # a method's in 0.16, then a function's
-    if dist.get_rank() == 0:
-        written = io.BytesIO()
-        torch.save(state, written)
-        (Path(directory) / COMMON_STATE_FNAME).write_bytes(written.getbuffer())
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class BackgroundSave:
@@ -246,9 +202,3 @@ class ResultQueue:
             raise queue.Empty
         self._file.truncate(0)
         return ForkingPickler.loads(written)
-
-
-def prepare_result_queue() -> None:
-    """Makes megatron use a `ResultQueue` in this process."""
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = ResultQueue()

@@ -25,10 +25,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.checkpoint.saving import prepare_result_queue
+from megatron_rl.checkpoint.saving import ResultQueue
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
-from megatron_rl.platform.megatron import asynchronous_writer
+from megatron_rl.platform.megatron import asynchronous_writer, step_counters_offered, use_result_queue
 from megatron_rl.trainer import Optimization
 
 _METADATA = {
@@ -40,22 +40,14 @@ _LONGEST_REASON = 200
 """megatron lists every tensor of the model when one is missing."""
 
 
-def save_tensors(directory: Path, policy: PolicyModel, optimization: Optimization | None) -> None:
-    """Write this job's tensors into ``directory``; collective. None leaves the optimizer out."""
-    _save(directory, policy, optimization, in_background=False)
-
-
-def begin_to_save_tensors(
-    directory: Path, policy: PolicyModel, optimization: Optimization | None
-) -> AsyncRequest:
-    """The same as `save_tensors` up to the writing, which is returned for a background process; collective."""
-    return _save(directory, policy, optimization, in_background=True)
-
-
-def _save(
-    directory: Path, policy: PolicyModel, optimization: Optimization | None, in_background: bool
+def save_tensors(
+    directory: Path, policy: PolicyModel, optimization: Optimization | None, in_background: bool = False
 ) -> AsyncRequest | None:
-    prepare_result_queue()
+    """Write this job's tensors into ``directory``; collective. None leaves the optimizer out.
+
+    With ``in_background`` nothing is written: what would write is returned, for a process to run.
+    """
+    use_result_queue(ResultQueue)
     state = _state(policy, optimization, loading=False)
     with _quiet():
         strategy = get_default_save_sharded_strategy("torch_dist")
@@ -161,7 +153,7 @@ def load_state(optimization: Optimization, state: dict[str, Any], gathered: Sequ
     with contextlib.ExitStack() as stack:
         stack.enter_context(_settings_kept(optimization))
         for part in distributed_parts(optimization):
-            stack.enter_context(_step_counters_offered(part))
+            stack.enter_context(step_counters_offered(part))
         optimization.optimizer.load_state_dict(state)
         for part, values in zip(distributed_parts(optimization) if gathered else (), gathered, strict=True):
             with torch.no_grad():  # in fp32 it writes into slices of the model's own parameters
@@ -178,31 +170,15 @@ def distributed_parts(optimization: Optimization) -> list[DistributedOptimizer]:
 def _settings_kept(optimization: Optimization) -> Iterator[None]:
     """The flags of this run win over the settings that torch stores with an optimizer's state."""
     parts = optimization.optimizer.chained_optimizers
-    configured = [[_without(group, "params", "step") for group in part.optimizer.param_groups] for part in parts]
+    kept = ("params", "step")
+    configured = [
+        [{name: value for name, value in group.items() if name not in kept} for group in part.optimizer.param_groups]
+        for part in parts
+    ]
     yield
     for part, settings in zip(parts, configured, strict=True):
         for group, wanted in zip(part.optimizer.param_groups, settings, strict=True):
             group.update(wanted)
-
-
-@contextlib.contextmanager
-def _step_counters_offered(part: DistributedOptimizer) -> Iterator[None]:
-    """megatron copies every key the optimizer has and raises KeyError: no ``step`` is in the file.
-
-    It has just loaded the counter from the parameter groups, so that one is offered as the source.
-    """
-    copy = part._set_main_param_and_optimizer_states
-
-    def with_step(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, place = part.model_param_group_index_map[parameter]
-        own = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
-        copy(parameter, tensors | {"step": own["step"]} if "step" in own else tensors)
-
-    part._set_main_param_and_optimizer_states = with_step
-    try:
-        yield
-    finally:
-        del part._set_main_param_and_optimizer_states  # the class's method again
 
 
 def separate_step_counters(optimization: Optimization) -> None:
@@ -215,7 +191,3 @@ def separate_step_counters(optimization: Optimization) -> None:
         for parameter, values in part.optimizer.state.items():
             if torch.is_tensor(values.get("step")):
                 values["step"] = values["step"].to(parameter.device, copy=True)
-
-
-def _without(mapping: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {name: value for name, value in mapping.items() if name not in keys}

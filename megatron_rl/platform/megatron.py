@@ -1,6 +1,7 @@
-"""What differs between the versions of megatron-core that this runs on: 0.16 (Python 3.11) to 0.19 (Python 3.12).
+"""What differs between the versions of megatron-core that this runs on, 0.16 (Python 3.11) to 0.19 (Python 3.12), and
+whatever of it is replaced or called against its own names.
 
-One function a difference; `tests/unit/platform/test_megatron_versions.py` pins each to the version at hand, so that one
+One function a matter; `tests/unit/platform/test_megatron_versions.py` pins each to the version at hand, so that one
 that is no longer needed, or no longer enough, is seen.
 """
 
@@ -9,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import megatron.core
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import GlobalMemoryBuffer
 
@@ -63,6 +67,49 @@ def asynchronous_writer() -> dict[str, str]:
     return {"async_strategy": "mcore"} if "async_strategy" in known else {}
 
 
+@contextlib.contextmanager
+def watched_writers(part: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, each write of a save runs in a ``part()``, which may take note of its error and go on.
+
+    megatron-core writes three files on rank 0 alone, between collectives, and every rank starts processes that write
+    its tensors: an exception there would leave the other ranks waiting for ever.
+    """
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
+
+    def noting(write: Callable[..., None]) -> Callable[..., None]:
+        def noted(*given: Any, **named: Any) -> None:
+            with part():
+                write(*given, **named)
+
+        return noted
+
+    write_shards, common = shard_writer(), common_writer()
+    replacements = [
+        (Writer, "write_preloaded_data", staticmethod(raising(Writer.write_preloaded_data))),
+        (Writer, write_shards, staticmethod(noting(getattr(Writer, write_shards)))),
+        (Writer, "finish", noting(Writer.finish)),
+        (serialization, "save_config", noting(serialization.save_config)),
+        *([(*common, noting(_save_common))] if common is not None else []),
+    ]
+    with contextlib.ExitStack() as originals:
+        for owner, name, replacement in replacements:
+            originals.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, replacement)
+        yield
+
+
+def _save_common(*given: Any) -> None:
+    """As megatron's, but an error says which: torch's own file writer tells of an ``enforce fail`` and no more."""
+    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+    state, directory = given[-2:]  # a method's in 0.16, then a function's
+    if dist.get_rank() == 0:
+        written = io.BytesIO()
+        torch.save(state, written)
+        (Path(directory) / COMMON_STATE_FNAME).write_bytes(written.getbuffer())
+
+
 def shard_writer() -> str:
     """Name of the method of `FileSystemWriterAsync` that writes a rank's tensors: processes, from 0.17 on threads."""
     return "write_preloaded_data_multiproc" if VERSION < (0, 17) else "write_preloaded_data_multithread"
@@ -91,6 +138,35 @@ def raising(write: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return written
+
+
+def use_result_queue(make: Callable[[], Any]) -> None:
+    """Let what the writers of a save hand back go through ``make()``, in place of a queue in a process of its own."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = make()
+
+
+@contextlib.contextmanager
+def step_counters_offered(part: Any) -> Iterator[None]:
+    """Inside, a `DistributedOptimizer` takes up a state for torch's Adam, whose step counter is a tensor.
+
+    megatron copies every key the optimizer has and raises KeyError: no ``step`` is in the file. It has just loaded the
+    counter from the parameter groups, so that one is offered as the source.
+    """
+    copy = part._set_main_param_and_optimizer_states
+
+    def with_step(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = part.model_param_group_index_map[parameter]
+        own = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+        copy(parameter, tensors | {"step": own["step"]} if "step" in own else tensors)
+
+    part._set_main_param_and_optimizer_states = with_step
+    try:
+        yield
+    finally:
+        del part._set_main_param_and_optimizer_states  # the class's method again
 
 
 class _TrainableMemoryBuffer(GlobalMemoryBuffer):

@@ -137,7 +137,7 @@ def background_points() -> dict[str, tuple[Any, str, str]]:
     from megatron_rl.checkpoint.saving import BackgroundSave
 
     return {
-        "background_planned": (manager, "begin_to_save_tensors", "after"),
+        "background_planned": (manager, "save_tensors", "after"),
         "background_forked": (BackgroundSave, "__init__", "after"),
         "background_written": (BackgroundSave, "begin_to_commit", "before"),
         "background_committing": (manager, "commit", "before"),

@@ -53,9 +53,9 @@ def before_tensors(then: Callable[[Path], None]) -> Iterator[None]:
     """In here every save calls ``then`` with its folder, before the first file is written there."""
     original = manager.save_tensors
 
-    def save_tensors(folder: Path, *given: Any) -> None:
+    def save_tensors(folder: Path, *given: Any) -> Any:
         then(folder)
-        original(folder, *given)
+        return original(folder, *given)
 
     manager.save_tensors = save_tensors
     try:

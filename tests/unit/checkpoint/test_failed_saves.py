@@ -229,15 +229,9 @@ def test_a_periodic_save_that_fails_is_a_warning_and_keeps_the_journal(run, tmp_
 def test_a_save_in_the_background_that_fails(run, tmp_path: Path, file: str, seen_by: str, monkeypatch) -> None:
     """It is counted and told; training goes on, and the same step can be saved again."""
     folder = tmp_path / "checkpoints"
-    original = manager.begin_to_save_tensors
-
-    def begin(target: Path, *given: Any) -> Any:
-        full_disk(target, file)
-        return original(target, *given)
-
-    monkeypatch.setattr(manager, "begin_to_save_tensors", begin)
     monkeypatch.setattr(run, "config", replace(run.config, checkpoint=replace(run.config.checkpoint, async_save=True)))
-    run.save(final=False)  # a failure before the fork is told at once, and is no error either
+    with before_tensors(lambda folder: full_disk(folder, file)):
+        run.save(final=False)  # a failure before the fork is told at once, and is no error either
     deadline = time.monotonic() + 60
     while seen_by == "poll" and run.checkpoints.failed_saves == 0 and file != "manifest.json":
         run.checkpoints.poll()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.utils import GlobalMemoryBuffer
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
+from megatron_rl.checkpoint import tensors
 from megatron_rl.platform import megatron
 from tests.support.samples import all_equal, tiny_optimization, weights_of
 
@@ -55,6 +59,41 @@ def test_what_a_save_replaces_is_there() -> None:
     common = megatron.common_writer()
     assert common is None or callable(vars(common[0])[common[1]])
     assert common is not None or not hasattr(serialization, "save_common")
+
+
+def test_a_save_is_watched_while_it_is_asked_for() -> None:
+    def writers() -> list[object]:
+        names = ("write_preloaded_data", megatron.shard_writer(), "finish")
+        return [*(vars(FileSystemWriterAsync)[name] for name in names), serialization.save_config]
+
+    before, parts = writers(), []
+
+    @contextlib.contextmanager
+    def part() -> Iterator[None]:
+        with contextlib.suppress(OSError):
+            parts.append("entered")
+            yield
+
+    with pytest.raises(KeyError), megatron.watched_writers(part):
+        assert all(now is not then for now, then in zip(writers(), before, strict=True))
+        serialization.save_config(CheckpointingConfig("torch_dist", 1), "/nowhere")
+        raise KeyError
+    assert parts == ["entered"]
+    assert writers() == before
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_distributed_optimizer_lacks_the_step_counters_of_torchs_adam(
+    one_rank: object, offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimization = tiny_optimization(bf16=True, use_distributed_optimizer=True)
+    tensors.make_room(optimization)
+    gathered = [part.get_parameter_state_dp_zero() for part in tensors.distributed_parts(optimization)]
+    state = optimization.optimizer.state_dict()
+    if not offered:
+        monkeypatch.setattr(tensors, "step_counters_offered", contextlib.nullcontext)
+    with contextlib.nullcontext() if offered else pytest.raises(KeyError, match="step"):
+        tensors.load_state(optimization, state, gathered)
 
 
 def test_a_save_is_megatrons_own() -> None:
