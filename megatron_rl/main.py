@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_config
 from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
-from megatron_rl.estimate import estimate, estimate_problems, report_text, size_problems, vocabulary
+from megatron_rl.estimate import estimate, quantization_problems, report_text, size_problems, vocabulary
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.provenance import typed_command
 from megatron_rl.metrics.rundir import RunDirectory
@@ -116,10 +116,9 @@ def _world_size(argv: Sequence[str]) -> int:
 
 
 def _report_estimate(config: RLConfig, problems: Sequence[Problem], world_size: int) -> int:
-    problems = estimate_problems(config, problems)
     try:
-        if problems:
-            raise ConfigError(problems)
+        if found := problems or quantization_problems(config):
+            raise ConfigError(found)
         result = estimate(config, world_size, vocabulary(config))
     except ConfigError as error:
         _tell(error.lines, rank=0)

@@ -7,29 +7,16 @@ milliseconds, and not as a policy that learns nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
-from megatron_rl.attention.backend import CacheKernel, NewTokens, Numbers, PackedKernel
+from megatron_rl.attention.backend import CacheKernel, KVCache, NewTokens, Numbers, PackedKernel
 from megatron_rl.attention.backends import paged, sdpa
 from megatron_rl.attention.kv_numbers import KVNumbers
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """Of outputs of about 1: the kernels round and add up in other places."""
-
-
-@dataclass
-class _Pages:
-    """A cache of one layer, see `KVCache`."""
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    dtype: torch.dtype
-    max_length: int
-    numbers: KVNumbers
-    table: torch.Tensor
-    page_length: int
 
 
 def fault_of_packed(
@@ -93,8 +80,8 @@ def _random(
     )
 
 
-def _filled(lengths: tuple[int, ...], page: int, numbers: Numbers, groups: int, device: torch.device) -> _Pages:
-    """Sequences of ``lengths`` in pages that lie in reverse; page 0 is nobody's."""
+def _filled(lengths: tuple[int, ...], page: int, numbers: Numbers, groups: int, device: torch.device) -> KVCache:
+    """One layer, sequences of ``lengths`` in pages that lie in reverse; page 0 is nobody's."""
     width = -(-max(lengths) // page)
     count = len(lengths) * width
     table = torch.arange(count, 0, -1, dtype=torch.int32, device=device).view(len(lengths), width)
@@ -103,7 +90,10 @@ def _filled(lengths: tuple[int, ...], page: int, numbers: Numbers, groups: int, 
     kept.calibrate(0, key, value)
     stored = (rows.view(count + 1, page, groups, numbers.width).contiguous() for rows in kept.pack(0, key, value))
     keys, values = ([rows] for rows in stored)
-    return _Pages(keys, values, numbers.dtype, width * page, kept, table, page)
+    return SimpleNamespace(
+        keys=keys, values=values, dtype=numbers.dtype, max_length=width * page, numbers=kept, table=table,
+        page_length=page,
+    )  # fmt: skip
 
 
 def _new_tokens(lengths: tuple[int, ...], device: torch.device) -> NewTokens:

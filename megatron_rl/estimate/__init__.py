@@ -4,6 +4,8 @@
 """
 
 from megatron_rl.estimate.memory import Estimate, estimate, slot_bytes
-from megatron_rl.estimate.report import estimate_problems, report_text, size_problems, vocabulary
+from megatron_rl.estimate.report import quantization_problems, report_text, size_problems, vocabulary
 
-__all__ = ["Estimate", "estimate", "estimate_problems", "report_text", "size_problems", "slot_bytes", "vocabulary"]
+__all__ = [
+    "Estimate", "estimate", "quantization_problems", "report_text", "size_problems", "slot_bytes", "vocabulary"
+]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError, Problem
@@ -19,12 +18,8 @@ _MODEL = "use a smaller model or more ranks"
 _BIN = "lower --seq-length or --rl-sequence-packing-bin-size"
 
 
-def estimate_problems(config: RLConfig, problems: Sequence[Problem]) -> list[Problem]:
-    """``problems`` of the configuration, or else the quantisation's."""
-    return list(problems) or _quantization_problems(config)
-
-
-def _quantization_problems(config: RLConfig) -> list[Problem]:
+def quantization_problems(config: RLConfig) -> list[Problem]:
+    """As far as they are known without torch."""
     name = config.quantization.rl_rollout_quantization.replace("-", "_")
     if ":" not in name and name not in RECIPES.names():
         text = f": there is no such recipe; use one of {', '.join(RECIPES.names())}"

@@ -1,4 +1,4 @@
-"""Small host-side exchanges between ranks: flags, sums and JSON values. Nothing is pickled."""
+"""Small host-side exchanges between ranks: flags, maxima and JSON values. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     value = torch.tensor([int(flag)])
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return bool(value.item())
-
-
-def sum_over(values: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
-    """Add up named host numbers; every rank passes the same names in the same order."""
-    total = torch.tensor(list(values.values()), dtype=torch.float64)
-    dist.all_reduce(total, group=group)
-    return dict(zip(values, total.tolist(), strict=True))
 
 
 def max_over(values: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:

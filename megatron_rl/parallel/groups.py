@@ -1,15 +1,18 @@
-"""Start torch.distributed and megatron's groups, and hand them out by name."""
+"""Start torch.distributed and megatron's groups, hand them out by name, and seed their random numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import os
+import random
 from dataclasses import dataclass
 
+import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.platform import Platform
@@ -22,7 +25,6 @@ class ParallelGroups:
 
     rank: int
     world_size: int
-    local_rank: int
     tensor_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     """Ranks that hold the same weights and different samples (context parallel included)."""
@@ -101,11 +103,22 @@ def current_groups() -> ParallelGroups:
     return ParallelGroups(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
     )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, torch and megatron's tensor-parallel generators.
+
+    Every rank gets the same seed: replicated weights must start equal, and weights made on the
+    CPU are cut from one master weight. megatron's tracker adds the tensor-parallel offset itself.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
 
 
 def pipeline_stage() -> int:

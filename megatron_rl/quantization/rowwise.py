@@ -1,18 +1,30 @@
 """Recipes with one scale a row: an output channel of the weight, a token of the activations.
 
 Along a row all numbers have the same scale, so it comes out of the sum: ``sum(a s_a w s_w) = s_a s_w sum(a w)``.
+CUDA multiplies the codes. A CPU without 8-bit dot products multiplies them as fp32 numbers: integer sums below 2^24 are
+exact in fp32, so it gives the very accumulators of an integer product.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as functional
 
-from megatron_rl.quantization import formats, products
+from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
 from megatron_rl.quantization.shapes import Split, stored_shape
+
+EXACT_COLUMNS = 1024
+"""127 x 127 x 1040 is the last sum below 2^24."""
+
+
+@functools.cache
+def cpu_multiplies_int8() -> bool:
+    """True where ``torch._int_mm`` has a kernel of its own; elsewhere it is 20 times slower than fp32."""
+    return torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
 
 
 class RowRecipe(Recipe):
@@ -44,7 +56,7 @@ class RowRecipe(Recipe):
             torch.zeros(stored, dtype=self.code_type, device=device), torch.ones(stored[0], 1, device=device),
             rows, columns,
         )  # fmt: skip
-        if products.needs_operand(device, self._integer):
+        if device.type == "cpu" and not (self._integer and cpu_multiplies_int8()):
             q.operand = torch.zeros(rows, columns, device=device)
         if self.needs_calibration:
             q.smoothing = torch.ones(columns, device=device)
@@ -98,16 +110,19 @@ class RowRecipe(Recipe):
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
         """See `Recipe.multiply`."""
-        product = products.int8_product if self._integer else products.fp8_row_product
-        return product(x.codes, x.scales, q, x.dtype)
+        if not self._integer:
+            return fp8_product(x.codes, x.scales, q, x.dtype)
+        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+
+        return int8_matmul(x.codes, q.codes[: q.rows], x.scales, q.scales[: q.rows], x.dtype)
 
     def _summed(self, tokens: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None) -> torch.Tensor:
         """fp32 [T, N]: on a CPU, and where ranks share the scales and each has a part of the sum."""
         codes, scale = self.activation_codes(tokens, q, ranks)
         if tokens.is_cuda and not self._integer:
             codes = functional.pad(codes, (0, q.codes.shape[1] - q.columns)).to(self.code_type)
-            return ranks.total(products.fp8_row_product(codes, scale, q, torch.float32))
-        accumulated = products.int8_accumulate(codes, q) if self._integer else torch.mm(codes, q.operand.t())
+            return ranks.total(fp8_product(codes, scale, q, torch.float32))
+        accumulated = int8_accumulate(codes, q) if self._integer else torch.mm(codes, q.operand.t())
         if ranks is not None:  # whole numbers: the sum is the one rank's to the bit
             accumulated = ranks.total(accumulated.to(torch.int32) if self._integer else accumulated)
         return accumulated.float().mul_(scale).mul_(q.scales[: q.rows].t())
@@ -134,3 +149,25 @@ class RowRecipe(Recipe):
         if q.smoothing is not None:
             values = values * q.smoothing
         return values.to(x.dtype).view(x.shape)
+
+
+def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
+    """Exact integers ``codes W^T`` [T, N], int32, or fp32 where they fit; ``codes`` [T, K] are fp32 integers."""
+    if q.operand is not None:
+        if q.columns <= EXACT_COLUMNS:
+            return torch.mm(codes, q.operand.t())
+        pieces = zip(codes.split(EXACT_COLUMNS, 1), q.operand.split(EXACT_COLUMNS, 1), strict=True)
+        return sum(torch.matmul(a, b.t()).to(torch.int32) for a, b in pieces)
+    codes = functional.pad(codes.to(torch.int8), (0, q.codes.shape[1] - q.columns))
+    if not codes.is_cuda:
+        return torch._int_mm(codes, q.codes.t())[:, : q.rows]
+    from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+
+    return int8_matmul(codes, q.codes)[:, : q.rows]
+
+
+def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """CUDA: ``(codes x scales) W^T`` [T, N]; one scale a row of both."""
+    out = torch.bfloat16  # the only one that rowwise scaling has
+    product = torch._scaled_mm(codes, q.codes.t(), scale_a=scales, scale_b=q.scales.t(), out_dtype=out)
+    return product[:, : q.rows].to(dtype)

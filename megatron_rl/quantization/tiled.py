@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as functional
 
-from megatron_rl.quantization import formats, products
+from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
 from megatron_rl.quantization.shapes import TILE, Split, stored_shape, tile_problem
 
@@ -79,7 +80,7 @@ class TiledRecipe(Recipe):
             from megatron_rl.quantization.kernels.quantize import quantize_segments
 
             codes, scales = quantize_segments(tokens, power_of_two=self.powers_of_two)
-            product = products.fp8_tile_product(codes, scales, q, x.dtype if ranks is None else torch.float32)
+            product = fp8_product(codes, scales, q, x.dtype if ranks is None else torch.float32)
         else:
             product = torch.mm(self.round_trip(tokens.float(), q), q.operand.t())
         if ranks is not None:
@@ -94,7 +95,7 @@ class TiledRecipe(Recipe):
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
         """See `Recipe.multiply`."""
-        return products.fp8_tile_product(x.codes, x.scales, q, x.dtype)
+        return fp8_product(x.codes, x.scales, q, x.dtype)
 
     def activation_codes(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The codes of ``tokens`` [T, K] as fp32 numbers [T, S, 128], and their scales [T, S, 1]; eager."""
@@ -107,3 +108,28 @@ class TiledRecipe(Recipe):
         del ranks  # segments lie within one rank
         codes, scale = self.activation_codes(x.reshape(-1, q.columns))
         return (codes * scale).flatten(1)[:, : q.columns].to(x.dtype).view(x.shape)
+
+
+def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """CUDA, sm_90: 1 x 128 segments of activations against 128 x 128 tiles of the weight.
+
+    cuBLAS wants the activations' scales column by column, with a multiple of four tokens a column, for which torch
+    offers no padding of the scales alone; and the tiles' in columns padded to a multiple of four, which is how
+    ``q.operand`` holds them.
+    """
+    kinds = functional.ScalingType
+    tokens = codes.shape[0]
+    missing = -tokens % 4
+    if missing:
+        codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+        scales = functional.pad(scales.t(), (0, missing)).t()
+    product = functional.scaled_mm(
+        codes,
+        q.codes.t(),
+        scales.t().contiguous().t(),
+        kinds.BlockWise1x128,
+        q.operand.t(),
+        kinds.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return product[:tokens, : q.rows].to(dtype)

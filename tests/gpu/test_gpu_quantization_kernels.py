@@ -42,10 +42,10 @@ class TestCompiled(KernelChecks):
 
     @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 100, 256, 1100])
     def test_products_of_a_model(self, tokens):
-        from megatron_rl.quantization.kernels.int8_matmul import int8_accumulators
+        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
 
         codes, weight = self.int8(tokens, COLUMNS), self.int8(272, COLUMNS)
-        ours = int8_accumulators(codes.cuda(), weight.cuda())
+        ours = int8_matmul(codes.cuda(), weight.cuda())
         # fp64 holds these integers exactly and has a fast product
         assert torch.equal(ours.cpu().double(), codes.double() @ weight.double().t())
 

@@ -56,7 +56,7 @@ def counted() -> Iterator[Counter[str]]:
     """Inside, launches are counted by name."""
     from triton.runtime.jit import KernelInterface
 
-    from megatron_rl.quantization import products
+    from megatron_rl.quantization import rowwise, tiled
 
     seen: Counter[str] = Counter()
 
@@ -70,7 +70,7 @@ def counted() -> Iterator[Counter[str]]:
             for name, value in vars(module).items():
                 if isinstance(value, KernelInterface):
                     patch.setattr(module, name, _Kernel(name, seen))
-        patch.setattr(products, "fp8_row_product", product)
-        patch.setattr(products, "fp8_tile_product", product)
+        patch.setattr(rowwise, "fp8_product", product)
+        patch.setattr(tiled, "fp8_product", product)
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
         yield seen

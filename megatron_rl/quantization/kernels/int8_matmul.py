@@ -44,53 +44,33 @@ def tiles_for(tokens: int) -> Tiles:
     return next((tiles for most, tiles in _TABLE if tokens <= most), _MANY_TOKENS)
 
 
-def int8_accumulators(codes: torch.Tensor, weight_codes: torch.Tensor) -> torch.Tensor:
-    """Exact int32 [M, N] ``codes weight_codes^T``, of int8 [M, K] and int8 [N, K].
-
-    For layers split over ranks by rows: their accumulators are added up before any scale. Rows may have any
-    stride, columns are adjacent; ValueError where K is above 133,144.
-    """
-    out = torch.empty(codes.shape[0], weight_codes.shape[0], dtype=torch.int32, device=codes.device)
-    _launch(codes, weight_codes, out, None, None)
-    return out
-
-
 def int8_matmul(
     codes: torch.Tensor,
     weight_codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight_scales: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    weight_scales: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """``dtype`` [M, N] ``(codes weight_codes^T) x scales x weight_scales^T``, one fp32 rounding an operation.
 
-    Codes as of `int8_accumulators`; fp32 ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous. To leave out
-    padding rows of the weight, pass slices.
+    Of int8 [M, K] and int8 [N, K]: rows may have any stride, columns are adjacent; ValueError where K is above 133,144.
+    fp32 ``scales`` [M, 1] and ``weight_scales`` [N, 1], contiguous; without them the exact int32 sums, for layers split
+    over ranks by rows: theirs are added up before any scale. To leave out padding rows of the weight, pass slices.
     """
-    out = torch.empty(codes.shape[0], weight_codes.shape[0], dtype=dtype, device=codes.device)
-    _launch(codes, weight_codes, out, scales, weight_scales)
-    return out
-
-
-def _launch(
-    codes: torch.Tensor,
-    weight_codes: torch.Tensor,
-    out: torch.Tensor,
-    scales: torch.Tensor | None,
-    weight_scales: torch.Tensor | None,
-) -> None:
-    rows, columns, depth = *out.shape, codes.shape[1]
+    (rows, depth), columns = codes.shape, weight_codes.shape[0]
+    out = torch.empty(rows, columns, dtype=torch.int32 if scales is None else dtype, device=codes.device)
     if depth > MAX_COLUMNS:
         raise ValueError(f"sums of {depth} products could overflow int32; use at most {MAX_COLUMNS} columns")
-    tiles = tiles_for(rows)
     if 0 in out.shape:
-        return
+        return out
+    tiles = tiles_for(rows)
     matmul_kernel[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
         codes, weight_codes, out, scales, weight_scales, rows, columns, depth, codes.stride(0), weight_codes.stride(0),
         out.stride(0), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, STEPS=triton.cdiv(depth, tiles.depth),
         EVEN=depth % tiles.depth == 0, GROUP=_GROUP, num_warps=tiles.warps, num_stages=tiles.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
+    return out
 
 
 @triton.jit(do_not_specialize=["rows"])

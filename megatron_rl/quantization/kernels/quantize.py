@@ -147,7 +147,7 @@ def quantize_rows(
     """
     codes = torch.empty(values.shape[0], columns or values.shape[1], dtype=code_type, device=values.device)
     scales = torch.empty(values.shape[0], 1, dtype=torch.float32, device=values.device)
-    _launch_rows(values, codes, scales, None, smoothing)
+    requantize_rows(values, codes, scales, smoothing=smoothing)
     return codes, scales
 
 
@@ -165,15 +165,31 @@ def quantize_segments(values: torch.Tensor, *, power_of_two: bool = False) -> tu
 
 
 def requantize_rows(
-    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, given_scales: torch.Tensor | None = None
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    given_scales: torch.Tensor | None = None,
+    *,
+    smoothing: torch.Tensor | None = None,
 ) -> None:
     """Write ``codes`` [>= N, >= K] (int8 or float8_e4m3fn) and fp32 ``scales`` [>= N, 1], one an output channel.
 
-    Nothing is allocated: a captured CUDA graph goes on reading the buffers. ``weight`` [N, K] as the values of
+    Nothing is allocated: a captured CUDA graph goes on reading the buffers. ``weight`` [N, K] and ``smoothing`` as of
     `quantize_rows`. ``given_scales`` fp32 [N, 1] (their amax was shared over ranks) are copied into ``scales``. Code
     columns from K on become zeros, rows from N on stay.
     """
-    _launch_rows(weight, codes, scales, given_scales, None)
+    rows, columns = weight.shape
+    weight = _with_adjacent_columns(weight)
+    block = max(triton.next_power_of_2(codes.shape[1]), 16)
+    if block > MAX_COLUMNS:
+        raise ValueError(f"rows of {codes.shape[1]} codes do not fit in registers; use at most {MAX_COLUMNS}")
+    if rows == 0 or codes.shape[1] == 0:
+        return
+    rows_kernel[(rows,)](
+        weight, codes, scales, given_scales, smoothing, columns, codes.shape[1], weight.stride(0), codes.stride(0),
+        LARGEST=LARGEST[codes.dtype], INTEGER=codes.dtype == torch.int8, BLOCK=block,
+        num_warps=32 if block == MAX_COLUMNS else min(max(block // 1024, 1), 16),
+    )  # fmt: skip
 
 
 def requantize_tiles(
@@ -185,27 +201,6 @@ def requantize_tiles(
     be a view of any strides.
     """
     _launch_blocks(weight, codes, scales, whole=True, power_of_two=power_of_two)
-
-
-def _launch_rows(
-    values: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    given_scales: torch.Tensor | None,
-    smoothing: torch.Tensor | None,
-) -> None:
-    rows, columns = values.shape
-    values = _with_adjacent_columns(values)
-    block = max(triton.next_power_of_2(codes.shape[1]), 16)
-    if block > MAX_COLUMNS:
-        raise ValueError(f"rows of {codes.shape[1]} codes do not fit in registers; use at most {MAX_COLUMNS}")
-    if rows == 0 or codes.shape[1] == 0:
-        return
-    rows_kernel[(rows,)](
-        values, codes, scales, given_scales, smoothing, columns, codes.shape[1], values.stride(0), codes.stride(0),
-        LARGEST=LARGEST[codes.dtype], INTEGER=codes.dtype == torch.int8, BLOCK=block,
-        num_warps=32 if block == MAX_COLUMNS else min(max(block // 1024, 1), 16),
-    )  # fmt: skip
 
 
 def _launch_blocks(

@@ -12,7 +12,6 @@ from megatron_rl.parallel.collectives import (
     gather_json,
     gather_vectors,
     max_over,
-    sum_over,
 )
 from tests.support.ranks import joined, run_ranks
 
@@ -24,18 +23,16 @@ def test_on_ranks(num_ranks: int) -> None:
 
 def on_rank() -> None:
     with joined() as (rank, num_ranks):
-        _flags_and_sums(rank, num_ranks)
+        _flags_and_maxima(rank, num_ranks)
         _vectors(rank, num_ranks)
         _json(rank, num_ranks)
 
 
-def _flags_and_sums(rank: int, num_ranks: int) -> None:
+def _flags_and_maxima(rank: int, num_ranks: int) -> None:
     world, last = dist.group.WORLD, num_ranks - 1
     assert any_rank(rank == last)
     assert not any_rank(False)
     assert any_rank(True, world)
-    ranks = range(num_ranks)
-    assert sum_over({"a": rank, "b": 0.5}, world) == {"a": sum(ranks), "b": 0.5 * num_ranks}
     assert max_over({"a": rank, "b": -rank}, world) == {"a": last, "b": 0.0}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.quantization import formats, products
+from megatron_rl.quantization import formats, rowwise
 from megatron_rl.quantization.formats import FP8, TILE
 from megatron_rl.quantization.linears import smoothing_factors
 from megatron_rl.registry import RECIPES
@@ -273,10 +273,10 @@ class TestExactSums:
         x[:, ::5] = 0.61
         accumulated = []
         for through_floats in (True, False):
-            monkeypatch.setattr(products, "needs_operand", lambda *_, answer=through_floats: answer)
+            monkeypatch.setattr(rowwise, "cpu_multiplies_int8", lambda answer=not through_floats: answer)
             q = recipe.quantize(weight)
             codes, _ = recipe.activation_codes(x, q)
-            accumulated.append(products.int8_accumulate(codes, q).to(torch.int64))
+            accumulated.append(rowwise.int8_accumulate(codes, q).to(torch.int64))
         whole = formats.integer_codes(x, formats.scale_of(formats.row_amax(x), 127.0)).long()
         exact = whole @ q.codes[:16, :columns].long().t()
         assert torch.equal(accumulated[0], exact)

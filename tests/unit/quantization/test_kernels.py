@@ -245,10 +245,10 @@ class KernelChecks:
         [(1, 48, 112), (5, 33, 256), (17, 40, 100), (40, 70, 128), (70, 20, 16), (140, 130, 144), (0, 16, 16)],
     )
     def test_accumulators_are_exact(self, tokens, channels, columns):
-        from megatron_rl.quantization.kernels.int8_matmul import int8_accumulators
+        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
 
         codes, weight = self.int8(tokens, columns), self.int8(channels, columns)
-        ours = int8_accumulators(codes.to(self.device), weight.to(self.device))
+        ours = int8_matmul(codes.to(self.device), weight.to(self.device))
         assert ours.dtype == torch.int32
         assert torch.equal(ours.cpu().long(), codes.long() @ weight.long().t())
 
@@ -291,14 +291,14 @@ class KernelChecks:
     # -- refusals ------------------------------------------------------------------------------
 
     def test_what_does_not_fit_registers_or_sums_is_refused(self):
-        from megatron_rl.quantization.kernels.int8_matmul import int8_accumulators
+        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
         from megatron_rl.quantization.kernels.quantize import quantize_rows
 
         with pytest.raises(ValueError, match="at most 65536"):
             quantize_rows(torch.ones(1, 65537, device=self.device), FP8)
         codes = torch.ones(1, 133145, dtype=torch.int8, device=self.device)
         with pytest.raises(ValueError, match="at most 133144"):
-            int8_accumulators(codes, codes)
+            int8_matmul(codes, codes)
 
 
 if INTERPRETED:
