@@ -7,6 +7,7 @@ depend on how its prompt was cut into chunks, and the trainer can repeat the rou
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -65,7 +66,8 @@ class KVNumbers:
         """``[T, 1, groups, D]`` as the cache stores them."""
         if self.key_scales is None:
             return key.to(self.stored), value.to(self.stored)
-        return _codes(key, self.key_scales[layer]), _codes(value, self.value_scales[layer])
+        scales = self.key_scales[layer][:, None], self.value_scales[layer][:, None]
+        return fp8_codes(key, scales[0]).view(torch.uint8), fp8_codes(value, scales[1]).view(torch.uint8)
 
     def unpack(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What was stored, ``[N, groups, K, D]``, as numbers of the model's dtype."""
@@ -91,25 +93,17 @@ def rounded_attention(layers: torch.nn.ModuleList, numbers: KVNumbers) -> Iterat
     attentions = [layer.self_attention for layer in layers]
     try:
         for index, attention in enumerate(attentions):
-            attention.kv_rounding = _rounding(numbers, index)
+            attention.kv_rounding = functools.partial(numbers.round_trip, index)
         yield
     finally:
         for attention in attentions:
             attention.kv_rounding = None
 
 
-def _rounding(numbers: KVNumbers, layer: int):
-    return lambda key, value: numbers.round_trip(layer, key, value)
-
-
 def _scales_of(numbers: torch.Tensor) -> torch.Tensor:
     """[T, 1, groups, D] -> [groups] fp32: the power of two that leaves room for `MARGIN` times the largest."""
     largest = numbers.float().abs().amax((0, 1, 3)).nan_to_num(nan=1.0)
     return power_of_two((largest * (MARGIN / FP8_MAX)).clamp(_SMALLEST, _LARGEST))
-
-
-def _codes(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return fp8_codes(numbers, scales[:, None]).view(torch.uint8)
 
 
 def _decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,17 +11,6 @@ import torch
 from megatron_rl.arithmetic import FEWEST_ROWS
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32.
-
-    ``query`` [B, groups, R, D], ``key`` and ``value`` [B, groups, K, D], ``mask`` additive, broadcast to
-    [B, groups, R, K].
-    """
-    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)).add_(mask)
-    weights = scores.float().softmax(-1).to(value.dtype)
-    return torch.matmul(weights, value)
-
-
 def attend_one_token(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
@@ -37,7 +26,7 @@ def attend_one_token(
     # The idle rows that keep the arithmetic are zeros; the scale is multiplied in as the others are written.
     folded = query.new_zeros(rows, groups, max(share, FEWEST_ROWS if query.device.type == "cpu" else 1), width)
     torch.mul(query.reshape(rows, groups, share, width), width**-0.5, out=folded[:, :, :share])
-    # `attend`, spelt with bmm: of its views and expansions nothing is needed here.
+    # As `attend_heads`, spelt with bmm: of its views and expansions nothing is needed here.
     scores = torch.bmm(folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     scores.view(rows, groups, -1, keys).add_(mask)
     weights = scores.float().softmax(-1).to(value.dtype)
@@ -48,16 +37,19 @@ def attend_one_token(
 def attend_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Several tokens a row: ``[B, heads, L, D]`` against ``[B, groups, K, D]``, differentiable.
+    """``softmax(query key^T / sqrt(D) + mask) value`` with the softmax in fp32, differentiable: several tokens a row.
 
-    ``mask`` [L, K] or [B, 1, L, K], additive; -> ``[B, heads, L, D]``.
+    ``query`` [B, heads, L, D], ``key`` and ``value`` [B, groups, K, D], ``mask`` [L, K] or [B, 1, L, K] additive
+    -> ``[B, heads, L, D]``.
     """
     count, heads, length, width = query.shape
     groups = key.shape[1]
     share = heads // groups
     folded = query.reshape(count, groups, share * length, width)
     repeated = mask.repeat(*(1 for _ in mask.shape[:-2]), share, 1)
-    return attend(folded, key, value, repeated).view(count, heads, length, width)
+    scores = torch.matmul(folded * width**-0.5, key.transpose(-1, -2)).add_(repeated)
+    weights = scores.float().softmax(-1).to(value.dtype)
+    return torch.matmul(weights, value).view(count, heads, length, width)
 
 
 def hide_later_keys(positions: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:

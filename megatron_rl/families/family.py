@@ -74,9 +74,11 @@ def read_decoder(config: HfConfig, **settings: Any) -> Architecture:
     return architecture
 
 
-def full_attention_only(config: HfConfig) -> None:
-    """Qwen's sliding window may be configured, but must not be in use."""
+def read_qwen(config: HfConfig, **settings: Any) -> Architecture:
+    """`read_decoder`, where a sliding window may be configured, but must not be in use."""
     config.expect("use_sliding_window", False, why="every layer attends to the whole sequence")
+    config.whole("num_key_value_heads")  # its default is no function of the other sizes, so it is always written
+    return read_decoder(config, **settings)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -141,26 +141,15 @@ def _patch_tensor_methods() -> None:
     torch.Tensor.record_stream = _do_nothing
 
 
-@contextlib.contextmanager
-def _without_compilation() -> Iterator[None]:
-    """``torch.compile`` as the identity: compiling tiny fused functions costs seconds of start-up."""
-    original = torch.compile
-
-    def identity(model: Any = None, **_: Any) -> Any:
-        return model if model is not None else (lambda function: function)
-
-    torch.compile = identity
-    try:
-        yield
-    finally:
-        torch.compile = original
-
-
 def _import_megatron_without_compilation() -> None:
-    with _without_compilation():
+    """``torch.compile`` is the identity meanwhile: compiling tiny fused functions costs seconds of start-up."""
+    original = torch.compile
+    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
+    try:
         import megatron.core
         import megatron.core.jit
-
+    finally:
+        torch.compile = original
     megatron.core.jit.disable_jit_fuser()
 
 

@@ -229,11 +229,6 @@ class QuantizedLinear:
         """Back to the module's own forward."""
         del self.module.forward
 
-    @property
-    def packing(self) -> Packing | None:
-        """How a kernel may quantise what `forward` is given; None where it has to be given numbers."""
-        return self.recipe.packing(self.weight, self.ranks)
-
     def forward(
         self,
         input_: torch.Tensor | PackedActivations,
@@ -280,12 +275,12 @@ class QuantizedLinear:
 def packing_for(module: torch.nn.Module) -> Packing | None:
     """How a kernel may quantise the input of ``module`` now.
 
-    None where it is not quantised, or watched: hooks see numbers.
+    None where it is not quantised, has to be given numbers, or is watched: hooks see numbers.
     """
     layer = getattr(vars(module).get("forward"), "__self__", None)
     if not isinstance(layer, QuantizedLinear) or module._forward_hooks or module._forward_pre_hooks:
         return None
-    return layer.packing
+    return layer.recipe.packing(layer.weight, layer.ranks)
 
 
 class StraightThrough(torch.autograd.Function):

@@ -56,7 +56,8 @@ def counted() -> Iterator[Counter[str]]:
     """Inside, launches are counted by name."""
     from triton.runtime.jit import KernelInterface
 
-    from megatron_rl.quantization import rowwise, tiled
+    from megatron_rl.quantization import rowwise
+    from megatron_rl.quantization.recipes import fp8_block
 
     seen: Counter[str] = Counter()
 
@@ -71,6 +72,6 @@ def counted() -> Iterator[Counter[str]]:
                 if isinstance(value, KernelInterface):
                     patch.setattr(module, name, _Kernel(name, seen))
         patch.setattr(rowwise, "fp8_product", product)
-        patch.setattr(tiled, "fp8_product", product)
+        patch.setattr(fp8_block, "fp8_product", product)
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
         yield seen

@@ -30,7 +30,8 @@ def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) ->
 def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> torch.Tensor:
     from megatron_rl.attention.kernels.paged_decode import decode
 
-    return decode(query, *_stored(cache, layer), cache.table, plan, *cache.numbers.scales(layer))
+    stored = cache.keys[layer], cache.values[layer]
+    return decode(query, *stored, cache.table, plan, *cache.numbers.scales(layer))
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,9 @@ def _prepare_extend(cache: KVCache, new: NewTokens) -> _Extend:
 def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: _Extend) -> torch.Tensor:
     from megatron_rl.attention.kernels.paged_extend import extend
 
+    stored = cache.keys[layer], cache.values[layer]
     borders = plan.table, plan.cu_seqlens, plan.first_positions, plan.longest
-    return extend(query, *_stored(cache, layer), *borders, *cache.numbers.scales(layer))
-
-
-def _stored(cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return cache.keys[layer], cache.values[layer]
+    return extend(query, *stored, *borders, *cache.numbers.scales(layer))
 
 
 def _problem(device: DeviceFacts) -> str | None:

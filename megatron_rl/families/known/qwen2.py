@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_rl.families.family import SMALL, Family, full_attention_only, read_decoder
+from megatron_rl.families.family import SMALL, Family, read_qwen
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.families.layout import Architecture
 
 
 def _read(config: HfConfig) -> Architecture:
-    full_attention_only(config)
     config.expect("attention_bias", True, why="Qwen2 always has biases on queries, keys and values, and no others")
-    config.whole("num_key_value_heads")  # its default is no function of the other sizes, so it is always written
-    return read_decoder(config, add_qkv_bias=True)
+    return read_qwen(config, add_qkv_bias=True)
 
 
 FAMILY = Family(

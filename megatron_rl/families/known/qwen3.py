@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from megatron_rl.families.family import SMALL, Family, full_attention_only, read_decoder
+from megatron_rl.families.family import SMALL, Family, read_qwen
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.families.layout import Architecture
 
 
 def _read(config: HfConfig) -> Architecture:
-    full_attention_only(config)
     config.expect("attention_bias", False, why="it would put a bias on the output projection too")
-    config.whole("num_key_value_heads")  # its default is no function of the other sizes, so it is always written
     # Qwen3's default; 16 heads of 128 on a residual stream of 1024, so it does not follow from the others.
-    return read_decoder(config, qk_layernorm=True, kv_channels=config.whole("head_dim", 128))
+    return read_qwen(config, qk_layernorm=True, kv_channels=config.whole("head_dim", 128))
 
 
 FAMILY = Family(

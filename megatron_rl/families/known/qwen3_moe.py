@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_rl.families.family import SMALL, Family, full_attention_only, read_decoder
+from megatron_rl.families.family import SMALL, Family, read_qwen
 from megatron_rl.families.hf_config import HfConfig
 from megatron_rl.families.layout import Architecture
 
 
 def _read(config: HfConfig) -> Architecture:
-    full_attention_only(config)
     config.expect("attention_bias", False, why="it would put a bias on the output projection too")
     config.expect("decoder_sparse_step", 1, why="every layer has experts")
     config.expect("mlp_only_layers", [], why="every layer has experts")
-    config.whole("num_key_value_heads")  # its default is no function of the other sizes, so it is always written
     # transformers 5 writes the number of experts under another name than the published files have.
     count = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
-    return read_decoder(
+    return read_qwen(
         config,
         qk_layernorm=True,
         num_experts=config.whole(count),

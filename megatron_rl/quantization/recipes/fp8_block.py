@@ -1,17 +1,140 @@
-"""FP8 E4M3 with 128 x 128 tiles and 1 x 128 segments: the format of DeepSeek's checkpoints."""
+"""FP8 E4M3 with one scale a 128 x 128 tile of the weight and one a 1 x 128 segment of the activations.
+
+The format of DeepSeek's checkpoints and, with powers of two, of Transformer Engine's blockwise scaling.
+"""
 
 from __future__ import annotations
 
-from megatron_rl.quantization.tiled import TiledRecipe
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as functional
+
+from megatron_rl.quantization import formats
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
+from megatron_rl.quantization.shapes import TILE, Split, stored_shape, tile_problem
 
 
-class Fp8Block(TiledRecipe):
+class Fp8Block(Recipe):
     """Scales are any fp32 number."""
 
     name = "fp8_block"
     format = "fp8 e4m3, 128x128 x 1x128"
-    safer = "none"
-    powers_of_two = False
+    powers_of_two: ClassVar[bool] = False
+
+    def device_problem(self, capability: tuple[int, int] | None) -> str | None:
+        """Blockwise products exist for Hopper."""
+        if capability is not None and capability[0] != 9:
+            return (
+                f"{self.name} needs a GPU of compute capability 9 (Hopper) and this one is "
+                f"{capability[0]}.{capability[1]}; use fp8 or int8"
+            )
+        return None
+
+    def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
+        """See ``tile_problem``; so tiles lie within one rank."""
+        return tile_problem(rows, columns, split)
+
+    def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 [ceil(N / 128), 1, ceil(K / 128), 1]."""
+        del smoothing
+        return formats.tiles(weight).abs().amax((1, 3), keepdim=True).float()
+
+    def allocate(self, rows: int, columns: int, device: torch.device) -> QuantizedWeight:
+        """See `Recipe.allocate`."""
+        stored = stored_shape(self.name, rows, columns)
+        tiles = stored[0] // TILE, stored[1] // TILE
+        codes = torch.zeros(stored, dtype=formats.FP8, device=device)
+        if device.type == "cuda":  # one buffer for both: cuBLAS wants the columns of scales padded to four
+            operand = torch.zeros(tiles[0], -(-tiles[1] // 4) * 4, device=device)
+            return QuantizedWeight(codes, operand[:, : tiles[1]], rows, columns, operand=operand)
+        operand = torch.zeros(rows, columns, device=device)
+        return QuantizedWeight(codes, torch.ones(tiles, device=device), rows, columns, operand=operand)
+
+    def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
+        """See `Recipe.encode`."""
+        if weight.is_cuda:
+            from megatron_rl.quantization.kernels.quantize import requantize_tiles
+
+            requantize_tiles(weight, into.codes, into.scales, power_of_two=self.powers_of_two)
+            return
+        cut = formats.tiles(weight.float())
+        scale = self._scale(self.amax(weight) if amax is None else amax)
+        # Rounded before the cast: a CPU converts fp8 element by element, and the operand wants the numbers.
+        codes = formats.fp8_rounded((cut / scale).clamp_(-formats.FP8_MAX, formats.FP8_MAX))
+        into.codes.copy_(codes.reshape(into.codes.shape))
+        into.scales.copy_(scale.view(into.scales.shape))
+        into.operand.copy_((codes * scale).reshape(into.codes.shape)[: into.rows, : into.columns])
+
+    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
+        scale = formats.scale_of(amax, formats.FP8_MAX)
+        return formats.power_of_two(scale) if self.powers_of_two else scale
+
+    def dequantize(self, q: QuantizedWeight) -> torch.Tensor:
+        """See `Recipe.dequantize`."""
+        weight = formats.tiles(q.codes.float()) * q.scales[:, None, :, None]
+        return weight.reshape(q.codes.shape)[: q.rows, : q.columns]
+
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
+        """See `Recipe.matmul`."""
+        tokens = x.reshape(-1, q.columns)
+        if x.is_cuda:
+            from megatron_rl.quantization.kernels.quantize import quantize_segments
+
+            codes, scales = quantize_segments(tokens, power_of_two=self.powers_of_two)
+            product = fp8_product(codes, scales, q, x.dtype if ranks is None else torch.float32)
+        else:
+            product = torch.mm(self.round_trip(tokens.float(), q), q.operand.t())
+        if ranks is not None:
+            product = ranks.total(product)
+        return product.to(x.dtype).view(*x.shape[:-1], q.rows)
+
+    def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> Packing | None:
+        """See `Recipe.packing`."""
+        if ranks is not None:  # their products are added up in fp32
+            return None
+        return Packing(formats.FP8, q.codes.shape[1], in_segments=True, power_of_two=self.powers_of_two)
+
+    def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
+        """See `Recipe.multiply`."""
+        return fp8_product(x.codes, x.scales, q, x.dtype)
+
+    def activation_codes(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes of ``tokens`` [T, K] as fp32 numbers [T, S, 128], and their scales [T, S, 1]; eager."""
+        cut = formats.segments(tokens.float())
+        scale = self._scale(formats.row_amax(cut))
+        return formats.fp8_rounded(cut / scale), scale  # past the limit by an ulp at most: rounding takes it back
+
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
+        """See `Recipe.round_trip`."""
+        del ranks  # segments lie within one rank
+        codes, scale = self.activation_codes(x.reshape(-1, q.columns))
+        return (codes * scale).flatten(1)[:, : q.columns].to(x.dtype).view(x.shape)
+
+
+def fp8_product(codes: torch.Tensor, scales: torch.Tensor, q: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """CUDA, sm_90: 1 x 128 segments of activations against 128 x 128 tiles of the weight.
+
+    cuBLAS wants the activations' scales column by column, with a multiple of four tokens a column, for which torch
+    offers no padding of the scales alone; and the tiles' in columns padded to a multiple of four, which is how
+    ``q.operand`` holds them.
+    """
+    kinds = functional.ScalingType
+    tokens = codes.shape[0]
+    missing = -tokens % 4
+    if missing:
+        codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+        scales = functional.pad(scales.t(), (0, missing)).t()
+    product = functional.scaled_mm(
+        codes,
+        q.codes.t(),
+        scales.t().contiguous().t(),
+        kinds.BlockWise1x128,
+        q.operand.t(),
+        kinds.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return product[:tokens, : q.rows].to(dtype)
 
 
 RECIPE = Fp8Block()

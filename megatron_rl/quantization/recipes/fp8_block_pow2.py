@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_rl.quantization.tiled import TiledRecipe
+from megatron_rl.quantization.recipes.fp8_block import Fp8Block
 
 
-class Fp8BlockPow2(TiledRecipe):
+class Fp8BlockPow2(Fp8Block):
     """A power of two scales without a rounding error of its own; up to half of the code range goes unused."""
 
     name = "fp8_block_pow2"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.quantization import formats, tiled
+from megatron_rl.quantization import formats
 from megatron_rl.quantization.formats import TILE
 from megatron_rl.quantization.recipe import QuantizedWeight
+from megatron_rl.quantization.recipes import fp8_block
 from megatron_rl.registry import RECIPES
 
 SCALING = torch.nn.functional.ScalingType
@@ -35,6 +36,6 @@ def test_any_number_of_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> N
     operand = torch.nn.functional.pad(q.scales, (0, 3))
     on_cuda = QuantizedWeight(codes=q.codes, scales=q.scales, rows=q.rows, columns=q.columns, operand=operand)
     codes, scales = recipe.activation_codes(x)
-    product = tiled.fp8_product(codes.flatten(1).to(formats.FP8), scales[..., 0], on_cuda, torch.float32)
+    product = fp8_block.fp8_product(codes.flatten(1).to(formats.FP8), scales[..., 0], on_cuda, torch.float32)
     twin = recipe.round_trip(x, q) @ recipe.dequantize(q).t()
     torch.testing.assert_close(product, twin, rtol=2**-8, atol=1e-5)
