@@ -102,6 +102,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
     kept = _FP32 * _state_numbers(config) * updated
     offloaded, slots = config.rollout.rl_offload_optimizer_during_inference, _cache_slots(config)
     weights, read, keeps = buffer * number, _read_in_rollouts(config, layout), config.rollout.rl_keep_in_rollouts
+    has_reference = config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
     return Estimate(
         world_size=world_size,
         replicas=replicas,
@@ -124,7 +125,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
         optimizer_is_offloaded=offloaded,
         # Gradients are not worth a copy there, the next update begins with zeros.
         optimizer_on_host=kept if offloaded and slots else 0,
-        reference_on_host=2 * held * number if _has_reference(config) else 0,
+        reference_on_host=2 * held * number if has_reference else 0,
     )
 
 
@@ -248,10 +249,6 @@ def _training_logits(config: RLConfig, layout: ModelLayout) -> int:
     logits = config.training.rl_sequence_packing_bin_size * layout.padded_vocab_size // layout.tensor_size
     temporaries = 4 if config.training.perform_rl_step and config.algorithm.grpo_entropy_term_weight else 2
     return 2 * logits * number_bytes(config) + temporaries * min(logits, LOGITS_AT_ONCE) * _FP32
-
-
-def _has_reference(config: RLConfig) -> bool:
-    return config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
 
 
 def _round_up(value: int, multiple: int) -> int:

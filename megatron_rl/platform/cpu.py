@@ -31,6 +31,10 @@ def install() -> None:
     _patch_megatron()
 
 
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 class _Event:
     """``torch.cuda.Event`` on the host clock (engine and p2p timing)."""
 
@@ -43,43 +47,22 @@ class _Event:
     def elapsed_time(self, other: _Event) -> float:
         return (other._time - self._time) * 1e3
 
-    def synchronize(self) -> None:
-        pass
-
-    def wait(self, *_: Any) -> None:
-        pass
-
     def query(self) -> bool:
         return True
+
+    synchronize = wait = _do_nothing
 
 
 class _Stream:
     """``torch.cuda.Stream`` where everything already runs in order."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_stream(self, *_: Any) -> None:
-        pass
-
-    def wait_event(self, *_: Any) -> None:
-        pass
+    __init__ = wait_stream = wait_event = synchronize = __exit__ = _do_nothing
 
     def record_event(self, *_: Any) -> _Event:
         return _Event()
 
-    def synchronize(self) -> None:
-        pass
-
     def __enter__(self) -> _Stream:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _patch_device_queries() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform as host_platform
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,6 @@ class Platform:
 
     device: torch.device
     distributed_backend: str
-    name: str
 
     @property
     def is_cuda(self) -> bool:
@@ -50,8 +48,8 @@ class Platform:
 def current_platform() -> Platform:
     """CUDA device ``LOCAL_RANK`` when there is one, otherwise the CPU."""
     if not torch.cuda.is_available():
-        return Platform(torch.device("cpu"), "gloo", host_platform.processor() or "cpu")
+        return Platform(torch.device("cpu"), "gloo")
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     device = torch.device("cuda", index)
     # "cpu:gloo" beside NCCL: host-side tensors (lengths, rewards) move without a device copy.
-    return Platform(device, "cpu:gloo,cuda:nccl", torch.cuda.get_device_name(device))
+    return Platform(device, "cpu:gloo,cuda:nccl")

@@ -53,14 +53,11 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear]:
 class QuantizedLinears:
     """Owns the quantised copies of one model."""
 
-    def __init__(
-        self, model: torch.nn.Module, recipe: Recipe, skip: Sequence[str] = (), num_layers: int | None = None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, recipe: Recipe, skip: Sequence[str] = ()) -> None:
         """``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``."""
         linears = parallel_linears(model)
-        count = num_layers or len(model.decoder.layers)
         self.recipe = recipe
-        self.plain = tuple(name for name in linears if skipped(name, skip, count))
+        self.plain = tuple(name for name in linears if skipped(name, skip, model.config.num_layers))
         """Names of the layers left as they are."""
         self.layers = tuple(
             _quantized(name, module, recipe) for name, module in linears.items() if name not in self.plain

@@ -34,13 +34,12 @@ class RolloutQuantization:
         model: torch.nn.Module,
         recipe: str,
         skip: Sequence[str],
-        num_layers: int,
         on_audit: Callable[[Sequence[LayerAudit]], None],
         timed: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer."""
         self._model = model
-        self._copies = functools.partial(QuantizedLinears, model, skip=tuple(skip), num_layers=num_layers)
+        self._copies = functools.partial(QuantizedLinears, model, skip=tuple(skip))
         self._on_audit = on_audit
         self._aligned = False
         self._timed = timed

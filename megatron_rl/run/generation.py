@@ -114,7 +114,6 @@ def build_quantization(run: Run) -> RolloutQuantization:
         policy.gpt,
         settings.rl_rollout_quantization,
         settings.rl_quantization_skip,
-        policy.config.num_layers,
         report,
         run.timer.phase,
     )

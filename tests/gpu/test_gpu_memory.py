@@ -70,7 +70,7 @@ def test_fifty_cycles_allocate_nothing_new(one_rank, recipe: str) -> None:
     # fp8 products want multiples of 16
     optimization = tiny_optimization(bf16=True, hidden_size=64, ffn_hidden_size=128)
     policy = optimization.policy
-    quantization = RolloutQuantization(policy.gpt, recipe, (), 2, lambda rows: None)
+    quantization = RolloutQuantization(policy.gpt, recipe, (), lambda rows: None)
     engine, mover = rollout_engine(policy), Mover(optimization)
     residency = CacheResidency(engine.cache_tensors, DeviceMemory(policy.device), training_need=2**60)
     seen = []

@@ -46,7 +46,7 @@ def rollout_quantization(
 ) -> RolloutQuantization:
     """As a run has it; the tables of its audits go to ``audits``."""
     report = (lambda _: None) if audits is None else audits.append
-    return RolloutQuantization(policy.gpt, recipe, skip, policy.config.num_layers, report)
+    return RolloutQuantization(policy.gpt, recipe, skip, report)
 
 
 def short_requests(count: int = 6, **sampling: object) -> list[Request]:

@@ -142,7 +142,7 @@ def test_quantised_copies(one_rank: ParallelGroups, recipe: str, skip: tuple[str
     shape = {"num_layers": 3, "ffn_hidden_size": 200}
     config = tiny_config(**shape, rl_rollout_quantization=recipe)
     config = replace(config, quantization=replace(config.quantization, rl_quantization_skip=skip))
-    copies = QuantizedLinears(tiny_policy(config).gpt, RECIPES.get(recipe), skip, 3)
+    copies = QuantizedLinears(tiny_policy(config).gpt, RECIPES.get(recipe), skip)
     assert estimated(config).quantized == copies.stored_bytes > 0
 
 

@@ -37,7 +37,7 @@ def engine_of(cache: Sequence[torch.Tensor], forget_graphs: Callable[[], None] =
 def phases_of(config: RLConfig, groups: ParallelGroups) -> tuple[Phases, Optimization]:
     policy = tiny_policy(config)
     optimization = Optimization(policy, config)
-    quantization = RolloutQuantization(policy.gpt, "none", (), 2, lambda rows: None)
+    quantization = RolloutQuantization(policy.gpt, "none", (), lambda rows: None)
     return Phases(config, policy, groups, quantization, optimization), optimization
 
 

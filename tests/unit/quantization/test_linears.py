@@ -329,6 +329,7 @@ class TestExperts:
         model = torch.nn.Module()
         model.decoder = torch.nn.Module()
         model.decoder.layers = torch.nn.ModuleList([layer])
+        model.config = mixture.config
         return model
 
     def forward(self, mixture: MoELayer) -> torch.Tensor:

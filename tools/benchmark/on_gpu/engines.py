@@ -116,7 +116,7 @@ def open_engine(bench: Bench, shape: ModelShape, *, batch: int, length: int, fla
     policy = build_model(config, bench.platform, shape.vocab)
     engine = build_engine(config, policy, number_tokenizer(shape.vocab), bench.groups)
     recipe = config.quantization.rl_rollout_quantization
-    quantization = RolloutQuantization(policy.gpt, recipe, (), shape.layers, lambda audit: None)
+    quantization = RolloutQuantization(policy.gpt, recipe, (), lambda audit: None)
     return Rolling(config, policy, engine, quantization, shape)
 
 
