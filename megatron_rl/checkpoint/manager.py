@@ -181,7 +181,10 @@ class CheckpointManager:
         if directory.parent == self._root:
             self._saved_step = state.step
         if state.has_optimizer and with_optimizer:
-            self._load_all(directory, policy, optimization)
+            if is_megatron_layout(directory):
+                torch_format.load_all(directory, policy, optimization, self._groups)
+            else:
+                load_all(directory, policy, optimization)
         else:
             self._load_weights(directory, policy)
             optimization.optimizer.reload_model_params()
@@ -200,12 +203,6 @@ class CheckpointManager:
         else:
             load_weights(directory, policy)
 
-    def _load_all(self, directory: Path, policy: PolicyModel, optimization: Optimization) -> None:
-        if is_megatron_layout(directory):
-            torch_format.load_all(directory, policy, optimization, self._groups)
-        else:
-            load_all(directory, policy, optimization)
-
     def _newest_of_own(self) -> Path | None:
         if not step_entries(self._root):
             logger.info("no checkpoint in %s yet: starting at the beginning", self._root)
@@ -216,14 +213,13 @@ class CheckpointManager:
 
     def _agreed(self, look: Callable[[], Path | None]) -> Path | None:
         """What rank 0 finds: hashed once for all, and no two ranks can choose differently."""
-        answer: dict[str, str | None] = {}
+        found, problem = None, None
         if self._groups.is_main:
             try:
                 found = look()
-                answer = {"path": None if found is None else str(found)}
             except CheckpointError as error:
-                answer = {"error": str(error)}
-        answer = broadcast_json(answer, source=0)
-        if "error" in answer:
-            raise CheckpointError(answer["error"])
-        return None if answer["path"] is None else Path(answer["path"])
+                problem = str(error)
+        path, problem = broadcast_json([found and str(found), problem], source=0)
+        if problem is not None:
+            raise CheckpointError(problem)
+        return path and Path(path)

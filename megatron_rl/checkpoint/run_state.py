@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.origin import Origin
-from megatron_rl.checkpoint.state import State, values_of
+from megatron_rl.checkpoint.state import State
 from megatron_rl.checkpoint.torch_files import is_foreign, is_megatron_layout, read_args, tensor_size, topology_problem
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
@@ -24,8 +25,6 @@ FILE_NAME = "run_state.json"
 
 _FREE = {"vocab_size", "max_position_embeddings", "norm_epsilon", "init_method_std"}
 _ARCHITECTURE = tuple(field.name for field in dataclasses.fields(Architecture) if field.name not in _FREE)
-
-
 _COUNTED_WITH = {
     "group_query_attention": {"num_query_groups"},
     "use_rope_scaling": {"rope_scaling_factor"},
@@ -108,7 +107,10 @@ def optimizer_form_of(config: RLConfig) -> dict[str, Any]:
 def write_run_state(directory: Path, state: RunState) -> None:
     """Write the JSON file."""
     values = {entry.name: getattr(state, entry.name) for entry in dataclasses.fields(state)}
-    values["components"] = values_of(state.components)
+    values["components"] = {
+        name: {key: value for key, value in component.items() if not torch.is_tensor(value)}
+        for name, component in state.components.items()
+    }
     (directory / FILE_NAME).write_text(json.dumps(values, indent=1) + "\n")
 
 

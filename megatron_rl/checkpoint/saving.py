@@ -29,14 +29,13 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.errors import SaveError
+from megatron_rl.errors import SaveError, cut
 from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.platform.megatron import watched_writers
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CUT_SHORT = "enforce fail at inline_container"
 """All that torch says of a file that could be written in part only."""
-_LONGEST_REASON = 200
 
 
 class SaveAttempt:
@@ -92,12 +91,11 @@ def _told(directory: Path, error: BaseException) -> str:
     while not isinstance(cause, OSError) and cause.__cause__ is not None:
         cause = cause.__cause__
     text = " ".join(str(cause).split())
-    reason = text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."
     is_full = _CUT_SHORT in text or any(os.strerror(number) in text for number in _FULL)
     fix = "free space there, or give --save" if is_full else "look after that disk, or give --save"
     return (
-        f"the checkpoint {str(directory)!r} could not be written ({reason}); {fix} a directory on another disk; "
-        "the checkpoints before it are as they were"
+        f"the checkpoint {str(directory)!r} could not be written ({cut(text, 200)}); {fix} a directory on another "
+        "disk; the checkpoints before it are as they were"
     )
 
 

@@ -114,14 +114,6 @@ class RandomState:
 _TRACKER = "tracker."
 
 
-def values_of(components: Mapping[str, State]) -> dict[str, dict[str, Any]]:
-    """What is no tensor, for the JSON file; every name is there."""
-    return {
-        name: {key: value for key, value in state.items() if not torch.is_tensor(value)}
-        for name, state in components.items()
-    }
-
-
 def save_rank_state(directory: Path, rank: int, components: Mapping[str, State]) -> None:
     """Write this rank's tensors; no file where there are none."""
     tensors = {

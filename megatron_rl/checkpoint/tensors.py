@@ -26,7 +26,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.saving import ResultQueue
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, cut
 from megatron_rl.models import PolicyModel
 from megatron_rl.platform.megatron import asynchronous_writer, step_counters_offered, use_result_queue
 from megatron_rl.trainer import Optimization
@@ -36,8 +36,6 @@ _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-_LONGEST_REASON = 200
-"""megatron lists every tensor of the model when one is missing."""
 
 
 def save_tensors(
@@ -99,11 +97,10 @@ def _load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """The start of the message; torch's own only counts the ranks on which the real error happened."""
+    """The message's first line, as megatron lists every tensor of the model; torch's own only counts ranks."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    first_line = str(error).strip().splitlines()[0]
-    return first_line if len(first_line) <= _LONGEST_REASON else first_line[:_LONGEST_REASON] + " ..."
+    return cut(str(error).strip().splitlines()[0], 200)
 
 
 @contextlib.contextmanager

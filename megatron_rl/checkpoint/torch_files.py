@@ -27,7 +27,6 @@ from megatron_rl.errors import CheckpointError
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 """The distributed optimizer's parameters and moments, of all data-parallel ranks."""
-_RANK_NAME = re.compile(r"mp_rank_(\d{2})")
 _LAYER_NORM = re.compile(
     r"(decoder\.layers\.\d+\.)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(weight|bias)"
 )
@@ -94,7 +93,7 @@ def tensor_size(directory: Path) -> int:
         CheckpointError: there are none, a gap is among them, or they are also split in another way.
     """
     names = sorted(path.name for path in directory.glob("mp_rank_*"))
-    other = [name for name in names if _RANK_NAME.fullmatch(name) is None]
+    other = [name for name in names if re.fullmatch(r"mp_rank_\d{2}", name) is None]
     if other:
         raise CheckpointError(
             f"checkpoint {str(directory)!r} is split over pipeline or expert ranks too ({other[0]}), which is not "
@@ -138,7 +137,8 @@ def read(path: Path, mapped: bool = True) -> Any:
             "trust it, load and save it again with tensors and plain values alone"
         ) from error
     except Exception as error:
-        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({_first_line(error)})") from error
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({reason})") from error
 
 
 @contextlib.contextmanager
@@ -196,7 +196,3 @@ def shards_reader(directory: Path) -> Callable[[str], Sequence[torch.Tensor]]:
         return [model[name] for model in models]
 
     return shards
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

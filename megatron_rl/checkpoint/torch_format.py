@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.atomic import sync
-from megatron_rl.checkpoint.run_state import RunState, read_run_state
+from megatron_rl.checkpoint.run_state import read_run_state
 from megatron_rl.checkpoint.saving import SaveAttempt
 from megatron_rl.checkpoint.tensors import distributed_parts, load_state, make_room
 from megatron_rl.checkpoint.torch_files import (
@@ -95,7 +95,8 @@ def load_all(directory: Path, policy: PolicyModel, optimization: Optimization, g
     content, gathered = _together(lambda: _read_for_resume(directory, policy, optimization, groups))
     make_room(optimization)
     policy.gpt.load_state_dict(content["model"], strict=False)
-    load_state(optimization, content["optimizer"], _parts(gathered, optimization))
+    parts = gathered if isinstance(gathered, list) else [gathered] * len(distributed_parts(optimization))
+    load_state(optimization, content["optimizer"], parts)
 
 
 def _read_for_resume(
@@ -106,7 +107,13 @@ def _read_for_resume(
             f"checkpoint {str(directory)!r} keeps the optimizer's state in the order of megatron's own layers, which "
             "--transformer-impl transformer_engine changes; take its weights alone with --pretrained-checkpoint"
         )
-    _check_replicas(directory, read_run_state(directory), groups)
+    ranks = read_run_state(directory).world.get("ranks", groups.world_size)
+    if ranks != groups.world_size:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} was saved by {ranks} ranks, this run has {groups.world_size}; "
+            f"--ckpt-format torch holds one topology: start {ranks} ranks, or take its weights alone with "
+            "--pretrained-checkpoint"
+        )
     content = _read_fitting(directory, policy, groups, mapped=False)
     if "optimizer" not in content:
         raise CheckpointError(f"checkpoint {str(directory)!r} has no optimizer state; add --no-load-optim")
@@ -135,27 +142,12 @@ def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, 
     return content | {"model": {given: content["model"][name] for name, given in names.items()}}
 
 
-def _check_replicas(directory: Path, state: RunState, groups: ParallelGroups) -> None:
-    ranks = state.world.get("ranks", groups.world_size)
-    if ranks != groups.world_size:
-        raise CheckpointError(
-            f"checkpoint {str(directory)!r} was saved by {ranks} ranks, this run has {groups.world_size}; "
-            f"--ckpt-format torch holds one topology: start {ranks} ranks, or take its weights alone with "
-            "--pretrained-checkpoint"
-        )
-
-
 def _gather_parameter_state(optimization: Optimization) -> Any:
     """What Megatron-LM writes as `OPTIMIZER_FILE`, on data-parallel rank 0; None on the others. Collective."""
     if not distributed_parts(optimization):
         return None
     states = [part.get_parameter_state_dp_zero() for part in distributed_parts(optimization)]
     return states[0] if len(states) == 1 or states[0] is None else states
-
-
-def _parts(gathered: Any, optimization: Optimization) -> list[Any]:
-    """`_gather_parameter_state`'s value as one for each distributed optimizer."""
-    return gathered if isinstance(gathered, list) else [gathered] * len(distributed_parts(optimization))
 
 
 def _together(act: Callable[[], T]) -> T:

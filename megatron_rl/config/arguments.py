@@ -110,8 +110,10 @@ def _apply(setting: Setting, reading: _Reading) -> None:
     known = _spellings().get(setting.spelling)
     if known is None:
         # what is not shown needs no comparison with every flag, which would take half a minute for 5000 of them
-        is_shown = len(reading.problems) < MAX_PROBLEMS
-        reading.problems.append(Problem(None, _unknown(setting, _nearest(setting) if is_shown else None)))
+        near = _nearest(setting) if len(reading.problems) < MAX_PROBLEMS else []
+        dashes = "" if setting.from_file else "--"
+        hint = f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
+        reading.problems.append(Problem(None, f"{setting.where} is not a flag; {hint}"))
         return
     flag, switches_on = known
     try:
@@ -141,16 +143,9 @@ def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
     return value == switches_on if flag.kind is bool else value
 
 
-def _unknown(setting: Setting, nearest: str | None) -> str:
-    dashes = "" if setting.from_file else "--"
-    hint = f"did you mean {dashes}{nearest}?" if nearest else "--help-all lists all flags"
-    return f"{setting.where} is not a flag; {hint}"
-
-
-def _nearest(setting: Setting) -> str | None:
+def _nearest(setting: Setting) -> list[str]:
     # no flag is that long, and the comparison takes the square of the length
-    near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
-    return near[0] if near else None
+    return difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
 
 
 @functools.cache

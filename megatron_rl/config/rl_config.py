@@ -49,18 +49,18 @@ class RLConfig:
 
     def value(self, name: str) -> Any:
         """Of the flag whose field is called ``name``, whatever its section."""
-        return getattr(getattr(self, section_of()[name]), name)
+        return getattr(getattr(self, _declared()[name][0]), name)
 
     def with_values(self, **values: Any) -> RLConfig:
         """A copy with other values of the fields named, whatever their sections."""
         grouped: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            grouped.setdefault(section_of()[name], {})[name] = value
+            grouped.setdefault(_declared()[name][0], {})[name] = value
         return replace(self, **{section: replace(getattr(self, section), **new) for section, new in grouped.items()})
 
     def problem(self, name: str, text: str) -> Problem:
         """``--min-lr 1 <text>``; where the user did not give the value, with what it comes from."""
-        flag, value, source = f"--{name.replace('_', '-')}", self.value(name), flag_of()[name].source
+        flag, value, source = f"--{name.replace('_', '-')}", self.value(name), _declared()[name][1].source
         if isinstance(value, tuple):
             value = " ".join(value)
         shown = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
@@ -135,14 +135,9 @@ class RLConfig:
         """The KV cache has fewer bits than the model's numbers."""
         return self.kv_cache_dtype != self._model_dtype
 
-    @property
-    def kv_number_bytes(self) -> int:
-        """Bytes of a number in the KV cache."""
-        return {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype]
-
     def kv_cache_bytes(self, tokens: int) -> int:
         """Keys and values of one sequence of ``tokens`` on this rank."""
-        return self.layout().cache_numbers(tokens) * self.kv_number_bytes
+        return self.layout().cache_numbers(tokens) * {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype]
 
     @property
     def _model_dtype(self) -> str:
@@ -167,12 +162,6 @@ def all_flags() -> tuple[Flag, ...]:
 
 
 @functools.cache
-def flag_of() -> dict[str, Flag]:
-    """Field name -> flag."""
-    return {flag.name: flag for flag in all_flags()}
-
-
-@functools.cache
-def section_of() -> dict[str, str]:
-    """Field name -> section name."""
-    return {flag.name: section for section, cls in section_classes().items() for flag in flags_of(cls)}
+def _declared() -> dict[str, tuple[str, Flag]]:
+    """Field name -> section name and flag."""
+    return {flag.name: (section, flag) for section, cls in section_classes().items() for flag in flags_of(cls)}

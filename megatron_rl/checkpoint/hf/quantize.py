@@ -72,19 +72,28 @@ def convert(source: Path, output: Path, target: TargetFormat, overwrite: bool = 
     """
     with TensorReader(source) as reader:
         stored, config = reader.stored, _read_config(source)
-        converted = [name for name, tensor in stored.items() if is_converted(name, tensor.shape)]
+        converted = dict.fromkeys(name for name, tensor in stored.items() if is_converted(name, tensor.shape))
         _refuse_unfit(source, config, stored, converted)
         small_files, left_out = _other_files(source, {tensor.file.name for tensor in stored.values()})
         files = _plan(stored, target)
-        report = _report(stored, converted, files, target, left_out)
+        ragged = [name for name in converted if any(size > TILE and size % TILE for size in stored[name].shape)]
+        kept = [name for name in stored if name not in converted]
+        report = ConversionReport(
+            converted=tuple(converted),
+            kept=tuple(kept),
+            ragged=() if target.number else tuple(ragged),
+            left_out=left_out,
+            bytes_before=sum(tensor.num_bytes for tensor in stored.values()),
+            bytes_after=sum(entry.num_bytes for entries in files.values() for entry in entries.values()),
+        )
         with whole_directory(output, source, overwrite) as directory:
             _require_space(directory, report.bytes_after)
             with TensorWriter(directory, files) as writer:
                 for name in stored:
                     _transfer(reader, writer, name, target)
             write_index(directory, files)
-            kept = [(name, stored[name].shape) for name in report.kept]
-            quantization = target.quantization_config(modules_left_alone(kept))
+            left_alone = modules_left_alone((name, stored[name].shape) for name in kept)
+            quantization = target.quantization_config(left_alone)
             write_json(directory / CONFIG, {**config, "quantization_config": quantization})
             _copy(source, directory, small_files)
     return report
@@ -107,7 +116,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _refuse_unfit(
-    directory: Path, config: dict[str, Any], stored: Mapping[str, StoredTensor], converted: list[str]
+    directory: Path, config: dict[str, Any], stored: Mapping[str, StoredTensor], converted: Mapping[str, None]
 ) -> None:
     # A model with a vision tower nests its text_config.
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
@@ -141,24 +150,6 @@ def _plan(stored: Mapping[str, StoredTensor], target: TargetFormat) -> Files:
         else:
             entries[name] = tensor
     return files
-
-
-def _report(
-    stored: Mapping[str, StoredTensor],
-    converted: list[str],
-    files: Files,
-    target: TargetFormat,
-    left_out: tuple[str, ...],
-) -> ConversionReport:
-    ragged = [name for name in converted if any(size > TILE and size % TILE for size in stored[name].shape)]
-    return ConversionReport(
-        converted=tuple(converted),
-        kept=tuple(name for name, tensor in stored.items() if not is_converted(name, tensor.shape)),
-        ragged=() if target.number else tuple(ragged),
-        left_out=left_out,
-        bytes_before=sum(tensor.num_bytes for tensor in stored.values()),
-        bytes_after=sum(entry.num_bytes for entries in files.values() for entry in entries.values()),
-    )
 
 
 def _require_space(directory: Path, needed: int) -> None:
