@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from megatron_rl.metrics.names import split_validation
 from megatron_rl.metrics.table import format_table
 
 _AFTER_PASS_AT_K = (("maj@k", "maj@k"), ("greedy", "greedy"), ("reward", "reward"), ("response_length", "tokens"),
                     ("truncated", "truncated"), ("num_tasks", "tasks"), ("failed_grades", "failed"))  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ResultTable:
-    """One row an environment, its name first."""
-
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def by_environment(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -35,20 +26,22 @@ def with_average(results: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
     return {name: {**row, **({"avg@k": row["pass@1"]} if "pass@1" in row else {})} for name, row in results.items()}
 
 
-def result_table(metrics: Mapping[str, float]) -> ResultTable:
-    """pass@k in ascending k, pass@1 with half of its 95 % interval over tasks, and what else was measured."""
+def result_table(metrics: Mapping[str, float]) -> tuple[list[str], list[list[str]]]:
+    """Headers, and one row an environment, its name first.
+
+    pass@k in ascending k, pass@1 with half of its 95 % interval over tasks, and what else was measured.
+    """
     results = by_environment(metrics)
     ks = sorted({k for row in results.values() for k in map(_k, row) if k is not None})
     shown = [(f"pass@{k}", "pass@1 = avg@k" if k == 1 else f"pass@{k}") for k in ks]
     shown += [pair for pair in _AFTER_PASS_AT_K if any(pair[0] in row for row in results.values())]
-    rows = [(name, *(_cell(row, measure) for measure, _ in shown)) for name, row in sorted(results.items())]
-    return ResultTable(("environment", *(title for _, title in shown)), tuple(rows))
+    rows = [[name, *(_cell(row, measure) for measure, _ in shown)] for name, row in sorted(results.items())]
+    return ["environment", *(title for _, title in shown)], rows
 
 
 def evaluation_table(metrics: Mapping[str, float], *, unicode: bool = False) -> str:
     """``result_table`` for the terminal."""
-    table = result_table(metrics)
-    return format_table(table.headers, table.rows, unicode=unicode)
+    return format_table(*result_table(metrics), unicode=unicode)
 
 
 def last_evaluation(rows: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: the record of a run, one strict JSON object a step.
+"""The JSON files of a run. ``metrics.jsonl`` is its record, one strict JSON object a step.
 
 For example, with a loss that was NaN::
 
@@ -11,26 +11,24 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from datetime import UTC, datetime
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.atomic import write_text_atomic
 
 logger = logging.getLogger(__name__)
 
 RESERVED = frozenset({"step", "time", "nonfinite"})
 
 
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
 class JsonlWriter:
     """Appends one line a step and hands it to the operating system at once: a kill loses at most that line.
 
-    On resume, give what the checkpoint knows, the step or the byte offset (or both): rows after it are cut
-    away, so that no step appears twice. Without either, every whole row is kept. A torn last line is always
-    cut away.
+    Rows after ``resume_step``, the step of the checkpoint, are cut away, so that no step appears twice; without
+    it every whole row is kept. A torn last line is always cut away.
     """
 
     def __init__(
@@ -38,13 +36,12 @@ class JsonlWriter:
         path: Path,
         *,
         resume_step: int | None = None,
-        resume_offset: int | None = None,
-        now: Callable[[], datetime] = _utc_now,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        keep, self._last_step = _find_end(path, resume_step, resume_offset)
+        keep, self._last_step = _find_end(path, resume_step)
         dropped = path.stat().st_size - keep
         if dropped:
             logger.info("%s: dropped %d bytes after step %s", path.name, dropped, self._last_step)
@@ -52,16 +49,6 @@ class JsonlWriter:
         self._file = path.open("r+b")
         self._file.truncate(keep)
         self._file.seek(keep)
-
-    @property
-    def offset(self) -> int:
-        """Bytes written so far: what a checkpoint stores and a resume gives back."""
-        return self._file.tell()
-
-    @property
-    def last_step(self) -> int | None:
-        """Step of the last row, ``None`` while there is no row."""
-        return self._last_step
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one row."""
@@ -111,18 +98,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _find_end(path: Path, resume_step: int | None, resume_offset: int | None) -> tuple[int, int | None]:
+def _find_end(path: Path, resume_step: int | None) -> tuple[int, int | None]:
     """Bytes to keep and the step of the last row among them."""
-    size = path.stat().st_size
-    limit = size if resume_offset is None else resume_offset
-    if limit > size:
-        logger.warning("%s: %d bytes where the checkpoint saw %d; rows are missing", path.name, size, limit)
     end, last_step = 0, None
     with path.open("rb") as file:
         for line in file:
             row = _parse(line)
             after_resume = resume_step is not None and row is not None and row["step"] > resume_step
-            if after_resume or not line.endswith(b"\n") or end + len(line) > limit:
+            if after_resume or not line.endswith(b"\n"):
                 break
             end += len(line)
             last_step = row["step"] if row is not None else last_step
@@ -136,3 +119,40 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when the file is absent or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json_atomic(path: Path, value: object) -> None:
+    """Write ``value`` as indented strict JSON, atomically."""
+    write_text_atomic(path, json.dumps(to_plain(value), indent=2, allow_nan=False) + "\n")
+
+
+def to_plain(value: object, *, null_nonfinite: bool = True) -> Any:
+    """Reduce to what JSON and YAML know: mappings, lists, strings, numbers, booleans, ``None``.
+
+    NaN and infinities become ``None`` (JSON has no word for them) unless ``null_nonfinite`` is off.
+    Anything unknown, such as a path, becomes its string.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return None if null_nonfinite and not math.isfinite(value) else float(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item, null_nonfinite=null_nonfinite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item, null_nonfinite=null_nonfinite) for item in value]
+    if isinstance(value, Set):
+        return [to_plain(item, null_nonfinite=null_nonfinite) for item in sorted(value, key=str)]
+    return str(value)

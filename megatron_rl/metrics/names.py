@@ -52,11 +52,6 @@ def idle_share(data_rank: int) -> str:
     return f"{ROLLOUT_IDLE_SHARE}/rank_{data_rank}"
 
 
-def validation(environment: str, measure: str) -> str:
-    """The metric of an evaluation: ``val/gsm8k/pass@1`` for ``gsm8k`` and ``pass@1``."""
-    return f"{VALIDATION_PREFIX}{environment}/{measure}"
-
-
 def split_validation(name: str) -> tuple[str, str] | None:
     """``(environment, measure)`` of an evaluation metric, or ``None`` for any other metric."""
     if not name.startswith(VALIDATION_PREFIX):

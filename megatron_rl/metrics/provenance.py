@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -63,8 +62,3 @@ def _launcher() -> list[str]:
         return psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):  # it has ended, or may not be looked at
         return []
-
-
-def host_name() -> str:
-    """Name of this machine."""
-    return socket.gethostname()

@@ -11,6 +11,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -19,14 +20,18 @@ from typing import Any
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number
 from megatron_rl.metrics.evaluation import last_evaluation, result_table
-from megatron_rl.metrics.files import to_plain
-from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.report_rollouts import build_rollouts
-from megatron_rl.metrics.rundir import RunDirectory, read_json_object
+from megatron_rl.metrics.jsonl import read_json_object, read_rows, to_plain
+from megatron_rl.metrics.rundir import RunDirectory
 
 TEMPLATE = "report_template.html"
 PLACEHOLDER = "__REPORT_DATA__"
 HTML_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+
+MAX_STEPS = 40
+MAX_TOKENS_PER_SAMPLE = 2_000
+MAX_CHARACTERS = 12_000
+TOKEN_BUDGET = 300_000
+"""About 6 MB of page."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -40,13 +45,19 @@ def write_report(run_dir: Path) -> Path:
 
 def build_payload(run: RunDirectory) -> dict[str, Any]:
     """Everything the page shows."""
-    rows = _merge_by_step(read_rows(run.metrics))
+    merged: dict[int, dict[str, Any]] = {}
+    for row in read_rows(run.metrics):  # a file edited or joined by hand may hold a step twice
+        merged.setdefault(row["step"], {}).update(row)
+    rows = [merged[step] for step in sorted(merged)]
+    newest = last_evaluation(rows)
+    headers, results = result_table(newest)
     return {
         "name": run.path.resolve().name,
         "facts": _facts(run.read_facts(), rows),
         "summary": _evaluation_figures(read_json_object(run.summary)),
         "table": _table(rows),
-        "evaluation": _evaluation(rows),
+        # The same numbers as in ``evaluation.json``, if there is one.
+        "evaluation": {"step": newest["step"], "headers": headers, "rows": results} if newest else None,
         "charts": build_curves(rows),
         "rollouts": build_rollouts(run.rollouts),
     }
@@ -62,15 +73,6 @@ def _evaluation_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
         if measure in before and (measure.startswith("pass@") or measure == "greedy")
     }
     return {**changes, **{name: value for name, value in summary.items() if name != "eval"}}
-
-
-def _evaluation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The newest results by environment; the same numbers as in ``evaluation.json``, if there is one."""
-    newest = last_evaluation(rows)
-    if not newest:
-        return None
-    table = result_table(newest)
-    return {"step": newest["step"], "headers": table.headers, "rows": table.rows}
 
 
 def to_script_json(value: object) -> str:
@@ -94,14 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{run_dir} is not a directory; give the one that holds metrics.jsonl")
     sys.stdout.write(f"{write_report(run_dir)}\n")
     return 0
-
-
-def _merge_by_step(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Ascending steps, each once; a file edited or joined by hand may hold a step twice."""
-    merged: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        merged.setdefault(row["step"], {}).update(row)
-    return [merged[step] for step in sorted(merged)]
 
 
 def _facts(run_facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -130,6 +124,90 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             rounded = {name: round_number(number) for name, number in numbers.items()}
             table.append({"chart": chart.title, "line": series.label, **rounded})
     return table
+
+
+def build_rollouts(folder: Path) -> list[dict[str, Any]]:
+    """One entry a step: its prompts once, and the samples that refer to them."""
+    trained, held_out = (spread(sorted(folder.glob(f"{kind}_*.jsonl")), MAX_STEPS) for kind in ("step", "eval"))
+    budget = TOKEN_BUDGET // max(1, len(trained) + len(held_out))
+    steps = [_build_step(read_rows(path), budget, held_out=False) for path in trained]
+    steps += [_build_step(read_rows(path), budget, held_out=True) for path in held_out]
+    return [step for step in steps if step["samples"]]
+
+
+def spread(items: Sequence[Path], limit: int) -> list[Path]:
+    """At most ``limit`` items evenly apart, the first and the last among them."""
+    if len(items) <= limit:
+        return list(items)
+    last = len(items) - 1
+    return [items[round(index * last / (limit - 1))] for index in range(limit)]
+
+
+def _build_step(rows: Sequence[Mapping[str, Any]], budget: int, held_out: bool) -> dict[str, Any]:
+    """The first samples, group by group, until the token budget is used; at least one."""
+    prompts: dict[str, int] = {}
+    samples: list[dict[str, Any]] = []
+    used = 0
+    for row in rows:
+        tokens = min(len(row.get("token_ids", ())), MAX_TOKENS_PER_SAMPLE)
+        if samples and used + tokens > budget:
+            break
+        used += tokens
+        prompt = prompts.setdefault(_cut(row.get("prompt", "")), len(prompts))
+        samples.append({"prompt": prompt, **_build_sample(row)})
+    step = rows[0]["step"] if rows else 0
+    return {
+        "step": step,
+        "held_out": held_out,
+        "label": f"held-out, step {step}" if held_out else f"step {step}",
+        "recorded": len(rows),
+        "verdicts": dict(Counter(verdict for verdict in map(_verdict, rows) if verdict).most_common()),
+        "prompts": list(prompts),
+        "samples": samples,
+    }
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    """The grader's word for a sample; "" where it has none, ``not graded`` where the grade failed."""
+    return "not graded" if row.get("status") == "error" else str(row.get("verdict") or "")
+
+
+def _environment_spans(row: Mapping[str, Any], shown: int) -> list[tuple[int, int]]:
+    """``[start, end)`` of the tokens that the environment wrote, within the ``shown`` ones."""
+    clipped = [(max(0, start), min(end, shown)) for start, end in row.get("environment_spans") or ()]
+    return [(start, end) for start, end in clipped if start < end]
+
+
+def _build_sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    token_ids = row.get("token_ids", [])
+    texts = row.get("token_texts") or [f"[{token}]" for token in token_ids]
+    logprobs = [None if value is None else round(value, 4) for value in row.get("inference_logprobs", [])]
+    for start, end in _environment_spans(row, len(logprobs)):
+        logprobs[start:end] = [None] * (end - start)  # what stands there was never drawn from the policy
+    return {
+        "environment": row.get("environment", ""),
+        "task": row.get("task_id", ""),
+        "sample": row.get("sample", 0),
+        "text": _cut(row.get("completion", "")),
+        "tokens": texts[:MAX_TOKENS_PER_SAMPLE],
+        "logprobs": logprobs[:MAX_TOKENS_PER_SAMPLE],
+        "spans": _environment_spans(row, min(len(token_ids), MAX_TOKENS_PER_SAMPLE)),
+        "num_tokens": len(token_ids),
+        "greedy": row.get("greedy", False),
+        "reward": row.get("reward"),
+        "verdict": _verdict(row),
+        "extracted": row.get("extracted"),
+        "status": row.get("status", ""),
+        "error": ": ".join(part for part in (row.get("code"), row.get("message")) if part),
+        "finish": row.get("finish_reason", ""),
+        "version": row.get("policy_version"),
+    }
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[:MAX_CHARACTERS]} ... ({len(text) - MAX_CHARACTERS} more characters)"
 
 
 if __name__ == "__main__":

@@ -18,50 +18,40 @@ the records alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.atomic import write_text_atomic
-from megatron_rl.metrics.files import to_plain
-from megatron_rl.metrics.jsonl import read_rows
+from megatron_rl.metrics.jsonl import to_plain
 from megatron_rl.types import Rollout, RolloutGroup
-
-
-@dataclass(frozen=True)
-class TrainingUse:
-    """What a step did with the samples of this rank's groups; samples go by their number in the whole step."""
-
-    group_numbers: Sequence[int]
-    """Of this rank's groups, in their order."""
-    advantages: Mapping[int, float]
-    """Of all ranks' samples that are in the loss: the mean over a sample's tokens."""
-    update_of: Mapping[int, int]
-    """The update that a sample went into; of all ranks' samples."""
 
 
 def training_rows(
     step: int,
     groups: Sequence[RolloutGroup],
-    use: TrainingUse,
+    numbers: Sequence[int],
+    use: Mapping[int, tuple[int, float]],
     limit: int,
     decode_token: Callable[[int], str],
 ) -> list[dict[str, Any]]:
-    """Rows of those of this rank's ``groups`` whose number is below ``limit``; JSON values only."""
-    kept = [(number, group) for number, group in zip(use.group_numbers, groups, strict=True) if number < limit]
+    """Rows of those of this rank's ``groups`` whose number in the step is below ``limit``; JSON values only.
+
+    ``use`` has the update and the advantage (the mean over its tokens) of every rank's samples that are in the loss,
+    by their number in the whole step.
+    """
+    kept = [(number, group) for number, group in zip(numbers, groups, strict=True) if number < limit]
     rows = list(_rows(step, [group for _, group in kept], cache(decode_token), None))
-    numbers = [(number, index) for number, group in kept for index in range(len(group.rollouts))]
-    for row, (number, index) in zip(rows, numbers, strict=True):
+    places = [(number, index) for number, group in kept for index in range(len(group.rollouts))]
+    for row, (number, index) in zip(rows, places, strict=True):
         # Every group of a step has as many samples: this is how the step numbers them.
-        sample = number * len(groups[0].rollouts) + index
-        row |= {"group": number, "advantage": use.advantages.get(sample), "update": use.update_of.get(sample)}
+        update, advantage = use.get(number * len(groups[0].rollouts) + index, (None, None))
+        row |= {"group": number, "advantage": advantage, "update": update}
     return rows
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON line a row, whole file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
@@ -71,25 +61,17 @@ def write_rollouts(
     path: Path,
     step: int,
     groups: Sequence[RolloutGroup],
-    limit: int | None = None,
     *,
     decode_token: Callable[[int], str] | None = None,
     greedy: Sequence[bool] | None = None,
-) -> int:
-    """Write at most ``limit`` samples (all when ``None``), whole file or nothing; returns how many.
+) -> None:
+    """Write the samples of ``groups``, whole file or nothing.
 
     ``decode_token`` gives the text of one token id; with it the report can show each token's log-prob.
     ``greedy`` says of each group of an evaluation whether it is the greedy answer.
     """
     decode = None if decode_token is None else cache(decode_token)
-    rows = list(islice(_rows(step, groups, decode, greedy), limit))
-    write_rows(path, rows)
-    return len(rows)
-
-
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that ``write_rollouts`` made; damaged ones are left out with a warning."""
-    return read_rows(path)
+    write_rows(path, _rows(step, groups, decode, greedy))
 
 
 def _rows(

@@ -9,9 +9,9 @@ The layout::
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -21,9 +21,8 @@ from typing import Any, Literal
 import yaml
 
 from megatron_rl.atomic import write_text_atomic
-from megatron_rl.metrics.files import to_plain, write_json_atomic
-from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.provenance import git_commit, host_name, package_versions
+from megatron_rl.metrics.jsonl import read_json_object, read_rows, to_plain, write_json_atomic
+from megatron_rl.metrics.provenance import git_commit, package_versions
 
 Status = Literal["running", "finished", "stopped", "failed"]
 
@@ -104,7 +103,7 @@ class RunDirectory:
         started = {
             "time": _now(),
             "command": list(command),
-            "host": host_name(),
+            "host": socket.gethostname(),
             "git_commit": git_commit(),
             "versions": package_versions(),
         }
@@ -142,8 +141,7 @@ def check_usable(path: Path, resume: bool) -> list[str]:
     where = "before its first step" if step is None else f"at step {step}"
     status = run.read_facts().get("status", "unknown")
     return [
-        f"{path} already holds a run ({where}, status {status}); continue it with --resume "
-        "or choose another directory"
+        f"{path} already holds a run ({where}, status {status}); continue it with --resume or choose another directory"
     ]
 
 
@@ -170,15 +168,6 @@ def _writable(directory: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when the file is absent or damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _now() -> str:

@@ -11,19 +11,11 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
-
-@dataclass(frozen=True)
-class _Rules:
-    column: str
-    line: str
-    cross: str
-
-
-ASCII_RULES = _Rules(" | ", "-", "-+-")
-UNICODE_RULES = _Rules(" \u2502 ", "\u2500", "\u2500\u253c\u2500")
+_ASCII = (" | ", "-", "-+-")
+_BOXES = (" \u2502 ", "\u2500", "\u2500\u253c\u2500")
+"""What stands between columns, the rule, and where they cross."""
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, unicode: bool = False) -> str:
@@ -34,7 +26,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, un
     for row in rows:
         if len(row) != len(headers):
             raise ValueError(f"a row of {len(row)} cells under {len(headers)} headers: {list(row)}")
-    rules = UNICODE_RULES if unicode else ASCII_RULES
+    between, rule, cross = _BOXES if unicode else _ASCII
     texts = [[_cell(value) for value in row] for row in rows]
     columns = [[header, *(row[index] for row in texts)] for index, header in enumerate(headers)]
     widths = [max(_width(text) for text in column) for column in columns]
@@ -42,16 +34,16 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, un
 
     def line(cells: Sequence[str]) -> str:
         padded = [_pad(*each) for each in zip(cells, widths, right, strict=True)]
-        return rules.column.join(padded).rstrip()
+        return between.join(padded).rstrip()
 
-    ruler = rules.cross.join(rules.line * width for width in widths)
+    ruler = cross.join(rule * width for width in widths)
     return "\n".join([line(headers), ruler, *(line(row) for row in texts)])
 
 
 def can_draw_boxes(stream: TextIO) -> bool:
     """Whether the stream's encoding knows the box characters."""
     try:
-        UNICODE_RULES.cross.encode(stream.encoding or "ascii")
+        _BOXES[2].encode(stream.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

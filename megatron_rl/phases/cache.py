@@ -1,7 +1,7 @@
 """Memory of the KV cache: how much it may take, and whether it stays while the policy is trained.
 
-    before the engine is built ─► plan_cache: bytes, from what is free and what else will be needed
-    after every rollout ────────► CacheResidency: it stays, or is released until the next one
+before the engine is built ─► plan_cache: bytes, from what is free and what else will be needed
+after every rollout ────────► CacheResidency: it stays, or is released until the next one
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from megatron_rl.errors import EngineError
+from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.platform.storage import release, storages_of, take_back
 
 logger = logging.getLogger(__name__)
@@ -78,40 +78,21 @@ def plan_cache(sequence: int, sequences: int, asked: int | None, room: Room) -> 
             "tensor-parallel ranks, --use-distributed-optimizer or --rl-offload-optimizer-during-inference"
         )
     stays = size <= room.beside_training
+    limited_by = BUDGET_FLAG if limit < wanted else "the largest batch"
+    if size < limit:
+        limited_by = f"{in_words(limit)} do not fit"
     text = (
         f"KV cache: {in_words(size)} for {size // sequence} of {sequences} sequences at once "
-        f"({_limited_by(wanted, limit, size)}); {in_words(room.free)} are free, of which an update takes "
+        f"({limited_by}); {in_words(room.free)} are free, of which an update takes "
         f"{in_words(room.in_training)}: the cache {'stays' if stays else 'is released'} meanwhile"
     )
     return CachePlan(size, size < limit, text)
-
-
-def _limited_by(wanted: int, limit: int, size: int) -> str:
-    if size < limit:
-        return f"{in_words(limit)} do not fit"
-    return "the largest batch" if limit == wanted else BUDGET_FLAG
 
 
 def in_words(size: int) -> str:
     """Bytes for people."""
     size = max(size, 0)
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
-
-
-class Memory(Protocol):
-    """What a device tells; `megatron_rl.platform.memory.DeviceMemory` asks the real one."""
-
-    def free(self) -> int:
-        """Bytes that can be allocated now."""
-        ...
-
-    def allocated(self) -> int | None:
-        """Bytes in tensors now, where they are counted."""
-        ...
-
-    def peak(self) -> int | None:
-        """The most bytes in tensors so far, where they are counted."""
-        ...
 
 
 class CacheResidency:
@@ -124,7 +105,7 @@ class CacheResidency:
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        memory: Memory,
+        memory: DeviceMemory,
         training_need: int,
         agree: Callable[[bool], bool] = lambda flag: flag,
         updates: Callable[[], int] = lambda: 0,

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,14 +34,6 @@ from megatron_rl.trainer import Optimization
 from megatron_rl.types import Request
 
 logger = logging.getLogger(__name__)
-
-
-class CalibrationPrompts(Protocol):
-    """What a recipe that calibrates is shown."""
-
-    def requests(self) -> Sequence[Request]:
-        """A few short groups."""
-        ...
 
 
 class Phases:
@@ -69,7 +60,7 @@ class Phases:
         self._training = None if optimization is None else _Training(config, optimization, quantization)
         self._engine: Engine | None = None
         self._cache = CacheResidency([], self._device, 0)
-        self._prompts: CalibrationPrompts | None = None
+        self._prompts: Callable[[], Sequence[Request]] | None = None
 
     @property
     def _training_need(self) -> int:
@@ -106,8 +97,10 @@ class Phases:
         logger.log(logging.WARNING if plan.is_short else logging.INFO, "%s", plan.text)
         return plan.size / 2**30 if plan.is_short else flag
 
-    def hold(self, engine: Engine, prompts: CalibrationPrompts) -> CacheResidency:
+    def hold(self, engine: Engine, prompts: Callable[[], Sequence[Request]]) -> CacheResidency:
         """Look after the engine's cache; collective over the model-parallel ranks.
+
+        ``prompts`` gives what a recipe that calibrates is shown: a few short groups.
 
         A resumed run without a rollout before its first update would find the cache in the way, so it goes now
         if it must.
@@ -189,7 +182,7 @@ class Phases:
         engine = self._engine
         with self.quantization.calibrating():
             engine.begin(seed=0, policy_version=0)
-            for request in self._prompts.requests():
+            for request in self._prompts():
                 engine.submit(request)
             while engine.has_unfinished:
                 engine.step()

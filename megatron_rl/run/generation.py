@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
@@ -127,22 +126,14 @@ def build_quantization(run: Run) -> RolloutQuantization:
     return quantization
 
 
-@dataclass(frozen=True)
-class CalibrationPrompts:
-    """The next prompts of the run, which stay undrawn; of a run that draws none the first held-out tasks."""
-
-    source: PromptSource | None
-    factory: RequestFactory
-    held_out: Sequence[SourcedTask] = ()
-
-    def requests(self) -> list[Request]:
-        """One short sample a prompt."""
-        tasks = self.held_out[:CALIBRATION_PROMPTS]
-        if self.source is not None:
-            cursor = self.source.state_dict()
-            tasks = self.source.draw(CALIBRATION_PROMPTS)
-            self.source.load_state_dict(cursor)
-        return [self.factory.request(task, 1, index, at_most=CALIBRATION_TOKENS) for index, task in enumerate(tasks)]
+def calibration_requests(factory: RequestFactory, tasks: PromptSource | Sequence[SourcedTask]) -> list[Request]:
+    """One short sample each of a few tasks; those of a source are the run's next prompts and stay undrawn."""
+    if isinstance(tasks, PromptSource):
+        source, cursor = tasks, tasks.state_dict()
+        tasks = source.draw(CALIBRATION_PROMPTS)
+        source.load_state_dict(cursor)
+    tasks = tasks[:CALIBRATION_PROMPTS]
+    return [factory.request(task, 1, index, at_most=CALIBRATION_TOKENS) for index, task in enumerate(tasks)]
 
 
 def _report_audit(rows: Sequence[LayerAudit], directory: RunDirectory) -> None:

@@ -10,7 +10,7 @@ from megatron_rl.phases import Phases
 from megatron_rl.rollout import Evaluator, RequestFactory, Rollouter
 from megatron_rl.rollout.statistics import failures_of, no_results
 from megatron_rl.run.base import Run
-from megatron_rl.run.generation import CalibrationPrompts, build_engine, build_rollouter, request_factory
+from megatron_rl.run.generation import build_engine, build_rollouter, calibration_requests, request_factory
 from megatron_rl.run.rescue import naming_memory
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def build_held_out(run: Run, phases: Phases) -> HeldOut:
     factory = request_factory(run.config, run.tokenizer)
     evaluator = build_evaluator(run, factory)
     engine = build_engine(run.config, run.policy, run.tokenizer, run.groups, phases.cache_budget_gb())
-    phases.hold(engine, CalibrationPrompts(None, factory, evaluator.tasks))
+    phases.hold(engine, lambda: calibration_requests(factory, evaluator.tasks))
     return HeldOut(evaluator, build_rollouter(run, engine), phases)
 
 

@@ -19,11 +19,10 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
 from megatron_rl.metrics.console import ConsoleWriter
 from megatron_rl.metrics.evaluation import by_environment, evaluation_table, with_average
-from megatron_rl.metrics.files import write_json_atomic
-from megatron_rl.metrics.jsonl import JsonlWriter, read_rows
+from megatron_rl.metrics.jsonl import JsonlWriter, read_rows, write_json_atomic
 from megatron_rl.metrics.names import VALIDATION_PREFIX
 from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.rollouts import TrainingUse, training_rows, write_rollouts, write_rows
+from megatron_rl.metrics.rollouts import training_rows, write_rollouts, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import can_draw_boxes
 from megatron_rl.metrics.timers import PhaseTimer
@@ -102,13 +101,9 @@ class Reporter:
             for batch in batches
             for sample, advantage in sample_advantages(batch).items()
         ]
-        everywhere = [row for part in gather_json(trained, data_group) for row in part]
-        use = TrainingUse(
-            numbers,
-            {sample: advantage for sample, _, advantage in everywhere},
-            {sample: update for sample, update, _ in everywhere},
-        )
-        parts = collect_json(training_rows(step, groups, use, wanted, decode_token), data_group)
+        everywhere = gather_json(trained, data_group)
+        use = {sample: (update, advantage) for part in everywhere for sample, update, advantage in part}
+        parts = collect_json(training_rows(step, groups, numbers, use, wanted, decode_token), data_group)
         if parts is not None:
             rows = sorted((row for part in parts for row in part), key=lambda row: row["group"])
             write_rows(self._directory.rollouts_path(step), rows)

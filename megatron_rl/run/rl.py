@@ -27,10 +27,10 @@ from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
 from megatron_rl.run.base import Run
 from megatron_rl.run.generation import (
-    CalibrationPrompts,
     build_engine,
     build_quantization,
     build_rollouter,
+    calibration_requests,
     request_factory,
 )
 from megatron_rl.run.held_out import HeldOut, build_evaluator
@@ -125,7 +125,7 @@ def build(base: Run) -> RLRun:
     expected_lengths = states.register("expected_lengths", ExpectedLengths(), optional=True)
     phases = Phases(config, policy, groups, quantization, start.optimization)
     engine = build_engine(config, policy, base.tokenizer, groups, phases.cache_budget_gb())
-    phases.hold(engine, CalibrationPrompts(source, factory))
+    phases.hold(engine, lambda: calibration_requests(factory, source))
     rollouter = build_rollouter(base, engine)
     held_out = None
     if config.training.eval_interval is not None:

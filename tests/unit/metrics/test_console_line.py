@@ -49,15 +49,14 @@ def test_evaluation_line_for_each_environment() -> None:
     ConsoleWriter(stream, total_steps=80).write(
         0,
         {
-            names.validation("arithmetic", "pass@1"): 0.512,
-            names.validation("arithmetic", "greedy"): 0.55,
-            names.validation("arithmetic", names.VALIDATION_LENGTH): 20.12,
-            names.validation("team/math", "pass@8"): 1.0,
+            "val/arithmetic/pass@1": 0.512,
+            "val/arithmetic/greedy": 0.55,
+            "val/arithmetic/response_length": 20.12,
+            "val/team/math/pass@8": 1.0,
         },
     )
     assert stream.getvalue() == (
-        "eval  0/80 | arithmetic | pass@1 0.512 | greedy 0.550 | len 20.1\n"
-        "eval  0/80 | team/math | pass@8 1.000\n"
+        "eval  0/80 | arithmetic | pass@1 0.512 | greedy 0.550 | len 20.1\neval  0/80 | team/math | pass@8 1.000\n"
     )
 
 
@@ -98,7 +97,7 @@ def test_terminal_gets_a_bar_that_the_next_line_erases() -> None:
 def test_narrow_encoding_loses_characters_not_lines() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    ConsoleWriter(stream, 1).write(1, {names.validation("数学", "pass@1"): 0.5})
+    ConsoleWriter(stream, 1).write(1, {"val/数学/pass@1": 0.5})
     assert raw.getvalue() == b"eval 1/1 | ?? | pass@1 0.500\n"
 
 

@@ -45,38 +45,11 @@ def test_line_is_on_disk_before_the_writer_is_closed(tmp_path: Path) -> None:
     assert steps(tmp_path / "metrics.jsonl") == [1]
 
 
-def test_offset_counts_the_bytes_written(path: Path) -> None:
-    writer = JsonlWriter(path)
-    assert writer.offset == path.stat().st_size
-    writer.write(5, {})
-    assert writer.offset == path.stat().st_size
-
-
 def test_resume_by_step_cuts_later_rows(path: Path) -> None:
     writer = JsonlWriter(path, resume_step=2)
-    assert writer.last_step == 2
     writer.write(3, {"loss": 9.0})
     assert steps(path) == [1, 2, 3]
     assert read_rows(path)[-1]["loss"] == 9.0
-
-
-def test_resume_by_offset_cuts_later_rows(path: Path) -> None:
-    offset = sum(len(line) for line in path.read_bytes().splitlines(keepends=True)[:3])
-    writer = JsonlWriter(path, resume_offset=offset)
-    assert (writer.offset, writer.last_step) == (offset, 3)
-    writer.write(4, {})
-    assert steps(path) == [1, 2, 3, 4]
-
-
-def test_offset_inside_a_line_drops_that_line(path: Path) -> None:
-    JsonlWriter(path, resume_offset=path.stat().st_size - 1)
-    assert steps(path) == [1, 2, 3]
-
-
-def test_offset_beyond_the_file_keeps_what_is_there(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    JsonlWriter(path, resume_offset=10**6)
-    assert steps(path) == [1, 2, 3, 4]
-    assert "rows are missing" in caplog.text
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 5, "lo', b'{"step": 5}', b"\0\0\0"])

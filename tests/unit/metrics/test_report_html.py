@@ -14,12 +14,14 @@ import pytest
 from megatron_rl.metrics import names
 from megatron_rl.metrics.curves import MAX_POINTS, build_curves, select_indices
 from megatron_rl.metrics.jsonl import JsonlWriter
-from megatron_rl.metrics.report import main, to_script_json, write_report
-from megatron_rl.metrics.report_rollouts import (
+from megatron_rl.metrics.report import (
     MAX_STEPS,
     MAX_TOKENS_PER_SAMPLE,
     TOKEN_BUDGET,
     build_rollouts,
+    main,
+    to_script_json,
+    write_report,
 )
 from megatron_rl.metrics.rollouts import write_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
@@ -103,9 +105,7 @@ def test_page_is_self_contained(run: RunDirectory) -> None:
     assert "default-src 'none'" in page
 
 
-def test_report_of_an_empty_directory_and_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_an_empty_directory_and_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     data = embedded_data((tmp_path / "report.html").read_text(encoding="utf-8"))
@@ -117,9 +117,7 @@ def test_report_of_an_empty_directory_and_command_line(
 def test_only_recorded_metrics_get_a_chart(run: RunDirectory) -> None:
     writer = JsonlWriter(run.metrics)
     writer.write(1, {names.REWARD_MEAN: 0.25, names.SCORE_MEAN: 0.25, names.GRAD_NORM: float("nan")})
-    writer.write(
-        2, {names.REWARD_MEAN: 0.5, names.SCORE_MEAN: 0.5, names.validation("gsm8k", "pass@1"): 0.75}
-    )
+    writer.write(2, {names.REWARD_MEAN: 0.5, names.SCORE_MEAN: 0.5, "val/gsm8k/pass@1": 0.75})
     data = embedded_data(write_report(run.path).read_text(encoding="utf-8"))
     assert [chart["title"] for chart in data["charts"]] == ["Training reward", "Held-out: gsm8k"]
     # The score repeats the reward here, so one line stands for both.
@@ -223,8 +221,8 @@ def test_the_newest_results_are_a_table(run: RunDirectory) -> None:
     writer = JsonlWriter(run.metrics)
     measures = {"pass@1": 0.5, "pass@1_ci95": 0.25, "pass@4": 1.0, "maj@k": 0.75, "greedy": 0.25, "reward": -0.5,
                 "response_length": 12.34, "truncated": 0.125, "num_tasks": 30.0, "failed_grades": 2.0}  # fmt: skip
-    writer.write(0, {names.validation("aime", measure): 0.0 for measure in measures})
-    writer.write(4, {names.validation("aime", measure): value for measure, value in measures.items()})
+    writer.write(0, {f"val/aime/{measure}": 0.0 for measure in measures})
+    writer.write(4, {f"val/aime/{measure}": value for measure, value in measures.items()})
     assert embedded_data(write_report(run.path).read_text(encoding="utf-8"))["evaluation"] == {
         "step": 4,
         "headers": ["environment", "pass@1 = avg@k", "pass@4", "maj@k", "greedy", "reward", "tokens", "truncated",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.metrics.jsonl import JsonlWriter
-from megatron_rl.metrics.names import REWARD_MEAN, validation
+from megatron_rl.metrics.names import REWARD_MEAN
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.rollouts import write_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
@@ -44,7 +44,7 @@ def shown(tmp_path: Path) -> dict[str, Any]:
     first, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({**json.loads(first), "environment_spans": [[1, 4]]}), *rest]) + "\n")
     write_rollouts(run.evaluation_path(1), 1, [replace(group, rollouts=rollouts[1:2])], greedy=[True])
-    measures = {validation("aime", "pass@1"): 0.5, validation("aime", "pass@1_ci95"): 0.1}
+    measures = {"val/aime/pass@1": 0.5, "val/aime/pass@1_ci95": 0.1}
     JsonlWriter(run.metrics).write(1, {REWARD_MEAN: 0.5, **measures})
     command = [NODE, str(PAGE), str(write_report(tmp_path))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)

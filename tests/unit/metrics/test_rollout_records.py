@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.metrics.rollouts import TrainingUse, read_rollouts, training_rows, write_rollouts
+from megatron_rl.metrics.jsonl import read_rows
+from megatron_rl.metrics.rollouts import training_rows, write_rollouts
 from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
 
 VOCABULARY = {5: "4", 6: "<eos>"}
@@ -20,17 +21,15 @@ def make_group(task: str, *grades: GradeResult) -> RolloutGroup:
 
 
 GROUPS = [
-    make_group(
-        "a", GradeResult("ok", 1.0, {"length": 2.0}), GradeResult("error", code="timeout", message="slow")
-    ),
+    make_group("a", GradeResult("ok", 1.0, {"length": 2.0}), GradeResult("error", code="timeout", message="slow")),
     make_group("b", GradeResult("ok", 0.0)),
 ]
 
 
 def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000012.jsonl"
-    assert write_rollouts(path, 12, GROUPS) == 3
-    first, second, third = read_rollouts(path)
+    write_rollouts(path, 12, GROUPS)
+    first, second, third = read_rows(path)
     assert first == {
         "step": 12,
         "environment": "arithmetic",
@@ -69,7 +68,7 @@ def test_token_texts_are_optional_and_decoded_once_per_id(tmp_path: Path) -> Non
         return VOCABULARY[token]
 
     write_rollouts(tmp_path / "rows.jsonl", 1, GROUPS, decode_token=decode)
-    assert read_rollouts(tmp_path / "rows.jsonl")[0]["token_texts"] == ["4", "<eos>"]
+    assert read_rows(tmp_path / "rows.jsonl")[0]["token_texts"] == ["4", "<eos>"]
     assert decoded == [5, 6]
 
 
@@ -77,19 +76,12 @@ def test_rows_of_training_say_what_became_of_each_sample() -> None:
     """Groups 1 and 3 of two samples each are this rank's: samples 2, 3 and 6, 7 of the step."""
     grade = GradeResult("ok", 1.0)
     groups = [make_group("a", grade, grade), make_group("b", grade, grade)]
-    use = TrainingUse([1, 3], {2: 0.5, 3: -0.5, 6: 2.0}, {0: 0, 2: 1, 3: 0, 6: 1})
-    rows = training_rows(12, groups, use, 4, VOCABULARY.__getitem__)
+    use = {0: (0, 1.5), 2: (1, 0.5), 3: (0, -0.5), 6: (1, 2.0)}
+    rows = training_rows(12, groups, [1, 3], use, 4, VOCABULARY.__getitem__)
     assert [(row["group"], row["sample"], row["advantage"], row["update"]) for row in rows] == [
         (1, 0, 0.5, 1), (1, 1, -0.5, 0), (3, 0, 2.0, 1), (3, 1, None, None),
     ]  # fmt: skip
-    assert {row["group"] for row in training_rows(12, groups, use, 3, VOCABULARY.__getitem__)} == {1}
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(0, 0), (1, 1), (2, 2), (None, 3), (99, 3)])
-def test_limit_counts_samples(tmp_path: Path, limit: int | None, expected: int) -> None:
-    path = tmp_path / "rows.jsonl"
-    assert write_rollouts(path, 1, GROUPS, limit) == expected
-    assert len(read_rollouts(path)) == expected
+    assert {row["group"] for row in training_rows(12, groups, [1, 3], use, 3, VOCABULARY.__getitem__)} == {1}
 
 
 def test_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,5 +94,5 @@ def test_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk gone"):
         write_rollouts(path, 2, GROUPS)
-    assert [row["step"] for row in read_rollouts(path)] == [1, 1, 1]
+    assert [row["step"] for row in read_rows(path)] == [1, 1, 1]
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
