@@ -162,7 +162,8 @@ def _run(start: _Start) -> int:
         raise ConfigError([*start.problems, *(preflight(config) if rank == 0 else [])])
     groups = initialize(config.parallel, platform)
     try:
-        found = broadcast_json(_found_by_rank_0(config, groups) if groups.is_main else [], source=0)
+        problems = (preflight(config) or size_problems(config, groups.world_size)) if groups.is_main else []
+        found = broadcast_json([str(problem) for problem in problems], source=0)
         if found:
             if rank != 0:
                 _wait_for_rank_0(start.stop)
@@ -170,10 +171,6 @@ def _run(start: _Start) -> int:
         return _build_and_execute(start, platform, groups)
     finally:
         shut_down()
-
-
-def _found_by_rank_0(config: RLConfig, groups: ParallelGroups) -> list[str]:
-    return [str(problem) for problem in preflight(config) or size_problems(config, groups.world_size)]
 
 
 def _wait_for_rank_0(stop: StopRequest) -> None:

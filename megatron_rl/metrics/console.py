@@ -57,11 +57,6 @@ SUPERVISED_COLUMNS = (
 )
 COLUMNS: Mapping[Mode, tuple[Column, ...]] = {"rl": RL_COLUMNS, "supervised": SUPERVISED_COLUMNS}
 
-EVALUATION_COLUMNS: Mapping[str, tuple[str, str]] = {
-    names.VALIDATION_LENGTH: ("len {}", ".1f"),
-}
-"""Measures of an evaluation that are not shown as ``<measure> 0.123``."""
-
 
 class ConsoleWriter:
     """Writes to a stream it is given; colours nothing, so that a log file reads like the screen."""
@@ -79,7 +74,8 @@ class ConsoleWriter:
         self._stream = stream
         self._total_steps = total_steps
         self._columns = COLUMNS[mode] if columns is None else tuple(columns)
-        self._interactive = _is_terminal(stream) if interactive is None else interactive
+        is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._interactive = is_terminal if interactive is None else interactive
         self._clock = clock
         self._first_step: int | None = None
         self._first_time = 0.0
@@ -107,17 +103,15 @@ class ConsoleWriter:
         return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
     def _bar(self, step: int) -> str:
+        """And the time left at the pace since the first step seen here: a resumed run did not do the earlier ones."""
         done = min(1.0, step / max(1, self._total_steps))
-        filled = round(done * BAR_WIDTH)
-        return f"[{'#' * filled}{'-' * (BAR_WIDTH - filled)}] {done:4.0%}{self._remaining(step)}"
-
-    def _remaining(self, step: int) -> str:
-        """Time left at the pace since the first step seen here: a resumed run did not do the earlier ones."""
+        bar = ("#" * round(done * BAR_WIDTH)).ljust(BAR_WIDTH, "-")
+        text = f"[{bar}] {done:4.0%}"
         steps_seen = step - (self._first_step or 0)
         if steps_seen < 1 or step >= self._total_steps:
-            return ""
+            return text
         seconds = (self._clock() - self._first_time) / steps_seen * (self._total_steps - step)
-        return f"  {format_duration(seconds)} left"
+        return f"{text}  {format_duration(seconds)} left"
 
     def _emit(self, text: str) -> None:
         erased = ERASE_LINE + text if self._interactive else text
@@ -144,8 +138,8 @@ def format_evaluations(metrics: Mapping[str, float]) -> list[str]:
         if split is None or (split[1] in names.VALIDATION_COUNTS and not (split[1] == "failed_grades" and value > 0)):
             continue
         environment, measure = split
-        template, number_format = EVALUATION_COLUMNS.get(measure, (f"{measure} {{}}", ".3f"))
-        cells.setdefault(environment, []).append(template.format(format_number(value, number_format)))
+        cell = f"len {value:.1f}" if measure == names.VALIDATION_LENGTH else f"{measure} {value:.3f}"
+        cells.setdefault(environment, []).append(cell)
     return [" | ".join([environment, *texts]) for environment, texts in cells.items()]
 
 
@@ -168,7 +162,3 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m {whole % 60:02d}s"
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"

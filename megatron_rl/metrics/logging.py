@@ -35,8 +35,6 @@ NOISY_WARNINGS = (
     r".*Transformer Engine and Apex are not installed.*",
     r".*Apex is not installed.*",
     r".*[Tt]ransformer[ _][Ee]ngine is not installed.*",
-    # megatron's optimizers ask every shard for a gradient that they set themselves.
-    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
     # megatron-core's optimizer asks every parameter for its gradient, views of the flat buffer included.
     r".*\.grad attribute of a Tensor that is not a leaf.*",
 )
@@ -69,11 +67,8 @@ def configure_logging(rank: int, verbose: bool = False, stream: TextIO | None = 
     library.propagate = False
     quiet, chatty = (logging.INFO, logging.DEBUG) if rank == 0 else (logging.WARNING, logging.INFO)
     library.setLevel(chatty if verbose else quiet)
-    if not verbose:
-        _quiet_third_parties(rank)
-
-
-def _quiet_third_parties(rank: int) -> None:
+    if verbose:
+        return
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING if rank == 0 else logging.ERROR)
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):

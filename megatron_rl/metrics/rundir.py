@@ -100,8 +100,8 @@ class RunDirectory:
 
     def _write_facts(self, command: Sequence[str]) -> None:
         earlier = self.read_facts() if self.holds_run() else {}
-        started = {
-            "time": _now(),
+        now = _now()
+        start = {
             "command": list(command),
             "host": socket.gethostname(),
             "git_commit": git_commit(),
@@ -109,10 +109,10 @@ class RunDirectory:
         }
         facts = {
             "status": "running",
-            "created": earlier.get("created", started["time"]),
-            "updated": started["time"],
-            **{key: started[key] for key in ("command", "host", "git_commit", "versions")},
-            "starts": [*earlier.get("starts", []), started],
+            "created": earlier.get("created", now),
+            "updated": now,
+            **start,
+            "starts": [*earlier.get("starts", []), {"time": now, **start}],
         }
         write_json_atomic(self.facts, facts)
 
@@ -154,20 +154,13 @@ def unwritable(directory: Path) -> str | None:
         existing = existing.parent
     if not existing.is_dir():
         return f"{existing} is a file, so {directory} cannot be made; choose another directory"
-    if not _writable(existing):
-        return f"{existing} is not writable, so {directory} cannot be made; choose another directory"
-    return None
-
-
-def _writable(directory: Path) -> bool:
-    """Whether something can be made in ``directory``: tried, because permissions promise root too much."""
-    if not os.access(directory, os.W_OK | os.X_OK):
-        return False
-    try:
-        with tempfile.TemporaryDirectory(prefix=".writable_", dir=directory):
-            return True
+    try:  # permissions promise root too much, and one who may write may still lack the right to search
+        if os.access(existing, os.W_OK | os.X_OK):
+            with tempfile.TemporaryDirectory(prefix=".writable_", dir=existing):
+                return None
     except OSError:
-        return False
+        pass
+    return f"{existing} is not writable, so {directory} cannot be made; choose another directory"
 
 
 def _now() -> str:

@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,6 +15,8 @@ from typing import Literal, Protocol
 from megatron_rl.errors import ConfigError, TrainingError
 
 logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 90.0
 
 
 class MetricWriter(Protocol):
@@ -103,9 +104,6 @@ class TensorBoardWriter:
         self._events.close()
 
 
-_Row = tuple[int, dict[str, float]]
-
-
 class BackgroundWriter:
     """Opens and feeds a slow writer from a daemon thread, over a bounded queue that drops when full.
 
@@ -119,7 +117,7 @@ class BackgroundWriter:
         open_writer: Callable[[], MetricWriter],
         *,
         queue_size: int = 1000,
-        open_timeout_s: float = 90.0,
+        open_timeout_s: float = OPEN_TIMEOUT_S,
         close_timeout_s: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -131,7 +129,7 @@ class BackgroundWriter:
         self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._started = clock()
-        self._rows: queue.Queue[_Row | None] = queue.Queue(queue_size)
+        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(queue_size)
         self._opened = threading.Event()
         self._off = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"metrics-{name}", daemon=True)
@@ -187,7 +185,6 @@ class BackgroundWriter:
             self._off.set()
 
 
-OPEN_TIMEOUT_S = 90.0
 Mode = Literal["offline", "online", "disabled"]
 
 
@@ -196,44 +193,43 @@ def wandb_mode(asked: Mode | None) -> str:
     return asked or os.environ.get("WANDB_MODE") or "offline"
 
 
-@dataclass(frozen=True)
-class WandbRun:
-    """What identifies a run."""
-
-    project: str
-    name: str
-    directory: Path
-    config: Mapping[str, object] = field(default_factory=dict)
-    mode: Mode | None = None
-    """See ``wandb_mode``."""
-    run_id: str | None = None
-    """Stable over resumes, so that the rows of a resumed run join the first ones."""
-
-
-def open_wandb(run: WandbRun, *, open_timeout_s: float = OPEN_TIMEOUT_S) -> BackgroundWriter | None:
+def open_wandb(
+    project: str,
+    name: str,
+    directory: Path,
+    config: Mapping[str, object],
+    mode: Mode | None = None,
+    *,
+    open_timeout_s: float = OPEN_TIMEOUT_S,
+) -> BackgroundWriter | None:
     """A writer that returns at once, whether wandb is missing, hangs, fails or works; None where it is disabled."""
-    if wandb_mode(run.mode) == "disabled":
+    told = wandb_mode(mode)
+    if told == "disabled":
         return None
-    return BackgroundWriter("wandb", lambda: _WandbWriter(run, open_timeout_s), open_timeout_s=open_timeout_s)
+    return BackgroundWriter(
+        "wandb",
+        lambda: _WandbWriter(project, name, directory, config, told, open_timeout_s),
+        open_timeout_s=open_timeout_s,
+    )
 
 
 class _WandbWriter:
     """The blocking client; lives in the background writer's thread."""
 
-    def __init__(self, run: WandbRun, open_timeout_s: float) -> None:
+    def __init__(
+        self, project: str, name: str, directory: Path, config: Mapping[str, object], mode: str, timeout_s: float
+    ) -> None:
         import wandb
 
-        run.directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.run_id,
-            resume=None if run.run_id is None else "allow",
-            dir=str(run.directory),
-            config=dict(run.config),
-            mode=wandb_mode(run.mode),
+            project=project,
+            name=name,
+            dir=str(directory),
+            config=dict(config),
+            mode=mode,
             # Console capture would wrap the stream the progress bar writes to.
-            settings=wandb.Settings(console="off", silent=True, init_timeout=open_timeout_s),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=timeout_s),
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

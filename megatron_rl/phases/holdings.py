@@ -12,7 +12,6 @@ at once, and what comes after a copy in the stream finds it done.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -86,13 +85,6 @@ class Gradients:
                 take_back(storage, size)
 
 
-@dataclass(frozen=True)
-class _Away:
-    storage: torch.UntypedStorage
-    values: list[torch.Tensor]
-    """Pieces of uint8 on the host, all of the storage together."""
-
-
 class OptimizerState:
     """Moments and main parameters; on the host for `--rl-offload-optimizer-during-inference`."""
 
@@ -101,7 +93,8 @@ class OptimizerState:
         self._pinned = optimization.policy.device.type == "cuda"
         self.host: list[list[torch.Tensor]] = []
         """The host's memory by storage, in pieces; kept from rollout to rollout, because pinning is slow."""
-        self._away: list[_Away] = []
+        self._away: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
+        """Storages and their values: pieces of uint8 on the host."""
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:
@@ -119,7 +112,7 @@ class OptimizerState:
                 del part  # lest it hold the storage
             # The allocator gives this memory out again in the order of the stream: after the copy has read it.
             release(storage)
-            self._away.append(_Away(storage, values))
+            self._away.append((storage, values))
 
     def come_home(self) -> None:
         """Bring the state back; nothing where it is home.
@@ -127,10 +120,10 @@ class OptimizerState:
         Where memory runs out half way, what has not come yet stays on the host, and a later call goes on.
         """
         while self._away:
-            one = self._away[0]
-            sizes = [values.nbytes for values in one.values]
-            for part, values in zip(take_back(one.storage, sum(sizes)).split(sizes), one.values, strict=True):
-                part.copy_(values, non_blocking=True)
+            storage, values = self._away[0]
+            sizes = [piece.nbytes for piece in values]
+            for part, piece in zip(take_back(storage, sum(sizes)).split(sizes), values, strict=True):
+                part.copy_(piece, non_blocking=True)
             del self._away[0]
 
     def _host_memory(self, index: int, size: int) -> list[torch.Tensor]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
-from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, kv_cache_dtype
 from megatron_rl.parallel import ParallelGroups
@@ -106,8 +105,15 @@ def build_quantization(run: Run) -> RolloutQuantization:
     settings, policy = run.config.quantization, run.policy
 
     def report(rows: Sequence[LayerAudit]) -> None:
-        if run.groups.is_main:
-            _report_audit(rows, run.directory)
+        if not run.groups.is_main:
+            return
+        run.directory.write_quantization([vars(row) | {"agrees": row.agrees} for row in rows])
+        shown = table_rows(rows, AUDIT_LINES)
+        title = "the linear layers of the first rollout"
+        if len(shown) < len(rows):
+            title += f", {len(shown)} of {len(rows)} with the largest errors"
+        table = format_table(("layer", "ran as", "error"), shown)
+        logger.info("%s (all in %s):\n%s", title, run.directory.quantization.name, table)
 
     quantization = RolloutQuantization(
         policy.gpt,
@@ -134,13 +140,3 @@ def calibration_requests(factory: RequestFactory, tasks: PromptSource | Sequence
         source.load_state_dict(cursor)
     tasks = tasks[:CALIBRATION_PROMPTS]
     return [factory.request(task, 1, index, at_most=CALIBRATION_TOKENS) for index, task in enumerate(tasks)]
-
-
-def _report_audit(rows: Sequence[LayerAudit], directory: RunDirectory) -> None:
-    directory.write_quantization([vars(row) | {"agrees": row.agrees} for row in rows])
-    shown = table_rows(rows, AUDIT_LINES)
-    title = "the linear layers of the first rollout"
-    if len(shown) < len(rows):
-        title += f", {len(shown)} of {len(rows)} with the largest errors"
-    table = format_table(("layer", "ran as", "error"), shown, unicode=False)
-    logger.info("%s (all in %s):\n%s", title, directory.quantization.name, table)

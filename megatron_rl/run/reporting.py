@@ -26,7 +26,7 @@ from megatron_rl.metrics.rollouts import training_rows, write_rollouts, write_ro
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import can_draw_boxes
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, WandbRun, open_wandb
+from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, open_wandb
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform
@@ -131,18 +131,14 @@ class Reporter:
         """Close the writers, then write the summary and the report (rank 0)."""
         if not self._groups.is_main:
             return
-        self.log.close()
-        self.log = MetricLog()
+        self.close()
         self._directory.set_status(status)
         self._directory.write_summary(summary)
         if self._config.training.eval_only and status == "finished":
-            self._tell_evaluation()
+            measured = read_rows(self._directory.metrics)[-1]
+            write_json_atomic(self._directory.path / "evaluation.json", with_average(by_environment(measured)))
+            sys.stdout.write(evaluation_table(measured, unicode=can_draw_boxes(sys.stdout)) + "\n")
         write_report(self._directory.path)
-
-    def _tell_evaluation(self) -> None:
-        measured = read_rows(self._directory.metrics)[-1]
-        write_json_atomic(self._directory.path / "evaluation.json", with_average(by_environment(measured)))
-        sys.stdout.write(evaluation_table(measured, unicode=can_draw_boxes(sys.stdout)) + "\n")
 
     @property
     def seconds(self) -> float:
@@ -159,20 +155,20 @@ class Reporter:
         # At step 0 there is nothing to keep: the evaluation before the first step is made again.
         kept = progress.step or -1
         mode = "rl" if self._config.training.perform_rl_step else "supervised"
-        displays = [ConsoleWriter(sys.stdout, self._config.total_steps, mode)]
-        displays.append(TensorBoardWriter(Path(config.tensorboard_dir), resume_step=kept))
+        displays = [
+            ConsoleWriter(sys.stdout, self._config.total_steps, mode),
+            TensorBoardWriter(Path(config.tensorboard_dir), resume_step=kept),
+        ]
         if config.wandb_project is not None:
-            run = WandbRun(
+            writer = open_wandb(
                 config.wandb_project,
                 config.wandb_exp_name,
                 Path(config.wandb_save_dir),
                 to_dict(self._config),
                 config.wandb_mode,
             )
-            writer = open_wandb(run)
             displays += [] if writer is None else [writer]
-        record = JsonlWriter(self._directory.metrics, resume_step=kept)
-        return MetricLog(record, displays)
+        return MetricLog(JsonlWriter(self._directory.metrics, resume_step=kept), displays)
 
     def _throughput(self, row: dict[str, float], policy: torch.nn.Module) -> dict[str, float]:
         """verl's tokens a second a rank; model FLOPs on request (6 N per trained, 2 N per drawn token)."""

@@ -35,7 +35,6 @@ from megatron_rl.run.generation import (
 )
 from megatron_rl.run.held_out import HeldOut, build_evaluator
 from megatron_rl.run.training import TrainingRun, batch_builder, finish_start, start_training
-from megatron_rl.run.weights import Start
 from megatron_rl.trainer import PolicyTrainer
 from megatron_rl.trainer.parity import EMULATION_LIMIT, KVCacheRounding, ParityGate, ParityLimits
 from megatron_rl.trainer.samples import SampleBuilder
@@ -121,7 +120,13 @@ def build(base: Run) -> RLRun:
     if config.quantization.rl_train_forward == "quantized":
         base.closing.enter_context(quantization.aligned())
     factory = request_factory(config, base.tokenizer)
-    source = states.register("prompts", _prompt_source(base, factory))
+    source = PromptSource(
+        base.environments.training_pools(),
+        lambda task: base.tokenizer.encode_prompt(task.prompt),
+        factory.max_prompt_tokens,
+        config.training.seed,
+    )
+    states.register("prompts", source)
     expected_lengths = states.register("expected_lengths", ExpectedLengths(), optional=True)
     phases = Phases(config, policy, groups, quantization, start.optimization)
     engine = build_engine(config, policy, base.tokenizer, groups, phases.cache_budget_gb())
@@ -134,6 +139,8 @@ def build(base: Run) -> RLRun:
     scorer = Scorer(
         policy, groups.tensor_group, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer
     )
+    advantage = advantage_of(config)
+    baseline = getattr(advantage, "BASELINE", "group")
     journal = _journal(base)
     finish_start(base, states)
     return RLRun(
@@ -145,37 +152,17 @@ def build(base: Run) -> RLRun:
         source=source,
         factory=factory,
         rollouter=rollouter,
-        samples=_sample_builder(config, groups),
+        samples=SampleBuilder(baseline, config.algorithm.rl_keep_zero_variance_groups, groups),
         batches=batch_builder(base),
-        trainer=_trainer(base, start, scorer),
+        trainer=PolicyTrainer(
+            start.optimization, scorer, advantage, PolicyObjective.of(config), config.algorithm.grpo_iterations,
+            start.reference, groups.data_group, base.timer,
+        ),
         parity=build_parity_gate(config, scorer, quantization, policy, groups, engine),
         held_out=held_out,
         journal=journal,
         expected_lengths=expected_lengths,
     )
-
-
-def _prompt_source(base: Run, factory: RequestFactory) -> PromptSource:
-    tokenizer = base.tokenizer
-    return PromptSource(
-        base.environments.training_pools(),
-        lambda task: tokenizer.encode_prompt(task.prompt),
-        factory.max_prompt_tokens,
-        base.config.training.seed,
-    )
-
-
-def _sample_builder(config: RLConfig, groups: ParallelGroups) -> SampleBuilder:
-    baseline = getattr(advantage_of(config), "BASELINE", "group")
-    return SampleBuilder(baseline, config.algorithm.rl_keep_zero_variance_groups, groups)
-
-
-def _trainer(base: Run, start: Start, scorer: Scorer) -> PolicyTrainer:
-    config = base.config
-    return PolicyTrainer(
-        start.optimization, scorer, advantage_of(config), PolicyObjective.of(config), config.algorithm.grpo_iterations,
-        start.reference, base.groups.data_group, base.timer,
-    )  # fmt: skip
 
 
 def build_parity_gate(

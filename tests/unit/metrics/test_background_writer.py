@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.metrics.writers import BackgroundWriter, WandbRun, open_wandb
+from megatron_rl.metrics.writers import BackgroundWriter, open_wandb
 
 
 class Gate:
@@ -117,7 +117,7 @@ def test_wandb_is_offline_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         return run
 
     install_wandb(monkeypatch, init)
-    writer = open_wandb(WandbRun("project", "name", tmp_path / "wandb", config={"seed": 1}))
+    writer = open_wandb("project", "name", tmp_path / "wandb", {"seed": 1})
     writer.write(1, {"a": 0.5})
     writer.close()
     assert run.logged == [(1, {"a": 0.5})]
@@ -139,22 +139,21 @@ def test_wandb_goes_online_only_when_told(
     install_wandb(monkeypatch, init)
     if variable is not None:
         monkeypatch.setenv("WANDB_MODE", variable)
-    open_wandb(WandbRun("project", "name", tmp_path, mode=asked)).close()  # type: ignore[arg-type]
+    open_wandb("project", "name", tmp_path, {}, asked).close()  # type: ignore[arg-type]
     assert modes == ["online"]
 
 
 @pytest.mark.parametrize(("asked", "variable"), [("disabled", "online"), (None, "disabled")])
 def test_disabled_wandb_is_not_opened(monkeypatch: pytest.MonkeyPatch, asked: str | None, variable: str) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
-    run = WandbRun("project", "name", Path("/nowhere"), mode=asked)  # type: ignore[arg-type]
-    assert open_wandb(run) is None
+    assert open_wandb("project", "name", Path("/nowhere"), {}, asked) is None  # type: ignore[arg-type]
 
 
 def test_missing_wandb_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    writer = open_wandb(WandbRun("project", "name", tmp_path))
+    writer = open_wandb("project", "name", tmp_path, {})
     writer.close()
     writer.write(1, {})
     assert caplog.text.count("wandb is off") == 1
@@ -167,7 +166,7 @@ def test_failing_wandb_init_is_one_warning(
         raise ConnectionError("no network")
 
     install_wandb(monkeypatch, init)
-    open_wandb(WandbRun("project", "name", tmp_path)).close()
+    open_wandb("project", "name", tmp_path, {}).close()
     assert "wandb is off: ConnectionError: no network" in caplog.text
 
 
@@ -181,7 +180,7 @@ def test_hanging_wandb_never_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     ended: list[bool] = []
     install_wandb(monkeypatch, init)
-    writer = open_wandb(WandbRun("project", "name", tmp_path), open_timeout_s=0.0)
+    writer = open_wandb("project", "name", tmp_path, {}, open_timeout_s=0.0)
     for step in range(100):
         writer.write(step, {"a": 1.0})
     writer.close()
