@@ -48,7 +48,7 @@ class DeviceMemory:
     def free(self) -> int:
         """What can be allocated now: free, or cached by torch's allocator."""
         if not self._on_cuda:
-            return _available() // self._sharers
+            return host_available() // self._sharers
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return torch.cuda.mem_get_info(self._device)[0] + cached
 
@@ -70,7 +70,7 @@ def _physical() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _available(table: Path = Path("/proc/meminfo")) -> int:
+def host_available(table: Path = Path("/proc/meminfo")) -> int:
     """Free, or in caches that the system gives up; where it does not say (macOS), all there is."""
     lines = table.read_text().splitlines() if table.exists() else []
     found = [line for line in lines if line.startswith("MemAvailable:")]

@@ -13,7 +13,6 @@ import torch
 from megatron_rl.errors import EngineError
 from megatron_rl.inference.mcore import BLOCK_TOKENS
 from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.platform.megatron import VERSION
 from tests.support.generation import generate, mcore_engine, ragged_requests, request, tokens
 from tests.support.tiny import tiny_config, tiny_policy
 
@@ -79,16 +78,13 @@ def test_a_bf16_model_is_sampled_from_fp32(one_rank: object, monkeypatch: pytest
     """A bf16 softmax has two or three digits: not the distribution whose log-prob is reported."""
     policy = tiny_policy(tiny_config(bf16=True))
     engine = mcore_engine(policy)
-    controller = engine.stock.controller
-    owner, name = (controller, "_torch_sampling_func") if VERSION < (0, 18) else (controller._sampling, "sample_kernel")
-    stock_sampling = getattr(owner, name)
-    seen: set[torch.dtype] = set()
+    draw, seen = torch.multinomial, set()
 
-    def noted(logits: torch.Tensor, *arguments: object, **named: object) -> torch.Tensor:
-        seen.add(logits.dtype)
-        return stock_sampling(logits, *arguments, **named)
+    def noted(probabilities: torch.Tensor, *arguments: object, **named: object) -> torch.Tensor:
+        seen.add(probabilities.dtype)
+        return draw(probabilities, *arguments, **named)
 
-    monkeypatch.setattr(owner, name, noted)
+    monkeypatch.setattr(torch, "multinomial", noted)
     generate(policy, engine, [request(PROMPT, max_new_tokens=3)])
     assert seen == {torch.float32}
 

@@ -13,12 +13,10 @@ from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.checkpoint.tensors import separate_step_counters
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer import Optimization
-from megatron_rl.trainer.optimizer import _build_optimizer, _wrap
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update
 from tests.support.samples import gradients_of, random_samples, tiny_optimization
-from tests.support.tiny import tiny_config, tiny_policy
 
 RATE, BETA1, BETA2, EPSILON, DECAY = 1e-2, 0.8, 0.9, 1e-3, 0.1
 ADAM = {
@@ -72,14 +70,8 @@ def test_bf16_keeps_what_is_too_small_for_bf16(one_rank: ParallelGroups) -> None
     assert (weight != before).float().mean() > 2 * after_one
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_fused_kernel_is_used(one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    policy, config = tiny_policy(tiny_config(**ADAM)), tiny_config(**ADAM)
-    wrapped = _wrap(policy, config)
-    first = next(wrapped.parameters())
-    monkeypatch.setattr(type(wrapped), "parameters", lambda self: iter([SimpleNamespace(device=torch.device(device))]))
-    built = _build_optimizer(wrapped, config, first.dtype)
-    groups = built.chained_optimizers[0].optimizer.param_groups
+def test_the_fused_kernel_is_used(one_rank: ParallelGroups) -> None:
+    groups = tiny_optimization(**ADAM).optimizer.chained_optimizers[0].optimizer.param_groups
     assert [group["fused"] for group in groups] == [True] * len(groups)
 
 
