@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from megatron_rl.metrics.provenance import git_commit, package_versions
 from megatron_rl.metrics.table import format_table
 from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
 from megatron_rl.platform import Platform, current_platform
+from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
 Round = Mapping[str, float]
 """What each contender reached in one round, in tokens per CPU second."""
@@ -54,33 +55,22 @@ class Shape:
         return max(4, self.hidden // 64)
 
     def flags(self) -> list[str]:
-        """A Qwen2-like model: grouped queries, biased QKV, SwiGLU, RMSNorm, untied head."""
-        sizes = {
-            "num-layers": self.layers,
-            "hidden-size": self.hidden,
-            "ffn-hidden-size": 3 * self.hidden,
-            "num-attention-heads": self.heads,
-            "num-query-groups": self.heads // 2,
-            "norm-epsilon": 1e-6,
-            "init-method-std": self.hidden**-0.5,
-            "embedding-init-method-std": 0.5,
-            "make-vocab-size-divisible-by": 16,
-        }
-        switches = ("group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
-                    "untie-embeddings-and-output-weights")  # fmt: skip
-        return [f"--{name}={value}" for name, value in sizes.items()] + [f"--{name}" for name in switches]
-
-
-class HasFlags(Protocol):
-    """A model's sizes as flags: `Shape`, or the shapes of ``on_gpu``."""
-
-    def flags(self) -> list[str]:
         """Of the training command."""
-        ...
+        sizes = decoder_flags(self.hidden, 3 * self.hidden, self.layers, self.heads, self.heads // 2)
+        return [*sizes, f"--init-method-std={self.hidden**-0.5}", "--embedding-init-method-std=0.5"]
 
 
-def benchmark_config(shape: HasFlags, seq_length: int, *extra: str) -> RLConfig:
-    """The flags of an RL run on this shape; files it would read are never opened."""
+def decoder_flags(hidden: int, ffn: int, layers: int, heads: int, groups: int, *, tied: bool = False) -> list[str]:
+    """A Qwen2-like model: grouped queries, biased QKV, SwiGLU, RMSNorm; ``tied`` embedding and head."""
+    switches = ["group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias"]
+    switches += [] if tied else ["untie-embeddings-and-output-weights"]
+    return [f"--num-layers={layers}", f"--hidden-size={hidden}", f"--ffn-hidden-size={ffn}",
+            f"--num-attention-heads={heads}", f"--num-query-groups={groups}", "--norm-epsilon=1e-6",
+            "--make-vocab-size-divisible-by=16", *(f"--{name}" for name in switches)]  # fmt: skip
+
+
+def benchmark_config(shape: Any, seq_length: int, *extra: str) -> RLConfig:
+    """The flags of an RL run on this shape, `Shape` or ``on_gpu``'s; files it would read are never opened."""
     files = [f"--{name}=unused" for name in ("tokenizer-model", "langrl-env-config", "run-dir")]
     run = ["--perform-rl-step", f"--seq-length={seq_length}", "--train-iters=1000", "--lr=1e-4"]
     if not any(flag.startswith("--grpo-group-size") for flag in extra):
@@ -210,17 +200,13 @@ def hardware() -> str:
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
                  if line.startswith("model name")]  # fmt: skip
         model = names[0] if names else model
-    parts = [model, f"{os.cpu_count()} cores", *cpu_capability()]
-    if torch.cuda.is_available():
-        parts.append(torch.cuda.get_device_name())
-    return ", ".join(parts)
-
-
-def cpu_capability() -> list[str]:
-    """What torch's CPU kernels may use: ``AVX2``, and whether there are 8-bit and matrix instructions."""
+    # What torch's CPU kernels may use: AVX2, say, and whether there are 8-bit and matrix instructions.
     present = {"VNNI": torch.cpu._is_vnni_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
     instructions = [name if there else f"no {name}" for name, there in present.items()]
-    return [torch.backends.cpu.get_cpu_capability(), *instructions]
+    gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    return ", ".join(
+        [model, f"{os.cpu_count()} cores", torch.backends.cpu.get_cpu_capability(), *instructions, *gpu]
+    )
 
 
 def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
@@ -228,6 +214,14 @@ def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def requests_of(prompts: Sequence[tuple[int, ...]], copies: int, sampling: SamplingParams) -> list[Request]:
+    """One a prompt, ``copies`` samples each."""
+    return [
+        Request(SourcedTask("benchmark", Task(str(index), "")), prompt, copies, sampling, index)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[tuple[int, ...]]:

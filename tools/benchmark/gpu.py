@@ -16,6 +16,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,9 +51,9 @@ SECTIONS: dict[str, Section] = {
     "products": Section(kernels.products, 35),
     "activations": Section(kernels.activations, 10),
     "requantise": Section(kernels.requantise, 25),
-    "decode_0.5B": Section(engines.decode_small, 50),
-    "decode_7B": Section(engines.decode_middle, 190),
-    "decode_32B": Section(engines.decode_large, 150),
+    "decode_0.5B": Section(partial(engines.decode, model="small"), 50),
+    "decode_7B": Section(partial(engines.decode, model="middle"), 190),
+    "decode_32B": Section(partial(engines.decode, model="large"), 150),
     "attention": Section(engines.attention, 90),
     "prefill": Section(engines.prefill, 20),
     "training": Section(training.training, 20),

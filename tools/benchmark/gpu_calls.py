@@ -100,14 +100,13 @@ def run_call(
     with log.open("w") as file:
         for step in steps:
             left = until - time.monotonic()
-            ended = _run(step, min(step.limit, left), log, file, places) if left >= LEAST else _not_begun(step)
+            if left >= LEAST:
+                ended = _run(step, min(step.limit, left), log, file, places)
+            else:
+                ended = Ended(step, "not begun", 0.0, "no time was left")
             results.append(ended)
             on_end(ended)
     return results
-
-
-def _not_begun(step: Step) -> Ended:
-    return Ended(step, "not begun", 0.0, "no time was left")
 
 
 def _run(step: Step, limit: float, log: Path, file: TextIO, places: Mapping[str, str]) -> Ended:

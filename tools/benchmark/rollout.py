@@ -21,7 +21,7 @@ import torch
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
-from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
+from megatron_rl.types import SamplingParams
 from tools.benchmark.common import (
     Shape,
     benchmark_config,
@@ -30,6 +30,7 @@ from tools.benchmark.common import (
     one_rank,
     random_prompts,
     record_of,
+    requests_of,
     speed_table,
     summarise,
     write_record,
@@ -57,19 +58,6 @@ class Workload:
         """The prompt of every sequence."""
         return [prompt for prompt in self.prompts for _ in range(self.group)]
 
-    def requests(self, greedy: bool) -> list[Request]:
-        """A request a group."""
-        return [
-            Request(
-                SourcedTask("benchmark", Task(str(index), "")),
-                prompt,
-                self.group,
-                SamplingParams(greedy=greedy, max_new_tokens=self.longest),
-                index,
-            )
-            for index, prompt in enumerate(self.prompts)
-        ]
-
     def cut(self, answer: Sequence[int]) -> tuple[int, ...]:
         """``answer`` up to its first end token."""
         return tuple(answer[: _length(answer, self.end_ids)])
@@ -89,14 +77,6 @@ class Workload:
 
 def _length(answer: Sequence[int], end_ids: frozenset[int]) -> int:
     return next((place + 1 for place, token in enumerate(answer) if token in end_ids), len(answer))
-
-
-def make_workload(arguments: argparse.Namespace) -> Workload:
-    """Without end tokens: `with_end_ids` adds them."""
-    prompts = random_prompts(
-        arguments.batch // arguments.group, arguments.prompt_tokens, arguments.vocab, arguments.seed
-    )
-    return Workload(prompts, arguments.group, arguments.new_tokens, arguments.greedy)
 
 
 def with_end_ids(workload: Workload, policy: PolicyModel, options: EngineOptions, vocab: int, seed: int) -> Workload:
@@ -122,7 +102,8 @@ def engine_contender(engine: Engine, policy: PolicyModel, workload: Workload) ->
     def generate(seed: int, greedy: bool) -> Tokens:
         with rollout_mode(policy):
             engine.begin(seed, policy_version=0)
-            for request in workload.requests(greedy):
+            sampling = SamplingParams(greedy=greedy, max_new_tokens=workload.longest)
+            for request in requests_of(workload.prompts, workload.group, sampling):
                 engine.submit(request)
             groups = []
             while engine.has_unfinished:
@@ -195,7 +176,9 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     config = benchmark_config(arguments.shape, length)
     with one_rank(arguments.seed) as (platform, _):
         policy = build_model(config, platform, arguments.vocab)
-        workload = make_workload(arguments)
+        groups = arguments.batch // arguments.group
+        prompts = random_prompts(groups, arguments.prompt_tokens, arguments.vocab, arguments.seed)
+        workload = Workload(prompts, arguments.group, arguments.new_tokens, arguments.greedy)
         options = EngineOptions(arguments.batch, length)
         if arguments.ragged:
             workload = with_end_ids(workload, policy, options, arguments.vocab, arguments.seed)
@@ -216,8 +199,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
                      end_tokens=len(workload.end_ids), greedy_agreement=same)  # fmt: skip
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, write the record."""
     parser = command_line("rollout", shape=Shape(64, 3), vocab=512)
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -229,12 +212,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.batch % arguments.group:
         parser.error(f"--batch {arguments.batch} is not a multiple of --group {arguments.group}")
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write the record."""
-    arguments = parse(argv)
     record = run(arguments)
     print(speed_table(record, "engine", "ours"))
     write_record(arguments.json, record)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from megatron_rl.checkpoint.hf.save import tensors_of
+from megatron_rl.families.weights import decoder_weights
 from megatron_rl.models import PolicyModel
 
 
@@ -33,32 +37,10 @@ def hugging_face_twin(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:
 
 @torch.no_grad()
 def _translate(policy: PolicyModel) -> dict[str, Tensor]:
-    source, config = policy.gpt.state_dict(), policy.config
-    weights = {
-        "model.embed_tokens.weight": source["embedding.word_embeddings.weight"],
-        "model.norm.weight": source["decoder.final_layernorm.weight"],
-        "lm_head.weight": source["output_layer.weight"],
+    layout, parameters = policy.layout, dict(policy.gpt.named_parameters())
+    weights = decoder_weights(replace(layout.architecture, vocab_size=layout.padded_vocab_size))
+    return {
+        name: tensor
+        for parameter in layout.parameters
+        for name, tensor in tensors_of(weights[parameter.name], parameter, [parameters[parameter.name]]).items()
     }
-    for layer in range(config.num_layers):
-        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        gate, up = source[ours + "mlp.linear_fc1.weight"].chunk(2)
-        weights |= {
-            theirs + "input_layernorm.weight": source[ours + "input_layernorm.weight"],
-            theirs + "post_attention_layernorm.weight": source[ours + "pre_mlp_layernorm.weight"],
-            theirs + "self_attn.o_proj.weight": source[ours + "self_attention.linear_proj.weight"],
-            theirs + "mlp.gate_proj.weight": gate,
-            theirs + "mlp.up_proj.weight": up,
-            theirs + "mlp.down_proj.weight": source[ours + "mlp.linear_fc2.weight"],
-        }
-        for kind in ("weight", "bias"):
-            fused = source[f"{ours}self_attention.linear_qkv.{kind}"]
-            for name, part in _split_qkv(fused, config.num_query_groups, config.kv_channels).items():
-                weights[f"{theirs}self_attn.{name}_proj.{kind}"] = part
-    return {name: weight.clone() for name, weight in weights.items()}
-
-
-def _split_qkv(fused: Tensor, groups: int, width: int) -> dict[str, Tensor]:
-    """Megatron stores q.. k v of one group after the other: [groups * (queries + 2) * width, ...]."""
-    rows = fused.view(groups, -1, width, *fused.shape[1:])
-    parts = {"q": rows[:, :-2], "k": rows[:, -2:-1], "v": rows[:, -1:]}
-    return {name: part.reshape(-1, *fused.shape[1:]) for name, part in parts.items()}

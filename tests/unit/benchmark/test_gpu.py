@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from megatron_rl.registry import BACKENDS
 from tests.support.forks import run_python
 from tools.benchmark import gpu
 from tools.benchmark.gpu import SECTIONS, Section, targets
-from tools.benchmark.on_gpu.measure import REHEARSAL, Bench, Row, guarded, one_line, seconds, without_effect
+from tools.benchmark.on_gpu.measure import REHEARSAL, Bench, Row, guarded, one_line, without_effect
 
 LATER = 3600.0
 NAMES = {
@@ -190,9 +191,9 @@ def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "there is no section 'decode_70B'; use one of roofline, decode_attention" in capsys.readouterr().err
 
 
-def test_seconds_leaves_out_the_first_run() -> None:
+def test_seconds_leaves_out_the_first_run(bench: Bench) -> None:
     runs = []
-    assert seconds(lambda: runs.append(1), torch.device("cpu"), repeats=2, inner=3) >= 0
+    assert replace(bench, sizes=replace(REHEARSAL, repeats=2)).seconds(lambda: runs.append(1), inner=3) >= 0
     assert len(runs) == 9
 
 

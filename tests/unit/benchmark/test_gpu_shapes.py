@@ -98,7 +98,7 @@ def test_the_arithmetic_is_that_of_the_real_model(shape: ModelShape, one_rank: o
     assert (gpt.output_layer.weight is None) == shape.tied
     attention = gpt.decoder.layers[0].self_attention
     per_layer = 2 * attention.num_query_groups_per_partition * attention.hidden_size_per_attention_head
-    assert shape.kv_numbers == shape.layers * per_layer
+    assert shape.layout.cache_numbers(1) == shape.layers * per_layer
 
 
 def test_what_is_not_known_has_no_ratio() -> None:

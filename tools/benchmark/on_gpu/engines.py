@@ -8,6 +8,7 @@ the few tokens that others decode while the last prompts are read.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,9 @@ from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.registry import BACKENDS
 from megatron_rl.run.generation import build_engine
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
-from tools.benchmark.common import benchmark_config, random_prompts
-from tools.benchmark.on_gpu.measure import Bench, Row, guarded, wait, without_effect
+from megatron_rl.types import Request, SamplingParams
+from tools.benchmark.common import benchmark_config, random_prompts, requests_of
+from tools.benchmark.on_gpu.measure import Bench, Row, guarded, without_effect
 from tools.benchmark.on_gpu.shapes import (
     BF16,
     FP8,
@@ -102,7 +103,7 @@ class Rolling:
     def submit(self, *, prompts: int, copies: int, prompt_tokens: int, new_tokens: int) -> None:
         """Begin a rollout of random prompts."""
         self.engine.begin(seed=1, policy_version=0)
-        for request in make_requests(self.shape, prompts, copies, prompt_tokens, new_tokens):
+        for request in make_requests(self.shape.vocab, prompts, copies, prompt_tokens, new_tokens):
             self.engine.submit(request)
 
 
@@ -120,51 +121,15 @@ def open_engine(bench: Bench, shape: ModelShape, *, batch: int, length: int, fla
     return Rolling(config, policy, engine, quantization, shape)
 
 
-def make_requests(
-    shape: ModelShape, prompts: int, copies: int, prompt_tokens: int, new_tokens: int
-) -> list[Request]:
-    """One a prompt, ``copies`` samples each."""
+def make_requests(vocab: int, prompts: int, copies: int, prompt_tokens: int, new_tokens: int) -> list[Request]:
+    """One a random prompt, ``copies`` samples each."""
     sampling = SamplingParams(max_new_tokens=new_tokens)
-    return [
-        Request(SourcedTask("benchmark", Task(str(index), "")), prompt, copies, sampling, index)
-        for index, prompt in enumerate(random_prompts(prompts, prompt_tokens, shape.vocab, seed=1))
-    ]
+    return requests_of(random_prompts(prompts, prompt_tokens, vocab, seed=1), copies, sampling)
 
 
 def graphs_problem(bench: Bench) -> str | None:
     """Why this run has no CUDA graphs; None if it has."""
     return without_effect(GRAPHS) if bench.platform.is_cuda else "CUDA graphs need a CUDA device"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One engine."""
-
-    format: Format
-    graphs: bool
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Beyond the model's."""
-        return (*self.format.flags, *(GRAPHS if self.graphs else ()))
-
-
-VARIANTS = tuple(Variant(kind, graphs) for kind in (BF16, FP8, FP8_KV) for graphs in (False, True))
-
-
-def decode_small(bench: Bench) -> Iterator[Row]:
-    """The 0.5B."""
-    yield from _by_variant(bench, bench.sizes.small)
-
-
-def decode_middle(bench: Bench) -> Iterator[Row]:
-    """The 7B."""
-    yield from _by_variant(bench, bench.sizes.middle)
-
-
-def decode_large(bench: Bench) -> Iterator[Row]:
-    """The 32B with layers cut: ``whole_ms`` takes the same ratio to the roofline for the whole model."""
-    yield from _by_variant(bench, bench.sizes.large)
 
 
 def attention(bench: Bench) -> Iterator[Row]:
@@ -185,16 +150,22 @@ def attention(bench: Bench) -> Iterator[Row]:
             yield from guarded(rows, labels)
 
 
-def _by_variant(bench: Bench, shape: ModelShape) -> Iterator[Row]:
-    for variant in VARIANTS:
-        labels = {"model": shape.name, "layers": shape.layers, "format": variant.format.name, "graphs": variant.graphs}
-        missing = (graphs_problem(bench) if variant.graphs else None) or without_effect(variant.format.flags)
+def decode(bench: Bench, model: str) -> Iterator[Row]:
+    """``small``, ``middle`` or ``large`` of the sizes, in every format, with CUDA graphs and without.
+
+    Of a model with layers cut, ``whole_ms`` takes the same ratio to the roofline for the whole one.
+    """
+    shape: ModelShape = getattr(bench.sizes, model)
+    for kind, graphs in itertools.product((BF16, FP8, FP8_KV), (False, True)):
+        labels = {"model": shape.name, "layers": shape.layers, "format": kind.name, "graphs": graphs}
+        missing = (graphs_problem(bench) if graphs else None) or without_effect(kind.flags)
         if missing is not None:
             yield {**labels, "skipped": missing}
             continue
-        most = bench.sizes.batches[-1] if variant.graphs else bench.sizes.largest_eager
+        most = bench.sizes.batches[-1] if graphs else bench.sizes.largest_eager
         batches = [batch for batch in bench.sizes.batches if batch <= most]
-        rows = decode_rows(bench, shape, variant.format, batches, bench.sizes.context, variant.flags)
+        flags = (*kind.flags, *(GRAPHS if graphs else ()))
+        rows = decode_rows(bench, shape, kind, batches, bench.sizes.context, flags)
         yield from guarded(rows, labels)
 
 
@@ -239,10 +210,10 @@ def _step_seconds(
     first = engine.statistics.decode_steps
     for _ in range(bench.sizes.bursts):
         at = engine.statistics.decode_steps
-        wait(bench.device)
+        bench.platform.synchronize()
         started = time.perf_counter()
         engine.step()
-        wait(bench.device)
+        bench.platform.synchronize()
         times.append((time.perf_counter() - started) / (engine.statistics.decode_steps - at))
     rows = (engine.statistics.decode_rows - before) / (engine.statistics.decode_steps - first)
     engine.abort()

@@ -80,9 +80,9 @@ def _cache(
 def products(bench: Bench) -> Iterator[Row]:
     """bf16, ``torch._scaled_mm`` by row, and the recipes' whole linears (activations quantised, product, scales)."""
     for tokens in bench.sizes.rows:
-        for name, (rows, columns) in bench.sizes.middle.linears.items():
-            labels = {"linear": name, "N": rows, "K": columns, "M": tokens}
-            yield from guarded(_products(bench, rows, columns, tokens), labels)
+        for linear in bench.sizes.middle.layout.layers[0].linears:
+            labels = {"linear": linear.name.rpartition(".")[2], "N": linear.rows, "K": linear.columns, "M": tokens}
+            yield from guarded(_products(bench, linear.rows, linear.columns, tokens), labels)
     bench.forget()
 
 

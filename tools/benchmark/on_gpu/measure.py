@@ -13,6 +13,7 @@ import torch
 
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import ConfigError
+from megatron_rl.inference.graphs import CudaRecorder
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import Platform
 from megatron_rl.quantization import formats
@@ -133,8 +134,16 @@ class Bench:
         return self.platform.device
 
     def seconds(self, work: Callable[[], object], inner: int = 1) -> float:
-        """See `seconds`."""
-        return seconds(work, self.device, self.sizes.repeats, inner)
+        """Median wall-clock seconds of one ``work``, the device idle before and after each ``inner`` of them."""
+        times = []
+        for _ in range(self.sizes.repeats + 1):  # the first is not counted
+            self.platform.synchronize()
+            started = time.perf_counter()
+            for _ in range(inner):
+                work()
+            self.platform.synchronize()
+            times.append((time.perf_counter() - started) / inner)
+        return statistics.median(times[1:])
 
     def kernel_seconds(self, work: Callable[[], object], inner: int) -> float:
         """The same without the host's share: on CUDA ``inner`` calls of ``work`` are captured and replayed.
@@ -143,45 +152,19 @@ class Bench:
         """
         if not self.platform.is_cuda:
             return self.seconds(work, inner)
-        return self.seconds(_captured(work, inner).replay) / inner
+
+        def cycle() -> None:  # kernels compile before the capture, and a cycle of weights comes round
+            for _ in range(inner):
+                work()
+
+        recorder = CudaRecorder(self.device)
+        recorder.warm_up(cycle)
+        return self.seconds(recorder.record(cycle)) / inner
 
     def forget(self) -> None:
         """Give back the memory of what has gone out of use."""
         gc.collect()
         self.platform.empty_cache()
-
-
-def seconds(work: Callable[[], object], device: torch.device, repeats: int = 9, inner: int = 1) -> float:
-    """Median wall-clock seconds of one ``work``, the device idle before and after each ``inner`` of them."""
-    times = []
-    for _ in range(repeats + 1):  # the first is not counted
-        wait(device)
-        started = time.perf_counter()
-        for _ in range(inner):
-            work()
-        wait(device)
-        times.append((time.perf_counter() - started) / inner)
-    return statistics.median(times[1:])
-
-
-def _captured(work: Callable[[], object], inner: int) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(inner):  # kernels compile before the capture, and a cycle of weights comes round
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            work()
-    return graph
-
-
-def wait(device: torch.device) -> None:
-    """Until the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def guarded(rows: Iterator[Row], labels: Mapping[str, Any]) -> Iterator[Row]:
@@ -222,8 +205,8 @@ def roofline(bench: Bench) -> Iterator[Row]:
     bench.ceilings.bandwidth = rate
     yield {"what": "copy, read and written", "rate": rate, "unit": "B/s"}
     side = bench.sizes.cube
-    peak = _flops(bench, side, _bf16_product(bench))
-    bench.ceilings.peak = peak
+    a, b = _random(bench, side), _random(bench, side)
+    peak = bench.ceilings.peak = _flops(bench, side, lambda: a @ b.t())
     yield {"what": f"bf16 product, {side} cubed", "rate": peak, "unit": "flop/s"}
     for fast in (True, False):
         label = f"fp8 product by row, {side} cubed, fast accumulation {'on' if fast else 'off'}"
@@ -245,11 +228,6 @@ def scaled_product(
     return lambda: torch._scaled_mm(
         codes, weight().t(), scale_a=of_rows, scale_b=of_columns, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
-
-
-def _bf16_product(bench: Bench) -> Callable[[], torch.Tensor]:
-    a, b = _random(bench, bench.sizes.cube), _random(bench, bench.sizes.cube)
-    return lambda: a @ b.t()
 
 
 def _random(bench: Bench, side: int) -> torch.Tensor:

@@ -5,8 +5,12 @@ Everything here is arithmetic on sizes; bandwidth and peak are measured by ``roo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+from megatron_rl.families import ModelLayout
+from tools.benchmark.common import benchmark_config, decoder_flags
 
 _SCALE_BYTES = 4
 
@@ -36,57 +40,24 @@ class ModelShape:
         """The model this one was cut from, or itself."""
         return replace(self, layers=self.whole_layers or self.layers, whole_layers=0)
 
-    @property
-    def head_width(self) -> int:
-        """Numbers in a head."""
-        return self.hidden // self.heads
-
     def flags(self) -> list[str]:
         """Of the training command."""
-        sizes = {
-            "num-layers": self.layers,
-            "hidden-size": self.hidden,
-            "ffn-hidden-size": self.ffn,
-            "num-attention-heads": self.heads,
-            "num-query-groups": self.groups,
-            "norm-epsilon": 1e-6,
-            "make-vocab-size-divisible-by": 16,
-        }
-        switches = ["group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias"]
-        if not self.tied:
-            switches.append("untie-embeddings-and-output-weights")
-        return [f"--{name}={value}" for name, value in sizes.items()] + [f"--{name}" for name in switches]
+        return decoder_flags(self.hidden, self.ffn, self.layers, self.heads, self.groups, tied=self.tied)
 
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of a layer's four products."""
-        attended = self.heads * self.head_width
-        return {
-            "linear_qkv": (attended + 2 * self.groups * self.head_width, self.hidden),
-            "linear_proj": (self.hidden, attended),
-            "linear_fc1": (2 * self.ffn, self.hidden),
-            "linear_fc2": (self.hidden, self.ffn),
-        }
+    @functools.cached_property
+    def layout(self) -> ModelLayout:
+        """Its parameters, linears and cache."""
+        return benchmark_config(self, 16).layout(self.vocab)
 
     @property
     def linear_weights(self) -> int:
         """Numbers in the linears of all layers."""
-        return self.layers * sum(rows * columns for rows, columns in self.linears.values())
-
-    @property
-    def linear_rows(self) -> int:
-        """Output channels of all layers' linears: a scale each where they are quantised by row."""
-        return self.layers * sum(rows for rows, _ in self.linears.values())
+        return sum(linear.outputs * linear.inputs for linear in self.layout.linears)
 
     @property
     def head_weights(self) -> int:
         """Numbers in the output head."""
         return self.vocab * self.hidden
-
-    @property
-    def kv_numbers(self) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.groups * self.head_width
 
 
 SMALL = ModelShape("0.5B", 896, 4864, 24, 14, 2, 151936, tied=True)
@@ -111,13 +82,13 @@ FP8_KV = Format("fp8 + fp8 KV", 1, 1, (*FP8.flags, "--rl-kv-cache-dtype=fp8"))
 
 def weight_bytes(shape: ModelShape, kind: Format) -> int:
     """Weights read by one decode step, scales included; norms and biases are left out."""
-    scales = 0 if kind.weight_bytes == 2 else _SCALE_BYTES * shape.linear_rows
+    scales = 0 if kind.weight_bytes == 2 else _SCALE_BYTES * sum(linear.outputs for linear in shape.layout.linears)
     return shape.linear_weights * kind.weight_bytes + scales + 2 * shape.head_weights
 
 
 def decode_bytes(shape: ModelShape, kind: Format, batch: int, context: int) -> int:
     """Bytes that a decode step of ``batch`` rows, ``context`` tokens each, has to read."""
-    return weight_bytes(shape, kind) + batch * context * shape.kv_numbers * kind.kv_bytes
+    return weight_bytes(shape, kind) + batch * shape.layout.cache_numbers(context) * kind.kv_bytes
 
 
 def roofline_ms(size: int, bandwidth: float | None) -> float | None:
@@ -134,12 +105,13 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], *, head: bool) -> i
     """Multiplications and additions of a forward pass over sequences of these ``lengths``.
 
     A weight costs 2 a token. Causal attention costs ``length^2 / 2`` products of queries with keys and as many of
-    probabilities with values, 2 a number. ``head`` says whether every position gets logits.
+    probabilities with values, 2 a number; a layer's queries are as wide as the model. ``head`` says whether every
+    position gets logits.
     """
     flops = 0
     for length in lengths:
         weights = shape.linear_weights + (shape.head_weights if head else 0)
-        flops += 2 * weights * length + 2 * shape.layers * shape.heads * shape.head_width * length**2
+        flops += 2 * weights * length + 2 * shape.layers * shape.hidden * length**2
     return flops
 
 

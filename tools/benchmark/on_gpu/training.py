@@ -17,7 +17,7 @@ from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.types import GradeResult, Task, Transcript
 from tools.benchmark.common import benchmark_config
 from tools.benchmark.on_gpu.engines import GRAPHS, graphs_problem, make_requests, number_tokenizer, open_engine
-from tools.benchmark.on_gpu.measure import Bench, Row, guarded, wait
+from tools.benchmark.on_gpu.measure import Bench, Row, guarded
 from tools.benchmark.on_gpu.shapes import training_flops, utilisation
 from tools.benchmark.update import make_samples, make_trainer, our_update
 
@@ -79,10 +79,10 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
     rollouter = Rollouter(rolling.engine, tokenizer, groups, _dummy_reward, StopRequest())
     builder = SampleBuilder(advantage.BASELINE, False, groups)
     batches = BatchBuilder(sizes.bin_tokens, 1, bench.device, groups)
-    requests = make_requests(shape, sizes.prompts, sizes.group, sizes.answer_tokens, sizes.answer_tokens)
+    requests = make_requests(shape.vocab, sizes.prompts, sizes.group, sizes.answer_tokens, sizes.answer_tokens)
     try:
         for step in range(3):  # the first compiles, fills caches and audits; the last one counts
-            wait(bench.device)
+            bench.platform.synchronize()
             started = time.perf_counter()
             with timer.phase("gen"), rolling.rollouts():
                 rollouts = rollouter.run(requests, step, step)
@@ -91,7 +91,7 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
                 updates = batches.updates(samples, batch // 2, step)
             trainer.step(updates, rewards)
             rolling.quantization.weights_changed()
-            wait(bench.device)
+            bench.platform.synchronize()
             took, phases = time.perf_counter() - started, timer.collect()
     finally:
         rollouter.close()
