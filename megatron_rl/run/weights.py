@@ -23,7 +23,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.preflight import first_weights, reference_weights, resumes, run_to_continue, wants_reference
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer import Optimization
-from megatron_rl.trainer.reference import ReferencePolicy
+from megatron_rl.trainer.policy import ReferencePolicy
 
 logger = logging.getLogger(__name__)
 

@@ -78,7 +78,8 @@ class Optimization:
             return UpdateOutcome(False, norm, None, learning_rate)
         self.updates_begun += 1
         if 0 < self._clip < norm:
-            clip_grads_with_norm_(self._parameters(), self._clip, torch.tensor(norm), foreach=True)
+            masters = [p for part in self.optimizer.chained_optimizers for p in part.get_parameters()]
+            clip_grads_with_norm_(masters, self._clip, torch.tensor(norm), foreach=True)
         zeros = self.optimizer.count_zeros() if self._count_zeros else None
         applied = self.optimizer.step_with_ready_grads()
         if self._copies is not None:
@@ -93,10 +94,6 @@ class Optimization:
         """
         if self.wrapped.use_forward_hook:
             self.wrapped.start_param_sync(force_sync=True)
-
-    def _parameters(self) -> list[torch.Tensor]:
-        """This rank's master weights; their ``grad`` is what the update applies."""
-        return [p for part in self.optimizer.chained_optimizers for p in part.get_parameters()]
 
 
 class Schedule:
@@ -171,15 +168,8 @@ def _build_optimizer(
     )
     built = get_megatron_optimizer(settings, [wrapped])
     for part in built.chained_optimizers:
-        _use_fused_kernel(part.optimizer)
-    return built
-
-
-def _use_fused_kernel(inner: torch.optim.Optimizer) -> None:
-    """Where Apex and Transformer Engine are absent, torch's Adam goes through a dozen calls a parameter.
-
-    On a GPU it takes all parameters at once instead, and 4 bytes for each of them that nobody has reckoned with.
-    """
-    if isinstance(inner, torch.optim.AdamW):
-        for group in inner.param_groups:
+        # Without Apex and Transformer Engine it is torch's Adam, a dozen calls a parameter. On a GPU it would take all
+        # parameters at once instead, and 4 bytes for each of them that nobody has reckoned with.
+        for group in part.optimizer.param_groups if isinstance(part.optimizer, torch.optim.AdamW) else ():
             group["fused"] = True
+    return built

@@ -39,7 +39,6 @@ Action = Literal["warn", "stop", "fallback"]
 EMULATION_LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Largest mean |engine - emulation| in nats a token: rounding of the dtype, not of the recipe."""
 
-
 _WORSE, _ROUNDING = 1.25, 1e-5
 """A correction may leave the gap as it is, and fp32 log-probs are not exact; more is a mistake in its weights."""
 
@@ -49,9 +48,8 @@ class ParityLimits:
     """What is still agreement."""
 
     max_kl: float
-    """k3 estimate of KL(rollout || trainer), nats a token."""
+    """k3 estimate of KL(rollout || trainer), nats a token; of the other two the mean."""
     max_gap: float
-    """Mean |log-ratio|, nats a token."""
     max_emulation_gap: float
 
 
@@ -92,40 +90,28 @@ class ParityReport:
         return text
 
 
+@dataclass
 class ParityGate:
     """Measures, reports, and says whether the run may go on."""
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        quantization: RolloutQuantization,
-        limits: ParityLimits,
-        action: Action,
-        interval: int,
-        data_group: dist.ProcessGroup,
-        correction_name: str,
-        correction: Function,
-        kv_cache: KVCacheRounding | None = None,
-    ) -> None:
-        """``interval``: steps between two checks; 0 checks only the first rollout of each recipe.
-
-        ``kv_cache``: what the engine's cache does to keys and values; None if it stores them as they are.
-        """
-        self._scorer = scorer
-        self._quantization = quantization
-        self._limits = limits
-        self._action = action
-        self._interval = interval
-        self._data_group = data_group
-        self._correction_name = correction_name
-        self._correction = correction
-        self._kv_cache = kv_cache
-        self._checked: str | None = None
+    scorer: Scorer
+    quantization: RolloutQuantization
+    limits: ParityLimits
+    action: Action
+    interval: int
+    """Steps between two checks; 0 checks only the first rollout of each recipe."""
+    data_group: dist.ProcessGroup
+    correction_name: str
+    correction: Function
+    kv_cache: KVCacheRounding | None = None
+    """What the engine's cache does to keys and values; None if it stores them as they are."""
+    checked: str | None = None
+    """The recipe of the last check."""
 
     def is_due(self, step: int) -> bool:
         """Before the first update with a recipe, and every ``interval`` steps."""
-        first = self._checked != self._quantization.recipe
-        return first or (self._interval > 0 and step % self._interval == 0)
+        first = self.checked != self.quantization.recipe
+        return first or (self.interval > 0 and step % self.interval == 0)
 
     def check(self, updates: Sequence[Sequence[TokenBatch]]) -> ParityReport:
         """Score the samples and judge; collective."""
@@ -140,24 +126,24 @@ class ParityGate:
             "parity/max": measured["training/rollout_logprob_gap_max"],
             "parity/k3_kl": measured["rollout_corr/k3_kl"],
         }
-        if self._quantization.linears is not None or self._kv_cache is not None:
-            with self._quantization.emulated(), self._rounded_keys_and_values():
+        if self.quantization.linears is not None or self.kv_cache is not None:
+            rounded = contextlib.nullcontext() if self.kv_cache is None else self.kv_cache.emulated()
+            with self.quantization.emulated(), rounded:
                 emulated, top = self._score(batches)
             _, own = self._measured(emulated, batches)
             named["parity/emulation_gap_mean"] = own["training/rollout_logprob_gap_mean"]
             named["parity/emulation_gap_max"] = own["training/rollout_logprob_gap_max"]
-            named["parity/top1_agreement"] = agreement(own_top, top, batches, self._data_group)
+            named["parity/top1_agreement"] = agreement(own_top, top, batches, self.data_group)
         if not tokens:  # every group was without signal: nothing has been checked
             return ParityReport(self._format, 0, {}, ())
-        self._checked = self._quantization.recipe
-        problems = self._problems(named)
-        return ParityReport(self._format, tokens, named, problems)
+        self.checked = self.quantization.recipe
+        return ParityReport(self._format, tokens, named, self._problems(named))
 
     def logged(self, step: int, report: ParityReport) -> dict[str, float]:
         """What goes into the step's row. The check after a restart is extra and does not: a resumed run logs the
         rows of an undisturbed one.
         """
-        scheduled = step == 1 or (self._interval > 0 and step % self._interval == 0)
+        scheduled = step == 1 or (self.interval > 0 and step % self.interval == 0)
         return report.metrics if scheduled else {}
 
     def act_on(self, report: ParityReport) -> bool:
@@ -171,13 +157,14 @@ class ParityGate:
         if not report.problems:
             return False
         text = "; ".join(report.problems)
-        if self._action == "warn":
+        if self.action == "warn":
             logger.warning("parity gate: %s", text)
             return False
-        safer = self._quantization.fall_back() if self._action == "fallback" else None
+        safer = self.quantization.fall_back() if self.action == "fallback" else None
         if safer is None:
+            cache = "" if self.kv_cache is None else " or --rl-kv-cache-dtype auto"
             raise TrainingError(
-                f"parity gate: {text}; use a safer --rl-rollout-quantization (none is exact){self._safer_cache}, or "
+                f"parity gate: {text}; use a safer --rl-rollout-quantization (none is exact){cache}, or "
                 "go on with --rl-mismatch-action warn"
             )
         logger.warning("parity gate: %s; rollouts go on with %s instead of %s", text, safer, report.recipe)
@@ -189,41 +176,34 @@ class ParityGate:
         Raises:
             TrainingError: it makes the mismatch larger and the action is not to warn.
         """
-        collapse = collapse_warning(self._correction_name, self._correction, metrics)
+        collapse = collapse_warning(self.correction_name, self.correction, metrics)
         if collapse is not None:
             logger.warning("%s", collapse)
         gap = metrics.get("training/rollout_logprob_gap_mean", 0.0)
         left = metrics.get("rollout_corr/residual_gap", 0.0)
-        if left <= _WORSE * gap + _ROUNDING or level_of(self._correction) == "sequence":
+        if left <= _WORSE * gap + _ROUNDING or level_of(self.correction) == "sequence":
             return
         text = (
-            f"--rl-correction {self._correction_name} leaves a mean log-prob gap of {left:.3g} where there was one of "
+            f"--rl-correction {self.correction_name} leaves a mean log-prob gap of {left:.3g} where there was one of "
             f"{gap:.3g}: its weights point the wrong way"
         )
-        if self._action != "warn":
+        if self.action != "warn":
             raise TrainingError(f"parity gate: {text}; use --rl-correction token_tis")
         logger.warning("parity gate: %s", text)
 
     @property
     def _format(self) -> str:
         """Of the rollouts, for people."""
-        recipe = self._quantization.recipe
-        return recipe if self._kv_cache is None else f"{recipe}, {self._kv_cache.name} KV cache"
-
-    @property
-    def _safer_cache(self) -> str:
-        return "" if self._kv_cache is None else " or --rl-kv-cache-dtype auto"
-
-    def _rounded_keys_and_values(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._kv_cache is None else self._kv_cache.emulated()
+        recipe = self.quantization.recipe
+        return recipe if self.kv_cache is None else f"{recipe}, {self.kv_cache.name} KV cache"
 
     def _score(self, batches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Log-probs [T] fp32 and likeliest tokens [T] of every batch."""
-        scored = [self._scorer.logprobs_and_top(batch) for batch in batches]
+        scored = [self.scorer.logprobs_and_top(batch) for batch in batches]
         return [one for one, _ in scored], [top for _, top in scored]
 
     def _problems(self, metrics: dict[str, float]) -> tuple[str, ...]:
-        limits, recipe = self._limits, self._format
+        limits, recipe = self.limits, self._format
         found = []
         for name, what, limit, flag in (
             ("parity/k3_kl", "KL of rollout and trainer", limits.max_kl, "--rl-mismatch-max-kl"),
@@ -249,7 +229,7 @@ class ParityGate:
         for logprobs, batch in zip(scored, batches, strict=True):
             batch = replace(batch, old_logprobs=logprobs)
             parts.append(mismatch_sums(batch, batch.loss_mask, torch.zeros_like(batch.in_loss)))
-        sums = reduced(parts, self._data_group, self._scorer.device)
+        sums = reduced(parts, self.data_group, self.scorer.device)
         return (int(sums["mismatch/tokens"]), mismatch_metrics(sums)) if sums else (0, defaultdict(float))
 
 

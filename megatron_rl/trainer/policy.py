@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +14,10 @@ from megatron_rl.algorithms.batch import summed
 from megatron_rl.algorithms.extension import Function
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
 from megatron_rl.metrics.timers import PhaseTimer
+from megatron_rl.models import PolicyModel
 from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
-from megatron_rl.trainer.reference import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import Sums, reduced, update
 
@@ -34,28 +36,50 @@ class TrainOutcome:
     """What was trained on, with advantages and the log-probs that stay fixed."""
 
 
+class ReferencePolicy:
+    """The frozen policy of the KL penalty: a host copy of the first weights, swapped in for the reference pass.
+
+    Values move, storage does not: optimizer buffers and captured graphs keep pointing at the
+    parameters. While the reference is in, the policy's own values wait on the host, and they come
+    back bit for bit.
+    """
+
+    def __init__(self, policy: PolicyModel, copies: RolloutQuantization | None = None) -> None:
+        """``copies`` of the weights hear of every exchange: aligned training runs on them."""
+        self._copies = copies
+        self._parameters = list(policy.gpt.parameters())
+        self._frozen = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def swapped_in(self) -> Iterator[None]:
+        """The model holds the reference weights inside the ``with`` block."""
+        own = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+        self._write(self._frozen)
+        try:
+            yield
+        finally:
+            self._write(own)
+
+    def _write(self, values: list[torch.Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.data.copy_(value)
+        if self._copies is not None:
+            self._copies.weights_changed()
+
+
+@dataclass(frozen=True)
 class PolicyTrainer:
     """Old and reference log-probs where they are needed, advantages, then the updates."""
 
-    def __init__(
-        self,
-        optimization: Optimization,
-        scorer: Scorer,
-        advantage: Function,
-        objective: PolicyObjective,
-        iterations: int,
-        reference: ReferencePolicy | None,
-        data_group: dist.ProcessGroup,
-        timer: PhaseTimer,
-    ) -> None:
-        self._optimization = optimization
-        self._scorer = scorer
-        self._advantage = advantage
-        self._objective = objective
-        self._iterations = iterations
-        self._reference = reference
-        self._data_group = data_group
-        self._timer = timer
+    optimization: Optimization
+    scorer: Scorer
+    advantage: Function
+    objective: PolicyObjective
+    iterations: int
+    reference: ReferencePolicy | None
+    data_group: dist.ProcessGroup
+    timer: PhaseTimer
 
     def step(self, updates: Updates, rewards: StepRewards) -> TrainOutcome:
         """Go over the rollout's updates ``grpo_iterations`` times; collective."""
@@ -66,42 +90,42 @@ class PolicyTrainer:
         scored = [[batch for batch, _ in part] for part in with_sums]
         outcomes: list[UpdateOutcome] = []
         sums: list[Sums] = []
-        with self._timer.phase("update_actor"):
-            for _ in range(self._iterations):
+        with self.timer.phase("update_actor"):
+            for _ in range(self.iterations):
                 for part in with_sums:
                     outcome, seen = update(
-                        self._optimization, [batch for batch, _ in part], self._scorer.forward, self._loss
+                        self.optimization, [batch for batch, _ in part], self.scorer.forward, self._loss
                     )
                     outcomes.append(outcome)
                     sums += [{**own, **more} for more, (_, own) in zip(seen, part, strict=True)]
-            totals = reduced(sums, self._data_group, self._optimization.policy.device)
-        metrics = objective_metrics(totals) | outcome_metrics(outcomes) | advantage_metrics(scored, self._data_group)
+            totals = reduced(sums, self.data_group, self.optimization.policy.device)
+        metrics = objective_metrics(totals) | outcome_metrics(outcomes) | advantage_metrics(scored, self.data_group)
         return TrainOutcome(metrics, sum(not outcome.applied for outcome in outcomes), scored)
 
     def _score(self, updates: Updates) -> Updates:
         """Log-probs that stay fixed during the step's updates."""
         # With a single update old and current log-probs are the same numbers: no pass for them.
-        if len(updates) * self._iterations > 1:
-            with self._timer.phase("old_log_prob"):
+        if len(updates) * self.iterations > 1:
+            with self.timer.phase("old_log_prob"):
                 updates = [
-                    [replace(batch, old_logprobs=self._scorer.logprobs(batch)) for batch in part] for part in updates
+                    [replace(batch, old_logprobs=self.scorer.logprobs(batch)) for batch in part] for part in updates
                 ]
-        if self._reference is not None:
-            with self._timer.phase("ref"), self._reference.swapped_in():
+        if self.reference is not None:
+            with self.timer.phase("ref"), self.reference.swapped_in():
                 updates = [
-                    [replace(batch, ref_logprobs=self._scorer.logprobs(batch)) for batch in part] for part in updates
+                    [replace(batch, ref_logprobs=self.scorer.logprobs(batch)) for batch in part] for part in updates
                 ]
         return updates
 
     def _with_advantages(self, batch: TokenBatch) -> tuple[TokenBatch, Sums]:
         """And the sums that the advantage has for the metrics."""
-        advantages, sums = self._advantage(batch)
+        advantages, sums = self.advantage(batch)
         return replace(batch, advantages=advantages.detach()), summed(sums)
 
     def _loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
-        entropy = "differentiable" if self._objective.entropy_weight else "detached"
-        selected = self._scorer.select(output, batch, entropy)
-        return self._objective(replace(batch, current_logprobs=selected.logprobs, entropy=selected.entropy))
+        entropy = "differentiable" if self.objective.entropy_weight else "detached"
+        selected = self.scorer.select(output, batch, entropy)
+        return self.objective(replace(batch, current_logprobs=selected.logprobs, entropy=selected.entropy))
 
 
 def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[str, float]:

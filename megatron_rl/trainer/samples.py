@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,7 @@ from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.types import RolloutGroup, Sample
 
 
+@dataclass(frozen=True)
 class SampleBuilder:
     """Gathers the rewards of all groups of the step, wherever they were generated: what advantages are made of.
 
@@ -22,10 +24,9 @@ class SampleBuilder:
     on many. Samples are numbered as one rank would number them, so a step is cut into the same updates, too.
     """
 
-    def __init__(self, baseline: Baseline, keep_groups_without_signal: bool, groups: ParallelGroups) -> None:
-        self._baseline = baseline
-        self._keep_all = keep_groups_without_signal
-        self._groups = groups
+    baseline: Baseline
+    keep_groups_without_signal: bool
+    groups: ParallelGroups
 
     def build(
         self, rollouts: Sequence[RolloutGroup], numbers: Sequence[int]
@@ -36,8 +37,8 @@ class SampleBuilder:
         rank, and not the same number of them on every rank.
         """
         group_index, rewards, valid = self._gather(rollouts, numbers)
-        signal = groups_with_signal(self._baseline, rewards, valid, group_index)
-        in_loss = valid & (signal[group_index] | self._keep_all)
+        signal = groups_with_signal(self.baseline, rewards, valid, group_index)
+        in_loss = valid & (signal[group_index] | self.keep_groups_without_signal)
         own_ids = torch.isin(group_index, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0]
         samples = _samples(rollouts, own_ids.tolist(), in_loss.tolist())
         return samples, StepRewards(rewards, valid, group_index, signal, in_loss)
@@ -52,7 +53,7 @@ class SampleBuilder:
             for r in group.rollouts
         ]
         local = torch.tensor(rows, dtype=torch.float64).view(-1)
-        table = torch.cat(gather_vectors(local, self._groups.data_group)).view(-1, 3)
+        table = torch.cat(gather_vectors(local, self.groups.data_group)).view(-1, 3)
         group_index, rewards, valid = table[table[:, 0].argsort(stable=True)].unbind(1)
         return group_index.long(), rewards.float(), valid.bool()
 

@@ -42,20 +42,18 @@ class Scorer:
 
         ``model`` is the GPTModel or its DDP wrapper.
         """
-        if not self._fused:
-            return self._run(model, batch)
-        with _without_product(self._policy.gpt.output_layer):
+        with _without_product(self._policy.gpt.output_layer) if self._fused else contextlib.nullcontext():
             return self._run(model, batch)
 
     def select(
-        self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none"
+        self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none", *, is_logits: bool = False
     ) -> SelectedLogprobs:
-        """Log-prob of token t at index t, ``[T]`` fp32; ``output`` is that of `forward`."""
-        return self._selected(output, batch, entropy, self._output_weight() if self._fused else None)
-
-    def _selected(
-        self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none", weight: torch.Tensor | None = None
-    ) -> SelectedLogprobs:
+        """Log-prob of token t at index t, ``[T]`` fp32; ``output`` is that of `forward`, or ``is_logits``."""
+        weight = None
+        if self._fused and not is_logits:
+            gpt = self._policy.gpt
+            tied = gpt.share_embeddings_and_output_weights
+            weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
         return selected_logprobs(
             output,
             batch.token_ids,
@@ -77,7 +75,7 @@ class Scorer:
     def logprobs_and_top(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Also the likeliest next token after every position, [T] int64, of the real vocabulary."""
         logits = self._run(self._policy.gpt, batch)
-        return self._selected(logits, batch).logprobs, self._top(logits)
+        return self.select(logits, batch, is_logits=True).logprobs, self._top(logits)
 
     def _run(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
         policy = self._policy
@@ -86,11 +84,6 @@ class Scorer:
         )
         output = model(batch.token_ids[None], batch.position_ids[None], None, packed_seq_params=plan)
         return output[0]
-
-    def _output_weight(self) -> torch.Tensor:
-        gpt = self._policy.gpt
-        tied = gpt.share_embeddings_and_output_weights
-        return gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
 
     def _top(self, logits: torch.Tensor) -> torch.Tensor:
         real = min(max(self._policy.vocab_size - self._vocab_start, 0), logits.shape[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -80,22 +81,20 @@ class DemonstrationSource:
         return Sample(torch.tensor(ids), len(prompt), 0.0, torch.zeros(len(ids)), self._cursor, tuple(spans))
 
 
+@dataclass(frozen=True)
 class SupervisedTrainer:
     """Cross-entropy on the demonstration's tokens; the denominator is their number in the batch."""
 
-    def __init__(
-        self, optimization: Optimization, scorer: Scorer, data_group: dist.ProcessGroup, timer: PhaseTimer
-    ) -> None:
-        self._optimization = optimization
-        self._scorer = scorer
-        self._data_group = data_group
-        self._timer = timer
+    optimization: Optimization
+    scorer: Scorer
+    data_group: dist.ProcessGroup
+    timer: PhaseTimer
 
     def step(self, micro_batches: Sequence[TokenBatch]) -> TrainOutcome:
         """One update; collective."""
-        with self._timer.phase("update_actor"):
-            outcome, sums = update(self._optimization, micro_batches, self._scorer.forward, self.loss)
-        totals = reduced(sums, self._data_group, self._optimization.policy.device)
+        with self.timer.phase("update_actor"):
+            outcome, sums = update(self.optimization, micro_batches, self.scorer.forward, self.loss)
+        totals = reduced(sums, self.data_group, self.optimization.policy.device)
         tokens = float(totals["tokens"])
         loss = float(totals["loss"]) / max(tokens, 1.0)
         metrics = {
@@ -107,7 +106,7 @@ class SupervisedTrainer:
 
     def loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         """Of what `Scorer.forward` gives; the denominator is the answer tokens."""
-        logprobs = self._scorer.select(output, batch).logprobs
+        logprobs = self.scorer.select(output, batch).logprobs
         total = -(logprobs * batch.loss_mask).sum()
         tokens = batch.loss_mask.sum()
         return total, tokens, {"loss": total.detach(), "tokens": tokens}

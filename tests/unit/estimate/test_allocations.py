@@ -18,7 +18,7 @@ from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.packing import collate
-from megatron_rl.trainer.reference import ReferencePolicy
+from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update
 from tests.support.generation import rollout_engine

@@ -16,7 +16,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.packing import collate
-from megatron_rl.trainer.reference import ReferencePolicy
+from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import RolloutGroup

@@ -8,7 +8,7 @@ import torch
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.packing import collate
-from megatron_rl.trainer.reference import ReferencePolicy
+from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.samples import all_equal, random_samples, tiny_optimization, weights_of
 
