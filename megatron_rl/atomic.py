@@ -29,13 +29,16 @@ def sync_tree(directory: Path) -> None:
         sync(path)
 
 
-def write_text_atomic(path: Path, text: str, durable: bool = False) -> None:
+def write_text_atomic(path: Path, text: str, durable: bool = False, private: bool = False) -> None:
     """Write a small file beside the target, then rename: a reader sees the old one or the new one.
 
-    ``durable`` waits until the disk has it.
+    ``durable`` waits until the disk has it; a ``private`` one only its owner can read.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
+        if private:
+            temporary.unlink(missing_ok=True)
+            temporary.touch(0o600, exist_ok=False)
         # Model output may hold lone surrogates, which UTF-8 refuses; a record must not fail on them.
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         if durable:

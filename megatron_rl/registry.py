@@ -28,7 +28,7 @@ from megatron_rl.errors import ConfigError, one_line, shorten
 if TYPE_CHECKING:
     from megatron_rl.algorithms import Extension
     from megatron_rl.attention.backend import Backend
-    from megatron_rl.environments.grading.dispatch import Grader
+    from megatron_rl.environments.grading import Grader
     from megatron_rl.families.family import Family
     from megatron_rl.quantization.recipe import Recipe
 

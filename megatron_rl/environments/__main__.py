@@ -82,15 +82,15 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _test(arguments: argparse.Namespace) -> int:
-    inspection = inspected(arguments.name, arguments.option, arguments.limit, arguments.load_timeout)
-    if inspection.output.strip():
-        print(inspection.output.rstrip(), file=sys.stderr)
-    if inspection.problems:
-        raise ConfigError(inspection.problems)
-    print(inspection.title)
-    for name, passed, detail in inspection.checks:
+    answer = inspected(arguments.name, arguments.option, arguments.limit, arguments.load_timeout)
+    if answer.output.strip():
+        print(answer.output.rstrip(), file=sys.stderr)
+    if answer.problems:
+        raise ConfigError(answer.problems)
+    print(answer.result["title"])
+    for name, passed, detail in answer.result["checks"]:
         print(f"  {name:<15} {_VERDICTS[passed]:<5} {detail}")
-    return 1 if any(passed is False for _, passed, _ in inspection.checks) else 0
+    return 1 if any(passed is False for _, passed, _ in answer.result["checks"]) else 0
 
 
 def _new(arguments: argparse.Namespace) -> int:

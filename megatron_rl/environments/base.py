@@ -1,23 +1,7 @@
 """The classes an environment derives from: tasks, a grader or a conversation, worked demonstrations.
 
-An environment is one module::
-
-    class Parity(Environment):
-        \"\"\"Says whether a number is even.\"\"\"
-
-        name = "parity"
-
-        def __init__(self, *, size: int = 100) -> None:
-            self._size = size
-
-        def tasks(self, split):
-            for number in range(0 if split == "train" else 1, self._size, 2):
-                yield Task(id=str(number), prompt=f"Is {number} even?", data={"gold": ...})
-
-        def grade(self, task, transcript):
-            return float(transcript.text == task.data["gold"])
-
-One that answers the model, with a tool's result or a follow-up question, is a ``ConversationEnvironment``.
+An environment is one module with a class that has ``name``, ``tasks`` and ``grade`` (docs/environments.md has one). One
+that answers the model, with a tool's result or a follow-up question, is a ``ConversationEnvironment``.
 """
 
 from __future__ import annotations

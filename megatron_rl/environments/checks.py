@@ -16,8 +16,6 @@ from megatron_rl.types import Demonstration, Split, Task
 
 MAX_PROBLEMS = 20
 """Per environment; a data set with one wrong column would give one line a row."""
-
-
 MAX_ROWS = 1_000_000
 """Of a split; every rank holds all of them. A generator without an end must not fill its memory."""
 MAX_BYTES = 2 * 2**30
@@ -28,6 +26,7 @@ MAX_BYTES = 2 * 2**30
 class TaskSurvey:
     """What a walk over all tasks found."""
 
+    environment: Environment
     problems: list[str] = field(default_factory=list)
     """One line each; empty when the tasks can be used."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -40,26 +39,25 @@ class TooMuch(ConfigError):
     """A list that is longer, larger or slower than it may be."""
 
 
-def task_problems(environment: Environment) -> list[str]:
-    """All that is wrong with the environment's tasks; empty when they can be used."""
-    return survey_tasks(environment).problems
-
-
 def survey_tasks(environment: Environment, begin: Begin = ignore) -> TaskSurvey:
     """Reads all tasks of the splits that a run reads."""
-    splits: tuple[Split, ...] = ("test",) if environment.evaluation_only else ("train", "test")
-    survey, first_seen = TaskSurvey(), {}
-    for split in splits:
+    survey, first_seen = TaskSurvey(environment), {}
+    for split in splits_of(environment):
         begin(f"its {split} tasks were read")
-        if _survey_split(environment, split, survey, first_seen):
+        if _survey_split(survey, split, first_seen):
             break  # another split is likely no shorter
     return survey
 
 
-def _survey_split(environment: Environment, split: Split, survey: TaskSurvey, first_seen: dict[str, str]) -> bool:
+def splits_of(environment: Environment) -> tuple[Split, ...]:
+    """The splits that a run reads."""
+    return ("test",) if environment.evaluation_only else ("train", "test")
+
+
+def _survey_split(survey: TaskSurvey, split: Split, first_seen: dict[str, str]) -> bool:
     """Whether it was too much. All rows are walked, so that the last line can tell the number of problems."""
     told, shown, hidden, rows, row = set(survey.problems), 0, 0, 0, None
-    for row, problems in _walk(environment, "tasks", split, first_seen):
+    for row, problems in _walk(survey.environment, "tasks", split, first_seen):
         rows += 1
         if not problems and survey.first_chat is None and not isinstance(row.prompt, str):
             survey.first_chat = row.id
@@ -72,7 +70,7 @@ def _survey_split(environment: Environment, split: Split, survey: TaskSurvey, fi
     survey.counts[split] = rows
     if hidden:
         survey.problems.append(f"... and {hidden} more")
-    if not rows and not survey.problems and (environment.evaluation_only or split == "train"):
+    if not rows and not survey.problems and split == splits_of(survey.environment)[0]:
         survey.problems.append(f"there are no {split} tasks")
     return isinstance(row, TooMuch)
 
@@ -95,7 +93,11 @@ def _walk(
     try:
         for number, row in enumerate(bounded(getattr(environment, what)(split), seconds)):
             where = f"{split} row {number}"
-            problems = row_problems(row) if what == "tasks" else _demonstration_problems(row)
+            if what == "tasks":
+                problems = row_problems(row)
+            else:
+                right = isinstance(row, Demonstration) and isinstance(row.completion, str)
+                problems = [] if right else ["is not a Demonstration with a text"]
             if isinstance(row, Task) and isinstance(row.id, str):
                 earlier = first_seen.setdefault(row.id, where)
                 if earlier != where:
@@ -107,11 +109,6 @@ def _walk(
         yield error, error.lines
     except Exception as error:  # noqa: BLE001 - an author's code may raise anything
         yield error, [f"{split} row {number + 1} raises {type(error).__name__}: {error}"]
-
-
-def _demonstration_problems(row: object) -> list[str]:
-    right = isinstance(row, Demonstration) and isinstance(row.completion, str)
-    return [] if right else ["is not a Demonstration with a text"]
 
 
 def bounded(rows: Iterable[object], seconds: float | None = None) -> Iterator[object]:
@@ -147,7 +144,11 @@ def row_problems(row: object) -> list[str]:
     if not isinstance(row.id, str) or not row.id:
         problems.append(f"has the id {shorten(row.id)}; it must be a non-empty string")
     problems += _prompt_problems(row.prompt)
-    return problems + (_bound_problems(row) or _data_problems(row.data))
+    try:  # its request for a grade nests it three levels deeper
+        check_bounds([[[row.id, row.prompt, row.data]]])
+    except ValueError as error:
+        return [*problems, f"cannot be sent: {error}"]
+    return problems + _data_problems(row.data)
 
 
 def _not_a_task(row: object) -> str:
@@ -156,14 +157,6 @@ def _not_a_task(row: object) -> str:
     missing = [key for key in ("id", "prompt") if key not in row]
     lacks = f"; it lacks {', '.join(missing)}" if missing else ""
     return f"is a {type(row).__name__}, not a Task{lacks}; it has {', '.join(map(str, row)) or 'nothing'}"
-
-
-def _bound_problems(row: Task) -> list[str]:
-    try:  # its request for a grade nests it three levels deeper
-        check_bounds([[[row.id, row.prompt, row.data]]])
-    except ValueError as error:
-        return [f"cannot be sent: {error}"]
-    return []
 
 
 def _prompt_problems(prompt: object) -> list[str]:

@@ -28,10 +28,6 @@ from megatron_rl.environments.loader import NAME_PATTERN, find_environment
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.json_text import check_bounds, dumps
 
-KEYS = (
-    *("environment", "agent_type", "args", "agent_args", "weight"),
-    *("evaluation_only", "in_process", "grade_deadline", "name"),
-)
 MAX_GRADE_DEADLINE = 600.0
 MAX_WEIGHT = 1e9
 MAX_NAME = 100
@@ -41,6 +37,32 @@ MAX_ARGS = 100_000
 """Characters of one entry's args as JSON, which every worker gets; rows of a data set belong into a file."""
 
 MAX_ENTRIES = 1_000
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_in(value: object, above: float, most: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and above <= value <= most
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(NAME_PATTERN.fullmatch(value)) and len(value) <= MAX_NAME
+
+
+RULES: Mapping[str, tuple[object, Callable[[object], bool], str]] = {
+    "weight": (1.0, lambda value: _is_in(value, 0, MAX_WEIGHT), f"it must be from 0 to {MAX_WEIGHT:g}"),
+    "evaluation_only": (False, _is_bool, "it must be true or false"),
+    "name": (None, _is_name, f"it must match {NAME_PATTERN.pattern} and have at most {MAX_NAME} characters"),
+    "in_process": (None, _is_bool, "it must be true or false"),
+    "grade_deadline": (
+        *(None, lambda value: _is_in(value, 0, MAX_GRADE_DEADLINE) and value > 0),
+        f"give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}",
+    ),
+}
+"""Default of a key, what else it may be, and how to say so."""
+KEYS = ("environment", "agent_type", "args", "agent_args", *RULES)
 
 BeginEntry = Callable[[int, str, str, str], None]
 """Told, before an author's code runs, the entry's number (from 0), its file and line, its name, and what comes next."""
@@ -63,6 +85,8 @@ class EnvironmentSpec:
     """Its number in the list, from 0."""
     where: str = field(default="", compare=False)
     """File and line."""
+    named: bool = field(default=False, compare=False)
+    """Whether the user gave the name."""
 
     def create(self) -> Environment:
         """The environment with its options; ``ConfigError`` when it cannot be set up."""
@@ -85,63 +109,47 @@ def load_environment_specs(
 
     Imports the modules they name, except those of the entries to ``skip``: they are left out.
     """
-    entries, lines = _read_yaml(Path(path))
     specs: list[EnvironmentSpec] = []
-    explicit: list[bool] = []
     problems: list[str] = []
-    for number, (entry, line) in enumerate(zip(entries, lines, strict=True)):
+    for number, (entry, line) in enumerate(zip(*_read_yaml(Path(path)), strict=True)):
         if number in skip:
             continue
         where = f"{path}:{line}"
         try:
-            specs.append(replace(_parse_entry(entry, partial(begin, number, where)), entry=number, where=where))
-            explicit.append("name" in entry)
+            spec = _parse_entry(entry, partial(begin, number, where))
+            specs.append(replace(spec, entry=number, where=where))
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.lines]
-    problems += _duplicates(specs, explicit)
+    problems += _duplicates(specs)
     trained = [spec.weight for spec in specs if not spec.evaluation_only]
     if trained and sum(trained) == 0 and not skip:
         problems.append(f"{path}: the weights sum to 0; give at least one entry a positive weight")
     if problems:
         raise ConfigError(problem_lines(problems))
-    return _with_distinct_names(specs, explicit)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """An environment of the list whose tasks can be used."""
-
-    environment: Environment
-    tasks: TaskSurvey
+    return _with_distinct_names(specs)
 
 
 def prepare_environments(
     path: str | Path, skip: Collection[int] = (), begin: BeginEntry = _ignore_entry
-) -> dict[str, Prepared]:
-    """The environments of the list at ``path`` by name, all their tasks checked; ``ConfigError`` otherwise.
+) -> dict[str, TaskSurvey]:
+    """The environments of the list at ``path`` by name, with all their tasks checked; ``ConfigError`` otherwise.
 
     The author's code runs here; ``loading.surveyed`` does it in another process.
     """
-    prepared: dict[str, Prepared] = {}
+    prepared: dict[str, TaskSurvey] = {}
     problems = []
     for spec in load_environment_specs(path, skip, begin):
         begin_part = partial(begin, spec.entry, spec.where, spec.name)
         try:
             begin_part("it was set up")
-            environment = spec.create()
-            prepared[spec.name] = Prepared(environment, survey_tasks(environment, begin_part))
-            found = prepared[spec.name].tasks.problems
+            prepared[spec.name] = survey_tasks(spec.create(), begin_part)
+            found = prepared[spec.name].problems
         except ConfigError as error:
             found = error.lines
         problems += [f"{spec.name}: {problem}" for problem in found]
     if problems:
         raise ConfigError(problem_lines(problems))
     return prepared
-
-
-def set_up_environments(path: str | Path) -> dict[str, Environment]:
-    """As ``prepare_environments``, without what was found out about the tasks."""
-    return {name: item.environment for name, item in prepare_environments(path).items()}
 
 
 def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
@@ -201,15 +209,11 @@ def _parse_entry(entry: object, begin: Callable[[str, str], None]) -> Environmen
     problems = [f"unknown key {shorten(key)}{suggestion(key, KEYS)}" for key in entry if key not in KEYS]
     reference = _either(entry, "environment", "agent_type", problems)
     options = _either(entry, "args", "agent_args", problems) or {}
-    weight = _weight(entry, problems)
-    evaluation_only = entry.get("evaluation_only", False)
-    if not isinstance(evaluation_only, bool):
-        problems.append(f"evaluation_only is {shorten(evaluation_only)}; it must be true or false")
-    name = entry.get("name")
-    if name is not None and not (isinstance(name, str) and NAME_PATTERN.fullmatch(name) and len(name) <= MAX_NAME):
-        wanted = f"it must match {NAME_PATTERN.pattern} and have at most {MAX_NAME} characters"
-        problems.append(f"name is {shorten(name)}; {wanted}")
-    grading = _grading_options(entry, problems)
+    values: dict[str, Any] = {}
+    for key, (default, is_right, wanted) in RULES.items():
+        values[key] = value = entry.get(key, default)
+        if value is not default and not is_right(value):
+            problems.append(f"{key} is {shorten(value)}; {wanted}")
     options = _checked_options(options, problems)
     environment = _resolve(reference, options, problems, begin)
     if environment is not None and environment.evaluation_only and entry.get("evaluation_only") is False:
@@ -217,20 +221,10 @@ def _parse_entry(entry: object, begin: Callable[[str, str], None]) -> Environmen
         problems.append(f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true")
     if environment is None or problems:
         raise ConfigError(problems)
-    evaluation_only = evaluation_only or environment.evaluation_only
-    name = name or environment.name
-    return EnvironmentSpec(name, reference, options, weight, evaluation_only, **grading)
-
-
-def _weight(entry: Mapping[str, Any], problems: list[str]) -> float:
-    weight = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        problems.append(f"weight is {shorten(weight)}; it must be a number")
-    elif not 0 <= weight <= MAX_WEIGHT:  # NaN is refused here, too
-        problems.append(f"weight is {shorten(weight)}; it must be from 0 to {MAX_WEIGHT:g}")
-    else:
-        return float(weight)
-    return 0.0
+    values["evaluation_only"] |= environment.evaluation_only
+    named = values["name"] is not None
+    values |= {"name": values["name"] or environment.name, "weight": float(values["weight"])}
+    return EnvironmentSpec(reference=reference, options=options, named=named, **values)
 
 
 def _checked_options(options: object, problems: list[str]) -> Mapping[str, Any]:
@@ -248,20 +242,6 @@ def _checked_options(options: object, problems: list[str]) -> Mapping[str, Any]:
         problems.append(f"args has {size:,} characters; at most {MAX_ARGS:,} travel, so put data into a file")
         return {}
     return options
-
-
-def _grading_options(entry: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Where an entry's samples are graded, and for how long."""
-    in_process, deadline = entry.get("in_process"), entry.get("grade_deadline")
-    if in_process is not None and not isinstance(in_process, bool):
-        problems.append(f"in_process is {shorten(in_process)}; it must be true or false")
-    if deadline is not None:
-        number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-        if not number or not 0 < deadline <= MAX_GRADE_DEADLINE:
-            problems.append(
-                f"grade_deadline is {shorten(deadline)}; give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}"
-            )
-    return {"in_process": in_process, "grade_deadline": deadline}
 
 
 def _either(entry: Mapping[str, Any], ours: str, megatrons: str, problems: list[str]) -> Any:
@@ -286,28 +266,26 @@ def _resolve(
     return environment
 
 
-def _duplicates(specs: list[EnvironmentSpec], explicit: list[bool]) -> list[str]:
+def _duplicates(specs: list[EnvironmentSpec]) -> list[str]:
     """Entries that repeat another, or that claim a name another entry claims."""
     problems = []
     for index, spec in enumerate(specs):
-        for other in range(index):
-            earlier = specs[other]
+        for earlier in specs[:index]:
             same = replace(spec, weight=earlier.weight, reference=earlier.reference) == earlier
-            if same or (spec.name == earlier.name and explicit[index] and explicit[other]):
+            if same or (spec.name == earlier.name and spec.named and earlier.named):
                 what = "repeats" if same else f"has the name {spec.name!r} of"
-                advice = "drop one, or give it another 'name'"
-                problems.append(f"{spec.where}: {what} {earlier.where}; {advice}")
+                problems.append(f"{spec.where}: {what} {earlier.where}; drop one, or give it another 'name'")
                 break
     return problems
 
 
-def _with_distinct_names(specs: list[EnvironmentSpec], explicit: list[bool]) -> list[EnvironmentSpec]:
+def _with_distinct_names(specs: list[EnvironmentSpec]) -> list[EnvironmentSpec]:
     """``arithmetic`` twice becomes ``arithmetic`` and ``arithmetic_2``; a name the user gave stays."""
-    taken = {spec.name for spec, given in zip(specs, explicit, strict=True) if given}
+    taken = {spec.name for spec in specs if spec.named}
     distinct = []
-    for spec, given in zip(specs, explicit, strict=True):
+    for spec in specs:
         name, number = spec.name, 2
-        while name in taken and not given:
+        while name in taken and not spec.named:
             name, number = f"{spec.name}_{number}", number + 1
         taken.add(name)
         distinct.append(replace(spec, name=name))

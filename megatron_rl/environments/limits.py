@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -45,18 +46,8 @@ def importable() -> dict[str, str]:
 def worker_environment() -> dict[str, str]:
     """The variables a worker gets: a grader that reads its environment finds no token and no GPU."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    return (
-        kept
-        | importable()
-        | {
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "HOME": "/nonexistent",
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            WORKER_MARK: "1",
-        }
-    )
+    fixed = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent", "CUDA_VISIBLE_DEVICES": ""}
+    return kept | importable() | fixed | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", WORKER_MARK: "1"}
 
 
 def in_worker() -> bool:
@@ -71,3 +62,8 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def kill_group(pid: int) -> None:
+    """Kills the process with what it started."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)

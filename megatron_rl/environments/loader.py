@@ -31,8 +31,6 @@ PACKAGE = "megatron_rl_environments"
 ENTRY_POINT_GROUP = "megatron_rl.environments"
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 """Names appear in URLs and in metric keys."""
-NEW_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
-"""A name that is also a module's."""
 MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 Begin = Callable[[str], None]

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.environments.limits import LOAD_SECONDS, importable
+from megatron_rl.environments.limits import LOAD_SECONDS, importable, kill_group
 from megatron_rl.environments.wire import receive, send
 from megatron_rl.errors import ConfigError, one_line
 
@@ -50,16 +50,24 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Inspection:
-    """The self-test of one environment."""
+class Stage:
+    """What a child is about to do; if it does not come back, this is what it did."""
 
-    title: str
-    checks: Sequence[tuple[str, bool | None, str]]
-    """Name, verdict (None: there is nothing to check) and detail."""
-    problems: tuple[str, ...]
-    """Why there is none."""
-    output: str
-    """The end of what it printed."""
+    key: str = ""
+    """The entry or the module, in the caller's words; the next child is told to leave it out."""
+    who: str = "the process that loads environments"
+    doing: str = "it started"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of the work: a result, or problems; with ``failed_at`` the one of a child that gave no answer."""
+
+    result: Any = None
+    problems: tuple[str, ...] = ()
+    failed_at: Stage | None = None
+    output: str = ""
+    """The end of what was printed."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +96,12 @@ def found(seconds: float = LOAD_SECONDS) -> Found:
     return Found(answer.result["environments"], dict(sorted(broken.items())), traces)
 
 
-def inspected(name: str, options: Sequence[str], limit: int, seconds: float = LOAD_SECONDS) -> Inspection:
-    """Runs the self-test of the environment ``name`` with ``options`` such as ``max_terms=6``."""
-    answer = _run_in_child("inspect", {"name": name, "options": list(options), "limit": limit}, seconds)
-    result = answer.result or {"title": "", "checks": []}
-    return Inspection(result["title"], [tuple(row) for row in result["checks"]], answer.problems, answer.output)
+def inspected(name: str, options: Sequence[str], limit: int, seconds: float = LOAD_SECONDS) -> Answer:
+    """The self-test of the environment ``name`` with ``options`` such as ``max_terms=6``.
+
+    The result has a ``title`` and ``checks``: rows of name, verdict (None: there is nothing to check) and detail.
+    """
+    return _run_in_child("inspect", {"name": name, "options": list(options), "limit": limit}, seconds)
 
 
 def surveyed(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bool = False) -> list[Surveyed]:
@@ -104,28 +113,7 @@ def surveyed(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bo
     return [Surveyed(**row) for row in answer.result]
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """What a child is about to do; if it does not come back, this is what it did."""
-
-    key: str = ""
-    """The entry or the module, in the caller's words; the next child is told to leave it out."""
-    who: str = "the process that loads environments"
-    doing: str = "it started"
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What came of the work: a result, or problems; with ``failed_at`` the one of a child that gave no answer."""
-
-    result: Any = None
-    problems: tuple[str, ...] = ()
-    failed_at: _Stage | None = None
-    output: str = ""
-    """The end of what was printed."""
-
-
-def _all_but_failing(work: str, arguments: Mapping[str, Any], seconds: float) -> tuple[_Answer, dict[str, str]]:
+def _all_but_failing(work: str, arguments: Mapping[str, Any], seconds: float) -> tuple[Answer, dict[str, str]]:
     """The answer without the modules or entries that ended their child, and the problem of each of those."""
     failures: dict[str, str] = {}
     while True:
@@ -135,7 +123,7 @@ def _all_but_failing(work: str, arguments: Mapping[str, Any], seconds: float) ->
         failures[answer.failed_at.key] = answer.problems[0]
 
 
-def _run_in_child(work: str, arguments: Mapping[str, Any], seconds: float) -> _Answer:
+def _run_in_child(work: str, arguments: Mapping[str, Any], seconds: float) -> Answer:
     """The answer of ``loading_child.WORK[work](**arguments)``; each stage it reports may take ``seconds``."""
     ours, theirs = multiprocessing.Pipe()
     with ours:
@@ -169,16 +157,16 @@ class _Failed(Exception):
 class _Child:
     process: subprocess.Popen
     channel: Connection
-    stage: _Stage = field(default_factory=_Stage)
+    stage: Stage = field(default_factory=Stage)
     printed: int = 0
     tail: bytes = b""
 
-    def answer(self, seconds: float) -> _Answer:
+    def answer(self, seconds: float) -> Answer:
         """Waits for it, stage after stage."""
         try:
             message = self._next_message(max(seconds, START_SECONDS))
             while "stage" in message:
-                self.stage = _Stage(**message["stage"])
+                self.stage = Stage(**message["stage"])
                 message = self._next_message(seconds)
             while self._read_output(0):
                 pass
@@ -186,13 +174,11 @@ class _Child:
             return self._failure(error if isinstance(error, _Failed) else _Failed(self._ended()))
         if "raised" in message:  # its last words are the traceback
             return self._failure(_Failed(message["raised"]), quote=False)
-        return _Answer(message.get("result"), tuple(message.get("problems", ())), output=self._output())
+        return Answer(message.get("result"), tuple(message.get("problems", ())), output=self._output())
 
     def end(self) -> None:
         """Kills it with all it started, and reaps it."""
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         self.process.stdout.close()
         self.process.wait()
 
@@ -227,14 +213,14 @@ class _Child:
     def _output(self) -> str:
         return self.tail.decode("utf-8", errors="replace")
 
-    def _failure(self, failed: _Failed, quote: bool = True) -> _Answer:
+    def _failure(self, failed: _Failed, quote: bool = True) -> Answer:
         """The answer in the child's place."""
         with contextlib.suppress(_Failed):
             while self._read_output(0):
                 pass
         said = f"; its last words: {one_line(self._output()[-200:])}" if quote and self.tail.strip() else ""
         line = f"{self.stage.who} {failed} while {self.stage.doing}; {failed.advice}{said}"
-        return _Answer(problems=(line,), failed_at=self.stage, output=self._output())
+        return Answer(problems=(line,), failed_at=self.stage, output=self._output())
 
     def _ended(self) -> str:
         try:

@@ -70,8 +70,8 @@ def survey(report: Report, path: str, skip: Collection[str], demonstrations: boo
         facts = {
             "name": name,
             "evaluation_only": environment.evaluation_only,
-            "test_tasks": item.tasks.counts.get("test", 0),
-            "first_chat": item.tasks.first_chat,
+            "test_tasks": item.counts.get("test", 0),
+            "first_chat": item.first_chat,
             "demonstrates": False,
             "overlong": None,
         }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron_rl.environments.loader import NEW_NAME, canonical
+from megatron_rl.environments.loader import canonical
 from megatron_rl.errors import ConfigError
 
 ENVIRONMENT = '''\
@@ -63,7 +64,13 @@ def write_environment(name: str, folder: Path, taken: Collection[str]) -> tuple[
 
     ``ConfigError`` for a name that is no good, or would select one of those ``taken``.
     """
-    _refuse_bad_name(name, taken)
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name):
+        why = "it becomes a module and a metric name"
+        advice = "use lower-case letters, digits and _, beginning with a letter"
+        raise ConfigError([f"{name!r} cannot name an environment, because {why}; {advice}"])
+    for other in taken:
+        if canonical(other) == canonical(name):
+            raise ConfigError([f"an environment {other!r} exists, and {name!r} would select it; choose another name"])
     target = folder / name
     if target.exists() or target.with_suffix(".py").exists():
         raise ConfigError([f"{target} exists already; choose another name, or remove it"])
@@ -80,13 +87,3 @@ def write_environment(name: str, folder: Path, taken: Collection[str]) -> tuple[
 def class_name(name: str) -> str:
     """``WordCount`` for ``word_count``."""
     return "".join(part.capitalize() for part in name.split("_"))
-
-
-def _refuse_bad_name(name: str, taken: Collection[str]) -> None:
-    if not NEW_NAME.fullmatch(name) or keyword.iskeyword(name):
-        why = "it becomes a module and a metric name"
-        advice = "use lower-case letters, digits and _, beginning with a letter"
-        raise ConfigError([f"{name!r} cannot name an environment, because {why}; {advice}"])
-    for other in taken:
-        if canonical(other) == canonical(name):
-            raise ConfigError([f"an environment {other!r} exists, and {name!r} would select it; choose another name"])

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.checks import survey_tasks
+from megatron_rl.environments.checks import splits_of, survey_tasks
 from megatron_rl.environments.loader import Begin, ignore
 from megatron_rl.environments.results import judge
 from megatron_rl.errors import shorten
-from megatron_rl.types import GradeResult, Split, Task, Transcript, Turn
+from megatron_rl.types import GradeResult, Task, Transcript, Turn
 
 TIMED_SECONDS = 2.0
 SLOWEST = 10
 """Grades a second. A step of 64 groups of 16 would otherwise wait for two minutes."""
 
-
 Played = tuple[Task, Sequence[str]]
 """A task and the model's turns."""
+Graded = Callable[[Task, Sequence[str]], GradeResult]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore
     problems = survey_tasks(environment, begin).problems
     if problems:
         return [Check("tasks", False, "; ".join(problems))]
-    splits: tuple[Split, ...] = ("test",) if environment.evaluation_only else ("train", "test")
+    splits = splits_of(environment)
     begin("its gold answers and demonstrations were read")
     tasks = [task for split in splits for task in islice(environment.tasks(split), limit)]
     gold = [(task, turns) for task in tasks if (turns := environment.gold_turns(task)) is not None]
@@ -48,54 +48,47 @@ def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore
     ]
     empty = [(task, [""]) for task in tasks]
     lowest, highest = environment.reward_range
-    player = _Player(environment, begin)
+
+    def announced(task: Task, turns: Sequence[str]) -> GradeResult:
+        begin(f"it graded {_shown(turns)} to task {shorten(task.id)}")
+        return play(environment, task, turns)
+
     return [
         Check("tasks", True, f"the first {len(tasks)} of {', '.join(splits)}"),
-        _rewards("gold answers", player, gold, highest),
-        _rewards("demonstrations", player, shown, highest),
-        _rewards("empty answers", player, empty, lowest),
-        _agreement(player, [*gold, *shown, *empty]),
-        _speed(player, [*gold, *shown] or empty),
+        _rewards("gold answers", announced, gold, highest),
+        _rewards("demonstrations", announced, shown, highest),
+        _rewards("empty answers", announced, empty, lowest),
+        _agreement(announced, [*gold, *shown, *empty]),
+        _speed(environment, [*gold, *shown] or empty),
     ]
 
 
-@dataclass(frozen=True)
-class _Player:
-    environment: Environment
-    begin: Begin
-
-    def play(self, task: Task, turns: Sequence[str]) -> GradeResult:
-        """``play``, announced."""
-        self.begin(f"it graded {_shown(turns)} to task {shorten(task.id)}")
-        return play(self.environment, task, turns)
-
-
-def _rewards(name: str, player: _Player, answers: Sequence[Played], wanted: float) -> Check:
+def _rewards(name: str, graded: Graded, answers: Sequence[Played], wanted: float) -> Check:
     """Every answer must get exactly the reward ``wanted``."""
     if not answers:
         return Check(name, None, "the environment has none")
     for task, turns in answers:
-        result = player.play(task, turns)
+        result = graded(task, turns)
         if result.reward != wanted:
             got = result.reward if result.status == "ok" else f"{result.code}: {result.message}"
             return Check(name, False, f"{_shown(turns)} to task {shorten(task.id)} gets {got}, not {wanted:g}")
     return Check(name, True, f"{len(answers)} at {wanted:g}")
 
 
-def _agreement(player: _Player, answers: Sequence[Played]) -> Check:
+def _agreement(graded: Graded, answers: Sequence[Played]) -> Check:
     for task, turns in answers:
-        first, second = (player.play(task, turns) for _ in range(2))
+        first, second = (graded(task, turns) for _ in range(2))
         if first != second:
             where = f"{_shown(turns)} to task {shorten(task.id)}"
             return Check("graded twice", False, f"{where} gets {first}, then {second}")
     return Check("graded twice", True, f"{len(answers)} agree")
 
 
-def _speed(player: _Player, answers: Sequence[Played]) -> Check:
+def _speed(environment: Environment, answers: Sequence[Played]) -> Check:
     """Grades a second in one thread; run last, when what the grader imports is loaded."""
     start, count = time.perf_counter(), 0
     for task, turns in answers:
-        play(player.environment, task, turns)
+        play(environment, task, turns)
         count += 1
         if time.perf_counter() - start > TIMED_SECONDS:
             break

@@ -137,14 +137,23 @@ class _Counters(_Served):
 
 
 class _Environments(_Served):
-    def get(self) -> dict[str, Any]:
-        return {"items": [_summary(self.service, name) for name in self.service.environments]}
+    def get(self, name: str = "") -> dict[str, Any]:
+        """What is served: all environments, or one."""
+        if name:
+            return self._summary(name)
+        return {"items": [self._summary(each) for each in self.service.environments]}
 
-
-class _OneEnvironment(_Served):
-    def get(self, name: str) -> dict[str, Any]:
-        self.service.environment(name)
-        return _summary(self.service, name)
+    def _summary(self, name: str) -> dict[str, Any]:
+        environment = self.service.environment(name)
+        return {
+            "name": name,
+            "weight": self.service.specs[name].weight if name in self.service.specs else 1.0,
+            "environment": environment.name,
+            "description": environment.description(),
+            "evaluation_only": environment.evaluation_only,
+            "max_turns": environment.max_turns,
+            "reward_range": list(environment.reward_range),
+        }
 
 
 class _Rows(_Served):
@@ -176,19 +185,6 @@ class _Judged(_Served):
         finally:
             service.places.release()
         return {"items": [result_to_json(result) for result in results]}
-
-
-def _summary(service: Service, name: str) -> dict[str, Any]:
-    environment = service.environments[name]
-    return {
-        "name": name,
-        "weight": service.specs[name].weight if name in service.specs else 1.0,
-        "environment": environment.name,
-        "description": environment.description(),
-        "evaluation_only": environment.evaluation_only,
-        "max_turns": environment.max_turns,
-        "reward_range": list(environment.reward_range),
-    }
 
 
 def _read_items(body: bytes, action: str) -> list[Item]:
@@ -230,10 +226,9 @@ def create_app(service: Service) -> Flask:
 
     api, one = _JsonApi(app), "/v1/environments/<string:name>"
     api.add_resource(_Health, "/v1/health", endpoint="health")
+    api.add_resource(_Environments, "/v1/environments", one, resource_class_kwargs={"service": service})
     for resource, url in {
         _Counters: "/v1/counters",
-        _Environments: "/v1/environments",
-        _OneEnvironment: one,
         _Rows: f"{one}/<any(tasks,demonstrations):what>",
         _Judged: f"{one}/<any(grade,step):action>",
     }.items():

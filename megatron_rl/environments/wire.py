@@ -5,13 +5,13 @@ Written by one side, checked by the other. Nothing is pickled, so nothing is run
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
 
+from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Demonstration, FinishReason, Item, LaterTurn, Message, Task, Transcript, Turn
@@ -126,12 +126,7 @@ class ServerGivenUp(EnvironmentFault):
 def write_private(path: Path, text: str) -> None:
     """Writes the file in one step, readable by its owner alone: a reader sees all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(partial, path)
+    write_text_atomic(path, text, private=True)
 
 
 def write_address(path: Path, address: Address) -> None:

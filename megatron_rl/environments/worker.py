@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.environments.limits import Limits, die_with_parent
+from megatron_rl.environments.limits import Limits, die_with_parent, kill_group
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, graded, judge, result_to_json, results_from_json
 from megatron_rl.environments.wire import item_from_json, receive, send
@@ -167,9 +167,7 @@ class _Worker:
     def end(self) -> str:
         """Kills the worker with what it started and says how it ended: by this, or by what came before."""
         self.channel.close()
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(self._pid, signal.SIGKILL)
+        kill_group(self._pid)
         code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         return f"exited with status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import RLConfig
 from megatron_rl.environments.client import EnvironmentClient, ServedEnvironment
-from megatron_rl.environments.counters import EnvironmentCounters
-from megatron_rl.environments.process import EnvironmentServerProcess
+from megatron_rl.environments.process import EnvironmentCounters, EnvironmentServerProcess
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.parallel import ParallelGroups

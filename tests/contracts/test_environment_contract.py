@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments.checks import task_problems
+from megatron_rl.environments.checks import survey_tasks
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data import DatasetEnvironment
 from megatron_rl.environments.loader import PACKAGE, discover
@@ -101,7 +101,7 @@ def test_imports_only_the_base_class_and_the_types(name):
 @every_environment
 def test_tasks_are_usable_repeatable_and_survive_json(name):
     environment = make(name)
-    assert task_problems(environment) == []  # ids unique over both splits, prompts not empty, data JSON
+    assert survey_tasks(environment).problems == []  # ids unique over both splits, prompts not empty, data JSON
     split = "test" if environment.evaluation_only else "train"
     first = list(islice(environment.tasks(split), SAMPLE))
     assert first == list(islice(make(name).tasks(split), SAMPLE))

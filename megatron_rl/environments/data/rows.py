@@ -14,7 +14,7 @@ import json
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -62,9 +62,9 @@ class Source:
     def rows(self) -> NumberedRows:
         """Pairs of row number and row, unchecked."""
         if self.path:
-            return read_file(self.path, self.columns)
+            return _read_file(self.path, self.columns)
         instead = f"pass a local copy as {self.option}: FILE (jsonl, json, csv or parquet with {self.layouts})"
-        return read_hub(self.hub, self.config, self.split, self.columns, instead)
+        return _read_hub(self.hub, self.config, self.split, self.columns, instead)
 
     @property
     def layouts(self) -> str:
@@ -162,32 +162,27 @@ def _names(values: Mapping) -> str:
     return ", ".join(map(str, values)) or "nothing"
 
 
-def read_file(path: str, wanted: Collection[str] = ()) -> NumberedRows:
+def _read_file(path: str, wanted: Collection[str] = ()) -> NumberedRows:
     """Pairs of row number and row. Of a parquet file that has all columns ``wanted`` only those are read."""
     file = Path(path).expanduser()
     if not file.is_file():
-        why = "is a folder; name the file in it" if file.is_dir() else "does not exist"
-        raise _bad(path, why)
-    reader = _reader(file)
+        raise _bad(path, "is a folder; name the file in it" if file.is_dir() else "does not exist")
+    kind = Path(file.name.removesuffix(".gz")).suffix.lower()
+    readers = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
+    if kind not in readers or (kind == ".parquet" and file.suffix == ".gz"):
+        raise _bad(str(file), "has an unknown ending; use .json, .jsonl or .csv (also .gz), or .parquet")
     try:
-        yield from reader(file, wanted)
+        yield from readers[kind](file, wanted)
     except (EOFError, zlib.error) as error:
         raise _bad(path, f"is truncated or damaged: {_first_line(error)}") from error
     except gzip.BadGzipFile as error:
         raise _bad(path, "is not gzip, whatever its name says; drop .gz from the name") from error
     except UnicodeDecodeError as error:
-        advice = "it is gzip: add .gz to its name" if _is_gzip(file) else "save it as UTF-8"
+        is_gzip = error.object[:2] == b"\x1f\x8b"
+        advice = "it is gzip: add .gz to its name" if is_gzip else "save it as UTF-8"
         raise _bad(path, f"is not UTF-8 text ({error.reason} at byte {error.start}); {advice}") from error
     except OSError as error:
         raise _bad(path, f"cannot be read: {error.strerror or _first_line(error)}") from error
-
-
-def _reader(file: Path) -> Callable[[Path, Collection[str]], NumberedRows]:
-    kind = Path(file.name.removesuffix(".gz")).suffix.lower()
-    readers = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
-    if kind not in readers or (kind == ".parquet" and file.suffix == ".gz"):
-        raise _bad(str(file), "has an unknown ending; use .json, .jsonl or .csv (also .gz), or .parquet")
-    return readers[kind]
 
 
 def _open(file: Path) -> TextIO:
@@ -244,22 +239,13 @@ def _parquet(file: Path, wanted: Collection[str]) -> NumberedRows:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             names = opened.schema_arrow.names
             columns = list(wanted) if wanted and set(wanted) <= set(names) else None
-            for batch in opened.iter_batches(BATCH, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
+            yield from _numbered(opened.iter_batches(BATCH, columns=columns))
     except pyarrow.ArrowException as error:
         raise _bad(str(file), f"is not parquet or is truncated: {_first_line(error)}") from error
-
-
-def _is_gzip(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(2) == b"\x1f\x8b"
 
 
 def _first_line(error: BaseException) -> str:
@@ -270,31 +256,32 @@ def _bad(path: str, problem: str) -> ConfigError:
     return ConfigError([f"{path} {problem}" if not problem.startswith("row ") else f"{path}: {problem}"])
 
 
-def read_hub(
-    name: str, config: str | None, split: str, wanted: Collection[str], instead: str
-) -> NumberedRows:
+def _read_hub(name: str, config: str | None, split: str, wanted: Collection[str], instead: str) -> NumberedRows:
     """Pairs of row number, from 1, and row; ``instead`` says in errors which file may be passed."""
     # imported here: `datasets` takes five seconds, which local files need not pay
     import datasets
 
     with contextlib.ExitStack() as stack:
         if not datasets.config.HF_HUB_OFFLINE and not _answers(datasets.config.HF_ENDPOINT):
-            stack.enter_context(_offline())
+            # what HF_HUB_OFFLINE=1 does, for one call: the cache is used, or the call fails at once
+            for switch in ("datasets.config.HF_HUB_OFFLINE", "huggingface_hub.constants.HF_HUB_OFFLINE"):
+                stack.enter_context(mock.patch(switch, True))
         stack.callback(datasets.enable_progress_bars)
         datasets.disable_progress_bars()
         try:
             rows = datasets.load_dataset(name, config, split=split)
         except Exception as error:
             # a dozen types in three libraries: no network, no such data set, no access, a broken download
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError([f"cannot read {name} from the Hugging Face hub ({why}); {instead}"]) from error
+            why = f"cannot read {name} from the Hugging Face hub ({_first_line(error)})"
+            raise ConfigError([f"{why}; {instead}"]) from error
     if set(wanted) <= set(rows.column_names):
         rows = rows.select_columns(list(wanted))
-    number = 0
-    for batch in rows.with_format("arrow").iter(BATCH):
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+    yield from _numbered(rows.with_format("arrow").iter(BATCH))
+
+
+def _numbered(batches: Iterable[Any]) -> NumberedRows:
+    """The rows of arrow batches."""
+    return enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
 def _answers(endpoint: str) -> bool:
@@ -307,13 +294,3 @@ def _answers(endpoint: str) -> bool:
         return True
     except (OSError, ValueError):
         return False
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """What HF_HUB_OFFLINE=1 does, for one call: the cache is used, or the call fails at once."""
-    with (
-        mock.patch("datasets.config.HF_HUB_OFFLINE", True),
-        mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
-    ):
-        yield

@@ -4,7 +4,7 @@ math-verify looks for answers too, but falls back to any earlier number when the
 a bare ``x^2+2x+1`` as 1. So what is marked as the answer (a box, an ``Answer:`` line, ``####``) and what is
 nothing but an answer is cut out here and parsed as a whole; its own search is left the prose without a mark.
 
-Runs in a worker process only (``dispatch``): nothing in here can be interrupted.
+Runs in a worker process only: nothing in here can be interrupted.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ import logging
 import re
 from typing import Any
 
-from megatron_rl.environments.grading.bounds import (
-    has_functions,
-    text_of_short_formulas,
-    text_too_costly,
-    too_costly,
-)
+from megatron_rl.environments.grading.bounds import has_functions, text_of_short_formulas, text_too_costly, too_costly
 from megatron_rl.environments.grading.text import final_part, last_boxes, marked_line, plain_signs
 from megatron_rl.types import Grade
 

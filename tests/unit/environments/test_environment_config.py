@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.checks import MAX_PROBLEMS, read_rows, task_problems
+from megatron_rl.environments.checks import MAX_PROBLEMS, read_rows, survey_tasks
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.types import Task
@@ -247,17 +247,17 @@ def endless_tasks():
 
 def test_tasks_without_an_end_are_refused(monkeypatch):
     monkeypatch.setattr("megatron_rl.environments.checks.MAX_ROWS", 50)
-    assert task_problems(Rows(endless_tasks)) == [
+    assert survey_tasks(Rows(endless_tasks)).problems == [
         "train has more than 50 rows, or no end; give fewer",
     ]
-    found = task_problems(Rows(lambda: itertools.repeat("no task")))
+    found = survey_tasks(Rows(lambda: itertools.repeat("no task"))).problems
     assert len(found) == MAX_PROBLEMS + 1
     assert found[MAX_PROBLEMS] == f"... and {50 + 1 - MAX_PROBLEMS} more"
 
 
 def test_tasks_larger_than_memory_are_refused(monkeypatch):
     monkeypatch.setattr("megatron_rl.environments.checks.MAX_BYTES", 10_000)
-    [problem] = task_problems(Rows(lambda: [Task(str(n), "x" * 999) for n in range(100)]))[:1]
+    [problem] = survey_tasks(Rows(lambda: [Task(str(n), "x" * 999) for n in range(100)])).problems[:1]
     assert problem == "train has more than 9.31323e-06 GiB in its first 10 rows; give less"
 
 
@@ -265,7 +265,7 @@ def test_a_row_of_shared_lists_is_not_written_out():
     value = ["x"] * 10
     for _ in range(30):
         value = [value] * 10
-    [problem] = task_problems(Rows(lambda: [Task("a", "2+2=", {"v": value})]))[:1]
+    [problem] = survey_tasks(Rows(lambda: [Task("a", "2+2=", {"v": value})])).problems[:1]
     assert problem == "train row 0 cannot be sent: more than 1,000,000 values"
 
 

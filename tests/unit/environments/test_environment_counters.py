@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.environments.counters import EnvironmentCounters
+from megatron_rl.environments.process import EnvironmentCounters
 from megatron_rl.errors import EnvironmentFault
 
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 import pytest
 
 from megatron_rl.environments import grading
-from megatron_rl.environments.checks import task_problems
+from megatron_rl.environments.checks import survey_tasks
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data.environment import AFTER, BEFORE
 from megatron_rl.environments.loader import find_environment
@@ -60,7 +60,7 @@ class TestDapo:
     def test_repeated_contradictory_and_damaged_rows_are_dropped_and_counted(self, real, caplog):
         caplog.set_level(logging.INFO, "megatron_rl")
         environment = real("dapo", path=DAPO, held_out=0)
-        assert task_problems(environment) == []
+        assert survey_tasks(environment).problems == []
         tasks = list(environment.tasks("train"))
         assert len(tasks) == 17_290 - 11 - 5
         # 17,917 rows: 17,274 kept, 22 of 11 problems with two answers, 5 damaged, the rest repeats
@@ -177,7 +177,7 @@ class TestAime:
     )
     def test_thirty_problems(self, real, path, year):
         environment = real("aime", path=path, year=year)
-        assert task_problems(environment) == []
+        assert survey_tasks(environment).problems == []
         tasks = list(environment.tasks("test"))
         assert len(tasks) == 30
         assert all(0 <= int(task.data["gold"]) <= 999 for task in tasks)
@@ -215,7 +215,7 @@ class TestAime:
 class TestGsm8k:
     def test_the_published_splits(self, real):
         environment = real("gsm8k", **REAL["gsm8k"])
-        assert task_problems(environment) == []
+        assert survey_tasks(environment).problems == []
         assert (len(list(environment.tasks("train"))), len(list(environment.tasks("test")))) == (7473, 1319)
 
     def test_prompt_answer_and_demonstration_of_the_first_row(self, real):
@@ -247,7 +247,7 @@ class TestGsm8k:
             environment.tasks("test")
         environment = real("gsm8k", test_path="gsm8k/test.jsonl")
         environment.evaluation_only = True
-        assert task_problems(environment) == []
+        assert survey_tasks(environment).problems == []
 
     @pytest.mark.parametrize("solution", ["it is 5", "#### five", "#### 5 apples"])
     def test_a_solution_without_a_number_is_refused(self, tmp_path, solution):
@@ -259,7 +259,7 @@ class TestGsm8k:
 class TestMath500:
     def test_five_hundred_problems_for_evaluation_only(self, real):
         environment = real("math500", path="math500/test.jsonl")
-        assert task_problems(environment) == []
+        assert survey_tasks(environment).problems == []
         tasks = list(environment.tasks("test"))
         assert len(tasks) == 500
         assert tasks[1].data == {"gold": "p - q"}
@@ -275,7 +275,7 @@ class TestCountdown:
     )
     def test_both_published_layouts(self, real, path, count):
         environment = real("countdown", path=path)
-        assert task_problems(environment) == []
+        assert survey_tasks(environment).problems == []
         tasks = [*environment.tasks("train"), *environment.tasks("test")]
         assert len(tasks) == count
         assert all(solves(environment.gold_answer(task), task) for task in tasks)
@@ -293,7 +293,7 @@ class TestCountdown:
 
     def test_options_too_narrow_are_an_error_and_no_endless_loop(self):
         environment = find_environment("countdown").from_options({"max_number": 2, "max_numbers": 3})
-        [problem] = {text.partition("found only")[1] for text in task_problems(environment)}
+        [problem] = {text.partition("found only")[1] for text in survey_tasks(environment).problems}
         assert problem == "found only"
 
     @pytest.mark.parametrize(

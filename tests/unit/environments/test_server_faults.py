@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from megatron_rl.environments.client import EnvironmentClient
-from megatron_rl.environments.counters import EnvironmentCounters
-from megatron_rl.environments.process import EnvironmentServerProcess
+from megatron_rl.environments.process import EnvironmentCounters, EnvironmentServerProcess
 from megatron_rl.environments.wire import Address, read_address, write_address
 from megatron_rl.types import Task, Transcript
 

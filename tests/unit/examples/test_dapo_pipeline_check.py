@@ -37,8 +37,8 @@ def test_the_shipped_samples_have_tasks_to_train_and_to_evaluate_on(tmp_path: Pa
     files = ["--dapo", "it's here/dapo/sample.jsonl", "--aime", str(samples / "aime" / "sample.jsonl")]
     subprocess.run([*command, *files], check=True, cwd=tmp_path)
     dapo, aime = prepare_environments(tmp_path / "run" / "environments.yaml").values()
-    assert dapo.tasks.counts == {"train": 18, "test": 2}
-    assert aime.tasks.counts == {"test": 5}
+    assert dapo.counts == {"train": 18, "test": 2}
+    assert aime.counts == {"test": 5}
     assert aime.environment.evaluation_only
 
 
