@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +44,7 @@ def ignore(_: str) -> None:
 
 @dataclass(frozen=True)
 class BrokenEnvironment:
-    """An environment that could not be imported."""
+    """One that could not be imported."""
 
     name: str
     reason: str
@@ -70,7 +71,7 @@ def discover(begin: Begin = ignore, skip: Collection[str] = ()) -> Discovery:
         try:
             for found in load():
                 str(found.description())
-                environments.setdefault(_checked_name(found), found)
+                environments.setdefault(found.name, found)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an author's module may raise anything
             broken.append(BrokenEnvironment(name, reason_of(error), traceback.format_exc()))
     return Discovery(dict(sorted(environments.items())), tuple(broken))
@@ -100,12 +101,17 @@ def find_environment(reference: str, begin: Begin = ignore) -> type[Environment]
 
 def _candidates() -> Iterator[tuple[str, Callable[[], list[type[Environment]]]]]:
     """Pairs of a name and a function that imports it and returns the environment classes found there."""
-    package = _environments_package()
-    for module in pkgutil.iter_modules(package.__path__ if package else []):
-        if not module.name.startswith("_"):
-            yield module.name, lambda name=module.name: _classes_of_folder(name)
+    for name in _module_names():
+        yield name, partial(_classes_of_folder, name)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         yield point.name, lambda point=point: [_checked_class(point.load(), point.value)]
+
+
+def _module_names() -> list[str]:
+    """Of the folder's environments."""
+    package = _environments_package()
+    modules = pkgutil.iter_modules(package.__path__ if package else [])
+    return [module.name for module in modules if not module.name.startswith("_")]
 
 
 def is_listed(module: Path) -> bool:
@@ -141,10 +147,8 @@ def _import_folder(wanted: str, begin: Begin) -> type[Environment] | None:
 
     Tried before full discovery so that a run never imports what the other environments depend on.
     """
-    package = _environments_package()
-    modules = pkgutil.iter_modules(package.__path__ if package else [])
-    module = next((found.name for found in modules if canonical(found.name) == wanted), None)
-    if module is None or module.startswith("_"):
+    module = next((name for name in _module_names() if canonical(name) == wanted), None)
+    if module is None:
         return None
     begin("its module was imported")
     try:
@@ -166,9 +170,7 @@ def _classes_of_folder(name: str) -> list[type[Environment]]:
     ]
     if not classes:
         raise ConfigError([f"{module.__name__} defines no Environment; start a helper's name with '_'"])
-    for found in classes:
-        _checked_name(found)
-    return classes
+    return [_checked_class(found, found.__name__) for found in classes]
 
 
 def _import_class(reference: str) -> type[Environment]:
@@ -179,9 +181,7 @@ def _import_class(reference: str) -> type[Environment]:
     if class_name not in vars(module):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
         raise ConfigError([f"{module_name} has no class {class_name!r}{suggestion(class_name, classes)}"])
-    found = _checked_class(vars(module)[class_name], reference)
-    _checked_name(found)
-    return found
+    return _checked_class(vars(module)[class_name], reference)
 
 
 def _import_module(module_name: str, reference: str) -> ModuleType:
@@ -220,15 +220,11 @@ def _checked_class(value: object, reference: str) -> type[Environment]:
         raise ConfigError([f"{reference!r} is not an Environment; derive it from {Environment.__module__}"])
     if inspect.isabstract(value):
         raise ConfigError([f"{reference!r} lacks {', '.join(sorted(value.__abstractmethods__))}"])
-    return value
-
-
-def _checked_name(environment: type[Environment]) -> str:
-    name = getattr(environment, "name", None)
+    name = getattr(value, "name", None)
     if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
-        where = f"{environment.__module__}:{environment.__qualname__}"
+        where = f"{value.__module__}:{value.__qualname__}"
         raise ConfigError([f"{where} has the name {name!r}; set `name` to match {NAME_PATTERN.pattern}"])
-    return name
+    return value
 
 
 def canonical(name: str) -> str:

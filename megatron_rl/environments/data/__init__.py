@@ -1,36 +1,231 @@
-"""Environments whose tasks are the rows of a published data set.
+"""The base of environments that read a data set: a subclass says what a row means and how it is graded.
 
-::
-
-    rows         reads a source, a local file or a data set of the Hugging Face hub, and checks every row
-    environment  problems without repetitions, and the base class: a subclass says what a row means
-
-Nothing here imports ``datasets`` or ``pyarrow`` before rows are read: they take seconds.
+``rows`` reads a source and checks every row. Nothing here imports ``datasets`` or ``pyarrow`` before rows are read:
+they take seconds.
 """
 
-from megatron_rl.environments.data.environment import (
-    DatasetEnvironment,
-    Overlong,
-    Problem,
-    chosen,
-    dapo_prompt,
-    dapo_statement,
-    held_out,
-    letters_and_digits,
-)
-from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
+from __future__ import annotations
 
-__all__ = [
-    "DatasetEnvironment",
-    "Overlong",
-    "Problem",
-    "Row",
-    "RowError",
-    "Source",
-    "chosen",
-    "dapo_prompt",
-    "dapo_statement",
-    "held_out",
-    "letters_and_digits",
-    "read_rows",
-]
+import hashlib
+import logging
+import math
+import re
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Grade, Message, Prompt, Split, Task, Transcript
+
+__all__ = ["DatasetEnvironment", "Overlong", "Problem", "Row", "RowError", "Source", "chosen", "dapo_prompt"]
+__all__ += ["dapo_statement", "held_out", "letters_and_digits", "read_rows"]
+
+STATUSES = ("correct", "no_answer", "unparsable", "timeout")
+"""Verdicts of the graders that become metrics; what remains to 1 was an answer and wrong."""
+
+BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One checked row."""
+
+    statement: str
+    """The bare problem: two rows with the same statement are the same problem, whatever surrounds it."""
+    prompt: Prompt
+    gold: str
+    """The right answer as its grader wants it; kept as text, since a float would damage long integers."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment itself wants to find in ``Task.data`` besides ``gold``."""
+    solution: str = ""
+    """A worked solution, where the data set has one."""
+
+    @property
+    def task(self) -> Task:
+        """The task of this problem; its id depends on the statement alone."""
+        digest = hashlib.sha256(self.statement.encode()).hexdigest()[:16]
+        return Task(digest, self.prompt, {"gold": self.gold, **self.data})
+
+
+def distinct(rows: Iterable[Problem], counts: Counter[str]) -> dict[str, Problem]:
+    """The problems by statement, each once; ``counts`` is told of the rows, what was dropped and why.
+
+    Of a problem with two answers no one can say which is right: all its rows are dropped.
+    """
+    kept: dict[str, Problem] = {}
+    contradictory: set[str] = set()
+    repeated: Counter[str] = Counter()
+    for problem in rows:
+        counts["rows"] += 1
+        earlier = kept.setdefault(problem.statement, problem)
+        repeated[problem.statement] += earlier is not problem
+        if earlier.gold != problem.gold:
+            contradictory.add(problem.statement)
+    for statement in contradictory:
+        del kept[statement]
+        counts["with two answers"] += 1 + repeated.pop(statement)
+    counts["repeated"] += repeated.total()
+    return kept
+
+
+def held_out(statement: str, one_in: int) -> bool:
+    """Whether a problem is in the ``one_in``-th part kept for the test split; never with ``one_in`` 0.
+
+    By a hash of its letters and digits: it stays there whatever file or order it comes in, and a copy that
+    differs in spaces alone stays with it.
+    """
+    digest = hashlib.sha256(letters_and_digits(statement).encode()).digest()
+    return one_in > 0 and int.from_bytes(digest[:8]) % one_in == 0
+
+
+def letters_and_digits(text: str) -> str:
+    """What copies of one problem have in common; spaces and dollar signs differ."""
+    return re.sub(r"[\W_]", "", text).lower()
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """DAPO's soft overlong punishment; ``buffer`` is L_cache and ``max_tokens`` L_max, both in tokens."""
+
+    buffer: int
+    factor: float
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.buffer and not 0 < self.buffer <= self.max_tokens:
+            raise ValueError(
+                f"overlong_buffer is {self.buffer} and max_response_tokens {self.max_tokens}; give the limit of "
+                "--rl-max-new-tokens as max_response_tokens, and a buffer from 1 to it, or 0 for none"
+            )
+        if not 0 < self.factor < math.inf:
+            raise ValueError(f"overlong_penalty is {self.factor}; it must be positive: it is what gets subtracted")
+
+    @property
+    def free_tokens(self) -> int:
+        """The longest completion that costs nothing; 0 without a buffer."""
+        return self.max_tokens - self.buffer if self.buffer else 0
+
+    def penalty(self, num_tokens: int) -> float:
+        """DAPO's equation 13: 0 up to ``max_tokens - buffer``, then linear to ``-factor``.
+
+        Of 16384 and a buffer of 4096: 12288 tokens cost 0, 14336 half the factor, 16384 and more all of it.
+        """
+        exceeded = num_tokens - (self.max_tokens - self.buffer)
+        return 0.0 - min(max(exceeded / self.buffer, 0.0), 1.0) * self.factor
+
+
+class DatasetEnvironment(Environment):
+    """Tasks are the rows of ``source``; ``grader`` compares a completion with ``Problem.gold``.
+
+    ``path`` is a local file that is read instead of the hub. ``format_reward`` is added to the lowest reward
+    when the completion has an answer that is wrong. With ``overlong_buffer`` above 0 the last so many of
+    ``max_response_tokens`` are punished: 0 before them, ``-overlong_penalty`` at the end, as in DAPO.
+    """
+
+    source: ClassVar[Source]
+    grader: str = "math"
+    """``math``, ``dapo``, ``exact_number`` or ``countdown``."""
+    held_out: int = 0
+    """One problem in so many belongs to the test split."""
+
+    def __init__(
+        self,
+        *,
+        path: str = "",
+        format_reward: float = 0.0,
+        overlong_buffer: int = 0,
+        overlong_penalty: float = 1.0,
+        max_response_tokens: int = 0,
+    ) -> None:
+        lowest, highest = self.reward_range
+        if not 0 <= format_reward < highest - lowest:
+            raise ValueError(f"format_reward is {format_reward}; it must be at least 0 and below {highest - lowest:g}")
+        self._path = path
+        self._format_reward = format_reward
+        self.overlong = Overlong(overlong_buffer, overlong_penalty, max_response_tokens)
+        if overlong_buffer and type(self).evaluation_only:
+            raise ValueError(f"overlong_buffer is for training, and {self.name} is only evaluated; leave it out")
+        self._loaded: dict[Source, tuple[Problem, ...]] = {}
+
+    @abstractmethod
+    def parse(self, row: Row) -> Problem:
+        """The problem in a row, or ``RowError``; asked about every row before any is used."""
+
+    def reject(self, problem: Problem) -> str:
+        """Why a problem cannot be used, as words to follow a number (``with damaged answers``); "" if it can."""
+        return ""
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """The problems of a split; the rows of one source, some of them held out."""
+        rows = self.load(replace(self.source, path=self._path))
+        if type(self).evaluation_only:
+            return rows
+        return [row for row in rows if held_out(row.statement, self.held_out) == (split == "test")]
+
+    def load(self, source: Source) -> tuple[Problem, ...]:
+        """The usable problems of a source, read once; what was dropped, and why, is logged."""
+        if source not in self._loaded:
+            counts: Counter[str] = Counter()
+            kept = distinct(read_rows(source, self.parse), counts)
+            for statement, problem in list(kept.items()):
+                if reason := self.reject(problem):
+                    counts[reason] += 1
+                    del kept[statement]
+            total = counts.pop("rows")
+            dropped = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count) or "nothing"
+            if not kept:
+                raise ConfigError([f"{source.where} has no usable row; dropped of {total} rows: {dropped}"])
+            logger.info("%s: %d problems of %s; dropped: %s", self.name, len(kept), source.where, dropped)
+            self._loaded[source] = tuple(kept.values())
+        return self._loaded[source]
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        """The problems of a split in the order of the data set."""
+        if split == "train" and type(self).evaluation_only:
+            why = "models are measured by it"
+            raise ConfigError([f"{self.name} cannot be trained on, because {why}; set evaluation_only: true"])
+        return (problem.task for problem in self.problems(split))
+
+    def grade(self, task: Task, transcript: Transcript) -> Grade:
+        """The highest reward for a right answer, else the lowest, less what its length costs; the verdict as metrics.
+
+        What is right is told by the verdict: neither the format reward nor the length changes it.
+        """
+        # imported here: the graders import sympy, which listing environments and tasks need not pay
+        from megatron_rl.environments.grading import grade
+
+        verdict = grade(self.grader, transcript.text, task.data["gold"])
+        lowest, highest = self.reward_range
+        reward = lowest + (self._format_reward if verdict.status == "wrong" else 0.0)
+        metrics = {name: float(verdict.status == name) for name in STATUSES}
+        reward = highest if verdict.status == "correct" else reward
+        if self.overlong.buffer:
+            metrics["overlong_penalty"] = penalty = self.overlong.penalty(transcript.num_tokens)
+            reward += penalty
+        return replace(verdict, reward=reward, metrics=metrics)
+
+
+def chosen(option: str, value: object, allowed: Sequence[object]) -> None:
+    """``ValueError`` unless an option has one of the values ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{option} is {value!r}; use {' or '.join(map(str, allowed))}")
+
+
+def dapo_prompt(statement: str) -> tuple[Message, ...]:
+    """The chat that asks for a problem."""
+    return ({"role": "user", "content": f"{BEFORE}{statement}{AFTER}"},)
+
+
+def dapo_statement(prompt: tuple[Message, ...]) -> str:
+    """The problem in such a chat; the whole message when it is written otherwise."""
+    return prompt[-1]["content"].removeprefix(BEFORE).removesuffix(AFTER)

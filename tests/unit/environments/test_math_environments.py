@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.environments import grading
 from megatron_rl.environments.checks import survey_tasks
 from megatron_rl.environments.config import load_environment_specs
-from megatron_rl.environments.data.environment import AFTER, BEFORE
+from megatron_rl.environments.data import AFTER, BEFORE
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.errors import ConfigError
