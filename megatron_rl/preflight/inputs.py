@@ -168,10 +168,7 @@ def _fault_of(tokenizer: Tokenizer, deadline_s: float) -> str | None:
         reader.close()
     if "error" in outcome:
         return f"cannot render a single question ({one_line(outcome['error'], 300)})"
-    return _fault_in(outcome["text"])
-
-
-def _fault_in(text: str) -> str | None:
+    text = outcome["text"]
     if len(text) > _LONGEST_TEXT:
         return f"makes more than {_LONGEST_TEXT:,} characters of a single question"
     if "".join(_QUESTION.split()) not in "".join(text.split()):

@@ -112,9 +112,6 @@ class _Into:
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing is left to do: the block is a view."""
 
-    def load_bytes(self, item: ReadItem, value: Any) -> None:
-        raise CheckpointError(f"{item.storage_index.fqn} is not a tensor")
-
 
 def write_parameters(
     directory: Path, layout: ModelLayout, dtype: torch.dtype, make: Callable[[Parameter], torch.Tensor]
