@@ -144,9 +144,7 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
 
 
 @contextlib.contextmanager
-def rollout_mode(
-    policy: PolicyModel, wrapped: DistributedDataParallel | None = None
-) -> Iterator[None]:
+def rollout_mode(policy: PolicyModel, wrapped: DistributedDataParallel | None = None) -> Iterator[None]:
     """Evaluation mode, all parameters gathered, sequence parallelism off.
 
     Sequence parallelism would cut a decode batch of one token a row into uneven pieces; the
@@ -157,32 +155,18 @@ def rollout_mode(
     hooked = wrapped is not None and wrapped.ddp_config.overlap_param_gather
     if hooked:
         wrapped.disable_forward_pre_hook(param_sync=True)
+    # megatron's `set_model_to_sequence_parallel` remembers the modules of a model by ``id(model)`` for ever: a model
+    # made where another one lay before kept its sequence parallelism, and the modules of the old one were never freed.
+    owners = (policy.config, *policy.gpt.modules()) if policy.config.sequence_parallel else ()
+    on = [(owner, name) for owner in owners for name in _SWITCHES if getattr(owner, name, None) is True]
     policy.gpt.eval()
     try:
-        with _whole_sequences(policy):
-            yield
-    finally:
-        if hooked:
-            wrapped.enable_forward_pre_hook()
-        policy.gpt.train()
-
-
-@contextlib.contextmanager
-def _whole_sequences(policy: PolicyModel) -> Iterator[None]:
-    """Sequence parallelism off, and what was on on again.
-
-    megatron's `set_model_to_sequence_parallel` remembers the modules of a model by ``id(model)`` for ever: a model
-    made where another one lay before kept its sequence parallelism, and the modules of the old one were never freed.
-    """
-    if not policy.config.sequence_parallel:
-        yield
-        return
-    owners = (policy.config, *policy.gpt.modules())
-    on = [(owner, name) for owner in owners for name in _SWITCHES if getattr(owner, name, None) is True]
-    for owner, name in on:
-        setattr(owner, name, False)
-    try:
+        for owner, name in on:
+            setattr(owner, name, False)
         yield
     finally:
         for owner, name in on:
             setattr(owner, name, True)
+        if hooked:
+            wrapped.enable_forward_pre_hook()
+        policy.gpt.train()

@@ -41,16 +41,6 @@ STAGES = 3
 """Blocks of keys and values: one is multiplied while the next two are on their way."""
 
 
-def split_length(longest: int) -> int:
-    """Keys a split, a multiple of every block, for sequences of up to ``longest`` tokens."""
-    return max(SHORTEST_SPLIT, -(-longest // (MOST_SPLITS * _BLOCK)) * _BLOCK)
-
-
-def pages_of_a_split(length: int, page_length: int) -> int:
-    """How many pages a split of ``length`` keys reaches into at most."""
-    return -(-length // page_length) + (length % page_length > 0)
-
-
 @dataclass(frozen=True)
 class Splits:
     """What there is to compute in one step, the same for all layers."""
@@ -69,7 +59,8 @@ class Splits:
 
 def find_splits(positions: torch.Tensor, longest: int) -> Splits:
     """For rows at ``positions`` [N] int64 in a cache of sequences of up to ``longest`` tokens; one kernel."""
-    rows, length = positions.shape[0], split_length(longest)
+    rows = positions.shape[0]
+    length = max(SHORTEST_SPLIT, -(-longest // (MOST_SPLITS * _BLOCK)) * _BLOCK)  # a multiple of every block
     most = -(-longest // length)
     items = torch.empty(rows * most, dtype=torch.int32, device=positions.device)
     count = torch.empty(1, dtype=torch.int32, device=positions.device)
@@ -101,11 +92,12 @@ def decode(
     # Of each part, the largest score and the sum of the weights.
     figures = torch.empty(2, rows, heads, most, dtype=torch.float32, device=query.device)
     block_d = padded_width(width)
+    pages_reached = -(-splits.length // page_length) + (splits.length % page_length > 0)  # by a split, at most
     splits_kernel[(min(rows * most, -(-_programs(query.device) // groups)), groups)](
         query, as_floats(keys, key_scales), as_floats(values, value_scales), table, splits.positions, splits.items,
         splits.count, key_scales, value_scales, parts, figures[0], figures[1], width**-0.5 * LOG2_E, table.stride(0),
         SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length, SPLIT=splits.length, SPLITS=most,
-        PAGES=triton.next_power_of_2(pages_of_a_split(splits.length, page_length)),
+        PAGES=triton.next_power_of_2(pages_reached),
         BLOCK_Q=max(SMALLEST_TILE, triton.next_power_of_2(share)), BLOCK_K=block_of(page_length), BLOCK_D=block_d,
         PRECISION="ieee", num_warps=4, num_stages=STAGES,
     )  # fmt: skip

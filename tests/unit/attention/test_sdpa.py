@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megatron_rl.attention.backends import sdpa
-from megatron_rl.attention.backends.sdpa import padded_attention
+from megatron_rl.attention.backends.sdpa import attend_one_token, padded_attention
 from megatron_rl.attention.padded import PaddedRows
-from megatron_rl.attention.product import attend_one_token
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
