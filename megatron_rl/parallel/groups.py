@@ -25,6 +25,7 @@ class ParallelGroups:
 
     rank: int
     world_size: int
+    local_rank: int
     tensor_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     """Ranks that hold the same weights and different samples (context parallel included)."""
@@ -103,6 +104,7 @@ def current_groups() -> ParallelGroups:
     return ParallelGroups(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
