@@ -44,42 +44,34 @@ class BlockManager(Protocol):
 
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
         """How many tokens at the beginning of a prompt need not be computed again."""
-        ...
 
     def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
         """``free`` rows and blocks for as many of the ``sequences``, of one prompt, as possible; None: for none.
 
         They must fit with ``lookahead`` tokens drawn. The first sequence of an empty cache always does.
         """
-        ...
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
         """The copies that give a prompt of ``length`` tokens, computed for the first sequence, to the others."""
-        ...
 
     def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
         """The blocks of ``sequences`` will hold ``token_ids`` when the next prompts are looked at."""
-        ...
 
     def extend(self, sequence: Sequence, length: int) -> bool:
-        """Blocks for the first ``length`` tokens; False when there are none left."""
-        ...
+        """Blocks for the first ``length`` tokens; False when there are none left. A row has them all."""
+        return True
 
     def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
         """The sequence leaves its row; its blocks hold ``token_ids``, which may be used again."""
-        ...
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
         """Sequences of at most ``length`` tokens change rows (from, to); the copies that this takes."""
-        ...
 
     def changed_table(self) -> array | None:
         """The block table, row after row, if it has changed since the last call."""
-        ...
 
     def clear(self) -> None:
         """All rows are free, and nothing in the cache can be used again."""
-        ...
 
 
 def reusable(length: int) -> int:
@@ -90,7 +82,7 @@ def reusable(length: int) -> int:
     return max(0, length - FEWEST_ROWS)
 
 
-class RowBlocks:
+class RowBlocks(BlockManager):
     """There is always room: a free row holds the longest sequence.
 
     What a finished sequence leaves in its row stays until the row is taken. A prompt that begins with all of it takes
@@ -107,12 +99,9 @@ class RowBlocks:
         """Rows whose sequences have ended and will probably go on."""
 
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
-        """See `BlockManager`."""
         return self._best_source(set(), token_ids)[1]
 
     def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
-        """See `BlockManager`."""
-        del lookahead
         token_ids, rows, copies = sequences[0].prefill_ids, set(free), Copies()
         source, reused = self._best_source(rows, token_ids)
         # Rows that no sequence will go on from, from the lowest; then what was kept longest ago.
@@ -129,25 +118,17 @@ class RowBlocks:
         return Allocation(count, reused, copies) if count else None
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
-        """See `BlockManager`."""
         return Copies(tuple((sequences[0].row, other.row) for other in sequences[1:]), length)
 
     def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
-        """See `BlockManager`."""
         for sequence in sequences:
             self._learn(sequence.row, token_ids)
 
-    def extend(self, sequence: Sequence, length: int) -> bool:
-        """See `BlockManager`."""
-        del sequence, length
-        return True
-
     def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        """See `BlockManager`."""
         self._learn(sequence.row, token_ids, sequence.request.goes_on)
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
-        """See `BlockManager`; what is kept in the row that a sequence goes to takes the row it comes from."""
+        """What is kept in the row that a sequence goes to takes the row it comes from."""
         pairs = list(moves)
         for source, destination in moves:
             kept = self._known[destination] if destination in self._kept else ()
@@ -160,11 +141,7 @@ class RowBlocks:
                 length = max(length, len(kept))
         return Copies(tuple(pairs), length)
 
-    def changed_table(self) -> None:
-        """See `BlockManager`; there is none."""
-
     def clear(self) -> None:
-        """See `BlockManager`."""
         self._known.clear()
         self._kept.clear()
 

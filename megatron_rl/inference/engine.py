@@ -56,7 +56,7 @@ class EngineStatistics:
 
     decode_steps: int = 0
     decode_rows: int = 0
-    """Rows computed over all decode steps; the finished ones among them are wasted work."""
+    """Computed over all decode steps; the finished ones among them are wasted work, and first tokens need none."""
     prefill_tokens: int = 0
     reused_tokens: int = 0
     """Of prompts, found in the cache instead of computed."""
@@ -73,11 +73,6 @@ class EngineStatistics:
         self.generated_tokens += num_tokens
         self.completions += 1
 
-    @property
-    def useful_share(self) -> float:
-        """Share of decoded rows that gave a token somebody asked for; first tokens come from prefill."""
-        return (self.generated_tokens - self.completions) / max(self.decode_rows, 1)
-
 
 class Engine(Protocol):
     """Turns requests into groups of completions with the log-prob of every sampled token.
@@ -89,30 +84,24 @@ class Engine(Protocol):
 
     def begin(self, seed: int, policy_version: int) -> None:
         """Start a rollout: ``seed`` fixes every draw, ``policy_version`` is stamped on the results."""
-        ...
 
     def submit(self, request: Request) -> None:
         """Queue one group."""
-        ...
 
     def step(self) -> list[Completed]:
         """Do a bounded amount of work; return the requests that were completed in it."""
-        ...
 
     @property
     def has_unfinished(self) -> bool:
         """True while submitted groups have not come back."""
-        ...
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
-        """The KV cache: between rollouts its memory may go, and come back zeroed at other addresses."""
-        ...
+        """The KV cache: between rollouts its memory may go, and come back zeroed at other addresses. None: it stays."""
+        return []
 
     def forget_graphs(self) -> None:
         """The memory of `cache_tensors` goes: drop what was recorded with its addresses."""
-        ...
 
     def abort(self) -> None:
         """Forget all unfinished requests."""
-        ...

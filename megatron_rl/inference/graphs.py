@@ -14,12 +14,12 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,7 +40,6 @@ _STEP = 8
 """Sizes between powers of two are multiples of it, but for the last."""
 _SHORTEST_REACH = 256
 
-
 Decode = Callable[[int, int, int, SamplingKinds], None]
 """`ModelRunner.decode`: (rows, key_length, steps, kinds)."""
 Variant = tuple[weakref.ref | None, ...]
@@ -51,24 +50,11 @@ ranks see the same changes, which addresses do not promise. The references keep 
 """
 
 
-class Recorder(Protocol):
-    """Records device work and repeats it. Injected: tests on a CPU bring their own."""
-
-    def warm_up(self, work: Work) -> None:
-        """Run ``work`` as it will be recorded, so that kernels compile and libraries start."""
-        ...
-
-    def record(self, work: Work) -> Work:
-        """Without running it; the result repeats it on the same memory."""
-        ...
-
-    def used_bytes(self) -> int:
-        """Device memory in use by this process."""
-        ...
-
-
 class CudaRecorder:
-    """See `Recorder`. All graphs share one memory pool: none of them leaves anything in it for another."""
+    """Records device work and repeats it. Injected: tests on a CPU bring their own.
+
+    All graphs share one memory pool: none of them leaves anything in it for another.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,14 +62,14 @@ class CudaRecorder:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def warm_up(self, work: Work) -> None:
-        """See `Recorder.warm_up`; on the stream of the capture, so that its libraries have their workspaces."""
+        """Run ``work`` as it will be recorded, so that kernels compile and libraries get their workspaces."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, work: Work) -> Work:
-        """See `Recorder.record`."""
+        """Without running it; the result repeats it on the same memory."""
         # A pool is given up with its last graph, so without one a new capture needs a new pool.
         pool = next((graph.pool() for graph in self._graphs), None) or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -100,7 +86,7 @@ class CudaRecorder:
         return graph.replay
 
     def used_bytes(self) -> int:
-        """See `Recorder.used_bytes`; the driver's figure, because graphs take memory beside torch's."""
+        """Device memory in use. The driver's figure, because graphs take memory beside torch's."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
@@ -126,15 +112,10 @@ class StepSources:
     """
 
     def __init__(self, policy: PolicyModel, cache: Cache) -> None:
-        self._cache = cache
+        self.cache = cache
         self._hooks = [hooks for m in policy.gpt.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._attributes = [vars(linear) for linear in parallel_linears(policy.gpt).values()]
         self._weights = (*policy.gpt.parameters(), *policy.gpt.buffers())
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that the cache holds."""
-        return self._cache.max_length
 
     @property
     def observed(self) -> bool:
@@ -149,7 +130,7 @@ class StepSources:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Of weights and cache. Quantised copies are never replaced: new ones have new owners, see `variant`."""
-        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *self._cache.keys, *self._cache.values)))
+        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *self.cache.keys, *self.cache.values)))
 
 
 def _owner(forward: Any) -> weakref.ref | None:
@@ -176,7 +157,7 @@ class GraphedDecode:
         decode: Decode,
         state: BatchState,
         sources: StepSources,
-        recorder: Recorder,
+        recorder: CudaRecorder,
         sizes: Sequence[int],
         reaches: Sequence[int],
     ) -> None:
@@ -194,7 +175,7 @@ class GraphedDecode:
     def __call__(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
         """See `ModelRunner.decode`."""
         for step in range(steps):
-            reach = min(key_length + step, self._sources.longest)
+            reach = min(key_length + step, self._sources.cache.max_length)
             replay = None if self._off or not self._covered(rows, reach) else self._replay(rows, reach, kinds)
             if replay is None:
                 self.eager(rows, reach, 1, kinds)
@@ -238,15 +219,25 @@ class GraphedDecode:
             return known
         if known is not None:
             logger.warning("decode graphs are captured anew: weights or the KV cache have moved in memory")
-        others = {other: graphs for other, graphs in self.recorded.items() if other != variant and _alive(other)}
+        others = {
+            other: graphs
+            for other, graphs in self.recorded.items()
+            if other != variant and all(reference is None or reference() is not None for reference in other)
+        }
         self.recorded = others | {variant: _Recorded(addresses)}
         return self.recorded[variant]
 
     def record(self, reach: int, kinds: SamplingKinds) -> dict[int, Work] | None:
-        """Every size, the largest first: the smaller ones then fit into its memory. None when a capture failed."""
+        """Every size, the largest first: the smaller ones then fit into its memory. None when a capture failed.
+
+        Meanwhile all rows count as ended, and afterwards everything is as it was: a step then only writes a row's next
+        key and value where the row itself will write the same ones.
+        """
         started, before = time.perf_counter(), self._recorder.used_bytes()
+        kept = [buffer.clone() for buffer in self._state.buffers]
+        self._state.alive.zero_()
         replays = {}
-        with _untouched(self._state):
+        try:
             for size in reversed(self._sizes):
                 work = partial(self.eager, size, reach, 1, kinds)
                 self._recorder.warm_up(work)
@@ -257,31 +248,15 @@ class GraphedDecode:
                     self.recorded.clear()
                     logger.warning("decode runs eager from here on: no CUDA graph could be captured (%s)", error)
                     return None
+        finally:
+            for buffer, was in zip(self._state.buffers, kept, strict=True):
+                buffer.copy_(was)
         logger.info(
             "decode graphs: %d batch sizes up to %d, captured in %.1f s, %.1f MiB (up to %d keys)",
             len(replays), self._sizes[-1], time.perf_counter() - started,
             max(0, self._recorder.used_bytes() - before) / 2**20, reach,
         )  # fmt: skip
         return replays
-
-
-@contextlib.contextmanager
-def _untouched(state: BatchState) -> Iterator[None]:
-    """Inside, all rows count as ended, and afterwards everything is as it was.
-
-    A step then only writes a row's next key and value where the row itself will write the same ones.
-    """
-    kept = [buffer.clone() for buffer in state.buffers]
-    state.alive.zero_()
-    try:
-        yield
-    finally:
-        for buffer, was in zip(state.buffers, kept, strict=True):
-            buffer.copy_(was)
-
-
-def _alive(variant: Variant) -> bool:
-    return all(reference is None or reference() is not None for reference in variant)
 
 
 # -- which graphs --------------------------------------------------------------------------------
@@ -327,9 +302,5 @@ def graph_sizes(slots: int, most: int) -> tuple[int, ...]:
 
 def graph_reaches(max_length: int) -> tuple[int, ...]:
     """Key lengths to record for: doubling from 256 up to ``max_length``."""
-    reaches = []
-    reach = _SHORTEST_REACH
-    while reach < max_length:
-        reaches.append(reach)
-        reach *= 2
-    return (*reaches, max_length)
+    doublings = (_SHORTEST_REACH << exponent for exponent in range(max_length.bit_length()))
+    return (*(reach for reach in doublings if reach < max_length), max_length)

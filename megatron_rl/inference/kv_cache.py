@@ -28,6 +28,9 @@ from megatron_rl.models import PolicyModel
 class Cache(ABC):
     """Keys and values of all layers; a `KVCache` that the engine can write to."""
 
+    place_dims: int
+    """Of what lies together at a place of the slot mapping: [width] of a head, or [heads, width] of a token."""
+
     def __init__(
         self,
         layers: Sequence[LayerCache],
@@ -58,9 +61,11 @@ class Cache(ABC):
     def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
         """The same for ``positions`` [k, N] of rows 0..N-1; the i-th is to be given to `write` in step i."""
 
-    @abstractmethod
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
+        for held, new in zip((self.keys[layer], self.values[layer]), self.numbers.pack(layer, key, value), strict=True):
+            place = held.shape[-self.place_dims :]
+            held.view(-1, *place).index_copy_(0, slots, new.reshape(-1, *place))
 
     @abstractmethod
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
@@ -72,6 +77,8 @@ class Cache(ABC):
 
 class RowCache(Cache):
     """A row holds the positions 0.. of one sequence."""
+
+    place_dims = 1
 
     def __init__(
         self,
@@ -90,27 +97,21 @@ class RowCache(Cache):
         self._starts = (row + torch.arange(heads, device=device)) * max_length
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See `Cache`; a place for each head of each token."""
+        """A place for each head of each token."""
         return (self._starts.index_select(0, rows) + positions[:, None]).view(-1)
 
     def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """See `Cache`."""
         return (self._starts[: positions.shape[1]] + positions[..., None]).flatten(1)
 
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See `Cache`."""
-        for held, new in zip((self.keys[layer], self.values[layer]), self.numbers.pack(layer, key, value), strict=True):
-            width = held.shape[-1]
-            held.view(-1, width).index_copy_(0, slots, new.reshape(-1, width))
-
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """See `Cache`."""
         for held in (*self.keys, *self.values):
             held[destination, :, :length] = held[source, :, :length]
 
 
 class PagedCache(Cache):
     """Block 0 belongs to no sequence: rows without one write there."""
+
+    place_dims = 2
 
     def __init__(
         self,
@@ -137,22 +138,14 @@ class PagedCache(Cache):
         self._rows = torch.arange(rows, device=device)
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See `Cache`."""
         block = self.table[rows, positions // self.page_length]
         return block * self.page_length + positions % self.page_length
 
     def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """See `Cache`."""
         return self.slot_mapping(self._rows[: positions.shape[1]], positions)
 
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See `Cache`."""
-        for held, new in zip((self.keys[layer], self.values[layer]), self.numbers.pack(layer, key, value), strict=True):
-            held.view(-1, *held.shape[2:]).index_copy_(0, slots, new[:, 0])
-
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """See `Cache`; whole blocks."""
-        del length
+        """Whole blocks."""
         for held in (*self.keys, *self.values):
             held[destination] = held[source]
 

@@ -17,20 +17,20 @@ from megatron.core.inference.sampling_params import SamplingParams as StockSampl
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
 from megatron_rl.errors import EngineError
-from megatron_rl.inference.engine import EngineOptions, EngineStatistics
+from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
 from megatron_rl.inference.kv_cache import rows_within
 from megatron_rl.inference.sampler import sample_seed
 from megatron_rl.inference.sequence import Sequence, SequenceGroup
 from megatron_rl.models import PolicyModel
 from megatron_rl.platform.megatron import VERSION, inference_flag
-from megatron_rl.types import Completed, Request, SamplingParams
+from megatron_rl.types import Completed, Request
 
 BLOCK_TOKENS = 64
 """Tokens in a block of the KV buffer; the stock engine pauses a request at every border between blocks."""
 
 
-class McoreEngine:
-    """`Engine` by megatron-core's DynamicInferenceEngine on the same GPTModel.
+class McoreEngine(Engine):
+    """By megatron-core's DynamicInferenceEngine on the same GPTModel.
 
     Every sample is a request of its own, with its own prefill. The draws are a function of the seed and of the
     requests submitted so far; unlike the rollout engine's they also depend on what shares the batch, so they change
@@ -49,7 +49,6 @@ class McoreEngine:
         self.begin(seed=0, policy_version=0)
 
     def begin(self, seed: int, policy_version: int) -> None:
-        """See `Engine.begin`."""
         self.abort()
         self._policy_version, self._draw_key = policy_version, seed
         self._submitted = 0
@@ -68,27 +67,25 @@ class McoreEngine:
         self.stock.controller.sampling_rng.manual_seed(self._draw_key)
         for sequence in SequenceGroup(0, request, [0] * request.num_samples).sequences:
             self._sequences[self._submitted] = sequence
-            self.stock.add_request(self._submitted, list(request.prompt_ids), _stock_sampling(request.sampling))
+            sampling = StockSamplingParams(  # fresh for every request: the stock engine writes into it
+                temperature=1.0,
+                top_k=1 if request.sampling.greedy else 0,
+                num_tokens_to_generate=request.sampling.max_new_tokens,
+                return_log_probs=True,
+                skip_prompt_log_probs=True,
+                termination_id=-1,
+            )
+            self.stock.add_request(self._submitted, list(request.prompt_ids), sampling)
             self._submitted += 1
 
     @property
     def has_unfinished(self) -> bool:
-        """See `Engine.has_unfinished`."""
         return bool(self._sequences)
 
     def abort(self) -> None:
-        """See `Engine.abort`."""
         # Never suspend and resume: the stock engine then goes on with freed end-token storage.
         self.stock.reset()
         self._sequences.clear()
-
-    @property
-    def cache_tensors(self) -> list[torch.Tensor]:
-        """None: megatron-core's context owns its cache, and keeps it."""
-        return []
-
-    def forget_graphs(self) -> None:
-        """There are none."""
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
@@ -127,18 +124,6 @@ class McoreEngine:
                 "the raw logits, not of what was sampled, and knows no stop strings; leave these flags out, "
                 "or use --rl-inference-engine rollout"
             )
-
-
-def _stock_sampling(sampling: SamplingParams) -> StockSamplingParams:
-    """A fresh object for every request: the stock engine writes into it."""
-    return StockSamplingParams(
-        temperature=1.0,
-        top_k=1 if sampling.greedy else 0,
-        num_tokens_to_generate=sampling.max_new_tokens,
-        return_log_probs=True,
-        skip_prompt_log_probs=True,
-        termination_id=-1,
-    )
 
 
 # -- the stock engine, corrected -----------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 
-from megatron_rl.inference.block_manager import FEWEST_REUSED, Allocation, Copies, reusable
+from megatron_rl.inference.block_manager import FEWEST_REUSED, Allocation, BlockManager, Copies, reusable
 from megatron_rl.inference.sequence import Sequence
 
 NULL_BLOCK = 0
@@ -114,7 +114,7 @@ class BlockPool:
         return block
 
 
-class PagedBlocks:
+class PagedBlocks(BlockManager):
     """A sequence is admitted when the blocks it needs soon are free and what it may need is not promised to others."""
 
     def __init__(
@@ -131,11 +131,9 @@ class PagedBlocks:
         self._changed = True
 
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
-        """See `BlockManager`."""
         return len(self._found(token_ids)) * self.pool.block_size
 
     def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
-        """See `BlockManager`."""
         pool, first = self.pool, sequences[0]
         token_ids = first.prefill_ids
         found, full = self._found(token_ids), len(token_ids) // pool.block_size
@@ -157,18 +155,16 @@ class PagedBlocks:
         return Allocation(count, len(found) * pool.block_size)
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
-        """See `BlockManager`; only the last block, where the prompt does not fill it, is each sequence's own."""
+        """Only the last block, where the prompt does not fill it, is each sequence's own."""
         full, rest = divmod(length, self.pool.block_size)
         own = [sequence.block_table[full] for sequence in sequences] if rest else []
         return Copies(tuple((own[0], block) for block in own[1:]), length)
 
     def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
-        """See `BlockManager`."""
         if self._reuse:
             self.pool.remember(token_ids, sequences[0].block_table)
 
     def extend(self, sequence: Sequence, length: int) -> bool:
-        """See `BlockManager`."""
         missing = self._blocks_for(length) - len(sequence.block_table)
         if missing > self.pool.available:
             return False
@@ -177,7 +173,7 @@ class PagedBlocks:
         return True
 
     def free(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        """See `BlockManager`; whatever is known is kept until it is needed."""
+        """Whatever is known is kept until it is needed."""
         self.remember([sequence], token_ids)
         self.pool.give_back(sequence.block_table)
         self._write_row(sequence.row, [])
@@ -185,8 +181,7 @@ class PagedBlocks:
         del self._sequences[sequence.row]
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
-        """See `BlockManager`; rows of the table change places and nothing is copied."""
-        del length
+        """Rows of the table change places and nothing is copied."""
         for source, _ in moves:
             self._write_row(source, [])
             sequence = self._sequences.pop(source)
@@ -194,12 +189,10 @@ class PagedBlocks:
         return Copies()
 
     def changed_table(self) -> array | None:
-        """See `BlockManager`."""
         changed, self._changed = self._changed, False
         return self.table if changed else None
 
     def clear(self) -> None:
-        """See `BlockManager`."""
         for row in self._sequences:
             self._write_row(row, [])
         self._sequences.clear()

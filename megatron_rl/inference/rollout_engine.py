@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
-from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.context import RolloutContext
-from megatron_rl.inference.engine import EngineOptions, EngineStatistics
+from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import GraphedDecode, with_graphs
 from megatron_rl.inference.kv_cache import build_cache
 from megatron_rl.inference.model_runner import ModelRunner
@@ -33,7 +32,7 @@ from megatron_rl.models import PolicyModel, RolloutForward, ops_for
 from megatron_rl.types import Completed, Request
 
 
-class RolloutEngine:
+class RolloutEngine(Engine):
     """The default `Engine`: continuous batching over a KV cache of rows or of blocks."""
 
     def __init__(
@@ -46,6 +45,7 @@ class RolloutEngine:
     ) -> None:
         self._options = options
         self.cache, self._blocks, self.max_batch_size = build_cache(policy, options)
+        self.kv_numbers = self.cache.numbers
         self._scheduler = Scheduler(
             self.max_batch_size, options.prefill_token_budget, self._blocks, options.steps_per_host_read
         )
@@ -64,7 +64,6 @@ class RolloutEngine:
     # -- Engine --------------------------------------------------------------------------------
 
     def begin(self, seed: int, policy_version: int) -> None:
-        """See `Engine.begin`."""
         self.abort()
         self.cache.numbers.begin()
         self._seed, self._policy_version, self._submitted = seed, policy_version, 0
@@ -86,28 +85,19 @@ class RolloutEngine:
             self._scheduler.add(sequence)
 
     @property
-    def kv_numbers(self) -> KVNumbers:
-        """What the KV cache does to keys and values."""
-        return self.cache.numbers
-
-    @property
     def has_unfinished(self) -> bool:
-        """See `Engine.has_unfinished`."""
         return bool(self._groups)
 
     def abort(self) -> None:
-        """See `Engine.abort`."""
         self._scheduler.clear()
         self._groups.clear()
         self.runner.state.idle()
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
-        """See `Engine.cache_tensors`."""
         return [*self.cache.keys, *self.cache.values]
 
     def forget_graphs(self) -> None:
-        """See `Engine.forget_graphs`."""
         if isinstance(self.decode, GraphedDecode):
             self.decode.forget()
 
@@ -131,7 +121,10 @@ class RolloutEngine:
             return []
         self._decode_burst(running, kinds)
         complete = self._finish(running)
-        self._compact()
+        moves, copies = self._scheduler.compact()
+        if moves:
+            self.runner.state.exchange(moves)
+            self.runner.copy([copies])
         return complete
 
     # -- parts of a step -----------------------------------------------------------------------
@@ -143,15 +136,16 @@ class RolloutEngine:
             self.statistics.recomputed_tokens += chunk.sequences[0].preempted * chunk.num_tokens
 
     def _decode_burst(self, running: ListOf[Sequence], kinds: SamplingKinds) -> None:
-        """Up to k steps on rows ``0 .. n - 1``; the host reads nothing."""
+        """Up to k steps on rows ``0 .. n - 1``, of which the last runs; the host reads nothing."""
         # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see arithmetic.py).
-        rows = max(self._scheduler.num_rows, min(FEWEST_ROWS, self.max_batch_size))
+        rows = max(running[-1].row + 1, min(FEWEST_ROWS, self.max_batch_size))
         longest = max(sequence.position for sequence in running)
         steps = min(max(sequence.remaining for sequence in running), self._steps_per_read())
         if steps == 0:  # all ended with their first token
             return
         self.decode(rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps, kinds)
-        self._scheduler.advance(steps)
+        for sequence in running:
+            sequence.num_generated += steps
         self.statistics.decode_steps += steps
         self.statistics.decode_rows += steps * rows
 
@@ -179,9 +173,3 @@ class RolloutEngine:
         for group in complete:
             del self._groups[group.number]
         return [group.completed(self._policy_version) for group in complete]
-
-    def _compact(self) -> None:
-        moves, copies = self._scheduler.compact()
-        if moves:
-            self.runner.state.exchange(moves)
-            self.runner.copy([copies])

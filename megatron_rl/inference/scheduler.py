@@ -195,11 +195,6 @@ class Scheduler:
             self.add(sequence)
         return []
 
-    def advance(self, steps: int) -> None:
-        """Every running sequence has drawn ``steps`` tokens."""
-        for sequence in self.running:
-            sequence.num_generated += steps
-
     def free(self, sequence: Sequence) -> None:
         """It has finished; its last token was drawn, but not fed."""
         self._release(sequence, sequence.prefill_ids[:-1])

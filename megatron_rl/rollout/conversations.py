@@ -19,15 +19,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import (
-    Completion,
-    GradeResult,
-    Request,
-    Rollout,
-    RolloutGroup,
-    Task,
-    Turn,
-)
+from megatron_rl.types import Completion, GradeResult, Request, Rollout, RolloutGroup, Task, Turn
 
 StepFunction = Callable[[str, Sequence[tuple[Task, Any, Turn]]], Awaitable[Sequence[GradeResult]]]
 """(environment, [(task, state, turn)]) -> one result each; never raises for a bad sample."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -18,14 +19,12 @@ from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.trainer.packing import balance
 from megatron_rl.types import GradeResult, Request, Rollout, RolloutGroup, SourcedTask
 
-_COLUMNS = 12
 VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
 """Of the graders in this library; an environment may have words of its own."""
 
 
-@dataclass(frozen=True)
-class _TaskScore:
-    """One task's outcome; travels between ranks as ``_COLUMNS`` float64 numbers."""
+class _TaskScore(NamedTuple):
+    """One task's outcome, which travels between ranks as float64 numbers; or columns of many of them."""
 
     number: int
     """Its place in the evaluator's list; outcomes are put in this order, whichever rank they are from."""
@@ -43,9 +42,6 @@ class _TaskScore:
     answered: int
     """1 if the grader extracted an answer from any sample: what a majority is taken over."""
     vote_correct: int
-
-    def row(self) -> list[float]:
-        return [float(getattr(self, name)) for name in self.__dataclass_fields__]
 
 
 @dataclass(frozen=True)
@@ -93,14 +89,15 @@ class Evaluator:
             return None
         numbers = [request.index // 2 for request in requests[::2]]
         trios = zip(numbers, result.groups[::2], result.groups[1::2], strict=True)
-        rows = [value for number, sampled, greedy in trios for value in self._score(number, sampled, greedy).row()]
+        rows = [value for number, sampled, greedy in trios for value in self._score(number, sampled, greedy)]
         gathered = gather_vectors(torch.tensor(rows, dtype=torch.float64), self._groups.data_group)
-        table = torch.cat(gathered).view(-1, _COLUMNS).numpy()
+        table = torch.cat(gathered).view(-1, len(_TaskScore._fields)).numpy()
         table = table[table[:, 0].argsort()]
-        self.expected_lengths.learn(zip(self.tasks, table[:, 1].tolist(), strict=True))
+        scores = _TaskScore(*table.T)
+        self.expected_lengths.learn(zip(self.tasks, scores.mean_length.tolist(), strict=True))
         metrics: dict[str, float] = {}
         for index, name in enumerate(self._environments):
-            metrics.update(self._summary(name, table[table[:, 2] == index]))
+            metrics.update(self._summary(name, table[scores.environment == index]))
         ungraded = tuple(name for name in self._environments if f"val/{name}/reward" not in metrics)
         return EvaluationResult(metrics, result.groups, ungraded)
 
@@ -132,29 +129,30 @@ class Evaluator:
             truncated=sum(r.completion.finish_reason == "length" for r in graded),
             greedy_graded=len(greedy_graded),
             greedy_correct=sum(is_correct(r.grade) for r in greedy_graded),
-            answered=int(any(r.grade.extracted is not None for r in graded)),
-            vote_correct=int(majority_is_correct(graded)),
+            answered=any(r.grade.extracted is not None for r in graded),
+            vote_correct=majority_is_correct(graded),
         )
 
     def _summary(self, name: str, table: numpy.ndarray) -> dict[str, float]:
-        _, _, _, samples, correct, reward, tokens, truncated, greedy_graded, greedy_correct, answered, right = table.T
+        score = _TaskScore(*table.T)
+        samples = score.samples
         metrics = {"num_tasks": len(table), "failed_grades": self._samples * len(table) - samples.sum()}
         for k in powers_of_two_up_to(self._samples):
             enough = samples >= k
             if enough.any():
-                by_task = pass_at_k(samples[enough], correct[enough], k)
+                by_task = pass_at_k(samples[enough], score.correct[enough], k)
                 metrics[f"pass@{k}"] = by_task.mean()
                 if k == 1 and len(by_task) > 1:
                     metrics["pass@1_ci95"] = confidence(by_task)
-        if answered.any():  # else the environment extracts no answers; a task that nobody answered is not solved
-            metrics["maj@k"] = right.sum() / (samples > 0).sum()
-        if greedy_graded.any():
-            metrics["greedy"] = greedy_correct.sum() / greedy_graded.sum()
+        if score.answered.any():  # else the environment extracts no answers; a task that nobody answered is not solved
+            metrics["maj@k"] = score.vote_correct.sum() / (samples > 0).sum()
+        if score.greedy_graded.any():
+            metrics["greedy"] = score.greedy_correct.sum() / score.greedy_graded.sum()
         if total := samples.sum():
             metrics |= {
-                "reward": reward.sum() / total,
-                "response_length": tokens.sum() / total,
-                "truncated": truncated.sum() / total,
+                "reward": score.reward_sum.sum() / total,
+                "response_length": score.tokens.sum() / total,
+                "truncated": score.truncated.sum() / total,
             }
         return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
 

@@ -21,15 +21,7 @@ from megatron_rl.rollout.conversations import PENDING, Conversations, Conversati
 from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import (
-    Completion,
-    GradeResult,
-    Request,
-    Rollout,
-    RolloutGroup,
-    Task,
-    Transcript,
-)
+from megatron_rl.types import Completion, GradeResult, Request, Rollout, RolloutGroup, Task, Transcript
 
 GradeFunction = Callable[[str, Sequence[tuple[Task, Transcript]]], Awaitable[Sequence[GradeResult]]]
 """(environment, [(task, transcript)]) -> one result each; never raises for a bad sample."""
@@ -140,24 +132,21 @@ class Rollouter:
 
     async def _run(self, requests: Sequence[Request], journal: StepJournal | None) -> RolloutResult:
         started = time.perf_counter()
-        grading: dict[int, asyncio.Task[RolloutGroup]] = {}
         conversations = Conversations(self._conversations, self._tokenizer, self._groups, journal)
-        known = self._known(requests, journal, conversations)
-        for request in requests:
-            group = known.get(request.index)
-            if group is None:
-                self._engine.submit(replace(request, goes_on=conversations.takes(request)))
-            elif not group.is_graded:
-                rollouts = known.pop(request.index).rollouts
-                again = self._graded(request, [r.completion for r in rollouts], journal, [r.grade for r in rollouts])
-                grading[request.index] = asyncio.create_task(again)
+        known = self._submit(requests, journal, conversations)
+        grading = {
+            index: asyncio.create_task(self._graded(index, group, journal))
+            for index, group in known.items()
+            if not group.is_graded
+        }
         steps, cancelled = 0, False
         while (self._engine.has_unfinished or conversations.waiting) and not cancelled:
             for request, completions in self._engine.step():
                 if conversations.takes(request):
                     conversations.add_turn(request, completions)
                 else:
-                    grading[request.index] = asyncio.create_task(self._graded(request, completions, journal))
+                    group = self._group(request, completions, [PENDING] * len(completions))
+                    grading[request.index] = asyncio.create_task(self._graded(request.index, group, journal))
             for turn in await conversations.replies(idle=not self._engine.has_unfinished):
                 self._engine.submit(turn)
             steps += 1
@@ -179,6 +168,23 @@ class Rollouter:
             tuple(groups), self._engine.statistics, generated - started, waited, cancelled=False
         )
 
+    def _submit(
+        self, requests: Sequence[Request], journal: StepJournal | None, conversations: Conversations
+    ) -> dict[int, RolloutGroup]:
+        """Give the engine what is to be generated; the groups of an earlier start by the index of their request."""
+        known: dict[int, RolloutGroup] = {}
+        for request in requests:
+            goes_on = conversations.takes(request)
+            group = journal.group_for(request) if journal is not None else None
+            if group is None or (goes_on and not group.is_graded):  # nobody knows how it would have gone on
+                self._engine.submit(replace(request, goes_on=goes_on))
+            else:
+                completions, grades = zip(*((r.completion, r.grade) for r in group.rollouts), strict=True)
+                known[request.index] = self._group(request, completions, grades)
+        if known:
+            logger.info("%d of %d groups come from the journal", len(known), len(requests))
+        return known
+
     def _must_stop(self, steps: int) -> bool:
         """The ranks of one model copy step together, so they must also stop together."""
         model_group = self._groups.model_group
@@ -198,60 +204,24 @@ class Rollouter:
         model_group = self._groups.model_group
         return bool(pending) if model_group.size() == 1 else any_rank(bool(pending), model_group)
 
-    def _known(
-        self, requests: Sequence[Request], journal: StepJournal | None, conversations: Conversations
-    ) -> dict[int, RolloutGroup]:
-        """Groups that an earlier start generated, by the index of their request; texts are made anew.
-
-        A conversation whose grade failed is not among them: nobody knows how it would have gone on.
-        """
-        if journal is None:
-            return {}
-        found = {
-            request.index: group
-            for request in requests
-            if (group := journal.group_for(request)) is not None
-            and (group.is_graded or not conversations.takes(request))
-        }
-        if found:
-            logger.info("%d of %d groups come from the journal", len(found), len(requests))
-        decode = self._tokenizer.decode
-        return {
-            index: replace(
-                group,
-                prompt_text=decode(group.prompt_ids),
-                rollouts=tuple(replace(r, text=decode(r.completion.token_ids)) for r in group.rollouts),
-            )
-            for index, group in found.items()
-        }
-
-    async def _graded(
-        self,
-        request: Request,
-        completions: Sequence[Completion],
-        journal: StepJournal | None,
-        grades: Sequence[GradeResult] = (),
+    def _group(
+        self, request: Request, completions: Sequence[Completion], grades: Sequence[GradeResult]
     ) -> RolloutGroup:
-        """With ``grades`` of an earlier start only the samples whose grade failed are graded."""
-        source, decode = request.source, self._tokenizer.decode
-        transcripts = [Transcript(decode(c.token_ids), c.finish_reason, len(c.token_ids)) for c in completions]
-        grades = list(grades) or [PENDING] * len(transcripts)
-        due = [sample for sample, grade in enumerate(grades) if grade.status != "ok"]
+        decode = self._tokenizer.decode
+        rollouts = [Rollout(c, decode(c.token_ids), grade) for c, grade in zip(completions, grades, strict=True)]
+        return RolloutGroup(request.source, request.prompt_ids, decode(request.prompt_ids), tuple(rollouts))
+
+    async def _graded(self, index: int, group: RolloutGroup, journal: StepJournal | None) -> RolloutGroup:
+        """What has no grade is graded, or graded again."""
+        rollouts = list(group.rollouts)
         if self._groups.leads_model:
-            items = [(source.task, transcripts[sample]) for sample in due]
-            for sample, grade in zip(due, await self._grade(source.environment, items), strict=True):
-                grades[sample] = grade
-        finished = RolloutGroup(
-            source=source,
-            prompt_ids=request.prompt_ids,
-            prompt_text=decode(request.prompt_ids),
-            rollouts=tuple(
-                Rollout(completion, transcript.text, grade)
-                for completion, transcript, grade in zip(completions, transcripts, grades, strict=True)
-            ),
-        )
+            due = [sample for sample, rollout in enumerate(rollouts) if rollout.grade.status != "ok"]
+            items = [(group.source.task, _transcript(rollouts[sample])) for sample in due]
+            for sample, grade in zip(due, await self._grade(group.source.environment, items), strict=True):
+                rollouts[sample] = replace(rollouts[sample], grade=grade)
+        finished = replace(group, rollouts=tuple(rollouts))
         if journal is not None:
-            journal.add(request.index, finished)
+            journal.add(index, finished)
         return finished
 
     def _share_grades(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
@@ -266,6 +236,10 @@ class Rollouter:
             replace(group, rollouts=tuple(replace(r, grade=_verdict(next(rewards))) for r in group.rollouts))
             for group in groups
         ]
+
+
+def _transcript(rollout: Rollout) -> Transcript:
+    return Transcript(rollout.text, rollout.completion.finish_reason, len(rollout.completion.token_ids))
 
 
 def _verdict(reward: float | None) -> GradeResult:

@@ -115,13 +115,9 @@ class Failures:
 def failures_of(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> Failures:
     """Counts the failed grades; collective. Only the leader of a model copy has a message, the longest says most."""
     grades = [r.grade for g in groups for r in g.rollouts if r.grade.status != "ok"]
-    local = Counter(grade.code for grade in grades), max((grade.message for grade in grades), key=len, default="")
-    total: Counter[str] = Counter()
-    example = ""
-    for counts, message in gather_json(local, data_group):
-        total.update(counts)
-        example = max(example, message, key=len)
-    return Failures(dict(sorted(total.items())), example)
+    counts = _summed(Counter(grade.code for grade in grades), data_group)
+    longest = max((grade.message for grade in grades), key=len, default="")
+    return Failures(dict(sorted(counts.items())), max(gather_json(longest, data_group), key=len))
 
 
 def no_results(environments: Sequence[str], failures: Failures) -> EnvironmentFault:
@@ -137,24 +133,27 @@ def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[s
 
     Collective over the whole job, not over one copy of the model: any rank may keep a server.
     """
-    total: Counter[str] = Counter()
-    for counts in gather_json(dict(events), dist.group.WORLD):
-        total.update(counts)
+    total = _summed(events, dist.group.WORLD)
     metrics = {f"environment/{name}": float(count) for name, count in sorted(total.items())}
     return metrics | {f"training/failed_grades/{code}": float(n) for code, n in failures.counts.items()}
 
 
 def _grader_means(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, float]:
+    reported = [
+        (f"grade/{group.source.environment}/{name}", float(value))
+        for group in groups
+        for rollout in group.rollouts
+        for name, value in rollout.grade.metrics.items()
+    ]
     sums: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for group in groups:
-        for rollout in group.rollouts:
-            for name, value in rollout.grade.metrics.items():
-                sums[f"grade/{group.source.environment}/{name}"] += float(value)
-                counts[f"grade/{group.source.environment}/{name}"] += 1
-    all_sums: Counter[str] = Counter()
-    all_counts: Counter[str] = Counter()
-    for part_sums, part_counts in gather_json([dict(sums), dict(counts)], data_group):
-        all_sums.update(part_sums)
-        all_counts.update(part_counts)
-    return {name: all_sums[name] / all_counts[name] for name in sorted(all_counts)}
+    for name, value in reported:
+        sums[name] += value
+    sums, counts = _summed(sums, data_group), _summed(Counter(name for name, _ in reported), data_group)
+    return {name: sums[name] / counts[name] for name in sorted(counts)}
+
+
+def _summed(counts: Mapping[str, float], group: dist.ProcessGroup) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for part in gather_json(dict(counts), group):
+        total.update(part)
+    return total

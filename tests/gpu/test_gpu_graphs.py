@@ -28,7 +28,7 @@ SAMPLINGS = {"plain": {}, "greedy": {"greedy": True}, "filtered": {"top_k": 5, "
 
 
 class _Eager:
-    """A `Recorder` that records nothing."""
+    """In the place of `CudaRecorder`: records nothing."""
 
     def warm_up(self, work: Work) -> None:
         work()

@@ -98,18 +98,16 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """A `Recorder`; ``recorded`` and ``replayed`` count."""
+    """In the place of `CudaRecorder`; ``recorded`` and ``replayed`` count."""
 
     def __init__(self) -> None:
         self.recorded = 0
         self.replayed = 0
 
     def warm_up(self, work: Work) -> None:
-        """See `Recorder`."""
         work()
 
     def record(self, work: Work) -> Work:
-        """See `Recorder`."""
         tape = Tape()
         with tape:
             work()
@@ -117,7 +115,6 @@ class TapeRecorder:
         return self._counted(tape.replay)
 
     def used_bytes(self) -> int:
-        """See `Recorder`."""
         return self.recorded << 20
 
     def _counted(self, replay: Callable[[], None]) -> Work:
