@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from megatron_rl.inference.block_manager import Allocation, BlockManager, Copies
@@ -22,9 +23,9 @@ class Chunk:
     end: int
     reused: int = 0
     """Tokens of the prompt that the cache held already; counted once, with the first chunk."""
-    before: Copies = field(default_factory=Copies)
+    before: Copies = Copies()
     """Copies in the cache that come first."""
-    after: Copies = field(default_factory=Copies)
+    after: Copies = Copies()
     """Copies that give the finished prompt to the other sequences."""
 
     @property
@@ -43,39 +44,6 @@ class Chunk:
         return self.end == len(self.token_ids)
 
 
-class _Prefill:
-    """Sequences of one prompt that have their rows, and how much of the prompt is computed."""
-
-    def __init__(self, sequences: list[Sequence], allocation: Allocation, budget: int) -> None:
-        self.sequences = sequences
-        self._token_ids = sequences[0].prefill_ids
-        self._allocation = allocation
-        self._computed = allocation.reused
-        # Chunks of one size: a short last one would take another way through the processor.
-        missing = len(self._token_ids) - allocation.reused
-        self._size = math.ceil(missing / math.ceil(missing / budget))
-
-    @property
-    def is_done(self) -> bool:
-        return self._computed == len(self._token_ids)
-
-    def next_chunk(self, blocks: BlockManager) -> Chunk:
-        """What is computed now; with the last chunk the sequences have drawn their first tokens."""
-        allocation, start, length = self._allocation, self._computed, len(self._token_ids)
-        is_first = start == allocation.reused
-        end = self._computed = min(start + self._size, length)
-        if self.is_done:
-            for sequence in self.sequences:
-                sequence.status = SequenceStatus.RUNNING
-                sequence.num_generated += 1
-        return Chunk(
-            tuple(self.sequences), self._token_ids, start, end,
-            reused=allocation.reused if is_first else 0,
-            before=allocation.copies if is_first else Copies(),
-            after=blocks.share(self.sequences, length) if self.is_done else Copies(),
-        )  # fmt: skip
-
-
 class Scheduler:
     """Admission, chunks of prompts, preemption, compaction.
 
@@ -92,7 +60,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         """By priority."""
         self._rows: dict[int, Sequence] = {}
-        self._prefills: list[_Prefill] = []
+        self._prefills: list[tuple[list[Sequence], Iterator[Chunk]]] = []
+        """Prompts under way: their sequences, and what is still to be computed."""
         self._lacks_blocks = False  # the first in the queue waits for blocks, not for a row
 
     @property
@@ -124,7 +93,7 @@ class Scheduler:
         cost more than the rows it fills.
         """
         self._lacks_blocks = False
-        chunks = [prefill.next_chunk(self._blocks) for prefill in self._prefills]
+        chunks = [next(rest) for _, rest in self._prefills]
         left = self._budget - sum(chunk.num_tokens for chunk in chunks)
         if not self._rows or self._max_rows - len(self._rows) >= max(1, self._max_rows // 8):
             while self._waiting and left > 0 and len(self._rows) < self._max_rows:
@@ -136,7 +105,7 @@ class Scheduler:
         for chunk in chunks:
             if chunk.is_last:
                 self._blocks.remember(chunk.sequences, chunk.token_ids)
-        self._prefills = [prefill for prefill in self._prefills if not prefill.is_done]
+        self._prefills = [entry for entry in self._prefills if entry[0][0].status is SequenceStatus.PREFILL]
         return chunks
 
     def _admit(self, left: int, alone: bool) -> Chunk | None:
@@ -160,8 +129,31 @@ class Scheduler:
         for sequence in admitted:
             sequence.status = SequenceStatus.PREFILL
             self._rows[sequence.row] = sequence
-        self._prefills.append(_Prefill(admitted, allocation, self._budget))
-        return self._prefills[-1].next_chunk(self._blocks)
+        rest = self._chunks(admitted, allocation)
+        self._prefills.append((admitted, rest))
+        return next(rest)
+
+    def _chunks(self, sequences: list[Sequence], allocation: Allocation) -> Iterator[Chunk]:
+        """Their prompt in chunks of one size: a short last one would take another way through the processor.
+
+        With the last chunk the sequences have drawn their first tokens.
+        """
+        token_ids, reused = sequences[0].prefill_ids, allocation.reused
+        length = len(token_ids)
+        size = math.ceil((length - reused) / math.ceil((length - reused) / self._budget))
+        for start in range(reused, length, size):
+            end = min(start + size, length)
+            is_first, is_last = start == reused, end == length
+            if is_last:
+                for sequence in sequences:
+                    sequence.status = SequenceStatus.RUNNING
+                    sequence.num_generated += 1
+            yield Chunk(
+                tuple(sequences), token_ids, start, end,
+                reused=reused if is_first else 0,
+                before=allocation.copies if is_first else Copies(),
+                after=self._blocks.share(sequences, length) if is_last else Copies(),
+            )  # fmt: skip
 
     # -- decoding ------------------------------------------------------------------------------
 
@@ -187,9 +179,9 @@ class Scheduler:
             self._release(victim, victim.prefill_ids)
             victim.preempt()
             return [victim]
-        prefill = next(prefill for prefill in self._prefills if victim in prefill.sequences)
+        prefill = next(entry for entry in self._prefills if victim in entry[0])
         self._prefills.remove(prefill)
-        for sequence in prefill.sequences:
+        for sequence in prefill[0]:
             self._release(sequence, ())
             sequence.preempt()
             self.add(sequence)

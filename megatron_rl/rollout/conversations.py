@@ -161,8 +161,7 @@ class Conversations:
 
     async def _answers(self, idle: bool) -> list[_Answer]:
         if idle:
-            timeout = _LOOK_AGAIN_SECONDS
-            await asyncio.wait(self._asked, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(self._asked, timeout=_LOOK_AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         done = [task for task in self._asked if task.done()]
         self._asked.difference_update(done)
         answers = [answer for task in done for answer in task.result()]
@@ -192,16 +191,16 @@ class Conversations:
             return _Answer(index, sample, grade=result)
         said = conversation.last.token_ids
         ended = bool(said) and said[-1] in self._tokenizer.end_token_ids
+        reply, problem = [], "the reply has no tokens"
         try:
             prompt = conversation.request.source.task.prompt
             reply = self._tokenizer.encode_reply(prompt, going_on.messages, ended)
         except EnvironmentFault as fault:
-            failure = GradeResult("error", code="environment_exception", message=str(fault))
-            return _Answer(index, sample, grade=failure)
+            problem = str(fault)
         if conversation.length + len(reply) >= self._settings.max_sequence_length:
             return _Answer(index, sample, cut=True, grade=result)
         if not reply:
-            failure = GradeResult("error", code="environment_exception", message="the reply has no tokens")
+            failure = GradeResult("error", code="environment_exception", message=problem)
             return _Answer(index, sample, grade=failure)
         conversation.state = going_on.state
         return _Answer(index, sample, tuple(reply))
