@@ -50,19 +50,23 @@ class RolloutContext(BaseInferenceContext):
         self._prompts = PackedPlan.build(
             lengths, cu_seqlens, position_ids, self._rope, self._dtype, self._kernels.packed
         )
-        self._slots = self.cache.slot_mapping(_row_of_token(rows, cu_seqlens, position_ids), position_ids)
-        self._pick_last_tokens(cu_seqlens)
+        self._place_prompts(rows, cu_seqlens, position_ids)
 
     def begin_extend(self, new: NewTokens) -> None:
         """More tokens of sequences whose beginnings are in the cache."""
         self._prompts = None
-        self._slots = self.cache.slot_mapping(
-            _row_of_token(new.slots, new.cu_seqlens, new.position_ids), new.position_ids
-        )
+        self._place_prompts(new.slots, new.cu_seqlens, new.position_ids)
         self._cos, self._sin = self._rope.at(new.position_ids, self._dtype)
         self._attend = self._kernels.cache.extend
         self._plan = self._kernels.cache.prepare_extend(self.cache, new)
-        self._pick_last_tokens(new.cu_seqlens)
+
+    def _place_prompts(self, rows: torch.Tensor, cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> None:
+        borders = cu_seqlens.long()
+        # The size is given, so that it is not read from the device.
+        rows = torch.repeat_interleave(rows, borders[1:] - borders[:-1], output_size=position_ids.numel())
+        self._slots = self.cache.slot_mapping(rows, position_ids)
+        last = borders[1:] - 1
+        self._last_tokens = torch.cat((last, last[-1:].expand(max(0, FEWEST_ROWS - last.numel()))))
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
         """The steps of a burst, ``positions`` [k, N] in rows 0..N-1, each one further than the last.
@@ -144,14 +148,3 @@ class RolloutContext(BaseInferenceContext):
         if self._last_tokens is None:
             return hidden_states[0]
         return hidden_states[0].index_select(0, self._last_tokens)
-
-    def _pick_last_tokens(self, cu_seqlens: torch.Tensor) -> None:
-        last = cu_seqlens[1:].long() - 1
-        missing = max(0, FEWEST_ROWS - last.numel())
-        self._last_tokens = torch.cat((last, last[-1:].expand(missing)))
-
-
-def _row_of_token(rows: torch.Tensor, cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    lengths = cu_seqlens[1:].long() - cu_seqlens[:-1].long()
-    # The size is given, so that it is not read from the device.
-    return torch.repeat_interleave(rows, lengths, output_size=position_ids.numel())

@@ -19,7 +19,7 @@ import logging
 import re
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,12 +50,16 @@ class RolloutJournal:
         found: dict[int, Record] = {}
         stream = None
         if self._groups.leads_model:
+            own, end = self._folder / f"step_{step:07d}.rank_{self._groups.data_rank}.journal", 0
             for path in sorted(self._folder.glob(f"step_{step:07d}.rank_*.journal")):
-                for record in _groups_of(path, wanted):
+                records, whole = _read(path, wanted)
+                end = whole if path == own else end
+                for record in records:
                     # Graded again on another rank, a group is in two files: the grades that failed do not count.
-                    if record["number"] not in found or not _lacks_grades(record):
+                    graded = all(rollout["grade"]["status"] == "ok" for rollout in record["rollouts"])
+                    if graded or record["number"] not in found:
                         found[record["number"]] = record
-            stream = _appending(self._folder / f"step_{step:07d}.rank_{self._groups.data_rank}.journal", wanted)
+            stream = _appending(own, end, wanted)
         if self._groups.model_group.size() > 1:
             found = dict(broadcast_json(list(found.items()), self._groups.model_leader(), self._groups.model_group))
         return StepJournal(found, stream)
@@ -151,10 +155,6 @@ def _unpacked(kind: str, text: str) -> tuple:
     return tuple(array(kind, base64.b64decode(text)))
 
 
-def _lacks_grades(record: Record) -> bool:
-    return any(rollout["grade"]["status"] != "ok" for rollout in record["rollouts"])
-
-
 # -- files ---------------------------------------------------------------------------------------
 
 
@@ -163,37 +163,33 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _records(path: Path) -> Iterator[tuple[int, Record]]:
-    """Whole records and the offsets they end at; a damaged one ends the file."""
-    end = 0
+def _read(path: Path, header: Record) -> tuple[list[Record], int]:
+    """The groups of a file, and where the last whole record ends: a damaged one ends the file.
+
+    None and 0 if its header is another.
+    """
+    records, end = [], 0
     with path.open("rb") as stream:
         for line in stream:
             checksum, _, text = line[:-1].partition(b" ")
             if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
-                return
+                break
             end += len(line)
-            yield end, json.loads(text)
-
-
-def _groups_of(path: Path, header: Record) -> list[Record]:
-    """The groups of a file; none if its header is another."""
-    records = [record for _, record in _records(path)]
+            records.append(json.loads(text))
     if records and records[0] != header:
         logger.warning("%s is of other weights or settings: its groups are generated again", path)
-        return []
-    return records[1:]
+        return [], 0
+    return records[1:], end
 
 
-def _appending(path: Path, header: Record) -> BinaryIO:
-    """The file, open after its last whole record; begun anew if its header is another."""
+def _appending(path: Path, end: int, header: Record) -> BinaryIO:
+    """The file, open after its first ``end`` bytes; begun anew if these are none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-    ends = list(_records(path))
-    fits = bool(ends) and ends[0][1] == header
     stream = path.open("r+b")
-    stream.truncate(ends[-1][0] if fits else 0)
-    stream.seek(0, 2)
-    if not fits:
+    stream.truncate(end)
+    stream.seek(end)
+    if not end:
         stream.write(_line(header))
         stream.flush()
     return stream

@@ -84,6 +84,8 @@ def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
     shares = [1 - own / slowest for own in seconds]
     by_rank = {idle_share(rank): share for rank, share in enumerate(shares)}
     return {ROLLOUT_IDLE_SHARE: sum(shares) / len(shares), **(by_rank if len(shares) <= _MOST_RANKS_SHOWN else {})}
+
+
 def engine_metrics(statistics: EngineStatistics, data_group: dist.ProcessGroup) -> dict[str, float]:
     """What the engines did, summed over all data-parallel ranks."""
     counted = (
