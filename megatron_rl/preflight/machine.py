@@ -29,7 +29,7 @@ def output_problems(config: RLConfig) -> Iterator[Problem]:
     unusable = check_usable(run_dir, resume=resumes(config))
     yield from (Problem("--run-dir", line) for line in unusable)
     if not unusable and not resumes(config) and save != run_dir / "checkpoints":
-        from megatron_rl.checkpoint import list_checkpoints
+        from megatron_rl.checkpoint.layout import list_checkpoints
 
         if list_checkpoints(save):
             yield config.problem(

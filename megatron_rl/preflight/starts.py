@@ -45,7 +45,7 @@ def run_to_continue(config: RLConfig) -> tuple[str, str] | None:
 
 def first_weights(config: RLConfig) -> tuple[str, Origin]:
     """Flag and place of what a run begins with, not yet read. It means the same at every start of the run."""
-    from megatron_rl.checkpoint import holds_checkpoint
+    from megatron_rl.checkpoint.layout import holds_checkpoint
     from megatron_rl.checkpoint.origin import Origin
 
     checkpoint = config.checkpoint
@@ -88,7 +88,8 @@ def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[P
 
     Checksums are compared when a checkpoint is loaded: at the size of a large model they take minutes.
     """
-    from megatron_rl.checkpoint import architecture_problems, continuation_problems, find_checkpoint
+    from megatron_rl.checkpoint.layout import find_checkpoint
+    from megatron_rl.checkpoint.run_state import architecture_problems, continuation_problems
 
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     continued, problems = run_to_continue(config), []
@@ -119,7 +120,8 @@ def wants_reference(config: RLConfig) -> bool:
 
 
 def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | None) -> list[str]:
-    from megatron_rl.checkpoint import architecture_problems, find_checkpoint, read_run_state
+    from megatron_rl.checkpoint.layout import find_checkpoint
+    from megatron_rl.checkpoint.run_state import architecture_problems, read_run_state
     from megatron_rl.families import read_model
     from megatron_rl.families.files import weight_problems
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint import CheckpointManager
+from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.timers import PhaseTimer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from megatron_rl.checkpoint import StateRegistry
+from megatron_rl.checkpoint.state import StateRegistry
 from megatron_rl.phases import Phases
 from megatron_rl.rollout import Evaluator, RequestFactory, Rollouter
 from megatron_rl.rollout.statistics import failures_of, no_results

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from megatron_rl.checkpoint import RandomState, StateRegistry, run_state_of
 from megatron_rl.checkpoint.origin import Origin
+from megatron_rl.checkpoint.run_state import run_state_of
+from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import SaveError
 from megatron_rl.parallel.collectives import any_rank, broadcast_json
 from megatron_rl.phases import Phases

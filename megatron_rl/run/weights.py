@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.checkpoint import CheckpointManager, RunState, read_run_state
-from megatron_rl.checkpoint.hf import load_hf
+from megatron_rl.checkpoint.hf.load import load_hf
+from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.origin import Origin, fingerprints
+from megatron_rl.checkpoint.run_state import RunState, read_run_state
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import read_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.hf import save_hf
+from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.families import ModelLayout, read_model
 from megatron_rl.families.files import weight_problems

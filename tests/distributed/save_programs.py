@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint import find_checkpoint
+from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.errors import SaveError
 from megatron_rl.parallel import shut_down
 from tests.distributed.programs import join, toy_config

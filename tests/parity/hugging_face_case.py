@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.hf import save_hf
+from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.checkpoint.layout import commit, temporary_directory
 from megatron_rl.checkpoint.origin import fingerprints
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state

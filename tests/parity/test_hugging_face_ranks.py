@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.hf import export_checkpoint
+from megatron_rl.checkpoint.hf.save import export_checkpoint
 from megatron_rl.checkpoint.origin import fingerprints
 from megatron_rl.families import ModelLayout, read_model
 from megatron_rl.registry import FAMILIES

@@ -14,7 +14,8 @@ import transformer_engine as fake
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.checkpoint import torch_format
-from megatron_rl.checkpoint.hf import load_hf, save_hf
+from megatron_rl.checkpoint.hf.load import load_hf
+from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.checkpoint.saving import SaveAttempt
 from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
 from megatron_rl.errors import CheckpointError

@@ -88,7 +88,7 @@ def packed_logits(policy: PolicyModel, batch: TokenBatch) -> torch.Tensor:
 
 def loaded_policy(config: RLConfig, vocabulary: int) -> tuple[PolicyModel, int]:
     """The model of ``--load-hf`` and the bytes this rank has read; the groups must be initialised."""
-    from megatron_rl.checkpoint.hf import load_hf
+    from megatron_rl.checkpoint.hf.load import load_hf
     from megatron_rl.families import read_model
     from megatron_rl.models import build_model
     from megatron_rl.parallel import seed_everything

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint import CheckpointManager, manager
+from megatron_rl.checkpoint import manager
+from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config import RLConfig
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.megatron import VERSION

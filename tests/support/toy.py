@@ -9,7 +9,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from megatron_rl import loop, supervised
-from megatron_rl.checkpoint import CheckpointManager
+from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_rl.checkpoint import CheckpointManager, RunState
+from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.run_state import RunState
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, build_model

@@ -78,7 +78,7 @@ def _convert(options: argparse.Namespace) -> None:
         raise ConfigError(["--saver hf needs config.json and tokenizer files: give --hf-config DIR, their origin"])
     import torch
 
-    from megatron_rl.checkpoint.hf import export_checkpoint
+    from megatron_rl.checkpoint.hf.save import export_checkpoint
 
     model = _model(options.hf_config, options.model_size, with_weights=False)
     export_checkpoint(options.load_dir, model, options.save_dir, torch.bfloat16 if options.bf16 else None)
@@ -87,7 +87,7 @@ def _convert(options: argparse.Namespace) -> None:
 def _import(options: argparse.Namespace, model: HfModel) -> None:
     import torch
 
-    from megatron_rl.checkpoint.hf import import_hf
+    from megatron_rl.checkpoint.hf.load import import_hf
     from megatron_rl.tokenizer import load_tokenizer
 
     tokens = load_tokenizer(options.tokenizer_model).vocab_size if options.tokenizer_model else 0

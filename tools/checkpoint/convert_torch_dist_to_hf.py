@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(source: Path, target: Path, origin: Path) -> None:
     if target.exists():  # before minutes of checksums
         raise ConfigError([f"--output-dir {target} exists; choose another directory"])
-    from megatron_rl.checkpoint.hf import export_checkpoint
+    from megatron_rl.checkpoint.hf.save import export_checkpoint
     from megatron_rl.families import read_model
 
     export_checkpoint(source, read_model(origin), target)

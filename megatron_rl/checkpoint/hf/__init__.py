@@ -5,8 +5,3 @@
     torch_dist.py   our checkpoints' files without a model
     quantize.py     a directory in full precision into one of 8 bits, in the formats of formats.py
 """
-
-from megatron_rl.checkpoint.hf.load import import_hf, load_hf
-from megatron_rl.checkpoint.hf.save import export_checkpoint, save_hf
-
-__all__ = ["export_checkpoint", "import_hf", "load_hf", "save_hf"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.hf import import_hf
+from megatron_rl.checkpoint.hf.load import import_hf
 from megatron_rl.families import read_model
 from megatron_rl.families.family import SMALL
 from tests.support.hugging_face import write_model

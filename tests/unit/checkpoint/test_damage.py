@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.checkpoint import CheckpointManager, find_checkpoint
-from megatron_rl.checkpoint.layout import list_checkpoints, remove_old, step_directory
+from megatron_rl.checkpoint.layout import find_checkpoint, list_checkpoints, remove_old, step_directory
+from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.errors import CheckpointError
 from megatron_rl.run.training import TrainingRun
 from tests.support.saves import FILES, saving_run, train_a_step

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.checkpoint import find_checkpoint, manager
-from megatron_rl.checkpoint.layout import list_checkpoints, step_directory
+from megatron_rl.checkpoint import manager
+from megatron_rl.checkpoint.layout import find_checkpoint, list_checkpoints, step_directory
 from megatron_rl.errors import SaveError
 from megatron_rl.run.training import TrainingRun
 from tests.support.saves import COMMON, FILES, before_tensors, full_disk, saving_run, train_a_step

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.checkpoint.hf import export_checkpoint, import_hf, save_hf
-from megatron_rl.checkpoint.hf.load import fill
-from megatron_rl.checkpoint.hf.save import write_hf
+from megatron_rl.checkpoint.hf.load import fill, import_hf
+from megatron_rl.checkpoint.hf.save import export_checkpoint, save_hf, write_hf
 from megatron_rl.checkpoint.layout import MEGATRON, commit, find_checkpoint, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load_weights, save_tensors

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.checkpoint import CheckpointManager
+from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.phases.holdings import state_storages
 from tests.support.checkpoints import contents, differences

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.checkpoint import CheckpointManager, RunState
+from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.origin import Origin, fingerprints, weights_fingerprint
-from megatron_rl.checkpoint.run_state import architecture_of, mode_of, optimizer_form_of
+from megatron_rl.checkpoint.run_state import RunState, architecture_of, mode_of, optimizer_form_of
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.parallel import ParallelGroups

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.checkpoint import CheckpointManager, RandomState, StateRegistry
+from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import CheckpointError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.expected_length import ExpectedLengths

@@ -16,9 +16,15 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_rl.checkpoint import CheckpointManager, RunState, architecture_problems, continuation_problems
 from megatron_rl.checkpoint.layout import MEGATRON, find_checkpoint, temporary_directory
-from megatron_rl.checkpoint.run_state import architecture_of, read_run_state
+from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.run_state import (
+    RunState,
+    architecture_of,
+    architecture_problems,
+    continuation_problems,
+    read_run_state,
+)
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, rank_directory, read
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.checkpoint import CheckpointManager
+from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.estimate import estimate
 from megatron_rl.loop import RLRun, rl_step
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
