@@ -1,7 +1,7 @@
-"""Conversations: samples that speak again after the environment has answered.
+"""From completions to graded groups: every sample is a conversation, and one turn is all that most have.
 
-    turn 1 of a group ─► step ─┬─► done: the sample is graded
-            (one prefill)      └─► reply ─► prompt + turn 1 + reply ─► turn 2 ─► step ─► ...
+    turn 1 of a group ─► judged ─┬─► done: the sample has its grade
+            (one prefill)        └─► reply ─► prompt + turn 1 + reply ─► turn 2 ─► judged ─► ...
 
 A conversation is a list of token ids that only grows. What the model wrote stays as it was sampled, with the
 log-probs it was sampled with; only the environment's words are encoded.
@@ -12,19 +12,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, GradeResult, Request, Rollout, RolloutGroup, Task, Turn
+from megatron_rl.types import Completion, GradeResult, Request, Rollout, RolloutGroup, Task, Transcript, Turn
 
+GradeFunction = Callable[[str, Sequence[tuple[Task, Transcript]]], Awaitable[Sequence[GradeResult]]]
+"""(environment, [(task, transcript)]) -> one result each; never raises for a bad sample."""
 StepFunction = Callable[[str, Sequence[tuple[Task, Any, Turn]]], Awaitable[Sequence[GradeResult]]]
 """(environment, [(task, state, turn)]) -> one result each; never raises for a bad sample."""
-PENDING = GradeResult("error", code="pending")
-"""Stands for the verdict on ranks that do not talk to the environments."""
 
 _LOOK_AGAIN_SECONDS = 0.2
 """Longest wait for answers when nothing generates: a request to stop must be noticed."""
@@ -52,8 +52,6 @@ class _Conversation:
     spans: list[tuple[int, int]] = field(default_factory=list)
     state: Any = None
     last: Completion | None = None
-    cut: bool = False
-    """True when a reply found no room."""
 
     @property
     def length(self) -> int:
@@ -70,30 +68,30 @@ class _Conversation:
         self.logprobs += [0.0] * len(reply)
         self.spans.append((start, start + len(reply)))
 
-    def completion(self) -> Completion:
+    def completion(self, cut: bool) -> Completion:
         return Completion(
             token_ids=tuple(self.token_ids),
             inference_logprobs=tuple(self.logprobs),
-            finish_reason="length" if self.cut else self.last.finish_reason,
+            finish_reason="length" if cut else self.last.finish_reason,
             policy_version=self.last.policy_version,
             environment_spans=tuple(self.spans),
         )
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What the environment said to a sample: a reply, or the end and a grade."""
 
     index: int
     sample: int
-    reply: tuple[int, ...] = ()
+    reply: Sequence[int]
     """Empty at the end."""
-    cut: bool = False
-    grade: GradeResult = PENDING
+    cut: bool
+    """A reply found no room."""
+    grade: GradeResult
 
 
 class Conversations:
-    """The conversations of one rollout.
+    """The samples of one rollout.
 
     Every rank of a model copy holds all of them and gets the same turns; the leader asks the environment and
     tells the others what to read, so that all submit the same requests between the same two engine steps.
@@ -101,12 +99,14 @@ class Conversations:
 
     def __init__(
         self,
+        grade: GradeFunction,
         settings: ConversationSettings | None,
         tokenizer: Tokenizer,
         groups: ParallelGroups,
-        journal: StepJournal | None = None,
+        journal: StepJournal | None,
     ) -> None:
-        """Without ``settings`` no request is a conversation; ``journal`` gets every group that is complete."""
+        """Without ``settings`` all samples are single answers; ``journal`` gets every group that is complete."""
+        self._grade = grade
         self._settings = settings
         self._tokenizer = tokenizer
         self._groups = groups
@@ -123,20 +123,31 @@ class Conversations:
         """True while an environment's answer is due."""
         return self._waiting > 0
 
-    def takes(self, request: Request) -> bool:
-        """Whether the request is of an environment that answers."""
-        return self._settings is not None and self._settings.max_turns.get(request.source.environment, 1) > 1
+    def goes_on(self, request: Request) -> bool:
+        """Whether the request is of an environment that replies."""
+        return self._most_turns(request) > 1
+
+    def take_up(self, request: Request) -> bool:
+        """Take a finished group of an earlier start from the journal, and have graded again what has no grade.
+
+        False where there is none, and of a conversation without a grade: nobody knows how it would have gone on.
+        """
+        group = self._journal.group_for(request) if self._journal is not None else None
+        if group is None or (self.goes_on(request) and not group.is_graded):
+            return False
+        ungraded = []
+        for sample, rollout in enumerate(group.rollouts):
+            if rollout.grade.status == "ok":
+                self._keep(request, sample, rollout.completion, rollout.grade)
+            else:
+                ungraded.append(self._said(request, sample, rollout.completion))
+        if ungraded:
+            self._ask(ungraded)
+        return True
 
     def add_turn(self, request: Request, completions: Sequence[Completion]) -> None:
         """A turn of some samples of a group: the whole group's first, or one sample's later one."""
-        answered = []
-        for sample, turn in enumerate(completions, start=request.first_sample):
-            conversation = self._open.setdefault((request.index, sample), _Conversation(request, sample))
-            conversation.add_turn(turn)
-            answered.append(conversation)
-        self._waiting += len(answered)
-        if self._groups.leads_model:
-            self._asked.add(asyncio.create_task(self._ask(answered)))
+        self._ask([self._said(request, s, turn) for s, turn in enumerate(completions, start=request.first_sample)])
 
     async def replies(self, idle: bool) -> list[Request]:
         """The next turns to generate; with ``idle``, waits a while for an answer. Collective in a model copy."""
@@ -144,10 +155,10 @@ class Conversations:
             return []
         answers = await self._answers(idle) if self._groups.leads_model else []
         if self._groups.model_group.size() > 1:
-            told = [(a.index, a.sample, a.reply, a.cut) for a in answers]
+            told = [(*a[:4], a.grade.reward if a.grade.status == "ok" else None) for a in answers]
             told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
             if not self._groups.leads_model:
-                answers = [_Answer(index, sample, tuple(reply), cut) for index, sample, reply, cut in told]
+                answers = [_Answer(*said, _verdict(reward)) for *said, reward in told]
         self._waiting -= len(answers)
         return [request for answer in answers if (request := self._apply(answer)) is not None]
 
@@ -159,6 +170,19 @@ class Conversations:
         self._asked.clear()
         self._waiting = 0
 
+    def _most_turns(self, request: Request) -> int:
+        return 1 if self._settings is None else self._settings.max_turns.get(request.source.environment, 1)
+
+    def _said(self, request: Request, sample: int, turn: Completion) -> _Conversation:
+        conversation = self._open.setdefault((request.index, sample), _Conversation(request, sample))
+        conversation.add_turn(turn)
+        return conversation
+
+    def _ask(self, conversations: Sequence[_Conversation]) -> None:
+        self._waiting += len(conversations)
+        if self._groups.leads_model:
+            self._asked.add(asyncio.create_task(self._judged(conversations)))
+
     async def _answers(self, idle: bool) -> list[_Answer]:
         if idle:
             await asyncio.wait(self._asked, timeout=_LOOK_AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -167,28 +191,34 @@ class Conversations:
         answers = [answer for task in done for answer in task.result()]
         return sorted(answers, key=lambda answer: (answer.index, answer.sample))
 
-    async def _ask(self, conversations: Sequence[_Conversation]) -> list[_Answer]:
-        source = conversations[0].request.source
-        turns = [(source.task, c.state, self._turn(c)) for c in conversations]
-        results = await self._settings.step(source.environment, turns)
-        return [
-            self._answer(conversation, turn, result)
-            for conversation, (_, _, turn), result in zip(conversations, turns, results, strict=True)
-        ]
+    async def _judged(self, conversations: Sequence[_Conversation]) -> list[_Answer]:
+        """The environment's answers to the last turns of samples of one group."""
+        request = conversations[0].request
+        environment, task = request.source.environment, request.source.task
+        if self.goes_on(request):
+            results = await self._settings.step(environment, [(task, c.state, self._turn(c)) for c in conversations])
+        else:
+            results = await self._grade(environment, [(task, self._transcript(c)) for c in conversations])
+        return [self._answer(c, result) for c, result in zip(conversations, results, strict=True)]
+
+    def _transcript(self, conversation: _Conversation) -> Transcript:
+        said = conversation.last
+        return Transcript(self._tokenizer.decode(said.token_ids), said.finish_reason, len(said.token_ids))
 
     def _turn(self, conversation: _Conversation) -> Turn:
-        said, number = conversation.last, len(conversation.spans)
-        most = self._settings.max_turns[conversation.request.source.environment]
-        # a reply has a token, and so has the turn after it
-        last = number + 1 >= most or conversation.length + 2 > self._settings.max_sequence_length
-        text = self._tokenizer.decode(said.token_ids)
-        return Turn(text, said.finish_reason, len(said.token_ids), number, last)
+        said, number = vars(self._transcript(conversation)), len(conversation.spans)
+        return Turn(**said, number=number, last=self._speaks_last(conversation))
 
-    def _answer(self, conversation: _Conversation, turn: Turn, result: GradeResult) -> _Answer:
+    def _speaks_last(self, conversation: _Conversation) -> bool:
+        # a reply has a token, and so has the turn after it
+        full = conversation.length + 2 > self._settings.max_sequence_length
+        return full or len(conversation.spans) + 1 >= self._most_turns(conversation.request)
+
+    def _answer(self, conversation: _Conversation, result: GradeResult) -> _Answer:
         """The reply in tokens, if there is one, and room for it and for something to say after it."""
         index, sample, going_on = conversation.request.index, conversation.sample, result.continuation
-        if going_on is None or turn.last:
-            return _Answer(index, sample, grade=result)
+        if going_on is None or self._speaks_last(conversation):
+            return _Answer(index, sample, (), False, result)
         said = conversation.last.token_ids
         ended = bool(said) and said[-1] in self._tokenizer.end_token_ids
         reply, problem = [], "the reply has no tokens"
@@ -198,23 +228,25 @@ class Conversations:
         except EnvironmentFault as fault:
             problem = str(fault)
         if conversation.length + len(reply) >= self._settings.max_sequence_length:
-            return _Answer(index, sample, cut=True, grade=result)
+            return _Answer(index, sample, (), True, result)
         if not reply:
-            failure = GradeResult("error", code="environment_exception", message=problem)
-            return _Answer(index, sample, grade=failure)
+            result = GradeResult("error", code="environment_exception", message=problem)
         conversation.state = going_on.state
-        return _Answer(index, sample, tuple(reply))
+        return _Answer(index, sample, reply, False, result)
 
     def _apply(self, answer: _Answer) -> Request | None:
         """The request for the next turn; None when the conversation is over."""
         key = (answer.index, answer.sample)
         conversation = self._open[key]
+        request = conversation.request
         if not answer.reply:
-            conversation.cut = answer.cut
-            self._close(self._open.pop(key), answer.grade)
+            del self._open[key]
+            grade = replace(answer.grade, continuation=None)
+            self._keep(request, answer.sample, conversation.completion(answer.cut), grade)
+            if self._journal is not None and request.index in self.finished:
+                self._journal.add(request.index, self.finished[request.index])
             return None
         conversation.add_reply(answer.reply)
-        request = conversation.request
         room = self._settings.max_sequence_length - conversation.length
         new = min(request.sampling.max_new_tokens, room)
         return replace(
@@ -226,15 +258,17 @@ class Conversations:
             sampling=replace(request.sampling, max_new_tokens=new),
         )
 
-    def _close(self, conversation: _Conversation, grade: GradeResult) -> None:
-        request = conversation.request
-        text = self._tokenizer.decode(conversation.token_ids)
-        group = self._rollouts.setdefault(request.index, {})
-        group[conversation.sample] = Rollout(conversation.completion(), text, replace(grade, continuation=None))
+    def _keep(self, request: Request, sample: int, completion: Completion, grade: GradeResult) -> None:
+        """A sample is complete, and perhaps its group."""
+        decode, group = self._tokenizer.decode, self._rollouts.setdefault(request.index, {})
+        group[sample] = Rollout(completion, decode(completion.token_ids), grade)
         if len(group) == request.num_samples:
-            rollouts = tuple(group[sample] for sample in range(request.num_samples))
-            prompt = self._tokenizer.decode(request.prompt_ids)
-            finished = RolloutGroup(request.source, request.prompt_ids, prompt, rollouts)
-            self.finished[request.index] = finished
-            if self._journal is not None:
-                self._journal.add(request.index, finished)
+            rollouts = tuple(group[number] for number in range(request.num_samples))
+            prompt_text = decode(request.prompt_ids)
+            self.finished[request.index] = RolloutGroup(request.source, request.prompt_ids, prompt_text, rollouts)
+
+
+def _verdict(reward: float | None) -> GradeResult:
+    if reward is not None:
+        return GradeResult("ok", reward=reward)
+    return GradeResult("error", code="see_leader", message="the leading rank's record has the reason")

@@ -14,7 +14,7 @@ from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import ConversationSettings, TaskPool
-from megatron_rl.rollout.rollouter import GradeFunction
+from megatron_rl.rollout.conversations import GradeFunction
 from megatron_rl.run.base import Run
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
