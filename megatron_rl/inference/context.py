@@ -111,19 +111,17 @@ class RolloutContext(BaseInferenceContext):
     @property
     def stores_heads(self) -> bool:
         """See `RolloutPlan`. Prompts attend to their own rotated keys, and may set the cache's scales."""
-        return self.ops.stores_heads and self._last_tokens is None and self._kernels.cache.layout == "pages"
+        return self.ops.fused and self._last_tokens is None and self._kernels.cache.layout == "pages"
 
     def attend_mixed(
         self, layer: int, mixed: torch.Tensor, query_norm: torch.nn.Module | None, key_norm: torch.nn.Module | None
     ) -> torch.Tensor:
         """See `RolloutPlan`."""
-        from megatron_rl.models.kernels.rotate_store import HeadNorms, Pages, rotate_store
+        from megatron_rl.models.kernels.rotate_store import rotate_store
 
         cache, index = self.cache, layer - self._first_layer
-        scales = cache.numbers.scales(index)
-        pages = Pages(cache.keys[index], cache.values[index], self._slots, *scales)
-        norms = None if query_norm is None else HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps)
-        query = rotate_store(mixed, self._cos, self._sin, pages, norms)
+        stored = cache.keys[index], cache.values[index], self._slots, *cache.numbers.scales(index)
+        query = rotate_store(mixed, self._cos, self._sin, query_norm, key_norm, *stored)
         return self._attend(query, cache, index, self._plan)
 
     # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------

@@ -28,7 +28,7 @@ from megatron_rl.inference.output_processor import OutputProcessor
 from megatron_rl.inference.sampler import Sampler, SamplingKinds, sample_seed
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup
-from megatron_rl.models import PolicyModel, RolloutForward, ops_for
+from megatron_rl.models import PolicyModel, RolloutForward, RolloutOps
 from megatron_rl.types import Completed, Request
 
 
@@ -53,7 +53,7 @@ class RolloutEngine(Engine):
         is_stop[list(stop_token_ids)] = True
         paged = policy.attention.cache.layout == "pages"
         state = BatchState(self.max_batch_size, options.max_sequence_length, is_stop, paged)
-        context = RolloutContext(policy, self.cache, ops_for(policy.device))
+        context = RolloutContext(policy, self.cache, RolloutOps(fused=policy.device.type == "cuda"))
         self.runner = ModelRunner(context, RolloutForward(policy, context), state, Sampler(tensor_group))
         self.decode = with_graphs(self.runner, policy, options.num_cuda_graphs)
         """`ModelRunner.decode`, or CUDA graphs of it."""

@@ -25,14 +25,6 @@ class Pending(NamedTuple):
     bias: torch.Tensor | None
 
 
-def add(residual: torch.Tensor, pending: Pending) -> torch.Tensor:
-    """``output + bias + residual`` in megatron's order, in the memory of ``output``."""
-    output = pending.output
-    if pending.bias is not None:
-        output.add_(pending.bias)
-    return output.add_(residual)
-
-
 class TorchNorm(torch.nn.Module):
     """RMSNorm or LayerNorm whose parameters are marked for sequence parallelism.
 
@@ -61,10 +53,11 @@ class TorchNorm(torch.nn.Module):
 
 
 class RolloutOps:
-    """The operations in eager torch; [T, hidden] is the residual stream."""
+    """[T, hidden] is the residual stream."""
 
-    stores_heads = False
-    """Whether decode steps rotate heads and write the cache in one go where the cache has pages."""
+    def __init__(self, fused: bool) -> None:
+        """``fused``: a Triton kernel for each, but for LayerNorm and other activations than ``silu(gate) x up``."""
+        self.fused = fused
 
     def add_norm(
         self,
@@ -74,54 +67,28 @@ class RolloutOps:
         reader: torch.nn.Module | None,
     ) -> tuple[torch.Tensor, LinearInput]:
         """The residual stream with ``pending`` added, in its memory, and its norm as the linear ``reader`` wants it."""
-        del reader
-        if pending is not None:
-            residual = add(residual, pending)
+        output, bias = pending or (None, None)
+        if self.fused and is_rms(norm):
+            from megatron_rl.models.kernels.rows import add_norm
+
+            packing = None if reader is None else packing_for(reader)
+            return add_norm(residual, output, bias, norm.weight, norm.eps, packing)
+        if output is not None:  # in megatron's order
+            residual = (output if bias is None else output.add_(bias)).add_(residual)
         return residual, norm.forward(residual)
 
     def activate(self, inner: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module) -> LinearInput:
         """A plain MLP's activation, for the linear ``reader``: [T, F], or [T, 2 F] -> [T, F]."""
-        del reader
         if not config.gated_linear_unit:
             return config.activation_func(inner)
+        if self.fused and config.activation_func is functional.silu:
+            from megatron_rl.models.kernels.rows import gate_up
+
+            return gate_up(inner, packing_for(reader))
         gate, up = inner.chunk(2, -1)
         return config.activation_func(gate).mul_(up)
-
-
-class FusedOps(RolloutOps):
-    """A Triton kernel for each, eager for what the kernels do not know: LayerNorm and other activations."""
-
-    stores_heads = True
-
-    def add_norm(
-        self,
-        residual: torch.Tensor,
-        pending: Pending | None,
-        norm: torch.nn.Module,
-        reader: torch.nn.Module | None,
-    ) -> tuple[torch.Tensor, LinearInput]:
-        """See `RolloutOps`."""
-        if not is_rms(norm):
-            return super().add_norm(residual, pending, norm, reader)
-        from megatron_rl.models.kernels.rows import add_norm
-
-        packing = None if reader is None else packing_for(reader)
-        return add_norm(residual, *(pending or (None, None)), norm.weight, norm.eps, packing)
-
-    def activate(self, inner: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module) -> LinearInput:
-        """See `RolloutOps`."""
-        if not (config.gated_linear_unit and config.activation_func is functional.silu):
-            return super().activate(inner, config, reader)
-        from megatron_rl.models.kernels.rows import gate_up
-
-        return gate_up(inner, packing_for(reader))
 
 
 def is_rms(norm: torch.nn.Module) -> bool:
     """Whether the kernels know it."""
     return type(norm) is TorchNorm and norm.bias is None
-
-
-def ops_for(device: torch.device) -> RolloutOps:
-    """The kernels on CUDA, eager torch elsewhere."""
-    return FusedOps() if device.type == "cuda" else RolloutOps()

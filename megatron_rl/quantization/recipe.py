@@ -74,12 +74,12 @@ class Packing:
     """One scale a 128 columns instead of one a token."""
     power_of_two: bool = False
 
-    def allocate(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Empty codes [T, columns] and fp32 scales, [T, 1] or [T, columns / 128], the latter column by column."""
+    def allocate(self, tokens: int, dtype: torch.dtype, device: torch.device) -> PackedActivations:
+        """Room for activations [tokens, K] of ``dtype``; scales [T, 1] or [T, columns / 128] lie column by column."""
+        groups = self.columns // TILE if self.in_segments else 1
         codes = torch.empty(tokens, self.columns, dtype=self.code_type, device=device)
-        if self.in_segments:
-            return codes, torch.empty(self.columns // TILE, tokens, dtype=torch.float32, device=device).t()
-        return codes, torch.empty(tokens, 1, dtype=torch.float32, device=device)
+        scales = torch.empty(groups, tokens, dtype=torch.float32, device=device)
+        return PackedActivations(codes, scales.t(), dtype)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,6 @@ def meta_context(
 
 def meta_runner(policy: PolicyModel, backend: str) -> ModelRunner:
     """Decode steps in eager torch; takes the model's values."""
-    context = meta_context(policy, backend, RolloutOps())
+    context = meta_context(policy, backend, RolloutOps(fused=False))
     state = BatchState(6, 48, torch.zeros(VOCABULARY, dtype=torch.bool, device=META))
     return ModelRunner(context, RolloutForward(policy, context), state, Sampler())

@@ -1,110 +1,57 @@
-"""A decode step's heads: norms of query and key, rotation, key and value into the cache's pages."""
+"""A decode step's heads: norms of query and key, rotation, key and value into the cache's blocks."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from megatron_rl.quantization.formats import FP8_MAX
 from megatron_rl.quantization.kernels.quantize import e4m3_of
 
-_LARGEST = tl.constexpr(448.0)
-
-
-@dataclass(frozen=True)
-class Pages:
-    """One layer of a paged cache."""
-
-    keys: torch.Tensor
-    """[pages, page_length, groups, D] of the model's dtype, bf16, or E4M3 codes in uint8, as ``values``."""
-    values: torch.Tensor
-    cells: torch.Tensor
-    """[T] int64: page x page_length + place of each token."""
-    key_scales: torch.Tensor | None = None
-    """[groups] fp32, with codes only; as ``value_scales``."""
-    value_scales: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class HeadNorms:
-    """RMSNorm of the heads of query and key, [D] each."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    epsilon: float
+_LARGEST = tl.constexpr(FP8_MAX)
 
 
 def rotate_store(
-    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: Pages, norms: HeadNorms | None
+    mixed: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    query_norm: torch.nn.Module | None,
+    key_norm: torch.nn.Module | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cells: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``mixed`` [T, groups, share + 2, D], a group's queries, key and value -> query [T, 1, groups x share, D].
 
-    ``cos`` and ``sin`` [T, ..., R] as `RopeTable.at` gives them. Rounded where eager torch rounds.
+    ``cos`` and ``sin`` [T, ..., R] as `RopeTable.at` gives them; the norms are RMSNorms of a head, or both None. One
+    layer's ``keys`` and ``values`` [blocks, block size, groups, D] of the model's dtype, bf16, or E4M3 codes in uint8
+    with fp32 scales [groups]; token t goes to cell ``cells[t]`` of them, [T] int64. Rounded where eager torch rounds.
     """
     tokens, groups, heads, width = mixed.shape
-    rotated = cos.shape[-1]
-    query = torch.empty(tokens, 1, groups * (heads - 2), width, dtype=mixed.dtype, device=mixed.device)
-    half, rest = rotated // 2, width - rotated
+    half, rest = cos.shape[-1] // 2, width - cos.shape[-1]
+    query = mixed.new_empty(tokens, 1, groups * (heads - 2), width)
+    norms = (None, None, 0.0) if query_norm is None else (query_norm.weight, key_norm.weight, query_norm.eps)
     block = triton.next_power_of_2(heads) * triton.next_power_of_2(width)
-    if tokens:
-        rotate_store_kernel[(tokens, groups)](
-            mixed,
-            cos,
-            sin,
-            None if norms is None else norms.query,
-            None if norms is None else norms.key,
-            query,
-            pages.keys,
-            pages.values,
-            pages.cells,
-            pages.key_scales,
-            pages.value_scales,
-            0.0 if norms is None else norms.epsilon,
-            mixed.stride(0),
-            mixed.stride(1),
-            mixed.stride(2),
-            groups,
-            SHARE=heads - 2,
-            WIDTH=width,
-            HALF=half,
-            REST=rest,
-            HEADS=triton.next_power_of_2(heads),
-            HALF_BLOCK=triton.next_power_of_2(half),
-            REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
-            num_warps=min(max(block // 512, 1), 8),
-        )
+    rotate_store_kernel[(tokens, groups)](
+        mixed, cos, sin, *norms, query, keys, values, cells, key_scales, value_scales, *mixed.stride()[:3], groups,
+        SHARE=heads - 2, WIDTH=width, HALF=half, HEADS=triton.next_power_of_2(heads),
+        HALF_BLOCK=triton.next_power_of_2(half), REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
+        num_warps=min(max(block // 512, 1), 8),
+    )  # fmt: skip
     return query
 
 
 # A step's cells and a layer's scales come at 8 or 4 bytes: no compilation for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["cells", "key_scales", "value_scales"])
 def rotate_store_kernel(
-    mixed,
-    cos,
-    sin,
-    query_norm,
-    key_norm,
-    query,
-    keys,
-    values,
-    cells,
-    key_scales,
-    value_scales,
-    epsilon,
-    token_stride,
-    group_stride,
-    head_stride,
-    groups,
-    SHARE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-):
+    mixed, cos, sin, query_norm, key_norm, epsilon, query, keys, values, cells, key_scales, value_scales,
+    token_stride, group_stride, head_stride, groups,
+    SHARE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program a token and group. Heads come in two rotated halves and a rest that is not rotated."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

@@ -61,8 +61,6 @@ def int8_matmul(
     out = torch.empty(rows, columns, dtype=torch.int32 if scales is None else dtype, device=codes.device)
     if depth > MAX_COLUMNS:
         raise ValueError(f"sums of {depth} products could overflow int32; use at most {MAX_COLUMNS} columns")
-    if 0 in out.shape:
-        return out
     tiles = tiles_for(rows)
     matmul_kernel[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
         codes, weight_codes, out, scales, weight_scales, rows, columns, depth, codes.stride(0), weight_codes.stride(0),

@@ -22,7 +22,6 @@ from megatron_rl.quantization.shapes import TILE
 MAX_COLUMNS = 65536
 """A row is held in the registers of one program; more would spill."""
 _SEGMENT_ROWS = 16
-LARGEST = {torch.int8: formats.INT8_MAX, formats.FP8: formats.FP8_MAX}
 
 
 def _bits_of(number: float) -> int:
@@ -30,6 +29,7 @@ def _bits_of(number: float) -> int:
 
 
 _TILE = tl.constexpr(TILE)
+_INT8_MAX, _FP8_MAX = tl.constexpr(formats.INT8_MAX), tl.constexpr(formats.FP8_MAX)
 _FLOOR_BITS = tl.constexpr(_bits_of(formats.AMAX_FLOOR))
 _INTEGER_MAGIC = tl.constexpr(1.5 * 2**23)
 """From 2^23 to 2^24 fp32 holds the integers: adding this rounds a small number to the nearest even one."""
@@ -48,9 +48,10 @@ def magnitude_bits(values):
 
 
 @triton.jit
-def scale_of(amax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """`formats.scale_of`, then perhaps `formats.power_of_two`."""
-    scale = tl.div_rn(tl.maximum(amax_bits, _FLOOR_BITS).to(tl.float32, bitcast=True), LARGEST)
+def scale_of(amax_bits, code_type: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """`formats.scale_of` for codes of that type, then perhaps `formats.power_of_two`."""
+    largest: tl.constexpr = _INT8_MAX if code_type == tl.int8 else _FP8_MAX
+    scale = tl.div_rn(tl.maximum(amax_bits, _FLOOR_BITS).to(tl.float32, bitcast=True), largest)
     if POWER_OF_TWO:
         raised = (scale.to(tl.int32, bitcast=True) + _MANTISSA_BITS) & _EXPONENT_BITS
         scale = raised.to(tl.float32, bitcast=True)
@@ -70,14 +71,15 @@ def e4m3_of(scaled):
 
 
 @triton.jit
-def codes_of(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
+def codes_of(values, scale, code_type: tl.constexpr):
     """`formats.integer_codes` or `formats.fp8_codes`.
 
     Both round by arithmetic of their own. The integer is read off the sum's bits, so that no optimisation can
     cancel the magic number.
     """
-    scaled = tl.minimum(tl.maximum(tl.div_rn(values, scale), -LARGEST), LARGEST)
-    if INTEGER:
+    largest: tl.constexpr = _INT8_MAX if code_type == tl.int8 else _FP8_MAX
+    scaled = tl.minimum(tl.maximum(tl.div_rn(values, scale), -largest), largest)
+    if code_type == tl.int8:
         codes = ((scaled + _INTEGER_MAGIC).to(tl.int32, bitcast=True) - _INTEGER_MAGIC_BITS).to(tl.int8)
     else:
         codes = e4m3_of(scaled)
@@ -87,7 +89,7 @@ def codes_of(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 @triton.jit
 def rows_kernel(
     values, codes, scales, given_scales, smoothing, columns, code_columns, value_stride, code_stride,
-    LARGEST: tl.constexpr, INTEGER: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row, the whole row in registers."""
     row = tl.program_id(0).to(tl.int64)
@@ -99,9 +101,10 @@ def rows_kernel(
     if given_scales is not None:
         scale = tl.load(given_scales + row)
     else:
-        scale = scale_of(tl.max(magnitude_bits(x), 0), LARGEST, False)
+        scale = scale_of(tl.max(magnitude_bits(x), 0), codes.dtype.element_ty, False)
     tl.store(scales + row, scale)
-    tl.store(codes + row * code_stride + column, codes_of(x, scale, LARGEST, INTEGER), mask=column < code_columns)
+    written = codes_of(x, scale, codes.dtype.element_ty)
+    tl.store(codes + row * code_stride + column, written, mask=column < code_columns)
 
 
 # Strides of scales go with the number of tokens: kernels of their own for 1 and for multiples of 16 would be compiled
@@ -110,7 +113,7 @@ def rows_kernel(
 def blocks_kernel(
     values, codes, scales, rows, columns, code_rows, code_columns, value_stride, code_stride,
     scale_row_stride, scale_column_stride,
-    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program a block of ROWS x 128, with one scale if WHOLE, else a scale a row. E4M3 only."""
     block = tl.program_id(0).to(tl.int64)
@@ -127,10 +130,10 @@ def blocks_kernel(
         group = row
         real = row < rows
         amax_bits = tl.max(magnitude_bits(x), 1)[:, None]
-    scale = scale_of(amax_bits, LARGEST, POWER_OF_TWO)
+    scale = scale_of(amax_bits, codes.dtype.element_ty, POWER_OF_TWO)
     tl.store(scales + group * scale_row_stride + tile * scale_column_stride, scale, mask=real)
     written = (row < code_rows) & (column < code_columns)
-    tl.store(codes + row * code_stride + column, codes_of(x, scale, LARGEST, False), mask=written)
+    tl.store(codes + row * code_stride + column, codes_of(x, scale, codes.dtype.element_ty), mask=written)
 
 
 def quantize_rows(
@@ -178,17 +181,13 @@ def requantize_rows(
     `quantize_rows`. ``given_scales`` fp32 [N, 1] (their amax was shared over ranks) are copied into ``scales``. Code
     columns from K on become zeros, rows from N on stay.
     """
-    rows, columns = weight.shape
     weight = _with_adjacent_columns(weight)
     block = max(triton.next_power_of_2(codes.shape[1]), 16)
     if block > MAX_COLUMNS:
         raise ValueError(f"rows of {codes.shape[1]} codes do not fit in registers; use at most {MAX_COLUMNS}")
-    if rows == 0 or codes.shape[1] == 0:
-        return
-    rows_kernel[(rows,)](
-        weight, codes, scales, given_scales, smoothing, columns, codes.shape[1], weight.stride(0), codes.stride(0),
-        LARGEST=LARGEST[codes.dtype], INTEGER=codes.dtype == torch.int8, BLOCK=block,
-        num_warps=32 if block == MAX_COLUMNS else min(max(block // 1024, 1), 16),
+    rows_kernel[(weight.shape[0],)](
+        weight, codes, scales, given_scales, smoothing, weight.shape[1], codes.shape[1], weight.stride(0),
+        codes.stride(0), BLOCK=block, num_warps=32 if block == MAX_COLUMNS else min(max(block // 1024, 1), 16),
     )  # fmt: skip
 
 
@@ -208,12 +207,9 @@ def _launch_blocks(
 ) -> None:
     values = _with_adjacent_columns(values)
     block_rows = TILE if whole else _SEGMENT_ROWS
-    grid = triton.cdiv(codes.shape[0], block_rows), triton.cdiv(codes.shape[1], TILE)
-    if 0 in grid:
-        return
-    blocks_kernel[grid](
+    blocks_kernel[(triton.cdiv(codes.shape[0], block_rows), triton.cdiv(codes.shape[1], TILE))](
         values, codes, scales, *values.shape, *codes.shape, values.stride(0), codes.stride(0), *scales.stride(),
-        LARGEST=formats.FP8_MAX, POWER_OF_TWO=power_of_two, WHOLE=whole, ROWS=block_rows, num_warps=8 if whole else 4,
+        POWER_OF_TWO=power_of_two, WHOLE=whole, ROWS=block_rows, num_warps=8 if whole else 4,
     )  # fmt: skip
 
 

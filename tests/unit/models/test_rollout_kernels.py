@@ -8,6 +8,7 @@ largest numbers off.
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,9 +137,9 @@ class KernelChecks:
         mixed, cos, sin = randn(1, 1, 3, 16), randn(1, 1, 1, 16), randn(1, 1, 1, 16)
         mixed[0, 0, 2, 5] = float("nan")
         mixed[0, 0, 2, 6] = 1e9
-        pages = self._pages(KVNumbers(1, 1, torch.float32, FP8, torch.device(self.device)), 1, 16, torch.tensor([0]))
-        rotate_store(*map(self._to, (mixed, cos, sin)), pages, None)
-        value = pages.values.view(FP8).float()[0, 0, 0].cpu()
+        stored = self._stored(KVNumbers(1, 1, torch.float32, FP8, torch.device(self.device)), 1, 16, torch.tensor([0]))
+        rotate_store(*map(self._to, (mixed, cos, sin)), None, None, *stored)
+        value = stored[1].view(FP8).float()[0, 0, 0].cpu()
         assert value[5].isnan() and value[6] == 448.0 and value.isnan().sum() == 1
 
     # -- a whole rollout -----------------------------------------------------------------------
@@ -147,15 +148,15 @@ class KernelChecks:
     def test_a_rollout(self, one_rank, monkeypatch, model, recipe):
         """The same greedy tokens as eager torch, and log-probs within 1e-5; int8 codes may round another way."""
         from megatron_rl.inference import rollout_engine as module
-        from megatron_rl.models.rollout_ops import FusedOps, RolloutOps
+        from megatron_rl.models.rollout_ops import RolloutOps
         from tests.support.generation import largest_gap, rollout_engine, tokens
         from tests.support.quantized import complete, quantizable_policy, rollout_quantization, short_requests
 
         changes = {"qk_layernorm": True, "add_qkv_bias": False} if model == "normed" else {}
         policy = quantizable_policy(attention_backend=self.paged, **changes)
         requests, results = short_requests(2, greedy=True, max_new_tokens=3), []
-        for ops in (RolloutOps(), FusedOps()):
-            monkeypatch.setattr(module, "ops_for", lambda _, ops=ops: ops)
+        for kernels in (False, True):
+            monkeypatch.setattr(module, "RolloutOps", lambda fused, kernels=kernels: RolloutOps(fused=kernels))
             quantization = rollout_quantization(policy, recipe)
             results.append(complete(policy, rollout_engine(policy), quantization, requests))
         assert tokens(results[0]) == tokens(results[1])
@@ -173,14 +174,12 @@ class KernelChecks:
             randn(columns, seed=3, dtype=dtype), 1 + randn(columns, seed=4, dtype=dtype),
         ]  # fmt: skip
 
-    def _pages(self, numbers: KVNumbers, groups: int, width: int, cells: torch.Tensor):
-        from megatron_rl.models.kernels.rotate_store import Pages
-
+    def _stored(self, numbers: KVNumbers, groups: int, width: int, cells: torch.Tensor) -> tuple[torch.Tensor, ...]:
         keys, values = (torch.zeros(4, 16, groups, width, dtype=numbers.storage, device=self.device) for _ in range(2))
-        return Pages(keys, values, cells.to(self.device), *numbers.scales(0))
+        return keys, values, cells.to(self.device), *numbers.scales(0)
 
     def _check_heads(self, dtype, share, width, rotated, normed, stored):
-        from megatron_rl.models.kernels.rotate_store import HeadNorms, rotate_store
+        from megatron_rl.models.kernels.rotate_store import rotate_store
 
         groups, cells = 2, torch.tensor([33, 0, 62])
         # A slice of a wider product, as projections of several layers in one would give.
@@ -200,11 +199,11 @@ class KernelChecks:
         there = KVNumbers(1, groups, dtype, stored, torch.device(self.device))
         if stored == FP8:
             there.key_scales.copy_(numbers.key_scales), there.value_scales.copy_(numbers.value_scales)
-        pages = self._pages(there, groups, width, cells)
-        norms = HeadNorms(*map(self._to, weights), 1e-5) if normed else None
-        actual = rotate_store(*map(self._to, (mixed, cos, sin)), pages, norms)
+        stored_in = self._stored(there, groups, width, cells)
+        norms = [SimpleNamespace(weight=self._to(weight), eps=1e-5) if normed else None for weight in weights]
+        actual = rotate_store(*map(self._to, (mixed, cos, sin)), *norms, *stored_in)
         near(actual, query, self._tolerance(dtype))
-        for cached, wanted in zip((pages.keys, pages.values), numbers.pack(0, key, value), strict=True):
+        for cached, wanted in zip(stored_in[:2], numbers.pack(0, key, value), strict=True):
             rows = cached.cpu().view(-1, groups, width)
             if stored == FP8:
                 rows, wanted = rows.view(FP8), wanted.view(FP8)

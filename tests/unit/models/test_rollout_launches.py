@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.models import RolloutForward
-from megatron_rl.models.rollout_ops import FusedOps, RolloutOps
+from megatron_rl.models.rollout_ops import RolloutOps
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
 from tests.support.launches_counted import counted
@@ -62,12 +62,12 @@ def of_a_layer(*case: object) -> Counter[str]:
 def test_a_layer_launches_few_kernels(
     one_rank: object, model: str, recipe: str, stored: torch.dtype | None, most: int
 ) -> None:
-    seen = of_a_layer(model, recipe, stored, FusedOps())
+    seen = of_a_layer(model, recipe, stored, RolloutOps(fused=True))
     assert 8 <= seen.total() <= most, seen
 
 
 def test_the_count_sees_what_is_fused(one_rank: object) -> None:
-    fused, eager = (of_a_layer("normed", "fp8", None, ops) for ops in (FusedOps(), RolloutOps()))
+    fused, eager = (of_a_layer("normed", "fp8", None, ops) for ops in map(RolloutOps, (True, False)))
     assert eager.total() >= fused.total() + 10, (eager, fused)
     assert fused["rows_kernel"] == 1, "the projection's input is attention's; all others come quantised"
     assert eager["rows_kernel"] == 4
