@@ -18,8 +18,7 @@ from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_c
 from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
 from megatron_rl.estimate import estimate, quantization_problems, report_text, size_problems, vocabulary
 from megatron_rl.metrics.logging import configure_logging
-from megatron_rl.metrics.provenance import typed_command
-from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.metrics.rundir import RunDirectory, typed_command
 from megatron_rl.preflight import backend_problems, open_tokenizer, preflight
 from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
 from megatron_rl.watchdog import Watchdog, describe

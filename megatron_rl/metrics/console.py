@@ -12,11 +12,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import TextIO
 
-from megatron_rl.metrics import names
-
-Mode = Literal["rl", "supervised"]
+from megatron_rl.metrics.evaluation import COUNTS, by_environment
 
 ERASE_LINE = "\r\x1b[2K"
 BAR_WIDTH = 24
@@ -37,25 +35,24 @@ class Column:
 
 
 RL_COLUMNS = (
-    Column("reward {}", names.REWARD_MEAN),
-    Column("score {}", names.SCORE_MEAN),
-    Column("len {}", names.RESPONSE_LENGTH_MEAN, ".1f"),
-    Column("loss {}", names.POLICY_LOSS, ".3g"),
-    Column("grad {}", names.GRAD_NORM, ".3g"),
-    Column("gap {}", names.LOGPROB_GAP_MEAN, ".1e"),
-    Column("gen {}s", names.timing("gen"), ".1f"),
-    Column("train {}s", names.timing("update_actor"), ".1f", glue=" "),
-    Column("{} tok/s", names.THROUGHPUT, COMPACT),
+    Column("reward {}", "critic/rewards/mean"),
+    Column("score {}", "critic/score/mean"),
+    Column("len {}", "response_length/mean", ".1f"),
+    Column("loss {}", "actor/pg_loss", ".3g"),
+    Column("grad {}", "actor/grad_norm", ".3g"),
+    Column("gap {}", "training/rollout_logprob_gap_mean", ".1e"),
+    Column("gen {}s", "timing_s/gen", ".1f"),
+    Column("train {}s", "timing_s/update_actor", ".1f", glue=" "),
+    Column("{} tok/s", "perf/throughput", COMPACT),
 )
 SUPERVISED_COLUMNS = (
-    Column("loss {}", names.SUPERVISED_LOSS, ".4f"),
-    Column("ppl {}", names.PERPLEXITY, ".4g"),
-    Column("grad {}", names.GRAD_NORM, ".3g"),
-    Column("lr {}", names.LEARNING_RATE, ".2e"),
-    Column("step {}s", names.timing(names.WHOLE_STEP), ".1f"),
-    Column("{} tok/s", names.THROUGHPUT, COMPACT),
+    Column("loss {}", "train/loss", ".4f"),
+    Column("ppl {}", "train/perplexity", ".4g"),
+    Column("grad {}", "actor/grad_norm", ".3g"),
+    Column("lr {}", "actor/lr", ".2e"),
+    Column("step {}s", "timing_s/step", ".1f"),
+    Column("{} tok/s", "perf/throughput", COMPACT),
 )
-COLUMNS: Mapping[Mode, tuple[Column, ...]] = {"rl": RL_COLUMNS, "supervised": SUPERVISED_COLUMNS}
 
 
 class ConsoleWriter:
@@ -65,15 +62,12 @@ class ConsoleWriter:
         self,
         stream: TextIO,
         total_steps: int,
-        mode: Mode = "rl",
         *,
-        columns: Sequence[Column] | None = None,
         interactive: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
         self._total_steps = total_steps
-        self._columns = COLUMNS[mode] if columns is None else tuple(columns)
         is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._interactive = is_terminal if interactive is None else interactive
         self._clock = clock
@@ -84,10 +78,8 @@ class ConsoleWriter:
         """Print the step's line, then a line for every environment evaluated in it."""
         if self._first_step is None:
             self._first_step, self._first_time = step, self._clock()
-        lines = []
-        cells = format_cells(self._columns, metrics)
-        if cells:
-            lines.append(f"step {self._position(step)} | {cells}")
+        cells = format_cells(SUPERVISED_COLUMNS if "train/loss" in metrics else RL_COLUMNS, metrics)
+        lines = [f"step {self._position(step)} | {cells}"] if cells else []
         lines += [f"eval {self._position(step)} | {text}" for text in format_evaluations(metrics)]
         self._emit("".join(line + "\n" for line in lines))
         if self._interactive:
@@ -132,15 +124,15 @@ def format_cells(columns: Sequence[Column], metrics: Mapping[str, float]) -> str
 
 def format_evaluations(metrics: Mapping[str, float]) -> list[str]:
     """One text an environment, from its ``val/<environment>/<measure>`` metrics."""
-    cells: dict[str, list[str]] = {}
-    for name, value in metrics.items():
-        split = names.split_validation(name)
-        if split is None or (split[1] in names.VALIDATION_COUNTS and not (split[1] == "failed_grades" and value > 0)):
-            continue
-        environment, measure = split
-        cell = f"len {value:.1f}" if measure == names.VALIDATION_LENGTH else f"{measure} {value:.3f}"
-        cells.setdefault(environment, []).append(cell)
-    return [" | ".join([environment, *texts]) for environment, texts in cells.items()]
+    texts = []
+    for environment, measures in by_environment(metrics).items():
+        cells = [
+            f"len {value:.1f}" if measure == "response_length" else f"{measure} {value:.3f}"
+            for measure, value in measures.items()
+            if measure not in COUNTS or (measure == "failed_grades" and value > 0)
+        ]
+        texts.append(" | ".join([environment, *cells]))
+    return texts
 
 
 def format_number(value: float, number_format: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.metrics import names
+from megatron_rl.metrics.evaluation import COUNTS, split_validation
 
 MAX_POINTS = 500
 PHASE_ORDER = ("gen", "reward", "advantages", "old_log_prob", "ref", "update_actor", "eval", "save")
@@ -34,75 +34,60 @@ class Series:
     values: list[float | None]
 
 
-REWARD_CHART = Chart("Training reward", {names.REWARD_MEAN: "reward", names.SCORE_MEAN: "score"})
-SUPERVISED_CHARTS = (
-    Chart("Supervised loss", {names.SUPERVISED_LOSS: "loss"}),
-    Chart("Perplexity", {names.PERPLEXITY: "perplexity"}, scale="log"),
-)
-LEARNING_CHARTS = (
-    Chart("Entropy", {names.ENTROPY: "entropy"}),
-    Chart("Gradient norm", {names.GRAD_NORM: "gradient norm"}),
-    Chart(
-        "Log-prob gap, engine and trainer",
-        {names.LOGPROB_GAP_MEAN: "mean", names.LOGPROB_GAP_MAX: "max"},
-        scale="log",
-    ),
-    Chart("Policy loss", {names.POLICY_LOSS: "policy loss"}),
-    Chart("KL divergence", {names.POLICY_KL: "to old policy", names.REFERENCE_KL_LOSS: "to reference"}),
-    Chart(
-        "Clipped fraction",
-        {
-            names.CLIP_FRACTION: "clipped tokens",
-            names.CLIP_FRACTION_LOWER: "dual clip",
-            names.RESPONSE_CLIP_RATIO: "answers cut at the limit",
-        },
-    ),
-    Chart("Learning rate", {names.LEARNING_RATE: "learning rate"}),
-)
-SPEED_CHART = Chart("Tokens per second", {names.THROUGHPUT: "whole step", names.ROLLOUT_THROUGHPUT: "rollout"})
-
-
 def charts_for(rows: Sequence[Row]) -> list[Chart]:
-    """Every chart these rows could fill, in reading order; evaluations and phases are found by name."""
+    """Every chart these rows could fill, in reading order; evaluations, phases and ranks are found by name."""
     recorded = list(dict.fromkeys(name for row in rows for name in row))
     held_out: dict[str, dict[str, str]] = {}
-    lengths = {names.RESPONSE_LENGTH_MEAN: "mean", names.RESPONSE_LENGTH_MAX: "max"}
+    lengths = {"response_length/mean": "mean", "response_length/max": "max"}
     for name in recorded:
-        environment, measure = names.split_validation(name) or ("", "")
-        if measure == names.VALIDATION_LENGTH:
+        environment, measure = split_validation(name) or ("", "")
+        if measure == "response_length":
             lengths[name] = f"held-out {environment}"
-        elif measure and measure not in names.VALIDATION_COUNTS:
+        elif measure and measure not in COUNTS:
             held_out.setdefault(environment, {})[name] = measure
-    evaluations = [Chart(f"Held-out: {name}", lines) for name, lines in held_out.items()]
-    length = Chart("Response length", lengths)
-    phases = Chart("Seconds by phase", _phase_lines(recorded), kind="stack")
-    idle = Chart("Idle share of the generation", _idle_lines(recorded))
-    return [REWARD_CHART, *evaluations, *SUPERVISED_CHARTS, length, *LEARNING_CHARTS, SPEED_CHART, idle, phases]
+    idle = "perf/rollout_idle_share"
+    ranks = {name: name.removeprefix(f"{idle}/").replace("_", " ") for name in recorded if name.startswith(f"{idle}/")}
+    gap = {"training/rollout_logprob_gap_mean": "mean", "training/rollout_logprob_gap_max": "max"}
+    clipped = {"actor/pg_clipfrac": "clipped tokens", "actor/pg_clipfrac_lower": "dual clip",
+               "response_length/clip_ratio": "answers cut at the limit"}  # fmt: skip
+    return [
+        Chart("Training reward", {"critic/rewards/mean": "reward", "critic/score/mean": "score"}),
+        *(Chart(f"Held-out: {name}", lines) for name, lines in held_out.items()),
+        Chart("Supervised loss", {"train/loss": "loss"}),
+        Chart("Perplexity", {"train/perplexity": "perplexity"}, scale="log"),
+        Chart("Response length", lengths),
+        Chart("Entropy", {"actor/entropy": "entropy"}),
+        Chart("Gradient norm", {"actor/grad_norm": "gradient norm"}),
+        Chart("Log-prob gap, engine and trainer", gap, scale="log"),
+        Chart("Policy loss", {"actor/pg_loss": "policy loss"}),
+        Chart("KL divergence", {"actor/ppo_kl": "to old policy", "actor/kl_loss": "to reference"}),
+        Chart("Clipped fraction", clipped),
+        Chart("Learning rate", {"actor/lr": "learning rate"}),
+        Chart("Tokens per second", {"perf/throughput": "whole step", "perf/rollout_tokens_per_s": "rollout"}),
+        Chart("Idle share of the generation", {idle: "mean of the ranks", **ranks}),
+        Chart("Seconds by phase", _phase_lines(recorded), kind="stack"),
+    ]
 
 
 def build_curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The charts that have data, few enough points of each, ready for embedding."""
     curves = []
     for chart in charts_for(rows):
-        if chart.kind == "stack":
-            series = stack_series(chart, rows)
-            sums = [
-                sum(value or 0.0 for value in layers) for layers in zip(*(one.values for one in series), strict=True)
-            ]
-            kept = [select_indices(sums, MAX_POINTS)] * len(series)  # so that the layers keep common steps
-        else:
-            series = line_series(chart, rows)
-            kept = [select_indices(one.values, MAX_POINTS) for one in series]
-        if series:
-            curves.append(
-                {
-                    "title": chart.title,
-                    "kind": chart.kind,
-                    "scale": chart.scale,
-                    "series": [_points(one, indices) for one, indices in zip(series, kept, strict=True)],
-                    "nonfinite": sum(value is None for one in series for value in one.values),
-                }
-            )
+        stacked = chart.kind == "stack"
+        series = stack_series(chart, rows) if stacked else line_series(chart, rows)
+        if not series:
+            continue
+        # The layers of a stack keep common steps.
+        sums = [sum(values) for values in zip(*(one.values for one in series), strict=True)] if stacked else None
+        curves.append(
+            {
+                "title": chart.title,
+                "kind": chart.kind,
+                "scale": chart.scale,
+                "series": [_points(one, select_indices(sums or one.values, MAX_POINTS)) for one in series],
+                "nonfinite": sum(value is None for one in series for value in one.values),
+            }
+        )
     return curves
 
 
@@ -132,7 +117,7 @@ def stack_series(chart: Chart, rows: Sequence[Row]) -> list[Series]:
         return []
     steps = [row["step"] for row in rows]
     columns = {label: [row.get(metric) or 0.0 for row in rows] for metric, label in chart.lines.items()}
-    whole = [row.get(names.timing(names.WHOLE_STEP)) or 0.0 for row in rows]
+    whole = [row.get("timing_s/step") or 0.0 for row in rows]
     rest = [max(0.0, total - sum(named)) for total, *named in zip(whole, *columns.values(), strict=True)]
     if any(rest):
         columns["other"] = rest
@@ -163,16 +148,9 @@ def round_number(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _idle_lines(recorded: Sequence[str]) -> dict[str, str]:
-    """The mean, then every data-parallel rank."""
-    prefix = f"{names.ROLLOUT_IDLE_SHARE}/"
-    ranks = {name: name.removeprefix(prefix).replace("_", " ") for name in recorded if name.startswith(prefix)}
-    return {names.ROLLOUT_IDLE_SHARE: "mean of the ranks", **ranks}
-
-
 def _phase_lines(recorded: Sequence[str]) -> dict[str, str]:
     """Phases to add up: not the enclosing step, not parts of another phase (``gen/prefill``)."""
-    phases = {name.removeprefix(names.TIMING_PREFIX) for name in recorded if name.startswith(names.TIMING_PREFIX)}
-    parts = sorted(phase for phase in phases if phase != names.WHOLE_STEP and "/" not in phase)
+    phases = {name.removeprefix("timing_s/") for name in recorded if name.startswith("timing_s/")}
+    parts = sorted(phase for phase in phases if phase != "step" and "/" not in phase)
     known = [phase for phase in PHASE_ORDER if phase in parts]
-    return {names.timing(phase): phase for phase in dict.fromkeys([*known, *parts])}
+    return {f"timing_s/{phase}": phase for phase in dict.fromkeys([*known, *parts])}

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.metrics.names import split_validation
 from megatron_rl.metrics.table import format_table
 
+COUNTS = frozenset({"num_tasks", "failed_grades", "pass@1_ci95"})
+"""Measures that are counts and intervals, not results: kept in the files, not drawn."""
 _AFTER_PASS_AT_K = (("maj@k", "maj@k"), ("greedy", "greedy"), ("reward", "reward"), ("response_length", "tokens"),
                     ("truncated", "truncated"), ("num_tasks", "tasks"), ("failed_grades", "failed"))  # fmt: skip
+
+
+def split_validation(name: str) -> tuple[str, str] | None:
+    """``(environment, measure)`` of ``val/<environment>/<measure>``, or None for any other metric."""
+    if not name.startswith("val/"):
+        return None
+    environment, _, measure = name.removeprefix("val/").rpartition("/")
+    return environment, measure
 
 
 def by_environment(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:

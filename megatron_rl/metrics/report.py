@@ -32,6 +32,7 @@ MAX_TOKENS_PER_SAMPLE = 2_000
 MAX_CHARACTERS = 12_000
 TOKEN_BUDGET = 300_000
 """About 6 MB of page."""
+SHOWN_AS_RECORDED = ("environment", "task_id", "sample", "reward", "extracted", "finish_reason", "policy_version")
 
 
 def write_report(run_dir: Path) -> Path:
@@ -128,19 +129,16 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def build_rollouts(folder: Path) -> list[dict[str, Any]]:
     """One entry a step: its prompts once, and the samples that refer to them."""
-    trained, held_out = (spread(sorted(folder.glob(f"{kind}_*.jsonl")), MAX_STEPS) for kind in ("step", "eval"))
-    budget = TOKEN_BUDGET // max(1, len(trained) + len(held_out))
-    steps = [_build_step(read_rows(path), budget, held_out=False) for path in trained]
-    steps += [_build_step(read_rows(path), budget, held_out=True) for path in held_out]
-    return [step for step in steps if step["samples"]]
+    paths = [path for kind in ("step", "eval") for path in spread(sorted(folder.glob(f"{kind}_*.jsonl")), MAX_STEPS)]
+    budget = TOKEN_BUDGET // max(1, len(paths))
+    recorded = [(path.name.startswith("eval"), read_rows(path)) for path in paths]
+    return [_build_step(rows, budget, held_out) for held_out, rows in recorded if rows]
 
 
 def spread(items: Sequence[Path], limit: int) -> list[Path]:
     """At most ``limit`` items evenly apart, the first and the last among them."""
-    if len(items) <= limit:
-        return list(items)
-    last = len(items) - 1
-    return [items[round(index * last / (limit - 1))] for index in range(limit)]
+    count = min(len(items), limit)
+    return [items[round(index * (len(items) - 1) / max(1, count - 1))] for index in range(count)]
 
 
 def _build_step(rows: Sequence[Mapping[str, Any]], budget: int, held_out: bool) -> dict[str, Any]:
@@ -149,19 +147,19 @@ def _build_step(rows: Sequence[Mapping[str, Any]], budget: int, held_out: bool) 
     samples: list[dict[str, Any]] = []
     used = 0
     for row in rows:
-        tokens = min(len(row.get("token_ids", ())), MAX_TOKENS_PER_SAMPLE)
+        tokens = min(len(row["token_ids"]), MAX_TOKENS_PER_SAMPLE)
         if samples and used + tokens > budget:
             break
         used += tokens
-        prompt = prompts.setdefault(_cut(row.get("prompt", "")), len(prompts))
+        prompt = prompts.setdefault(_cut(row["prompt"]), len(prompts))
         samples.append({"prompt": prompt, **_build_sample(row)})
-    step = rows[0]["step"] if rows else 0
+    step = rows[0]["step"]
     return {
         "step": step,
         "held_out": held_out,
         "label": f"held-out, step {step}" if held_out else f"step {step}",
         "recorded": len(rows),
-        "verdicts": dict(Counter(verdict for verdict in map(_verdict, rows) if verdict).most_common()),
+        "verdicts": dict(Counter(filter(None, map(_verdict, rows))).most_common()),
         "prompts": list(prompts),
         "samples": samples,
     }
@@ -169,38 +167,27 @@ def _build_step(rows: Sequence[Mapping[str, Any]], budget: int, held_out: bool) 
 
 def _verdict(row: Mapping[str, Any]) -> str:
     """The grader's word for a sample; "" where it has none, ``not graded`` where the grade failed."""
-    return "not graded" if row.get("status") == "error" else str(row.get("verdict") or "")
-
-
-def _environment_spans(row: Mapping[str, Any], shown: int) -> list[tuple[int, int]]:
-    """``[start, end)`` of the tokens that the environment wrote, within the ``shown`` ones."""
-    clipped = [(max(0, start), min(end, shown)) for start, end in row.get("environment_spans") or ()]
-    return [(start, end) for start, end in clipped if start < end]
+    return "not graded" if row["status"] == "error" else row["verdict"]
 
 
 def _build_sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    token_ids = row.get("token_ids", [])
-    texts = row.get("token_texts") or [f"[{token}]" for token in token_ids]
-    logprobs = [None if value is None else round(value, 4) for value in row.get("inference_logprobs", [])]
-    for start, end in _environment_spans(row, len(logprobs)):
+    """What the page shows of a record, under the record's own names where it is shown as it is."""
+    tokens = row["token_texts"][:MAX_TOKENS_PER_SAMPLE]
+    logprobs = [None if value is None else round(value, 4) for value in row["inference_logprobs"][: len(tokens)]]
+    clipped = [(start, min(end, len(tokens))) for start, end in row["environment_spans"]]
+    spans = [(start, end) for start, end in clipped if start < end]
+    for start, end in spans:
         logprobs[start:end] = [None] * (end - start)  # what stands there was never drawn from the policy
     return {
-        "environment": row.get("environment", ""),
-        "task": row.get("task_id", ""),
-        "sample": row.get("sample", 0),
-        "text": _cut(row.get("completion", "")),
-        "tokens": texts[:MAX_TOKENS_PER_SAMPLE],
-        "logprobs": logprobs[:MAX_TOKENS_PER_SAMPLE],
-        "spans": _environment_spans(row, min(len(token_ids), MAX_TOKENS_PER_SAMPLE)),
-        "num_tokens": len(token_ids),
+        **{name: row[name] for name in SHOWN_AS_RECORDED},
+        "completion": _cut(row["completion"]),
+        "tokens": tokens,
+        "logprobs": logprobs,
+        "spans": spans,
+        "num_tokens": len(row["token_ids"]),
         "greedy": row.get("greedy", False),
-        "reward": row.get("reward"),
         "verdict": _verdict(row),
-        "extracted": row.get("extracted"),
-        "status": row.get("status", ""),
-        "error": ": ".join(part for part in (row.get("code"), row.get("message")) if part),
-        "finish": row.get("finish_reason", ""),
-        "version": row.get("policy_version"),
+        "error": ": ".join(filter(None, (row["code"], row["message"]))),
     }
 
 

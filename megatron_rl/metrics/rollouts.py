@@ -18,14 +18,14 @@ the records alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.metrics.jsonl import to_plain
-from megatron_rl.types import Rollout, RolloutGroup
+from megatron_rl.types import RolloutGroup
 
 
 def training_rows(
@@ -42,76 +42,41 @@ def training_rows(
     by their number in the whole step.
     """
     kept = [(number, group) for number, group in zip(numbers, groups, strict=True) if number < limit]
-    rows = list(_rows(step, [group for _, group in kept], cache(decode_token), None))
-    places = [(number, index) for number, group in kept for index in range(len(group.rollouts))]
-    for row, (number, index) in zip(rows, places, strict=True):
-        # Every group of a step has as many samples: this is how the step numbers them.
-        update, advantage = use.get(number * len(groups[0].rollouts) + index, (None, None))
-        row |= {"group": number, "advantage": advantage, "update": update}
-    return rows
+    by_group = rows_by_group(step, [group for _, group in kept], decode_token)
+    for (number, group), rows in zip(kept, by_group, strict=True):
+        for row in rows:
+            # Every group of a step has as many samples: this is how the step numbers them.
+            update, advantage = use.get(number * len(group.rollouts) + row["sample"], (None, None))
+            row |= {"group": number, "advantage": advantage, "update": update}
+    return [row for rows in by_group for row in rows]
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON line a row, whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
-
-
-def write_rollouts(
-    path: Path,
-    step: int,
-    groups: Sequence[RolloutGroup],
-    *,
-    decode_token: Callable[[int], str] | None = None,
-    greedy: Sequence[bool] | None = None,
-) -> None:
-    """Write the samples of ``groups``, whole file or nothing.
-
-    ``decode_token`` gives the text of one token id; with it the report can show each token's log-prob.
-    ``greedy`` says of each group of an evaluation whether it is the greedy answer.
-    """
-    decode = None if decode_token is None else cache(decode_token)
-    write_rows(path, _rows(step, groups, decode, greedy))
-
-
-def _rows(
-    step: int,
-    groups: Sequence[RolloutGroup],
-    decode: Callable[[int], str] | None,
-    greedy: Sequence[bool] | None,
-) -> Iterator[dict[str, Any]]:
-    for number, group in enumerate(groups):
-        for index, rollout in enumerate(group.rollouts):
-            row = {
+def rows_by_group(
+    step: int, groups: Iterable[RolloutGroup], decode_token: Callable[[int], str]
+) -> list[list[dict[str, Any]]]:
+    """A row a sample; ``decode_token`` gives the text of one token id, so that the report can show its log-prob."""
+    decode = cache(decode_token)
+    return [
+        [
+            to_plain({
                 "step": step,
                 "environment": group.source.environment,
                 "task_id": group.source.task.id,
                 "sample": index,
                 "prompt": group.prompt_text,
                 "prompt_ids": group.prompt_ids,
-                **_answer(rollout),
-            }
-            if greedy is not None:
-                row["greedy"] = greedy[number]
-            if decode is not None:
-                row["token_texts"] = [decode(token) for token in rollout.completion.token_ids]
-            yield to_plain(row)
+                "completion": rollout.text,
+                **vars(rollout.completion),
+                **{name: value for name, value in vars(rollout.grade).items() if name != "continuation"},
+                "token_texts": list(map(decode, rollout.completion.token_ids)),
+            })
+            for index, rollout in enumerate(group.rollouts)
+        ]
+        for group in groups
+    ]
 
 
-def _answer(rollout: Rollout) -> dict[str, Any]:
-    completion, grade = rollout.completion, rollout.grade
-    return {
-        "completion": rollout.text,
-        "token_ids": completion.token_ids,
-        "inference_logprobs": completion.inference_logprobs,
-        "environment_spans": completion.environment_spans,
-        "finish_reason": completion.finish_reason,
-        "policy_version": completion.policy_version,
-        "reward": grade.reward,
-        "status": grade.status,
-        "code": grade.code,
-        "verdict": grade.verdict,
-        "extracted": grade.extracted,
-        "message": grade.message,
-        "metrics": grade.metrics,
-    }
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON line a row, whole file or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""The run directory: what lies where, and whether a path may become one.
+"""The run directory: what lies where, where the run came from, and whether a path may become one.
 
 The layout::
 
@@ -9,21 +9,29 @@ The layout::
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import shlex
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import yaml
 
 from megatron_rl.atomic import write_text_atomic
-from megatron_rl.metrics.jsonl import read_json_object, read_rows, to_plain, write_json_atomic
-from megatron_rl.metrics.provenance import git_commit, package_versions
+from megatron_rl.metrics.jsonl import read_json_object, read_rows, write_json_atomic
+from megatron_rl.signals import by_torchrun
 
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "triton", "megatron-rl")
+GIT_TIMEOUT_S = 10.0
 Status = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -47,29 +55,31 @@ class RunDirectory:
         self.logs = path / "logs"
         self.folders = (self.tensorboard, self.rollouts, self.checkpoints, self.logs)
 
-    def create(
-        self,
-        config: Mapping[str, Any],
-        config_diff: Mapping[str, Any],
-        command: Sequence[str],
-    ) -> None:
+    def create(self, config: Mapping[str, Any], config_diff: Mapping[str, Any], command: Sequence[str]) -> None:
         """Make the layout, or take up an existing run: the start is kept, the new command is added."""
         for folder in self.folders:
             folder.mkdir(parents=True, exist_ok=True)
-        self._write_yaml(self.config, config)
-        self._write_yaml(self.config_diff, config_diff)
+        for path, values in ((self.config, config), (self.config_diff, config_diff)):
+            write_text_atomic(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         earlier = self.command.read_text(encoding="utf-8") if self.command.exists() else ""
         write_text_atomic(self.command, earlier + shlex.join(command) + "\n")
-        self._write_facts(command)
+        facts, now = self.read_facts() if self.holds_run() else {}, _now()
+        start = {
+            "command": list(command),
+            "host": socket.gethostname(),
+            "git_commit": git_commit(),
+            "versions": package_versions(),
+        }
+        starts = [*facts.get("starts", []), {"time": now, **start}]
+        created = facts.get("created", now)
+        write_json_atomic(
+            self.facts, {"status": "running", "created": created, "updated": now, **start, "starts": starts}
+        )
 
     def set_status(self, status: Status, **facts: object) -> None:
         """Record how the run stands, with further facts such as ``step=80`` or ``error="..."``."""
         now = _now()
         write_json_atomic(self.facts, {**self.read_facts(), "status": status, "updated": now, **facts})
-
-    def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Write ``summary.json``: the numbers one asks for first."""
-        write_json_atomic(self.summary, summary)
 
     def write_quantization(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Write ``quantization.json``: what every linear layer really ran in, in the first rollout."""
@@ -97,29 +107,6 @@ class RunDirectory:
         if self.last_step() is not None or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
             return True
         return self.facts.exists() and self.read_facts().get("status") != "failed"
-
-    def _write_facts(self, command: Sequence[str]) -> None:
-        earlier = self.read_facts() if self.holds_run() else {}
-        now = _now()
-        start = {
-            "command": list(command),
-            "host": socket.gethostname(),
-            "git_commit": git_commit(),
-            "versions": package_versions(),
-        }
-        facts = {
-            "status": "running",
-            "created": earlier.get("created", now),
-            "updated": now,
-            **start,
-            "starts": [*earlier.get("starts", []), {"time": now, **start}],
-        }
-        write_json_atomic(self.facts, facts)
-
-    @staticmethod
-    def _write_yaml(path: Path, value: Mapping[str, Any]) -> None:
-        plain = to_plain(value, null_nonfinite=False)
-        write_text_atomic(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def check_usable(path: Path, resume: bool) -> list[str]:
@@ -165,3 +152,38 @@ def unwritable(directory: Path) -> str | None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def package_versions() -> dict[str, str]:
+    """Python and the packages that decide the numbers; those not installed are left out."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout this library runs from, ``-dirty`` when edited; ``None`` outside a checkout."""
+    folder = Path(__file__).parent
+    if "site-packages" in folder.parts:
+        # Installed into a virtual environment: the repository around it is the user's, not ours.
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None
+
+
+def typed_command(argv: Sequence[str]) -> list[str]:
+    """The words that start this again, the launcher's included; ``argv`` itself if no command line ends with its flags.
+
+    ``argv[0]`` is what Python makes of the program: it says nothing of ``torchrun``, ``-m`` or the interpreter.
+    """
+    flags, lines = list(argv[1:]), [list(sys.orig_argv)]
+    if by_torchrun():
+        with contextlib.suppress(psutil.Error, AttributeError):  # it has ended, or may not be looked at
+            lines.insert(0, psutil.Process().parent().cmdline())
+    return next((words for words in lines if words and words[len(words) - len(flags) :] == flags), list(argv))

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron_rl.metrics.names import timing
-
 
 class PhaseTimer:
     """Measures phases and hands them out once a step.
@@ -48,7 +46,7 @@ class PhaseTimer:
 
     def collect(self) -> dict[str, float]:
         """``timing_s/<phase>`` of the phases that ended since the last call; starts the next step."""
-        collected = {timing(name): seconds for name, seconds in self._seconds.items()}
+        collected = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return collected
 

@@ -1,4 +1,4 @@
-"""Where metrics go: one protocol, the log that fans a step out, and the displays: TensorBoard, Weights & Biases."""
+"""Where metrics go: the log that fans a step out, and the displays: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import os
 import queue
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
@@ -17,6 +16,7 @@ from megatron_rl.errors import ConfigError, TrainingError
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 90.0
+CLOSE_TIMEOUT_S = 15.0
 
 
 class MetricWriter(Protocol):
@@ -47,7 +47,11 @@ class MetricLog:
             try:
                 self._record.write(step, metrics)
             except OSError as error:
-                raise _record_lost(error) from error
+                raise TrainingError(
+                    f"the metrics of step {step} could not be recorded: {error}; resume and the report need every "
+                    "step, so training stops here; free the disk or repair the mount and resume from the last "
+                    "checkpoint"
+                ) from error
         for display in tuple(self._displays):
             try:
                 display.write(step, metrics)
@@ -56,25 +60,12 @@ class MetricLog:
                 logger.warning("%s is off from step %d on: %s", type(display).__name__, step, _reason(error))
 
     def close(self) -> None:
-        """Close every writer, the record first."""
-        displays, self._displays = self._displays, []
-        if self._record is not None:
+        """Close every writer."""
+        for writer in [*([] if self._record is None else [self._record]), *self._displays]:
             try:
-                self._record.close()
-            except OSError as error:
-                raise _record_lost(error) from error
-        for display in displays:
-            try:
-                display.close()
-            except Exception as error:  # noqa: BLE001  (as in write)
-                logger.warning("%s did not close cleanly: %s", type(display).__name__, _reason(error))
-
-
-def _record_lost(error: OSError) -> TrainingError:
-    return TrainingError(
-        f"the metrics of this step could not be recorded: {error}; resume and the report need every step, "
-        "so training stops here; free the disk or repair the mount and resume from the last checkpoint"
-    )
+                writer.close()
+            except Exception as error:  # noqa: BLE001  (as in write; each row of the record is flushed when written)
+                logger.warning("%s did not close cleanly: %s", type(writer).__name__, _reason(error))
 
 
 def _reason(error: Exception) -> str:
@@ -104,87 +95,6 @@ class TensorBoardWriter:
         self._events.close()
 
 
-class BackgroundWriter:
-    """Opens and feeds a slow writer from a daemon thread, over a bounded queue that drops when full.
-
-    Opening may hang for ever (a login prompt, a proxy that swallows packets): after ``open_timeout_s`` the
-    writer is given up with one warning. Being a daemon, the thread does not hold the process at exit.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        open_writer: Callable[[], MetricWriter],
-        *,
-        queue_size: int = 1000,
-        open_timeout_s: float = OPEN_TIMEOUT_S,
-        close_timeout_s: float = 15.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.name = name
-        self.dropped = 0
-        """Rows that did not fit in the queue."""
-        self._open_writer = open_writer
-        self._open_timeout_s = open_timeout_s
-        self._close_timeout_s = close_timeout_s
-        self._clock = clock
-        self._started = clock()
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(queue_size)
-        self._opened = threading.Event()
-        self._off = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"metrics-{name}", daemon=True)
-        self._thread.start()
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue one step; returns at once."""
-        if self._off.is_set() or self._gave_up_opening():
-            return
-        try:
-            self._rows.put_nowait((step, dict(metrics)))
-        except queue.Full:
-            self.dropped += 1
-            if self.dropped == 1:
-                logger.warning("%s cannot keep up; dropping rows from step %d on", self.name, step)
-
-    def close(self) -> None:
-        """Let the queue drain for at most ``close_timeout_s``, then leave the thread behind."""
-        if not self._off.is_set():
-            deadline = self._clock() + self._close_timeout_s
-            try:
-                self._rows.put(None, timeout=self._close_timeout_s)
-            except queue.Full:
-                self._off.set()
-            self._thread.join(max(0.0, deadline - self._clock()))
-            if self._thread.is_alive():
-                self._off.set()
-                logger.warning("%s did not finish in %.0f s; left behind", self.name, self._close_timeout_s)
-        if self.dropped:
-            logger.warning("%s dropped %d steps; metrics.jsonl has them all", self.name, self.dropped)
-
-    def _gave_up_opening(self) -> bool:
-        if self._opened.is_set() or self._clock() - self._started < self._open_timeout_s:
-            return False
-        self._off.set()
-        logger.warning("%s did not start in %.0f s and is off", self.name, self._open_timeout_s)
-        return True
-
-    def _run(self) -> None:
-        """The thread: any failure switches this writer off, with one warning."""
-        try:
-            writer = self._open_writer()
-            self._opened.set()
-            while not self._off.is_set():
-                row = self._rows.get()
-                if row is None:
-                    break
-                writer.write(*row)
-            writer.close()
-        except Exception as error:  # noqa: BLE001  (a third-party client may raise anything)
-            if not self._off.is_set():
-                logger.warning("%s is off: %s: %s", self.name, type(error).__name__, error)
-            self._off.set()
-
-
 Mode = Literal["offline", "online", "disabled"]
 
 
@@ -193,49 +103,46 @@ def wandb_mode(asked: Mode | None) -> str:
     return asked or os.environ.get("WANDB_MODE") or "offline"
 
 
-def open_wandb(
-    project: str,
-    name: str,
-    directory: Path,
-    config: Mapping[str, object],
-    mode: Mode | None = None,
-    *,
-    open_timeout_s: float = OPEN_TIMEOUT_S,
-) -> BackgroundWriter | None:
-    """A writer that returns at once, whether wandb is missing, hangs, fails or works; None where it is disabled."""
-    told = wandb_mode(mode)
-    if told == "disabled":
-        return None
-    return BackgroundWriter(
-        "wandb",
-        lambda: _WandbWriter(project, name, directory, config, told, open_timeout_s),
-        open_timeout_s=open_timeout_s,
-    )
+class WandbWriter:
+    """Weights & Biases, fed from a daemon thread: training never waits for it.
 
-
-class _WandbWriter:
-    """The blocking client; lives in the background writer's thread."""
+    Where the client is missing or fails, one warning says so. Opening and logging may hang for ever (a login prompt,
+    a proxy that swallows packets): then the rows wait in memory, and the thread is left behind in the end.
+    """
 
     def __init__(
-        self, project: str, name: str, directory: Path, config: Mapping[str, object], mode: str, timeout_s: float
+        self, project: str, name: str, directory: Path, config: Mapping[str, object], mode: Mode | None = None
     ) -> None:
-        import wandb
-
-        directory.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            dir=str(directory),
-            config=dict(config),
-            mode=mode,
-            # Console capture would wrap the stream the progress bar writes to.
-            settings=wandb.Settings(console="off", silent=True, init_timeout=timeout_s),
-        )
+        self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        arguments = {"project": project, "name": name, "dir": str(directory), "config": dict(config)}
+        arguments["mode"] = wandb_mode(mode)
+        self._thread = threading.Thread(target=self._run, args=(directory, arguments), name="wandb", daemon=True)
+        self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step."""
-        self._run.log(dict(metrics), step=step)
+        """Queue one step; returns at once."""
+        if self._thread.is_alive():
+            self._rows.put((step, dict(metrics)))
 
     def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+        """Let the queue drain for at most ``CLOSE_TIMEOUT_S``."""
+        self._rows.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "wandb did not finish in %.0f s and is left behind; metrics.jsonl has every step", CLOSE_TIMEOUT_S
+            )
+
+    def _run(self, directory: Path, arguments: dict[str, object]) -> None:
+        try:
+            import wandb
+
+            directory.mkdir(parents=True, exist_ok=True)
+            # Console capture would wrap the stream the progress bar writes to.
+            settings = wandb.Settings(console="off", silent=True, init_timeout=OPEN_TIMEOUT_S)
+            run = wandb.init(**arguments, settings=settings)
+            for step, metrics in iter(self._rows.get, None):
+                run.log(metrics, step=step)
+            run.finish()
+        except Exception as error:  # noqa: BLE001  (a third-party client may raise anything)
+            logger.warning("wandb is off: %s", _reason(error))

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference import EngineStatistics
-from megatron_rl.metrics.names import ROLLOUT_IDLE_SHARE, idle_share
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
 from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.types import Request, RolloutGroup
@@ -82,8 +81,9 @@ def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
     if len(seconds) == 1 or slowest <= 0:
         return {}
     shares = [1 - own / slowest for own in seconds]
-    by_rank = {idle_share(rank): share for rank, share in enumerate(shares)}
-    return {ROLLOUT_IDLE_SHARE: sum(shares) / len(shares), **(by_rank if len(shares) <= _MOST_RANKS_SHOWN else {})}
+    name = "perf/rollout_idle_share"
+    by_rank = {f"{name}/rank_{rank}": share for rank, share in enumerate(shares)}
+    return {name: sum(shares) / len(shares), **(by_rank if len(shares) <= _MOST_RANKS_SHOWN else {})}
 
 
 def engine_metrics(statistics: EngineStatistics, data_group: dist.ProcessGroup) -> dict[str, float]:

@@ -20,13 +20,12 @@ from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
 from megatron_rl.metrics.console import ConsoleWriter
 from megatron_rl.metrics.evaluation import by_environment, evaluation_table, with_average
 from megatron_rl.metrics.jsonl import JsonlWriter, read_rows, write_json_atomic
-from megatron_rl.metrics.names import VALIDATION_PREFIX
 from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.rollouts import training_rows, write_rollouts, write_rows
+from megatron_rl.metrics.rollouts import rows_by_group, training_rows, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import can_draw_boxes
 from megatron_rl.metrics.timers import PhaseTimer
-from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, open_wandb
+from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, WandbWriter, wandb_mode
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform
@@ -75,7 +74,7 @@ class Reporter:
             row |= self._straggler(row)
         if logging_config.log_params_norm:
             row["actor/params_norm"] = parameter_norm(policy, self._groups.model_group)
-        evaluated = any(name.startswith(VALIDATION_PREFIX) for name in row)
+        evaluated = any(name.startswith("val/") for name in row)
         due = step % logging_config.log_interval == 0 or step == self._config.total_steps
         if self._groups.is_main and (due or evaluated):
             self.log.write(step, row)
@@ -114,9 +113,9 @@ class Reporter:
         """Write `--rl-log-rollouts` tasks of each environment: sampled and greedy answers, by turns in ``groups``."""
         wanted = self._config.logging.rl_log_rollouts
         if self._groups.is_main and wanted:
-            kept = first_of_each(groups, wanted)
-            path = self._directory.evaluation_path(step)
-            write_rollouts(path, step, kept, decode_token=decode_token, greedy=[False, True] * (len(kept) // 2))
+            by_group = rows_by_group(step, first_of_each(groups, wanted), decode_token)
+            rows = [{**row, "greedy": index % 2 == 1} for index, rows in enumerate(by_group) for row in rows]
+            write_rows(self._directory.evaluation_path(step), rows)
 
     def dump_batches(self, step: int, updates: Sequence[Sequence[TokenBatch]]) -> None:
         """Keep the batches of a skipped update: they hold the cause of its non-finite gradient."""
@@ -133,7 +132,7 @@ class Reporter:
             return
         self.close()
         self._directory.set_status(status)
-        self._directory.write_summary(summary)
+        write_json_atomic(self._directory.summary, summary)
         if self._config.training.eval_only and status == "finished":
             measured = read_rows(self._directory.metrics)[-1]
             write_json_atomic(self._directory.path / "evaluation.json", with_average(by_environment(measured)))
@@ -154,20 +153,13 @@ class Reporter:
         config = self._config.logging
         # At step 0 there is nothing to keep: the evaluation before the first step is made again.
         kept = progress.step or -1
-        mode = "rl" if self._config.training.perform_rl_step else "supervised"
         displays = [
-            ConsoleWriter(sys.stdout, self._config.total_steps, mode),
+            ConsoleWriter(sys.stdout, self._config.total_steps),
             TensorBoardWriter(Path(config.tensorboard_dir), resume_step=kept),
         ]
-        if config.wandb_project is not None:
-            writer = open_wandb(
-                config.wandb_project,
-                config.wandb_exp_name,
-                Path(config.wandb_save_dir),
-                to_dict(self._config),
-                config.wandb_mode,
-            )
-            displays += [] if writer is None else [writer]
+        if config.wandb_project is not None and wandb_mode(config.wandb_mode) != "disabled":
+            place = config.wandb_project, config.wandb_exp_name, Path(config.wandb_save_dir)
+            displays.append(WandbWriter(*place, to_dict(self._config), config.wandb_mode))
         return MetricLog(JsonlWriter(self._directory.metrics, resume_step=kept), displays)
 
     def _throughput(self, row: dict[str, float], policy: torch.nn.Module) -> dict[str, float]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.metrics.evaluation import by_environment
+from megatron_rl.metrics.evaluation import by_environment, split_validation
 from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.names import split_validation
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.base import Run
 

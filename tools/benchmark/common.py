@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config import RLConfig, read_config
-from megatron_rl.metrics.provenance import git_commit, package_versions
+from megatron_rl.metrics.rundir import git_commit, package_versions
 from megatron_rl.metrics.table import format_table
 from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
 from megatron_rl.platform import Platform, current_platform

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.metrics import names
 from megatron_rl.metrics.curves import MAX_POINTS, build_curves, select_indices
 from megatron_rl.metrics.jsonl import JsonlWriter
 from megatron_rl.metrics.report import (
@@ -23,9 +22,9 @@ from megatron_rl.metrics.report import (
     to_script_json,
     write_report,
 )
-from megatron_rl.metrics.rollouts import write_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+from tests.support.records import write_rollouts
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -84,7 +83,7 @@ def test_hostile_text_comes_back_unchanged_and_stays_data(run: RunDirectory) -> 
     data = embedded_data(page)
     step = data["rollouts"][0]
     assert step["prompts"] == list(HOSTILE)
-    assert [sample["text"] for sample in step["samples"]] == list(HOSTILE)
+    assert [sample["completion"] for sample in step["samples"]] == list(HOSTILE)
     assert step["samples"][0]["tokens"] == [HOSTILE[0]]
     assert page.count("</script>") == 2
     assert HOSTILE[0] in data["facts"]["command"]
@@ -116,8 +115,8 @@ def test_report_of_an_empty_directory_and_command_line(tmp_path: Path, capsys: p
 
 def test_only_recorded_metrics_get_a_chart(run: RunDirectory) -> None:
     writer = JsonlWriter(run.metrics)
-    writer.write(1, {names.REWARD_MEAN: 0.25, names.SCORE_MEAN: 0.25, names.GRAD_NORM: float("nan")})
-    writer.write(2, {names.REWARD_MEAN: 0.5, names.SCORE_MEAN: 0.5, "val/gsm8k/pass@1": 0.75})
+    writer.write(1, {"critic/rewards/mean": 0.25, "critic/score/mean": 0.25, "actor/grad_norm": float("nan")})
+    writer.write(2, {"critic/rewards/mean": 0.5, "critic/score/mean": 0.5, "val/gsm8k/pass@1": 0.75})
     data = embedded_data(write_report(run.path).read_text(encoding="utf-8"))
     assert [chart["title"] for chart in data["charts"]] == ["Training reward", "Held-out: gsm8k"]
     # The score repeats the reward here, so one line stands for both.
@@ -147,9 +146,10 @@ def test_phases_are_stacked_with_the_rest_of_the_step() -> None:
 
 
 def test_the_idle_share_has_a_line_for_every_rank() -> None:
+    share = "perf/rollout_idle_share"
     rows = [
-        {"step": 1, names.ROLLOUT_IDLE_SHARE: 0.25, names.idle_share(0): 0.5, names.idle_share(1): 0.0},
-        {"step": 2, names.ROLLOUT_IDLE_SHARE: 0.1, names.idle_share(0): 0.0, names.idle_share(1): 0.2},
+        {"step": 1, share: 0.25, f"{share}/rank_0": 0.5, f"{share}/rank_1": 0.0},
+        {"step": 2, share: 0.1, f"{share}/rank_0": 0.0, f"{share}/rank_1": 0.2},
     ]
     (chart,) = build_curves(rows)
     assert chart["title"] == "Idle share of the generation"
@@ -159,7 +159,7 @@ def test_the_idle_share_has_a_line_for_every_rank() -> None:
 
 
 def test_long_curves_are_downsampled_keeping_ends_and_spikes() -> None:
-    rows = [{"step": step, names.GRAD_NORM: 100.0 if step == 777 else 1.0} for step in range(1, 5001)]
+    rows = [{"step": step, "actor/grad_norm": 100.0 if step == 777 else 1.0} for step in range(1, 5001)]
     series = build_curves(rows)[0]["series"][0]
     assert len(series["steps"]) <= MAX_POINTS
     assert (series["steps"][0], series["steps"][-1]) == (1, 5000)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from megatron_rl.metrics.jsonl import JsonlWriter
-from megatron_rl.metrics.names import REWARD_MEAN
 from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.rollouts import write_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+from tests.support.records import write_rollouts
 
 PAGE = Path(__file__).parents[2] / "support" / "page.js"
 NODE = shutil.which("node")
@@ -45,7 +44,7 @@ def shown(tmp_path: Path) -> dict[str, Any]:
     path.write_text("\n".join([json.dumps({**json.loads(first), "environment_spans": [[1, 4]]}), *rest]) + "\n")
     write_rollouts(run.evaluation_path(1), 1, [replace(group, rollouts=rollouts[1:2])], greedy=[True])
     measures = {"val/aime/pass@1": 0.5, "val/aime/pass@1_ci95": 0.1}
-    JsonlWriter(run.metrics).write(1, {REWARD_MEAN: 0.5, **measures})
+    JsonlWriter(run.metrics).write(1, {"critic/rewards/mean": 0.5, **measures})
     command = [NODE, str(PAGE), str(write_report(tmp_path))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

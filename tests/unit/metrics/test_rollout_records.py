@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.rollouts import training_rows, write_rollouts
+from megatron_rl.metrics.rollouts import training_rows
 from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+from tests.support.records import write_rollouts
 
 VOCABULARY = {5: "4", 6: "<eos>"}
 
@@ -50,6 +51,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "environment_spans": [],
         "message": "",
         "metrics": {"length": 2.0},
+        "token_texts": ["[5]", "[6]"],
     }
     assert (second["reward"], second["status"], second["code"], second["sample"]) == (
         None,
@@ -60,7 +62,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert third["task_id"] == "b"
 
 
-def test_token_texts_are_optional_and_decoded_once_per_id(tmp_path: Path) -> None:
+def test_token_texts_are_decoded_once_per_id(tmp_path: Path) -> None:
     decoded: list[int] = []
 
     def decode(token: int) -> str:

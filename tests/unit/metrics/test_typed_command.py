@@ -9,12 +9,12 @@ import sys
 import psutil
 import pytest
 
-from megatron_rl.metrics import provenance
-from megatron_rl.metrics.provenance import typed_command
+from megatron_rl.metrics import rundir
+from megatron_rl.metrics.rundir import typed_command
 
 SAY = """
 import json, sys
-from megatron_rl.metrics.provenance import typed_command
+from megatron_rl.metrics.rundir import typed_command
 print(json.dumps(typed_command(["x", *sys.argv[1:]])))
 """
 FLAGS = ["--run-dir", "a name", "--resume"]
@@ -39,5 +39,5 @@ def test_a_launcher_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr(psutil.Process, "cmdline", refuse)
-    monkeypatch.setattr(provenance.sys, "orig_argv", ["python", "train_rl.py", *FLAGS])
+    monkeypatch.setattr(rundir.sys, "orig_argv", ["python", "train_rl.py", *FLAGS])
     assert typed_command(["train_rl.py", *FLAGS]) == ["python", "train_rl.py", *FLAGS]
