@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,18 +45,29 @@ def main(argv: Sequence[str]) -> int:
     0: finished or stopped on request; 1: failed; 2: wrong configuration; 3: finished without a single update;
     130: interrupted twice. torchrun ends with 1 whatever a rank's own code is, and names that in its report.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     configure_logging(rank)
-    world_size = _world_size(argv)
     config, problems = read_config(argv[1:], world_size)
-    if config.training.estimate:
-        return _report_estimate(config, problems, world_size) if rank == 0 else 0
-    if config.training.check:
-        return _report_check(config, [*problems, *preflight(config)] or size_problems(config, world_size))
+    if config.training.check or config.training.estimate:
+        world_size = config.training.check_world_size or world_size
+        config, problems = read_config(argv[1:], world_size)
+        return _tell_of(config, problems, world_size) if rank == 0 else 0
     stop = StopRequest().install()  # before torch is imported, which takes seconds
     code = RUN_ERROR
     try:
-        code = _run_or_tell(_Start(config, problems, argv, rank, stop))
+        code = _run(config, problems, typed_command(argv), stop)
+    except ConfigError as error:
+        code = _refuse(error.problems, rank)
+    except MegatronRLError as error:
+        logger.error("%s", error)
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in SIGNS_OF_A_LOST_RANK):
+            raise
+        where = describe(traceback.extract_tb(error.__traceback__))
+        logger.error("another rank has ended, see what it or the launcher says; noticed in %s", where)
+    except KeyboardInterrupt:
+        logger.error("interrupted a second time: the steps since the last checkpoint are lost")
+        code = INTERRUPTED
     finally:
         stop.started()
         _announce_launcher(code, stop)
@@ -74,100 +84,56 @@ def _announce_launcher(code: int, stop: StopRequest) -> None:
         logger.info("torchrun, if it got %s as well, %s", stop.reason, TORCHRUN_AND_SIGNALS)
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What a rank begins with."""
-
-    config: RLConfig
-    problems: list[str]
-    argv: Sequence[str]
-    rank: int
-    stop: StopRequest
-
-
-def _run_or_tell(start: _Start) -> int:
-    """The exit code; an error that was foreseen is told."""
-    rank = start.rank
+def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> int:
+    """What `--estimate` and `--check` print; the exit code."""
     try:
-        return _run(start)
+        if config.training.estimate:
+            if found := problems or quantization_problems(config):
+                raise ConfigError(found)
+            text = report_text(config, estimate(config, world_size, vocabulary(config)))
+        else:
+            sys.stdout.writelines(f"note: {note}\n" for note in notes(config))
+            if found := [*problems, *preflight(config)] or size_problems(config, world_size):
+                raise ConfigError(found)
+            text = "configuration is valid"
     except ConfigError as error:
-        _tell(error.lines, rank)
-        return CONFIGURATION_ERROR
-    except MegatronRLError as error:
-        logger.error("%s", error)
-        return RUN_ERROR
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in SIGNS_OF_A_LOST_RANK):
-            raise
-        where = describe(traceback.extract_tb(error.__traceback__))
-        logger.error("another rank has ended, see what it or the launcher says; noticed in %s", where)
-        return RUN_ERROR
-    except KeyboardInterrupt:
-        logger.error("interrupted a second time: the steps since the last checkpoint are lost")
-        return INTERRUPTED
-
-
-def _world_size(argv: Sequence[str]) -> int:
-    """The ranks of this launch, or those `--check` and `--estimate` ask about."""
-    training = read_config(argv[1:], 1)[0].training
-    asked = training.check_world_size if training.check or training.estimate else None
-    return asked or int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _report_estimate(config: RLConfig, problems: Sequence[Problem], world_size: int) -> int:
-    try:
-        if found := problems or quantization_problems(config):
-            raise ConfigError(found)
-        result = estimate(config, world_size, vocabulary(config))
-    except ConfigError as error:
-        _tell(error.lines, rank=0)
-        return CONFIGURATION_ERROR
-    sys.stdout.write(report_text(config, result) + "\n")
+        return _refuse(error.problems, rank=0)
+    sys.stdout.write(text + "\n")
     return 0
 
 
-def _report_check(config: RLConfig, problems: Sequence[str]) -> int:
-    for note in notes(config):
-        sys.stdout.write(f"note: {note}\n")
-    _tell(problems, rank=0)
-    if problems:
-        return CONFIGURATION_ERROR
-    sys.stdout.write("configuration is valid\n")
-    return 0
-
-
-def _tell(problems: Sequence[str], rank: int) -> None:
+def _refuse(problems: Sequence[Problem], rank: int) -> int:
     """Every rank finds the same problems; one names them."""
-    if rank == 0 and problems:
+    if rank == 0:
         sys.stderr.write(f"{len(problems)} problem(s) in the configuration:\n")
         sys.stderr.writelines(f"  {line}\n" for line in problem_lines(problems))
         sys.stderr.flush()
+    return CONFIGURATION_ERROR
 
 
-def _run(start: _Start) -> int:
+def _run(config: RLConfig, problems: Sequence[Problem], command: Sequence[str], stop: StopRequest) -> int:
     import torch
 
     from megatron_rl.parallel import initialize, shut_down
     from megatron_rl.parallel.collectives import broadcast_json
     from megatron_rl.platform import current_platform
 
-    config, rank = start.config, start.rank
     platform = current_platform()
     if not platform.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    if start.problems or backend_problems(config):  # the process groups cannot even be built
-        if rank != 0:
-            _wait_for_rank_0(start.stop)
-        raise ConfigError([*start.problems, *(preflight(config) if rank == 0 else [])])
+    if problems or backend_problems(config):  # the process groups cannot even be built
+        if os.environ.get("RANK", "0") != "0":
+            _wait_for_rank_0(stop)
+            raise ConfigError(problems)
+        raise ConfigError([*problems, *preflight(config)])
     groups = initialize(config.parallel, platform)
     try:
-        problems = (preflight(config) or size_problems(config, groups.world_size)) if groups.is_main else []
-        found = broadcast_json([str(problem) for problem in problems], source=0)
-        if found:
-            if rank != 0:
-                _wait_for_rank_0(start.stop)
+        found = (preflight(config) or size_problems(config, groups.world_size)) if groups.is_main else []
+        if found := broadcast_json([str(problem) for problem in found], source=0):
+            if not groups.is_main:
+                _wait_for_rank_0(stop)
             raise ConfigError(found)
-        return _build_and_execute(start, platform, groups)
+        return _build_and_execute(config, platform, groups, command, stop)
     finally:
         shut_down()
 
@@ -182,34 +148,32 @@ def _wait_for_rank_0(stop: StopRequest) -> None:
         time.sleep(0.05)
 
 
-def _build_and_execute(start: _Start, platform: Platform, groups: ParallelGroups) -> int:
+def _build_and_execute(
+    config: RLConfig, platform: Platform, groups: ParallelGroups, command: Sequence[str], stop: StopRequest
+) -> int:
     from megatron_rl import evaluate, loop, supervised
     from megatron_rl.run.base import open_run
-    from megatron_rl.run.summary import summarise
 
-    config = start.config
     program = loop if config.training.perform_rl_step else supervised
     if config.training.eval_only:
         program = evaluate
-    if groups.is_main:
-        for note in notes(config):
-            logger.info("note: %s", note)
-        for name, value in difference_from_defaults(config).items():
-            logger.info("  %s = %s", name, value)
+    for note in notes(config):
+        logger.info("note: %s", note)
+    for name, value in difference_from_defaults(config).items():
+        logger.info("  %s = %s", name, value)
     tokenizer = open_tokenizer(config)
     try:
-        with open_run(config, platform, groups, tokenizer, start.stop, typed_command(start.argv)) as base:
+        with open_run(config, platform, groups, tokenizer, stop, command) as base:
             run = program.build(base)
-            start.stop.started()
-            with _watchdog(start, groups).watching():
+            stop.started()
+            with _watchdog(config, groups, stop).watching():
                 status = program.execute(run)
-            run.reporter.finish(status, summarise(run, run.phases.quantization, status))
+            if groups.is_main:
+                run.reporter.finish(run.summary(status))
     except BaseException as error:
-        if groups.is_main:
-            _mark_as_failed(Path(config.logging.run_dir), str(error) or type(error).__name__)
+        _mark_as_failed(config, groups, str(error) or type(error).__name__)
         raise
-    if groups.is_main:
-        logger.info("%s: %s", status, config.logging.run_dir)
+    logger.info("%s: %s", status, config.logging.run_dir)
     if status == "finished" and not config.training.eval_only and run.progress.updates == 0:
         if groups.is_main:
             logger.error("finished without a single update: the weights are those the run started from")
@@ -217,23 +181,23 @@ def _build_and_execute(start: _Start, platform: Platform, groups: ParallelGroups
     return 0
 
 
-def _watchdog(start: _Start, groups: ParallelGroups) -> Watchdog:
+def _watchdog(config: RLConfig, groups: ParallelGroups, stop: StopRequest) -> Watchdog:
     """Ends this rank when its main thread does not go on; the launcher then ends the others."""
 
     def end(what: str) -> None:
         # The run directory may be what the main thread waits for.
         threading.Timer(PATIENCE_WITH_RUN_DIRECTORY_S, os._exit, (RUN_ERROR,)).start()
-        if groups.is_main:
-            _mark_as_failed(Path(start.config.logging.run_dir), what)
-        _announce_launcher(RUN_ERROR, start.stop)
+        _mark_as_failed(config, groups, what)
+        _announce_launcher(RUN_ERROR, stop)
         os._exit(RUN_ERROR)
 
-    limit_s = 60.0 * start.config.parallel.distributed_timeout_minutes
-    return Watchdog(limit_s, lambda: start.stop.looks, end)
+    return Watchdog(60.0 * config.parallel.distributed_timeout_minutes, lambda: stop.looks, end)
 
 
-def _mark_as_failed(run_dir: Path, error: str) -> None:
+def _mark_as_failed(config: RLConfig, groups: ParallelGroups, error: str) -> None:
     """Whatever ended the run, its record says so; where the disk is full, the message on the screen has to do."""
-    with contextlib.suppress(OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        RunDirectory(run_dir).set_status("failed", error=error)
+    if groups.is_main:
+        directory = RunDirectory(Path(config.logging.run_dir))
+        with contextlib.suppress(OSError):
+            directory.path.mkdir(parents=True, exist_ok=True)
+            directory.set_status("failed", error=error)

@@ -7,19 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.phases import Phases
 from megatron_rl.run.base import Run
-from megatron_rl.run.generation import build_quantization
-from megatron_rl.run.held_out import build_held_out
+from megatron_rl.run.held_out import build_evaluator_alone
 from megatron_rl.run.rescue import naming_memory
-from megatron_rl.run.training import (
-    StepResult,
-    TrainingRun,
-    batch_builder,
-    finish_start,
-    start_training,
-    train,
-)
+from megatron_rl.run.training import StepResult, TrainingRun, ready, start_training, train
 from megatron_rl.trainer import SupervisedTrainer
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.supervised import DemonstrationSource
@@ -35,31 +26,19 @@ class SupervisedRun(TrainingRun):
 
 def build(base: Run) -> SupervisedRun:
     """The program's parts; collective over the job."""
-    config, policy, groups = base.config, base.policy, base.groups
-    quantization = build_quantization(base)
-    start, states = start_training(base, quantization)
-    demonstrations = base.environments.demonstrations()
-    source = states.register(
-        "prompts", DemonstrationSource(demonstrations, base.tokenizer, config.training.seq_length)
-    )
-    phases = Phases(config, policy, groups, quantization, start.optimization)
-    held_out = None
-    if config.training.eval_interval is not None:
-        held_out = build_held_out(base, phases)
-        held_out.register(states)
+    parts, _ = start_training(base)
+    config, groups = parts.config, parts.groups
+    source = DemonstrationSource(parts.environments.demonstrations(), parts.tokenizer, config.training.seq_length)
+    parts.states.register("prompts", source)
     # The loss is that of the plain distribution, so the temperature is 1.
-    scorer = Scorer(policy, groups.tensor_group, 1.0, config.kernels.rl_fused_output_layer)
-    finish_start(base, states)
-    return SupervisedRun(
-        **vars(base),
-        states=states,
-        optimization=start.optimization,
-        origin=start.origin,
-        phases=phases,
-        source=source,
-        batches=batch_builder(base),
-        trainer=SupervisedTrainer(start.optimization, scorer, groups.data_group, base.timer),
-        held_out=held_out,
+    scorer = Scorer(parts.policy, groups.tensor_group, 1.0, config.kernels.rl_fused_output_layer)
+    return ready(
+        SupervisedRun(
+            **vars(parts),
+            source=source,
+            trainer=SupervisedTrainer(parts.optimization, scorer, groups.data_group, parts.timer),
+            evaluator=None if config.training.eval_interval is None else build_evaluator_alone(parts),
+        )
     )
 
 

@@ -45,19 +45,14 @@ class Phases:
         policy: PolicyModel,
         groups: ParallelGroups,
         quantization: RolloutQuantization,
-        optimization: Optimization | None = None,
     ) -> None:
-        """Everything that stays on the device must be there by now; the cache must not.
-
-        Without ``optimization`` nothing is trained, and nothing leaves.
-        """
         self.quantization = quantization
         self._config = config
         self._policy = policy
         self._groups = groups
         self._device = DeviceMemory(policy.device)
         self._estimate = estimate(config, groups.world_size, policy.vocab_size)
-        self._training = None if optimization is None else _Training(config, optimization, quantization)
+        self._training: _Training | None = None
         self._engine: Engine | None = None
         self._cache = CacheResidency([], self._device, 0)
         self._prompts: Callable[[], Sequence[Request]] | None = None
@@ -70,8 +65,14 @@ class Phases:
         needed = self._estimate.activations + self._estimate.training_logits
         return needed + max(0, self._estimate.optimizer - size_of(self._training.state.storages))
 
+    def hold_training(self, optimization: Optimization) -> None:
+        """Look after what training needs; without this nothing is trained, and nothing leaves."""
+        self._training = _Training(self._config, optimization, self.quantization)
+
     def cache_budget_gb(self) -> float | None:
         """The engine's KV cache in GiB; None: what its largest batch needs. Collective over the job.
+
+        Everything that stays on the device must be there by now; the cache must not.
 
         Raises:
             EngineError: on every rank; one of them has no room for a single sequence.

@@ -66,6 +66,7 @@ class Evaluator:
 
     def __init__(
         self,
+        rollouter: Rollouter,
         tasks: Sequence[SourcedTask],
         samples_per_prompt: int,
         factory: RequestFactory,
@@ -74,6 +75,7 @@ class Evaluator:
     ) -> None:
         self.expected_lengths = ExpectedLengths()
         """Of these tasks; they are the same at every evaluation."""
+        self._rollouter = rollouter
         self._environments = sorted({source.environment for source in tasks})
         self.tasks = tasks
         self._samples = samples_per_prompt
@@ -81,10 +83,10 @@ class Evaluator:
         self._seed = seed
         self._groups = groups
 
-    def evaluate(self, rollouter: Rollouter, policy_version: int) -> EvaluationResult | None:
+    def evaluate(self, policy_version: int) -> EvaluationResult | None:
         """Metrics and answers; None when the run was asked to stop. Collective over the whole job."""
         requests = self.requests(self._groups.data_rank, self._groups.data_size)
-        result = rollouter.run(requests, self._seed, policy_version)
+        result = self._rollouter.run(requests, self._seed, policy_version)
         if result.cancelled:
             return None
         numbers = [request.index // 2 for request in requests[::2]]

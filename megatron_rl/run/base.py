@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config import RLConfig
+from megatron_rl.metrics.evaluation import by_environment, split_validation
+from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups, seed_everything
+from megatron_rl.phases import Phases
 from megatron_rl.platform import Platform
+from megatron_rl.quantization.audit import LayerAudit, table_rows
+from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.run.environments import EnvironmentAccess, open_environments
 from megatron_rl.run.progress import Progress
 from megatron_rl.run.reporting import Reporter
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
+
+AUDIT_LINES = 24
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +43,7 @@ class Run:
     config: RLConfig
     groups: ParallelGroups
     policy: PolicyModel
+    phases: Phases
     tokenizer: Tokenizer
     environments: EnvironmentAccess
     checkpoints: CheckpointManager
@@ -56,6 +67,40 @@ class Run:
                 tokenizer.passed_over, tokenizer.name,
             )  # fmt: skip
 
+    def summary(self, status: str) -> dict[str, Any]:
+        """``summary.json``, the numbers one asks for first.
+
+        ``eval`` is the mean over environments; ``eval_by_environment`` has each of them.
+        """
+        rows = read_rows(self.directory.metrics)
+        seconds: Counter[str] = Counter()
+        for row in rows:
+            for name, value in row.items():
+                if name.startswith("timing_s/") and value is not None:
+                    seconds[name.removeprefix("timing_s/")] += value
+        progress, numbers, attention = self.progress, self.phases.quantization, self.policy.attention
+        summary: dict[str, Any] = {
+            "status": status,
+            "steps": progress.step,
+            "updates": progress.updates,
+            "tokens": progress.tokens,
+            "logprob_gap_max": progress.logprob_gap_max,
+            "seconds": {"run": self.reporter.seconds, "by_phase": dict(seconds)},
+            "world_size": self.groups.world_size,
+            "rollout_quantization": {"recipe": numbers.recipe, "bytes": numbers.stored_bytes},
+            "attention": {
+                "packed": attention.packed_name,
+                "cache": attention.cache_name,
+                "kv_cache_dtype": self.config.kv_cache_dtype,
+            },
+        }
+        evaluated = [by_environment(row) for row in rows if any(map(split_validation, row))]
+        if evaluated:
+            ends = {"before": evaluated[0], "after": evaluated[-1]}
+            summary["eval"] = {when: _mean(results) for when, results in ends.items()}
+            summary["eval_by_environment"] = ends
+        return summary
+
 
 @contextlib.contextmanager
 def open_run(
@@ -73,6 +118,7 @@ def open_run(
         environments = closing.enter_context(open_environments(config, groups, directory))
         seed_everything(config.training.seed)
         policy = build_model(config, platform, tokenizer.vocab_size)
+        quantization = build_quantization(config, policy, groups, directory, timer)
         checkpoints = CheckpointManager(
             Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups, config.checkpoint.ckpt_format
         )
@@ -83,6 +129,7 @@ def open_run(
             config=config,
             groups=groups,
             policy=policy,
+            phases=Phases(config, policy, groups, quantization),
             tokenizer=tokenizer,
             environments=environments,
             checkpoints=checkpoints,
@@ -93,3 +140,40 @@ def open_run(
             closing=closing,
         )
         dist.barrier()  # nobody stops the environment server while another rank still grades
+
+
+def build_quantization(
+    config: RLConfig, policy: PolicyModel, groups: ParallelGroups, directory: RunDirectory, timer: PhaseTimer
+) -> RolloutQuantization:
+    """Room for quantised copies of the weights; none with `--rl-rollout-quantization none`."""
+    settings = config.quantization
+
+    def report(rows: Sequence[LayerAudit]) -> None:
+        if not groups.is_main:
+            return
+        directory.write_quantization([vars(row) | {"agrees": row.agrees} for row in rows])
+        shown = table_rows(rows, AUDIT_LINES)
+        title = "the linear layers of the first rollout"
+        if len(shown) < len(rows):
+            title += f", {len(shown)} of {len(rows)} with the largest errors"
+        table = format_table(("layer", "ran as", "error"), shown)
+        logger.info("%s (all in %s):\n%s", title, directory.quantization.name, table)
+
+    quantization = RolloutQuantization(
+        policy.gpt, settings.rl_rollout_quantization, settings.rl_quantization_skip, report, timer.phase
+    )
+    linears = quantization.linears
+    if linears is not None and groups.is_main:
+        logger.info(
+            "rollouts run %d linear layers as %s, %d as they are: %.2f MiB beside %.2f MiB of their weights",
+            len(linears.layers), linears.recipe.format, len(linears.plain), linears.stored_bytes / 2**20,
+            linears.num_weights * policy.dtype.itemsize / 2**20,
+        )
+    return quantization
+
+
+def _mean(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of every measure over the environments that report it."""
+    names = dict.fromkeys(name for measures in results.values() for name in measures)
+    columns = {name: [row[name] for row in results.values() if name in row] for name in names}
+    return {name: sum(values) / len(values) for name, values in columns.items()}

@@ -1,4 +1,4 @@
-"""Rollouts from flags: how answers are drawn, the engine that generates, and the number format that it runs in."""
+"""Rollouts from flags: how answers are drawn, and the engine that generates."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from collections.abc import Sequence
 
 from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
-from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, kv_cache_dtype
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.quantization.audit import LayerAudit, table_rows
-from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter
 from megatron_rl.run.base import Run
 from megatron_rl.tokenizer import Tokenizer
@@ -21,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 CALIBRATION_PROMPTS = 16
 CALIBRATION_TOKENS = 64
-AUDIT_LINES = 24
 
 
 def stop_strings(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[int], tuple[str, ...]]:
@@ -98,38 +94,6 @@ def build_rollouter(run: Run, engine: Engine) -> Rollouter:
     )
     run.closing.callback(rollouter.close)
     return rollouter
-
-
-def build_quantization(run: Run) -> RolloutQuantization:
-    """Copies of the weights as they are now; none with `--rl-rollout-quantization none`."""
-    settings, policy = run.config.quantization, run.policy
-
-    def report(rows: Sequence[LayerAudit]) -> None:
-        if not run.groups.is_main:
-            return
-        run.directory.write_quantization([vars(row) | {"agrees": row.agrees} for row in rows])
-        shown = table_rows(rows, AUDIT_LINES)
-        title = "the linear layers of the first rollout"
-        if len(shown) < len(rows):
-            title += f", {len(shown)} of {len(rows)} with the largest errors"
-        table = format_table(("layer", "ran as", "error"), shown)
-        logger.info("%s (all in %s):\n%s", title, run.directory.quantization.name, table)
-
-    quantization = RolloutQuantization(
-        policy.gpt,
-        settings.rl_rollout_quantization,
-        settings.rl_quantization_skip,
-        report,
-        run.timer.phase,
-    )
-    linears = quantization.linears
-    if linears is not None and run.groups.is_main:
-        logger.info(
-            "rollouts run %d linear layers as %s, %d as they are: %.2f MiB beside %.2f MiB of their weights",
-            len(linears.layers), linears.recipe.format, len(linears.plain), linears.stored_bytes / 2**20,
-            linears.num_weights * policy.dtype.itemsize / 2**20,
-        )
-    return quantization
 
 
 def calibration_requests(factory: RequestFactory, tasks: PromptSource | Sequence[SourcedTask]) -> list[Request]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
-from megatron_rl.checkpoint.state import StateRegistry
-from megatron_rl.phases import Phases
 from megatron_rl.rollout import Evaluator, RequestFactory, Rollouter
 from megatron_rl.rollout.statistics import failures_of, no_results
 from megatron_rl.run.base import Run
@@ -16,44 +13,32 @@ from megatron_rl.run.rescue import naming_memory
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """The held-out tasks, and who answers them."""
-
-    evaluator: Evaluator
-    rollouter: Rollouter
-    phases: Phases
-
-    def register(self, states: StateRegistry) -> None:
-        """Keep what was learned of the lengths of answers."""
-        states.register("expected_held_out_lengths", self.evaluator.expected_lengths, optional=True)
-
-
-def build_evaluator(run: Run, factory: RequestFactory) -> Evaluator:
-    """The first held-out tasks of every environment whose prompts fit."""
+def build_evaluator(run: Run, factory: RequestFactory, rollouter: Rollouter) -> Evaluator:
+    """Of the first held-out tasks of every environment whose prompts fit."""
     settings = run.config.environment
     tasks = run.environments.held_out_tasks(settings.rl_prompts_per_eval, run.tokenizer, factory.max_prompt_tokens)
-    return Evaluator(tasks, settings.rl_samples_per_eval_prompt, factory, run.config.training.seed, run.groups)
+    samples = settings.rl_samples_per_eval_prompt
+    return Evaluator(rollouter, tasks, samples, factory, run.config.training.seed, run.groups)
 
 
-def build_held_out(run: Run, phases: Phases) -> HeldOut:
-    """The held-out tasks, and an engine of their own for them: nothing else generates in this program."""
+def build_evaluator_alone(run: Run) -> Evaluator:
+    """The same with an engine of its own: nothing else generates in this program."""
     factory = request_factory(run.config, run.tokenizer)
-    evaluator = build_evaluator(run, factory)
-    engine = build_engine(run.config, run.policy, run.tokenizer, run.groups, phases.cache_budget_gb())
-    phases.hold(engine, lambda: calibration_requests(factory, evaluator.tasks))
-    return HeldOut(evaluator, build_rollouter(run, engine), phases)
+    engine = build_engine(run.config, run.policy, run.tokenizer, run.groups, run.phases.cache_budget_gb())
+    evaluator = build_evaluator(run, factory, build_rollouter(run, engine))
+    run.phases.hold(engine, lambda: calibration_requests(factory, evaluator.tasks))
+    return evaluator
 
 
-def evaluate(run: Run, held_out: HeldOut, alone: bool = False) -> dict[str, float] | None:
+def evaluate(run: Run, evaluator: Evaluator, alone: bool = False) -> dict[str, float] | None:
     """Metrics with the current weights; None when asked to stop meanwhile.
 
     Raises:
         EnvironmentFault: an environment has graded nothing, and the run is ``alone`` for the evaluation.
     """
     plain = run.config.quantization.rl_evaluate_unquantized
-    with naming_memory(run.config, "rollout"), held_out.phases.rollouts(quantized=not plain):
-        outcome = held_out.evaluator.evaluate(held_out.rollouter, run.progress.policy_version)
+    with naming_memory(run.config, "rollout"), run.phases.rollouts(quantized=not plain):
+        outcome = evaluator.evaluate(run.progress.policy_version)
     if outcome is None:
         return None
     run.reporter.evaluation_records(run.progress.step, outcome.groups, run.tokenizer.decode_token)

@@ -126,11 +126,10 @@ class Reporter:
                     stream.write(json.dumps(_batch_record(index, batch)) + "\n")
         logger.warning("step %d: a non-finite gradient, update skipped; its batch is in %s", step, path)
 
-    def finish(self, status: str, summary: dict[str, object]) -> None:
-        """Close the writers, then write the summary and the report (rank 0)."""
-        if not self._groups.is_main:
-            return
+    def finish(self, summary: dict[str, object]) -> None:
+        """Close the writers, then write the summary and the report; on rank 0."""
         self.close()
+        status = summary["status"]
         self._directory.set_status(status)
         write_json_atomic(self._directory.summary, summary)
         if self._config.training.eval_only and status == "finished":

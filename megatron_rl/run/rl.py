@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -15,26 +15,15 @@ from megatron_rl.algorithms.extension import advantage_of, correction_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.attention.kv_numbers import rounded_attention
 from megatron_rl.checkpoint.origin import weights_fingerprint
-from megatron_rl.config import RLConfig
 from megatron_rl.inference import Engine, RolloutEngine
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.phases import Phases
-from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter, RolloutResult
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
 from megatron_rl.run.base import Run
-from megatron_rl.run.generation import (
-    build_engine,
-    build_quantization,
-    build_rollouter,
-    calibration_requests,
-    request_factory,
-)
-from megatron_rl.run.held_out import HeldOut, build_evaluator
-from megatron_rl.run.training import TrainingRun, batch_builder, finish_start, start_training
+from megatron_rl.run.generation import build_engine, build_rollouter, calibration_requests, request_factory
+from megatron_rl.run.held_out import build_evaluator
+from megatron_rl.run.training import TrainingParts, TrainingRun, ready, start_training
 from megatron_rl.trainer import PolicyTrainer
 from megatron_rl.trainer.parity import EMULATION_LIMIT, KVCacheRounding, ParityGate, ParityLimits
 from megatron_rl.trainer.samples import SampleBuilder
@@ -114,93 +103,74 @@ class RLRun(TrainingRun):
 
 def build(base: Run) -> RLRun:
     """The program's parts; collective over the job."""
-    config, policy, groups = base.config, base.policy, base.groups
-    quantization = build_quantization(base)
-    start, states = start_training(base, quantization)
+    parts, reference = start_training(base)
+    config, policy, groups, phases, states = parts.config, parts.policy, parts.groups, parts.phases, parts.states
     if config.quantization.rl_train_forward == "quantized":
-        base.closing.enter_context(quantization.aligned())
-    factory = request_factory(config, base.tokenizer)
+        parts.closing.enter_context(phases.quantization.aligned())
+    factory = request_factory(config, parts.tokenizer)
     source = PromptSource(
-        base.environments.training_pools(),
-        lambda task: base.tokenizer.encode_prompt(task.prompt),
+        parts.environments.training_pools(),
+        lambda task: parts.tokenizer.encode_prompt(task.prompt),
         factory.max_prompt_tokens,
         config.training.seed,
     )
     states.register("prompts", source)
     expected_lengths = states.register("expected_lengths", ExpectedLengths(), optional=True)
-    phases = Phases(config, policy, groups, quantization, start.optimization)
-    engine = build_engine(config, policy, base.tokenizer, groups, phases.cache_budget_gb())
+    engine = build_engine(config, policy, parts.tokenizer, groups, phases.cache_budget_gb())
     phases.hold(engine, lambda: calibration_requests(factory, source))
-    rollouter = build_rollouter(base, engine)
-    held_out = None
-    if config.training.eval_interval is not None:
-        held_out = HeldOut(build_evaluator(base, factory), rollouter, phases)
-        held_out.register(states)
+    rollouter = build_rollouter(parts, engine)
+    evaluates = config.training.eval_interval is not None
     scorer = Scorer(
         policy, groups.tensor_group, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer
     )
     advantage = advantage_of(config)
     baseline = getattr(advantage, "BASELINE", "group")
-    journal = _journal(base)
-    finish_start(base, states)
-    return RLRun(
-        **vars(base),
-        states=states,
-        optimization=start.optimization,
-        origin=start.origin,
-        phases=phases,
-        source=source,
-        factory=factory,
-        rollouter=rollouter,
-        samples=SampleBuilder(baseline, config.algorithm.rl_keep_zero_variance_groups, groups),
-        batches=batch_builder(base),
-        trainer=PolicyTrainer(
-            start.optimization, scorer, advantage, PolicyObjective.of(config), config.algorithm.grpo_iterations,
-            start.reference, groups.data_group, base.timer,
-        ),
-        parity=build_parity_gate(config, scorer, quantization, policy, groups, engine),
-        held_out=held_out,
-        journal=journal,
-        expected_lengths=expected_lengths,
+    return ready(
+        RLRun(
+            **vars(parts),
+            source=source,
+            factory=factory,
+            rollouter=rollouter,
+            samples=SampleBuilder(baseline, config.algorithm.rl_keep_zero_variance_groups, groups),
+            trainer=PolicyTrainer(
+                parts.optimization, scorer, advantage, PolicyObjective.of(config), config.algorithm.grpo_iterations,
+                reference, groups.data_group, parts.timer,
+            ),
+            parity=_parity_gate(parts, scorer, engine),
+            evaluator=build_evaluator(parts, factory, rollouter) if evaluates else None,
+            journal=_journal(parts),
+            expected_lengths=expected_lengths,
+        )
     )
 
 
-def build_parity_gate(
-    config: RLConfig,
-    scorer: Scorer,
-    quantization: RolloutQuantization,
-    policy: PolicyModel,
-    groups: ParallelGroups,
-    engine: Engine,
-) -> ParityGate:
+def _parity_gate(parts: TrainingParts, scorer: Scorer, engine: Engine) -> ParityGate:
     """`--rl-mismatch-...`."""
+    config, policy = parts.config, parts.policy
     settings = config.quantization
     # On a GPU the 8-bit products come out in bf16 whatever the model's dtype.
     dtype = torch.bfloat16 if policy.device.type == "cuda" else policy.dtype
+    rounding = None
+    if config.kv_cache_is_rounded and isinstance(engine, RolloutEngine):
+        attention = partial(rounded_attention, policy.gpt.decoder.layers, engine.kv_numbers)
+        rounding = KVCacheRounding(config.kv_cache_dtype, attention)
     return ParityGate(
         scorer,
-        quantization,
+        parts.phases.quantization,
         ParityLimits(settings.rl_mismatch_max_kl, settings.rl_mismatch_max_gap, EMULATION_LIMIT[dtype]),
         settings.rl_mismatch_action,
         settings.rl_mismatch_interval,
-        groups.data_group,
+        parts.groups.data_group,
         config.algorithm.rl_correction,
         correction_of(config),
-        _kv_cache_rounding(config, policy, engine),
+        rounding,
     )
 
 
-def _kv_cache_rounding(config: RLConfig, policy: PolicyModel, engine: Engine) -> KVCacheRounding | None:
-    if not config.kv_cache_is_rounded or not isinstance(engine, RolloutEngine):
+def _journal(parts: TrainingParts) -> RolloutJournal | None:
+    if parts.config.checkpoint.save_interval is None:
         return None
-    numbers = engine.kv_numbers
-    return KVCacheRounding(config.kv_cache_dtype, lambda: rounded_attention(policy.gpt.decoder.layers, numbers))
-
-
-def _journal(base: Run) -> RolloutJournal | None:
-    if base.config.checkpoint.save_interval is None:
-        return None
-    journal = RolloutJournal(base.directory.journal, base.groups)
-    if base.groups.is_main:
-        journal.forget(base.progress.step)  # a kill may have come between the checkpoint and this
+    journal = RolloutJournal(parts.directory.journal, parts.groups)
+    if parts.groups.is_main:
+        journal.forget(parts.progress.step)  # a kill may have come between the checkpoint and this
     return journal

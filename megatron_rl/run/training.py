@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -12,18 +13,17 @@ from typing import TypeVar
 from megatron_rl.checkpoint.origin import Origin
 from megatron_rl.checkpoint.run_state import run_state_of
 from megatron_rl.checkpoint.state import RandomState, StateRegistry
-from megatron_rl.errors import SaveError
+from megatron_rl.errors import MemoryExhausted, SaveError
 from megatron_rl.parallel.collectives import any_rank, broadcast_json
-from megatron_rl.phases import Phases
-from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.rollout import PromptSource
+from megatron_rl.platform.memory import is_out_of_memory
+from megatron_rl.rollout import Evaluator, PromptSource
 from megatron_rl.run.base import Run
-from megatron_rl.run.held_out import HeldOut, evaluate
+from megatron_rl.run.held_out import evaluate
 from megatron_rl.run.progress import note_signal
-from megatron_rl.run.rescue import finished_steps_kept
-from megatron_rl.run.weights import Start, start_weights
+from megatron_rl.run.weights import start_weights
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.supervised import DemonstrationSource
 
 logger = logging.getLogger(__name__)
@@ -40,19 +40,24 @@ class StepResult:
 
 
 @dataclass(kw_only=True)
-class TrainingRun(Run):
-    """What both training programs have."""
+class TrainingParts(Run):
+    """What a training program starts from and adds its own parts to."""
 
     optimization: Optimization
     origin: Origin | None
     """What the run started from; None of a run that an earlier version began."""
     states: StateRegistry
     """What a checkpoint holds besides weights and optimizer."""
-    phases: Phases
-    source: PromptSource | DemonstrationSource
     batches: BatchBuilder
+
+
+@dataclass(kw_only=True)
+class TrainingRun(TrainingParts):
+    """What both training programs have."""
+
+    source: PromptSource | DemonstrationSource
     trainer: PolicyTrainer | SupervisedTrainer
-    held_out: HeldOut | None
+    evaluator: Evaluator | None
     """None without `--eval-interval`."""
 
     def committed(self, step: int) -> None:
@@ -60,7 +65,7 @@ class TrainingRun(Run):
 
     def evaluation_is_due(self) -> bool:
         """After every `--eval-interval` steps and after the last one."""
-        if self.held_out is None:
+        if self.evaluator is None:
             return False
         step = self.progress.step
         return step % self.config.training.eval_interval == 0 or step == self.config.total_steps
@@ -123,33 +128,40 @@ class TrainingRun(Run):
             logger.warning("NOT SAVED: %s; the run goes on", error)
 
 
-def start_training(base: Run, copies: RolloutQuantization) -> tuple[Start, StateRegistry]:
-    """Weights, optimizer, and the states that the run goes on from; collective."""
-    start = start_weights(base.config, base.policy, base.checkpoints, base.groups, copies)
+def start_training(base: Run) -> tuple[TrainingParts, ReferencePolicy | None]:
+    """Weights, optimizer, and the states that the run goes on from; collective. The reference only with a KL term."""
+    config, quantization = base.config, base.phases.quantization
+    start = start_weights(config, base.policy, base.checkpoints, base.groups, quantization)
     base.answers_end_also_at(start.end_token_ids)
     states = StateRegistry(None if start.saved is None else start.saved.components)
     states.register("progress", base.progress)
-    states.register("quantization", copies)
-    return start, states
-
-
-def finish_start(base: Run, states: StateRegistry) -> None:
-    """Everything is built: the next thing is a step."""
-    states.register("random", RandomState(), resume=not base.config.checkpoint.no_load_rng)
-    states.tell_unclaimed()
-    base.reporter.open(base.progress)
-
-
-def batch_builder(base: Run) -> BatchBuilder:
-    """`--rl-sequence-packing-bin-size`; with sequence parallelism every rank has as many tokens of a bin."""
-    parallel = base.config.parallel
-    round_to = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return BatchBuilder(
-        base.config.training.rl_sequence_packing_bin_size, round_to, base.policy.device, base.groups
+    states.register("quantization", quantization)
+    base.phases.hold_training(start.optimization)
+    # With sequence parallelism every rank has as many tokens of a bin.
+    round_to = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    bin_size = config.training.rl_sequence_packing_bin_size
+    parts = TrainingParts(
+        **vars(base),
+        optimization=start.optimization,
+        origin=start.origin,
+        states=states,
+        batches=BatchBuilder(bin_size, round_to, base.policy.device, base.groups),
     )
+    return parts, start.reference
 
 
 AnyRun = TypeVar("AnyRun", bound=TrainingRun)
+
+
+def ready(run: AnyRun) -> AnyRun:
+    """``run``, which has everything that it needs: the next thing is a step."""
+    states = run.states
+    if run.evaluator is not None:
+        states.register("expected_held_out_lengths", run.evaluator.expected_lengths, optional=True)
+    states.register("random", RandomState(), resume=not run.config.checkpoint.no_load_rng)
+    states.tell_unclaimed()
+    run.reporter.open(run.progress)
+    return run
 
 
 def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) -> str:
@@ -158,9 +170,9 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
     ``take_step`` returns None when the run was asked to stop and the step left no trace.
     """
     progress, started = run.progress, time.monotonic()
-    if progress.step == 0 and run.held_out is not None:
+    if progress.step == 0 and run.evaluator is not None:
         with run.timer.phase("eval"):
-            before = evaluate(run, run.held_out)
+            before = evaluate(run, run.evaluator)
         if before is None:
             return _stop(run)
         run.reporter.step(0, before, run.policy.gpt)
@@ -175,7 +187,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
         best = False
         if run.evaluation_is_due():
             with run.timer.phase("eval"), finished_steps_kept(run):
-                held_out = evaluate(run, run.held_out)
+                held_out = evaluate(run, run.evaluator)
             result.metrics.update(held_out or {})
             best = held_out is not None and run.is_best(held_out)
         result.metrics["checkpoint/failed_saves"] = float(run.checkpoints.failed_saves)
@@ -210,3 +222,47 @@ def _stop(run: TrainingRun) -> str:
     logger.warning("asked to stop (%s): saving step %d", run.stop.reason or "another rank", run.progress.step)
     run.save(final=True)
     return "stopped"
+
+
+@contextlib.contextmanager
+def finished_steps_kept(run: TrainingRun) -> Iterator[None]:
+    """The step inside may run out of memory: then it has not been, and the steps before it are saved if they can be.
+
+    An allocation fails on one rank, and the others wait for it in a collective that it will never reach. So of several
+    ranks the launcher ends the others, and the last checkpoint is what there is. Only a run of one rank can still save,
+    and ranks that meet before anything else is asked of them: after a rollout without tensor parallelism.
+    """
+    cursor, begun = run.source.state_dict(), run.optimization.updates_begun
+    try:
+        yield
+    except MemoryExhausted as error:
+        run.source.load_state_dict(cursor)
+        all_here = error.on_all_ranks or run.groups.world_size == 1
+        kept = _save_if_possible(run, run.optimization.updates_begun == begun, all_here)
+        raise MemoryExhausted(f"{error}; {kept}") from None
+
+
+def _save_if_possible(run: TrainingRun, weights_are_the_steps: bool, all_here: bool) -> str:
+    """Save the last finished step where that is possible; what a resume finds, in words. Collective if ``all_here``."""
+    step = run.progress.step
+    if all_here:
+        run.checkpoints.finish()
+    saved = run.checkpoints.saved_step
+    newest = "the newest checkpoint, if there is one" if saved is None else f"step {saved}"
+    if step == 0:
+        return "no step was finished"
+    if saved == step:
+        return f"--resume goes on from step {step}"
+    if not all_here:
+        return f"step {step} is not saved, the other ranks cannot join in: --resume goes on from {newest}"
+    if not weights_are_the_steps:
+        return f"step {step} is not saved, the weights have changed since: --resume goes on from {newest}"
+    try:
+        run.save(final=True)
+    except SaveError as failed:
+        return f"step {step} could not be saved ({failed}): --resume goes on from {newest}"
+    except (RuntimeError, MemoryError) as failed:
+        if not is_out_of_memory(failed):
+            raise
+        return f"step {step} could not be saved for want of memory: --resume goes on from {newest}"
+    return f"step {step} is saved, and --resume goes on from there"

@@ -13,9 +13,10 @@ from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.phases import Phases
 from megatron_rl.rollout import ConversationSettings, TaskPool
 from megatron_rl.rollout.conversations import GradeFunction
-from megatron_rl.run.base import Run
+from megatron_rl.run.base import Run, build_quantization
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Demonstration, GradeResult, Task, Transcript
@@ -97,16 +98,20 @@ def toy_run(
     conversations: ConversationSettings | None = None,
 ) -> Any:
     """The run of the program that the flags choose; nothing is written anywhere. Close `Run.closing` at the end."""
+    policy, timer = tiny_policy(config, seed=config.training.seed), PhaseTimer()
+    directory = SimpleNamespace(write_quantization=_ignore, quantization=Path("quantization.json"))
+    quantization = build_quantization(config, policy, groups, directory, timer)
     base = Run(
         config=config,
         groups=groups,
-        policy=tiny_policy(config, seed=config.training.seed),
+        policy=policy,
+        phases=Phases(config, policy, groups, quantization),
         tokenizer=toy_tokenizer(),
         environments=ToyEnvironments(grade, conversations),
         checkpoints=CheckpointManager(Path("unused"), 0, groups),
-        directory=SimpleNamespace(write_quantization=_ignore, quantization=Path("quantization.json")),
+        directory=directory,
         reporter=SimpleNamespace(open=_ignore, records=_ignore, dump_batches=_ignore),
-        timer=PhaseTimer(),
+        timer=timer,
         stop=StopRequest(),
     )
     return (loop if config.training.perform_rl_step else supervised).build(base)

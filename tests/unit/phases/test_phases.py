@@ -38,7 +38,9 @@ def phases_of(config: RLConfig, groups: ParallelGroups) -> tuple[Phases, Optimiz
     policy = tiny_policy(config)
     optimization = Optimization(policy, config)
     quantization = RolloutQuantization(policy.gpt, "none", (), lambda rows: None)
-    return Phases(config, policy, groups, quantization, optimization), optimization
+    phases = Phases(config, policy, groups, quantization)
+    phases.hold_training(optimization)
+    return phases, optimization
 
 
 def phase_memory(groups: ParallelGroups, **changes: object) -> tuple[Phases, Optimization]:

@@ -29,9 +29,11 @@ class FixedRollouter:
         return self.result
 
 
-def evaluator(groups: ParallelGroups, tasks: Sequence[tuple[str, str]], samples: int) -> Evaluator:
+def evaluator(
+    groups: ParallelGroups, rollouter: FixedRollouter, tasks: Sequence[tuple[str, str]], samples: int
+) -> Evaluator:
     draws = [SourcedTask(environment, Task(task_id, "p"), prompt_ids=(1, 2)) for environment, task_id in tasks]
-    return Evaluator(draws, samples, FACTORY, seed=7, groups=groups)
+    return Evaluator(rollouter, draws, samples, FACTORY, seed=7, groups=groups)
 
 
 def test_numbers(one_rank: ParallelGroups) -> None:
@@ -45,7 +47,7 @@ def test_numbers(one_rank: ParallelGroups) -> None:
         graded_group([1.0, None, 1.0, -1.0], lengths=[2, 50, 2, 2], finish_reasons=cut),
         graded_group([-1.0], lengths=[9]),
     ]
-    metrics = evaluator(one_rank, [("toy", "0"), ("toy", "1")], samples=4).evaluate(FixedRollouter(groups), 3).metrics
+    metrics = evaluator(one_rank, FixedRollouter(groups), [("toy", "0"), ("toy", "1")], samples=4).evaluate(3).metrics
     assert metrics == pytest.approx(
         {
             "val/toy/reward": (1 - 3 + 2 - 1) / 7,
@@ -64,21 +66,21 @@ def test_numbers(one_rank: ParallelGroups) -> None:
 
 def test_a_failed_greedy_grade_is_left_out(one_rank: ParallelGroups) -> None:
     groups = [graded_group([1.0]), graded_group([None]), graded_group([1.0]), graded_group([1.0])]
-    metrics = evaluator(one_rank, [("toy", "0"), ("toy", "1")], samples=1).evaluate(FixedRollouter(groups), 0).metrics
+    metrics = evaluator(one_rank, FixedRollouter(groups), [("toy", "0"), ("toy", "1")], samples=1).evaluate(0).metrics
     assert metrics["val/toy/greedy"] == 1.0
 
 
 def test_nothing_graded_at_all(one_rank: ParallelGroups) -> None:
     """A reward, a length or a greedy accuracy of 0 would be numbers that nobody has measured."""
     groups = [graded_group([None, None]), graded_group([None])]
-    result = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0)
+    result = evaluator(one_rank, FixedRollouter(groups), [("toy", "0")], samples=2).evaluate(0)
     assert result.metrics == {"val/toy/failed_grades": 2.0, "val/toy/num_tasks": 1.0}
     assert result.ungraded == ("toy",)
 
 
 def test_one_task_has_no_interval(one_rank: ParallelGroups) -> None:
     groups = [graded_group([1.0, 0.0]), graded_group([None])]
-    result = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0)
+    result = evaluator(one_rank, FixedRollouter(groups), [("toy", "0")], samples=2).evaluate(0)
     assert (result.metrics["val/toy/pass@1"], result.ungraded) == (0.5, ())
     assert "val/toy/pass@1_ci95" not in result.metrics
 
@@ -88,7 +90,7 @@ def test_environments_are_kept_apart(one_rank: ParallelGroups) -> None:
         graded_group([1.0], environment="b"), graded_group([1.0], environment="b"),
         graded_group([0.0], environment="a"), graded_group([0.0], environment="a"),
     ]  # fmt: skip
-    metrics = evaluator(one_rank, [("b", "0"), ("a", "0")], samples=1).evaluate(FixedRollouter(groups), 0).metrics
+    metrics = evaluator(one_rank, FixedRollouter(groups), [("b", "0"), ("a", "0")], samples=1).evaluate(0).metrics
     assert (metrics["val/a/pass@1"], metrics["val/b/pass@1"]) == (0.0, 1.0)
     assert (metrics["val/a/greedy"], metrics["val/b/greedy"]) == (0.0, 1.0)
 
@@ -97,9 +99,9 @@ def test_every_evaluation_asks_the_same(one_rank: ParallelGroups) -> None:
     """Each task sampled, then greedily; with the same random numbers every time."""
     groups = [graded_group([1.0, 0.0]), graded_group([1.0])]
     rollouter = FixedRollouter(groups)
-    evaluation = evaluator(one_rank, [("toy", "0")], samples=2)
-    evaluation.evaluate(rollouter, policy_version=1)
-    evaluation.evaluate(rollouter, policy_version=2)
+    evaluation = evaluator(one_rank, rollouter, [("toy", "0")], samples=2)
+    evaluation.evaluate(policy_version=1)
+    evaluation.evaluate(policy_version=2)
     (first, first_seed, _), (second, second_seed, version) = rollouter.asked
     assert first == second and first_seed == second_seed == 7 and version == 2
     assert [(r.num_samples, r.sampling.greedy, r.index) for r in first] == [(2, False, 0), (1, True, 1)]
@@ -109,9 +111,9 @@ def test_tasks_are_dealt_by_the_lengths_of_the_evaluation_before(one_rank: Paral
     """Means 40 / 5 = 8, 5 / 5 = 1 and 10 / 5 = 2; five samples and two prompts of two tokens: 44, 9 and 14."""
     lengths = [([8, 8, 8, 6], [10]), ([1, 1, 1, 1], [1]), ([2, 2, 2, 3], [1])]
     groups = [graded_group([1.0] * len(one), lengths=one) for pair in lengths for one in pair]
-    evaluation = evaluator(one_rank, [("toy", "0"), ("toy", "1"), ("toy", "2")], samples=4)
+    evaluation = evaluator(one_rank, FixedRollouter(groups), [("toy", str(i)) for i in range(3)], samples=4)
     assert [r.index for r in evaluation.requests(0, 2)] == [0, 1, 4, 5], "nothing is known yet: in turn"
-    evaluation.evaluate(FixedRollouter(groups), 0)
+    evaluation.evaluate(0)
     assert evaluation.expected_lengths.state_dict()["toy"]["tasks"] == {"0": 8.0, "1": 1.0, "2": 2.0}
     for rank, indices in enumerate(([0, 1], [2, 3, 4, 5])):
         assert [r.index for r in evaluation.requests(rank, 2)] == indices
@@ -119,7 +121,7 @@ def test_tasks_are_dealt_by_the_lengths_of_the_evaluation_before(one_rank: Paral
 
 def test_its_answers_come_with_it(one_rank: ParallelGroups) -> None:
     groups = (graded_group([1.0, 0.0]), graded_group([1.0]))
-    assert evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0).groups == groups
+    assert evaluator(one_rank, FixedRollouter(groups), [("toy", "0")], samples=2).evaluate(0).groups == groups
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_rewards_that_are_not_0_or_1_leave_the_results_alone(one_rank: ParallelG
     ]
     wrong = replace(greedy.rollouts[0], grade=replace(greedy.rollouts[0].grade, verdict="wrong"))
     groups = [replace(sampled, rollouts=tuple(rollouts)), replace(greedy, rollouts=(wrong,))]
-    metrics = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(FixedRollouter(groups), 0).metrics
+    metrics = evaluator(one_rank, FixedRollouter(groups), [("toy", "0")], samples=2).evaluate(0).metrics
     assert (metrics["val/toy/pass@1"], metrics["val/toy/greedy"], metrics["val/toy/maj@k"]) == (0.5, 0.0, 1.0)
     assert metrics["val/toy/reward"] == 0.25
 
@@ -175,21 +177,20 @@ def test_a_task_that_nobody_answered_counts_against_the_majority(one_rank: Paral
     ]
     groups = [group for one in sampled for group in (one, graded_group([0.0]))]
     tasks = [("toy", str(number)) for number in range(4)]
-    metrics = evaluator(one_rank, tasks, samples=3).evaluate(FixedRollouter(groups), 0).metrics
+    metrics = evaluator(one_rank, FixedRollouter(groups), tasks, samples=3).evaluate(0).metrics
     assert metrics["val/toy/maj@k"] == pytest.approx(1 / 3)
     assert metrics["val/toy/pass@1"] == pytest.approx((2 / 3 + 1 / 3 + 0) / 3)
 
 
 def test_without_extracted_answers_there_is_no_majority(one_rank: ParallelGroups) -> None:
-    metrics = evaluator(one_rank, [("toy", "0")], samples=2).evaluate(
-        FixedRollouter([answering([1.0, 0.0], [None, None]), graded_group([1.0])]), 0
-    ).metrics
+    rollouter = FixedRollouter([answering([1.0, 0.0], [None, None]), graded_group([1.0])])
+    metrics = evaluator(one_rank, rollouter, [("toy", "0")], samples=2).evaluate(0).metrics
     assert "val/toy/maj@k" not in metrics
 
 
 def test_a_cancelled_evaluation_has_no_numbers(one_rank: ParallelGroups) -> None:
     rollouter = FixedRollouter([], cancelled=True)
-    assert evaluator(one_rank, [("toy", "0")], samples=1).evaluate(rollouter, 0) is None
+    assert evaluator(one_rank, rollouter, [("toy", "0")], samples=1).evaluate(0) is None
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
