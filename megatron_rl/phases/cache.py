@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -20,73 +19,48 @@ logger = logging.getLogger(__name__)
 
 MARGIN = 0.1
 """Share that stays unused: fragments of the allocator, graphs, what an estimate left out."""
-BUDGET_FLAG = "--inference-dynamic-batching-buffer-size-gb"
 
 
-@dataclass(frozen=True)
-class Room:
-    """What a cache finds, in bytes, on the rank that has the least. Example: 100 free, rollouts take 10: 81 for it."""
-
-    free: int
-    """Now, before there is a cache."""
-    in_rollouts: int
-    """What else a rollout takes of it; negative where it gives something back."""
-    in_training: int
-    """What an update takes of it."""
-
-    @property
-    def for_rollouts(self) -> int:
-        """The largest cache that a rollout has room for."""
-        return int((self.free - self.in_rollouts) * (1 - MARGIN))
-
-    @property
-    def beside_training(self) -> int:
-        """The largest cache that can stay during updates."""
-        return self.free - int(self.in_training * (1 + MARGIN))
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """The size of the cache, and why."""
-
-    size: int
-    """Bytes; the engine makes as many sequences or pages of it as fit."""
-    is_short: bool
-    """It is less than asked for, or than the largest batch needs, because no more is free."""
-    text: str
-    """One line for the log."""
-
-
-def plan_cache(sequence: int, sequences: int, asked: int | None, room: Room) -> CachePlan:
-    """The bytes a KV cache may take: what the largest batch needs, at most ``asked``, at most what fits.
+def plan_cache(
+    sequence: int, sequences: int, asked: int | None, free: int, in_rollouts: int, in_training: int
+) -> tuple[int, bool]:
+    """The bytes a KV cache may take: what the largest batch needs, at most ``asked``, at most what fits; in the log.
 
     Args:
         sequence: bytes of one sequence of full length.
         sequences: the largest batch.
         asked: the user's budget in bytes; without it the cache is as large as the batch needs.
+        free: bytes now, on the rank that has the least, before there is a cache.
+        in_rollouts: what else a rollout takes of them; negative where it gives something back.
+        in_training: what an update takes of them.
+
+    Returns:
+        The bytes, and whether they are less than wanted because no more is free.
 
     Raises:
         EngineError: no sequence fits beside what a rollout needs.
     """
     wanted = sequence * sequences
     limit = wanted if asked is None else min(wanted, asked)
-    size = min(limit, room.for_rollouts)
+    fits = int((free - in_rollouts) * (1 - MARGIN))
+    size = min(limit, fits)
     if size < min(sequence, limit):
         raise EngineError(
-            f"no room for the KV cache: one sequence takes {in_words(sequence)}, and of {in_words(room.free)} free "
-            f"memory {in_words(room.for_rollouts)} can be used; lower --inference-max-seq-length, or use more "
+            f"no room for the KV cache: one sequence takes {in_words(sequence)}, and of {in_words(free)} free "
+            f"memory {in_words(fits)} can be used; lower --inference-max-seq-length, or use more "
             "tensor-parallel ranks, --use-distributed-optimizer or --rl-offload-optimizer-during-inference"
         )
-    stays = size <= room.beside_training
-    limited_by = BUDGET_FLAG if limit < wanted else "the largest batch"
+    limited_by = "the largest batch" if limit == wanted else "--inference-dynamic-batching-buffer-size-gb"
     if size < limit:
         limited_by = f"{in_words(limit)} do not fit"
-    text = (
-        f"KV cache: {in_words(size)} for {size // sequence} of {sequences} sequences at once "
-        f"({limited_by}); {in_words(room.free)} are free, of which an update takes "
-        f"{in_words(room.in_training)}: the cache {'stays' if stays else 'is released'} meanwhile"
-    )
-    return CachePlan(size, size < limit, text)
+    stays = size <= free - int(in_training * (1 + MARGIN))
+    logger.log(
+        logging.WARNING if size < limit else logging.INFO,
+        "KV cache: %s for %d of %d sequences at once (%s); %s are free, of which an update takes %s: the cache %s "
+        "meanwhile", in_words(size), size // sequence, sequences, limited_by, in_words(free), in_words(in_training),
+        "stays" if stays else "is released",
+    )  # fmt: skip
+    return size, size < limit
 
 
 def in_words(size: int) -> str:
@@ -128,7 +102,11 @@ class CacheResidency:
         self.training_need = training_need
         self.generation = 0
         """How often the cache has come back."""
-        self.is_released = False
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it has left."""
+        return any(storage.nbytes() != size for storage, size in self._storages)
 
     @property
     def size(self) -> int:
@@ -136,15 +114,20 @@ class CacheResidency:
         return sum(size for _, size in self._storages)
 
     def before_rollout(self) -> None:
-        """Take memory again if it was released; collective in nothing."""
-        self._measure()
+        """Take memory again if it was released, and measure what the training since the last rollout took."""
+        peak = self._memory.peak()
+        if self._before_training is not None and peak is not None:
+            allocated, peak_before, updates = self._before_training
+            # Without an update, after an evaluation for example, the peak says nothing of one.
+            if self._updates() != updates:  # exactly what it took if it set the run's peak, else at most that
+                taken = peak - allocated
+                self.training_need = taken if peak > peak_before else min(self.training_need, taken)
         self._before_training = None
         if not self.is_released:
             return
         for storage, size in self._storages:
             # Zeroed: with what was there a masked cell could give 0 * NaN = NaN.
             take_back(storage, size).zero_()
-        self.is_released = False
         self.generation += 1
 
     def after_rollout(self) -> None:
@@ -167,15 +150,3 @@ class CacheResidency:
             self._forget_graphs()
         for storage, _ in self._storages:
             release(storage)
-        self.is_released = True
-
-    def _measure(self) -> None:
-        """What the training since the last rollout took: exactly if it set the run's peak, else it took less."""
-        peak = self._memory.peak()
-        if self._before_training is None or peak is None:
-            return
-        allocated, peak_before, updates = self._before_training
-        if self._updates() == updates:  # an evaluation, or the first rollout: the peak says nothing of an update
-            return
-        taken = peak - allocated
-        self.training_need = taken if peak > peak_before else min(self.training_need, taken)

@@ -25,7 +25,7 @@ from megatron_rl.inference import Engine
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank, max_over
-from megatron_rl.phases.cache import CacheResidency, Room, in_words, plan_cache
+from megatron_rl.phases.cache import CacheResidency, in_words, plan_cache
 from megatron_rl.phases.holdings import Gradients, OptimizerState, Weights, size_of
 from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.platform.storage import storages_of
@@ -92,11 +92,15 @@ class Phases:
             },
             dist.group.WORLD,
         )
-        room = Room(-int(worst["not free"]), int(worst["in rollouts"]), int(worst["in training"]))
-        asked = None if flag is None else int(flag * 2**30)
-        plan = plan_cache(slot_bytes(self._config), self._config.rollout.inference_max_batch_size, asked, room)
-        logger.log(logging.WARNING if plan.is_short else logging.INFO, "%s", plan.text)
-        return plan.size / 2**30 if plan.is_short else flag
+        size, is_short = plan_cache(
+            slot_bytes(self._config),
+            self._config.rollout.inference_max_batch_size,
+            asked=None if flag is None else int(flag * 2**30),
+            free=-int(worst["not free"]),
+            in_rollouts=int(worst["in rollouts"]),
+            in_training=int(worst["in training"]),
+        )
+        return size / 2**30 if is_short else flag
 
     def hold(self, engine: Engine, prompts: Callable[[], Sequence[Request]]) -> CacheResidency:
         """Look after the engine's cache; collective over the model-parallel ranks.
@@ -227,14 +231,19 @@ class _Training:
         before = size_of(self.state.storages)
         if "gradients" not in self._keeps:
             self.gradients.leave()
-        if self.offloads:
-            self.state.leave()
-            self._tell(before)
+        if not self.offloads:
+            return
+        self.state.leave()
+        text = f"during rollouts {in_words(before)} of optimizer state wait on the host"
+        if self.optimization.policy.device.type != "cuda":
+            text += "; without a GPU the host's memory is the only one, so that gains nothing"
+        if text != self._told:
+            logger.info("%s", text)
+        self._told = text
 
     def leave_weights(self) -> None:
         """Those that have quantised copies, made by now."""
-        unread = self._unread
-        if unread:
+        if unread := self._unread:
             self.weights.leave(unread)
 
     def come_home(self) -> None:
@@ -242,11 +251,3 @@ class _Training:
         self.state.come_home()
         self.weights.come_home()
         self.gradients.come_home()
-
-    def _tell(self, state: int) -> None:
-        text = f"during rollouts {in_words(state)} of optimizer state wait on the host"
-        if self.optimization.policy.device.type != "cuda":
-            text += "; without a GPU the host's memory is the only one, so that gains nothing"
-        if text != self._told:
-            logger.info("%s", text)
-        self._told = text

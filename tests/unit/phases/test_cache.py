@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import pytest
@@ -9,10 +10,17 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.models import PolicyModel
-from megatron_rl.phases.cache import CacheResidency, Room, plan_cache
+from megatron_rl.phases.cache import CacheResidency, plan_cache
 from tests.support.generation import generate, ragged_requests, rollout_engine, tokens
 
 GB = 2**30
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("megatron_rl"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    return caplog
 
 
 # -- size ----------------------------------------------------------------------------------------
@@ -21,41 +29,42 @@ GB = 2**30
 @pytest.mark.parametrize(
     ("asked", "room", "size", "is_short", "words"),
     [
-        (None, Room(100, 0, 0), 20, False, ["20.00 GiB for 10 of 10", "the largest batch", "stays"]),
-        (12, Room(100, 0, 0), 12, False, ["12.00 GiB for 6 of 10", "--inference-dynamic-batching-buffer-size-gb"]),
-        (50, Room(100, 0, 0), 20, False, ["the largest batch"]),
-        (None, Room(20, 10, 0), 9, True, ["9.00 GiB for 4 of 10", "20.00 GiB do not fit"]),
-        (12, Room(20, 10, 0), 9, True, ["12.00 GiB do not fit"]),
-        (None, Room(20, -20, 0), 20, False, ["the largest batch"]),  # optimizer state leaves during rollouts
-        (None, Room(100, 0, 50), 20, False, ["an update takes 50.00 GiB", "stays"]),
-        (None, Room(100, 0, 80), 20, False, ["an update takes 80.00 GiB", "is released"]),
-        (None, Room(42, 0, 20), 20, False, ["stays"]),
-        (None, Room(41, 0, 20), 20, False, ["is released"]),
+        (None, (100, 0, 0), 20, False, ["20.00 GiB for 10 of 10", "the largest batch", "stays"]),
+        (12, (100, 0, 0), 12, False, ["12.00 GiB for 6 of 10", "--inference-dynamic-batching-buffer-size-gb"]),
+        (50, (100, 0, 0), 20, False, ["the largest batch"]),
+        (None, (20, 10, 0), 9, True, ["9.00 GiB for 4 of 10", "20.00 GiB do not fit"]),
+        (12, (20, 10, 0), 9, True, ["12.00 GiB do not fit"]),
+        (None, (20, -20, 0), 20, False, ["the largest batch"]),  # optimizer state leaves during rollouts
+        (None, (100, 0, 50), 20, False, ["an update takes 50.00 GiB", "stays"]),
+        (None, (100, 0, 80), 20, False, ["an update takes 80.00 GiB", "is released"]),
+        (None, (42, 0, 20), 20, False, ["stays"]),
+        (None, (41, 0, 20), 20, False, ["is released"]),
     ],
 )  # fmt: skip
-def test_the_cache_takes_what_fits(asked, room: Room, size: int, is_short: bool, words: list[str]) -> None:
+def test_the_cache_takes_what_fits(
+    asked, room: tuple[int, int, int], size: int, is_short: bool, words: list[str], log
+) -> None:
     """Ten sequences of 2 GiB each; a tenth of what is there and of what an update takes stays unused."""
-    in_bytes = Room(room.free * GB, room.in_rollouts * GB, room.in_training * GB)
-    plan = plan_cache(2 * GB, 10, None if asked is None else asked * GB, in_bytes)
-    assert (plan.size, plan.is_short) == (size * GB, is_short)
+    in_bytes = [number * GB for number in room]
+    assert plan_cache(2 * GB, 10, None if asked is None else asked * GB, *in_bytes) == (size * GB, is_short)
+    (line,) = log.messages
     for text in words:
-        assert text in plan.text
-    assert "\n" not in plan.text
+        assert text in line
+    assert "\n" not in line
 
 
-@pytest.mark.parametrize("room", [Room(11, 9, 0), Room(5, 9, 0), Room(0, 0, 0)])
-def test_less_than_one_sequence_is_refused_in_one_line(room: Room) -> None:
-    in_bytes = Room(room.free * GB, room.in_rollouts * GB, 0)
+@pytest.mark.parametrize("room", [(11, 9, 0), (5, 9, 0), (0, 0, 0)])
+def test_less_than_one_sequence_is_refused_in_one_line(room: tuple[int, int, int]) -> None:
     with pytest.raises(EngineError, match="one sequence takes 2.00 GiB") as refused:
-        plan_cache(2 * GB, 10, None, in_bytes)
-    assert f"{room.free:.2f}" in str(refused.value)
+        plan_cache(2 * GB, 10, None, *(number * GB for number in room))
+    assert f"{room[0]:.2f}" in str(refused.value)
     assert "lower --inference-max-seq-length" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_a_budget_below_one_sequence_is_the_engines_to_refuse() -> None:
     """It knows the layout of its cache, and its message names a budget that works."""
-    assert plan_cache(2 * GB, 10, GB, Room(100 * GB, 0, 0)).size == GB
+    assert plan_cache(2 * GB, 10, GB, 100 * GB, 0, 0) == (GB, False)
 
 
 # -- residency -----------------------------------------------------------------------------------
