@@ -15,7 +15,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
@@ -24,8 +23,6 @@ from typing import Any
 import torch
 
 from megatron_rl.arithmetic import FEWEST_ROWS
-from megatron_rl.inference.batch_state import BatchState
-from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.models import PolicyModel
@@ -39,15 +36,6 @@ Work = Callable[[], None]
 _STEP = 8
 """Sizes between powers of two are multiples of it, but for the last."""
 _SHORTEST_REACH = 256
-
-Decode = Callable[[int, int, int, SamplingKinds], None]
-"""`ModelRunner.decode`: (rows, key_length, steps, kinds)."""
-Variant = tuple[weakref.ref | None, ...]
-"""What stands in for the ``forward`` of every linear layer; None where it runs as it is.
-
-Quantised copies put on and taken off again give the same variant, those of another recipe give another one. All
-ranks see the same changes, which addresses do not promise. The references keep nothing alive.
-"""
 
 
 class CudaRecorder:
@@ -103,80 +91,43 @@ class CudaRecorder:
             torch._C._cuda_releasePool(index, pool)
 
 
-class StepSources:
-    """What a decode step reads and others own: weights, their quantised copies, the KV cache.
-
-    A captured graph reads addresses. New values in old places are seen by the next replay; another code path or
-    another place is not, and that is what has to be noticed here. Asked before every replay, while the device is busy
-    with the last one: it has to stay well below a step.
-    """
-
-    def __init__(self, policy: PolicyModel, cache: Cache) -> None:
-        self.cache = cache
-        self._hooks = [hooks for m in policy.gpt.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._attributes = [vars(linear) for linear in parallel_linears(policy.gpt).values()]
-        self._weights = (*policy.gpt.parameters(), *policy.gpt.buffers())
-
-    @property
-    def observed(self) -> bool:
-        """True while a module has hooks: calibration and audit of quantised layers. A replay would not call them."""
-        return any(self._hooks)
-
-    @property
-    def variant(self) -> Variant:
-        """See `Variant`."""
-        return tuple([_owner(attributes.get("forward")) for attributes in self._attributes])
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Of weights and cache. Quantised copies are never replaced: new ones have new owners, see `variant`."""
-        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *self.cache.keys, *self.cache.values)))
-
-
-def _owner(forward: Any) -> weakref.ref | None:
-    return None if forward is None else weakref.ref(getattr(forward, "__self__", forward))
-
-
-@dataclass
-class _Recorded:
-    """The graphs of one variant, and where the buffers lay that they read."""
-
-    addresses: tuple[int, ...]
-    replays: dict[tuple[int, SamplingKinds], dict[int, Work]] = field(default_factory=dict)
-    """(reach, kinds) -> batch size -> replay."""
-
-
 class GraphedDecode:
     """`ModelRunner.decode` step by step, replayed where it can be, the rows rounded up to a size that was recorded.
 
     Rows beyond the running ones are not alive: their steps write to the trash column.
+
+    A graph reads addresses: of weights, their quantised copies and the KV cache. New values in old places are seen by
+    the next replay; another code path or another place is not, and is looked for before every replay, while the device
+    is busy with the last one: that has to stay well below a step.
     """
 
     def __init__(
         self,
-        decode: Decode,
-        state: BatchState,
-        sources: StepSources,
+        runner: ModelRunner,
+        policy: PolicyModel,
         recorder: CudaRecorder,
         sizes: Sequence[int],
         reaches: Sequence[int],
     ) -> None:
-        """``sizes`` and ``reaches`` ascend."""
-        self.eager = decode
-        self._state = state
-        self._sources = sources
+        """``sizes`` and ``reaches`` ascend, up to all rows and the longest sequence."""
+        self.eager = runner.decode
+        self._state = runner.state
+        self._cache = runner.context.cache
         self._recorder = recorder
         self._sizes = tuple(sizes)
         self._reaches = tuple(reaches)
-        self.recorded: dict[Variant, _Recorded] = {}
-        self._logged: set[str] = set()
-        self._off = False
+        self._hooks = [hooks for m in policy.gpt.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._linears = [vars(linear) for linear in parallel_linears(policy.gpt).values()]
+        self._weights = (*policy.gpt.parameters(), *policy.gpt.buffers())
+        self.recorded: dict[tuple, dict[int, Work]] = {}
+        """(`_variant`, `_addresses`, reach, kinds) -> batch size -> replay."""
+        self._said_observed = self._off = False
 
     def __call__(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
         """See `ModelRunner.decode`."""
         for step in range(steps):
-            reach = min(key_length + step, self._sources.cache.max_length)
-            replay = None if self._off or not self._covered(rows, reach) else self._replay(rows, reach, kinds)
+            reach = min(key_length + step, self._cache.max_length)
+            replay = None if self._off or self._observed() else self._replay(rows, reach, kinds)
             if replay is None:
                 self.eager(rows, reach, 1, kinds)
             else:
@@ -186,46 +137,45 @@ class GraphedDecode:
         """Drop all graphs and the memory they hold: the KV cache goes, and comes back at other addresses."""
         self.recorded = {}
 
-    def _covered(self, rows: int, key_length: int) -> bool:
-        why = None
-        if self._sources.observed:
-            why = "while the linear layers are observed (calibration, or the audit of the first quantised rollout)"
-        elif rows > self._sizes[-1]:
-            why = f"for batches above {self._sizes[-1]} rows, the largest size recorded"
-        elif key_length > self._reaches[-1]:
-            why = f"beyond {self._reaches[-1]} keys, the longest reach recorded"
-        if why is not None and why not in self._logged:
-            self._logged.add(why)
-            logger.info("decode runs eager %s", why)
-        return why is None
+    def _observed(self) -> bool:
+        """True while a module has hooks, which a replay would not call."""
+        observed = any(self._hooks)
+        if observed and not self._said_observed:
+            logger.info("decode runs eager while linear layers are observed: calibration, audit of a quantised rollout")
+            self._said_observed = True
+        return observed
 
     def _replay(self, rows: int, key_length: int, kinds: SamplingKinds) -> Work | None:
         """None when the capture failed."""
-        recorded = self._current()
         reach = self._reaches[bisect.bisect_left(self._reaches, key_length)]
-        family = recorded.replays.get((reach, kinds))
-        if family is None:
-            family = self.record(reach, kinds)
-            if family is None:
+        key = self._variant(), self._addresses(), reach, kinds
+        if key not in self.recorded:
+            self._drop_stale(*key[:2])
+            replays = self.record(reach, kinds)
+            if replays is None:
                 return None
-            recorded.replays[reach, kinds] = family
-        return family[self._sizes[bisect.bisect_left(self._sizes, rows)]]
+            self.recorded[key] = replays
+        return self.recorded[key][self._sizes[bisect.bisect_left(self._sizes, rows)]]
 
-    def _current(self) -> _Recorded:
-        """The graphs for the linears in use now; those that read what is no longer there are dropped."""
-        variant, addresses = self._sources.variant, self._sources.addresses
-        known = self.recorded.get(variant)
-        if known is not None and known.addresses == addresses:
-            return known
-        if known is not None:
+    def _variant(self) -> tuple[weakref.ref | None, ...]:
+        """What stands in for the ``forward`` of every linear layer; None where it runs as it is.
+
+        Quantised copies put on and taken off again give the same variant, those of another recipe give another one. All
+        ranks see the same changes, which addresses do not promise. The references keep nothing alive.
+        """
+        return tuple([_owner(attributes.get("forward")) for attributes in self._linears])
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Of weights and cache. Quantised copies are never replaced: new ones are another variant."""
+        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *self._cache.keys, *self._cache.values)))
+
+    def _drop_stale(self, variant: tuple[weakref.ref | None, ...], addresses: tuple[int, ...]) -> None:
+        """Graphs that read what is no longer there."""
+        moved = {key for key in self.recorded if key[0] == variant and key[1] != addresses}
+        if moved:
             logger.warning("decode graphs are captured anew: weights or the KV cache have moved in memory")
-        others = {
-            other: graphs
-            for other, graphs in self.recorded.items()
-            if other != variant and all(reference is None or reference() is not None for reference in other)
-        }
-        self.recorded = others | {variant: _Recorded(addresses)}
-        return self.recorded[variant]
+        gone = {key for key in self.recorded if any(owner is not None and owner() is None for owner in key[0])}
+        self.recorded = {key: replays for key, replays in self.recorded.items() if key not in moved | gone}
 
     def record(self, reach: int, kinds: SamplingKinds) -> dict[int, Work] | None:
         """Every size, the largest first: the smaller ones then fit into its memory. None when a capture failed.
@@ -259,10 +209,14 @@ class GraphedDecode:
         return replays
 
 
+def _owner(forward: Any) -> weakref.ref | None:
+    return None if forward is None else weakref.ref(getattr(forward, "__self__", forward))
+
+
 # -- which graphs --------------------------------------------------------------------------------
 
 
-def with_graphs(runner: ModelRunner, policy: PolicyModel, most: int | None) -> Decode:
+def with_graphs(runner: ModelRunner, policy: PolicyModel, most: int | None) -> Callable[..., None]:
     """``runner.decode`` behind graphs of at most ``most`` batch sizes; as it is for None, or where they cannot be."""
     if most is None:
         return runner.decode
@@ -274,12 +228,10 @@ def with_graphs(runner: ModelRunner, policy: PolicyModel, most: int | None) -> D
     if problem is not None:
         logger.info("--enable-cuda-graph has no effect: %s", problem)
         return runner.decode
-    cache = runner.context.cache
-    reaches = graph_reaches(cache.max_length) if policy.attention.cache.needs_key_length else (cache.max_length,)
+    longest = runner.context.cache.max_length
+    reaches = graph_reaches(longest) if policy.attention.cache.needs_key_length else (longest,)
     sizes = graph_sizes(runner.state.alive.shape[0], most)
-    return GraphedDecode(
-        runner.decode, runner.state, StepSources(policy, cache), CudaRecorder(policy.device), sizes, reaches
-    )
+    return GraphedDecode(runner, policy, CudaRecorder(policy.device), sizes, reaches)
 
 
 def graph_sizes(slots: int, most: int) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ class Cache(ABC):
         self,
         layers: Sequence[LayerCache],
         shape: Callable[[LayerCache, int], tuple[int, ...]],
+        rows: int,
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -45,6 +46,7 @@ class Cache(ABC):
         self.dtype = dtype
         self.device = device
         self.numbers = KVNumbers(len(layers), layers[0].heads, dtype, stored, device)
+        self._rows = torch.arange(rows, device=device)
 
         # Zeroed: with the garbage of torch.empty a masked place gives 0 * NaN = NaN.
         def zeros(layer: LayerCache, width: int) -> torch.Tensor:
@@ -55,11 +57,11 @@ class Cache(ABC):
 
     @abstractmethod
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where token i of row ``rows[i]``, at ``positions[i]``, goes; to be given to `write`."""
+        """Where token i of row ``rows[i]``, at ``positions[..., i]``, goes; to be given to `write`."""
 
-    @abstractmethod
     def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
         """The same for ``positions`` [k, N] of rows 0..N-1; the i-th is to be given to `write` in step i."""
+        return self.slot_mapping(self._rows[: positions.shape[1]], positions)
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
@@ -89,19 +91,16 @@ class RowCache(Cache):
         device: torch.device,
         stored: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            layers, lambda layer, width: (rows, layer.heads, max_length, width), max_length, dtype, device, stored
-        )
+        def shape(layer: LayerCache, width: int) -> tuple[int, ...]:
+            return rows, layer.heads, max_length, width
+
+        super().__init__(layers, shape, rows, max_length, dtype, device, stored)
         heads = layers[0].heads
-        row = torch.arange(rows, device=device)[:, None] * heads
-        self._starts = (row + torch.arange(heads, device=device)) * max_length
+        self._starts = (self._rows[:, None] * heads + torch.arange(heads, device=device)) * max_length
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A place for each head of each token."""
-        return (self._starts.index_select(0, rows) + positions[:, None]).view(-1)
-
-    def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
-        return (self._starts[: positions.shape[1]] + positions[..., None]).flatten(1)
+        return (self._starts.index_select(0, rows) + positions[..., None]).flatten(-2)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
         for held in (*self.keys, *self.values):
@@ -127,22 +126,20 @@ class PagedCache(Cache):
         """``num_blocks`` are handed out by `set_block_table`; without it every row has all it can fill, for good."""
         per_row = -(-max_length // block_size)
         count = rows * per_row if num_blocks is None else num_blocks
-        super().__init__(
-            layers, lambda layer, width: (count + 1, block_size, layer.heads, width), max_length, dtype, device, stored
-        )
+
+        def shape(layer: LayerCache, width: int) -> tuple[int, ...]:
+            return count + 1, block_size, layer.heads, width
+
+        super().__init__(layers, shape, rows, max_length, dtype, device, stored)
         self.page_length = block_size
         self.table = torch.zeros(rows, per_row, dtype=torch.int32, device=device)
         """[rows, blocks of the longest sequence] int32."""
         if num_blocks is None:
             self.table.copy_(torch.arange(1, count + 1).view(rows, per_row))
-        self._rows = torch.arange(rows, device=device)
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         block = self.table[rows, positions // self.page_length]
         return block * self.page_length + positions % self.page_length
-
-    def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.slot_mapping(self._rows[: positions.shape[1]], positions)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
         """Whole blocks."""
@@ -184,12 +181,7 @@ def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wante
     Raises:
         EngineError: not even one fits.
     """
-    if budget_gb is None:
-        return wanted
-    fitting = int(budget_gb * 2**30 // sequence_bytes)
-    if fitting < 1:
-        raise _too_small(budget_gb, f"one sequence of {length} tokens", sequence_bytes)
-    return min(wanted, fitting)
+    return _within(budget_gb, sequence_bytes, 1, wanted, f"one sequence of {length} tokens")
 
 
 def blocks_within(budget_gb: float | None, sequence_bytes: int, length: int, block_size: int, rows: int) -> int:
@@ -199,21 +191,18 @@ def blocks_within(budget_gb: float | None, sequence_bytes: int, length: int, blo
         EngineError: not even one sequence of ``length`` tokens fits.
     """
     needed = -(-length // block_size)
-    if budget_gb is None:
-        return rows * needed
-    block_bytes = sequence_bytes * block_size // length
-    fitting = int(budget_gb * 2**30 // block_bytes) - 1
-    if fitting < needed:
-        text = f"one sequence of {length} tokens in pages of {block_size} and the page that is no sequence's"
-        raise _too_small(budget_gb, text, (needed + 1) * block_bytes)
-    return min(rows * needed, fitting)
+    what = f"one sequence of {length} tokens in pages of {block_size} and the page that is no sequence's"
+    return _within(budget_gb, sequence_bytes * block_size // length, needed + 1, rows * needed + 1, what) - 1
 
 
-def _too_small(budget_gb: float, what: str, size: int) -> EngineError:
-    """Three digits and never less than ``size`` bytes, so that who follows the advice is not refused again."""
-    wanted = size / 2**30
-    digit = 10.0 ** (math.floor(math.log10(wanted)) - 2)
-    return EngineError(
-        f"the KV cache budget of {budget_gb} GB is too small for {what}; use "
-        f"--inference-dynamic-batching-buffer-size-gb {math.ceil(wanted / digit) * digit:.3g} or more"
-    )
+def _within(budget_gb: float | None, unit_bytes: int, fewest: int, wanted: int, what: str) -> int:
+    fitting = wanted if budget_gb is None else int(budget_gb * 2**30 // unit_bytes)
+    if fitting < fewest:
+        # Three digits and never too little, so that who follows the advice is not refused again.
+        size = fewest * unit_bytes / 2**30
+        digit = 10.0 ** (math.floor(math.log10(size)) - 2)
+        raise EngineError(
+            f"the KV cache budget of {budget_gb} GB is too small for {what}; use "
+            f"--inference-dynamic-batching-buffer-size-gb {math.ceil(size / digit) * digit:.3g} or more"
+        )
+    return min(wanted, fitting)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.inference import EngineOptions, RolloutEngine
-from megatron_rl.inference.graphs import GraphedDecode, StepSources, Work, graph_reaches, graph_sizes
+from megatron_rl.inference.graphs import GraphedDecode, Work, graph_reaches, graph_sizes
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel.groups import current_groups
 from megatron_rl.quantization.linears import QuantizedLinears
@@ -49,10 +49,7 @@ def _pair(policy: PolicyModel) -> tuple[RolloutEngine, RolloutEngine]:
     """With graphs, and its eager twin."""
     graphed, eager = _engine(policy, 16), _engine(policy, None)
     assert isinstance(graphed.decode, GraphedDecode)
-    reaches = graph_reaches(LONGEST)
-    sources = StepSources(policy, eager.cache)
-    sizes = graph_sizes(SLOTS, 16)
-    eager.decode = GraphedDecode(eager.decode, eager.runner.state, sources, _Eager(), sizes, reaches)
+    eager.decode = GraphedDecode(eager.runner, policy, _Eager(), graph_sizes(SLOTS, 16), graph_reaches(LONGEST))
     return graphed, eager
 
 

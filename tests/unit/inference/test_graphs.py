@@ -15,7 +15,7 @@ from megatron_rl.attention import choose
 from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.inference import RolloutEngine
 from megatron_rl.inference.batch_state import BatchState
-from megatron_rl.inference.graphs import GraphedDecode, StepSources, graph_reaches, graph_sizes, with_graphs
+from megatron_rl.inference.graphs import GraphedDecode, graph_reaches, graph_sizes, with_graphs
 from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.phases.cache import CacheResidency
@@ -80,8 +80,7 @@ def taped(
 ) -> TapeRecorder:
     """Put a tape in front of the engine's decode step."""
     recorder = TapeRecorder()
-    sources = StepSources(policy, engine.cache)
-    engine.decode = GraphedDecode(engine.decode, engine.runner.state, sources, recorder, sizes, reaches)
+    engine.decode = GraphedDecode(engine.runner, policy, recorder, sizes, reaches)
     return recorder
 
 
@@ -191,31 +190,6 @@ def test_recording_writes_at_most_the_next_cell_of_each_row(either: PolicyModel)
 
 
 # -- what the graphs do not cover ----------------------------------------------------------------
-
-
-def test_a_batch_that_is_not_covered_runs_eager_and_says_so_once(
-    policy: PolicyModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    wanted = ragged_requests(9, num_samples=2, max_new_tokens=20)
-    eager = generate(policy, rollout_engine(policy), wanted)
-    engine = rollout_engine(policy)
-    recorder = taped(engine, policy, sizes=(4, 6), reaches=(48,))
-    with caplog.at_level(logging.INFO):
-        groups = generate(policy, engine, wanted)
-        generate(policy, engine, wanted)
-    assert tokens(groups) == tokens(eager)
-    assert 0 < recorder.replayed < 2 * engine.statistics.decode_steps
-    said = [r.message for r in caplog.records if "eager" in r.message]
-    assert said == ["decode runs eager for batches above 6 rows, the largest size recorded"]
-
-
-def test_keys_that_are_not_covered_run_eager(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
-    engine = rollout_engine(policy, stop_ids=())
-    recorder = taped(engine, policy, reaches=(24,))
-    with caplog.at_level(logging.INFO):
-        generate(policy, engine, [request((4, 9), 3, max_new_tokens=40)])
-    assert recorder.replayed == 24 - 2
-    assert [r.message for r in caplog.records if "beyond 24 keys" in r.message]
 
 
 def test_observed_layers_run_eager(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
@@ -358,15 +332,11 @@ def test_graphs_of_a_recipe_go_with_its_buffers(one_rank: object) -> None:
         complete(policy, engine, quantization, requests_of_a_step())
     recorded = recorder.recorded
     codes = weakref.ref(quantization.linears.layers[0].weight.codes)
-    (old,) = engine.decode.recorded.values()
-    graphs = weakref.ref(old)
-    del old
     assert quantization.fall_back() is not None
     for _ in range(2):
         groups = complete(policy, engine, quantization, requests_of_a_step())
     assert recorder.recorded > recorded
     assert groups == complete(policy, twin, quantization, requests_of_a_step())
-    assert graphs() is None
     assert codes() is None, "a tape holds what it reads, so this also says that the tapes are gone"
 
 
