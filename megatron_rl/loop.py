@@ -29,7 +29,7 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
             drawn = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
             requests = run.requests_of_this_rank(drawn)
             rollouts = run.rollouter.run(requests, seed, run.progress.policy_version, journal)
-    if rollouts.cancelled:
+    if rollouts is None:
         run.source.load_state_dict(cursor)
         return None
 

@@ -87,7 +87,7 @@ class Evaluator:
         """Metrics and answers; None when the run was asked to stop. Collective over the whole job."""
         requests = self.requests(self._groups.data_rank, self._groups.data_size)
         result = self._rollouter.run(requests, self._seed, policy_version)
-        if result.cancelled:
+        if result is None:
             return None
         numbers = [request.index // 2 for request in requests[::2]]
         trios = zip(numbers, result.groups[::2], result.groups[1::2], strict=True)

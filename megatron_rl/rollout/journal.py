@@ -29,6 +29,8 @@ from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.types import Completion, Request, Rollout, RolloutGroup, SourcedTask
 
 Record = dict[str, Any]
+_PACKED = {"token_ids": "i", "inference_logprobs": "f"}
+"""Fields of a completion that are arrays, and their number types."""
 _FILE_NAME = re.compile(r"step_(\d{7,})\.rank_\d+\.journal")
 
 logger = logging.getLogger(__name__)
@@ -50,16 +52,14 @@ class RolloutJournal:
         found: dict[int, Record] = {}
         stream = None
         if self._groups.leads_model:
-            own, end = self._folder / f"step_{step:07d}.rank_{self._groups.data_rank}.journal", 0
-            for path in sorted(self._folder.glob(f"step_{step:07d}.rank_*.journal")):
-                records, whole = _read(path, wanted)
-                end = whole if path == own else end
-                for record in records:
-                    # Graded again on another rank, a group is in two files: the grades that failed do not count.
-                    graded = all(rollout["grade"]["status"] == "ok" for rollout in record["rollouts"])
-                    if graded or record["number"] not in found:
-                        found[record["number"]] = record
-            stream = _appending(own, end, wanted)
+            own = self._folder / f"step_{step:07d}.rank_{self._groups.data_rank}.journal"
+            read = {path: _read(path, wanted) for path in sorted(self._folder.glob(f"step_{step:07d}.rank_*.journal"))}
+            for record in (record for records, _ in read.values() for record in records):
+                # Graded again on another rank, a group is in two files: the grades that failed do not count.
+                graded = all(rollout["grade"]["status"] == "ok" for rollout in record["rollouts"])
+                if graded or record["number"] not in found:
+                    found[record["number"]] = record
+            stream = _appending(own, read.get(own, ([], 0))[1], wanted)
         if self._groups.model_group.size() > 1:
             found = dict(broadcast_json(list(found.items()), self._groups.model_leader(), self._groups.model_group))
         return StepJournal(found, stream)
@@ -124,27 +124,16 @@ def _asked(source: SourcedTask, prompt_ids: Sequence[int], num_samples: int) -> 
 
 
 def _described(rollout: Rollout) -> Record:
-    completion = rollout.completion
-    return {
-        "token_ids": _packed("i", completion.token_ids),
-        "inference_logprobs": _packed("f", completion.inference_logprobs),
-        "finish_reason": completion.finish_reason,
-        "policy_version": completion.policy_version,
-        "environment_spans": completion.environment_spans,
-        "grade": result_to_json(rollout.grade),
-    }
+    packed = {name: _packed(kind, getattr(rollout.completion, name)) for name, kind in _PACKED.items()}
+    return {**vars(rollout.completion), **packed, "grade": result_to_json(rollout.grade)}
 
 
 def _rollout(record: Record) -> Rollout:
-    completion = Completion(
-        token_ids=_unpacked("i", record["token_ids"]),
-        inference_logprobs=_unpacked("f", record["inference_logprobs"]),
-        finish_reason=record["finish_reason"],
-        policy_version=record["policy_version"],
-        environment_spans=tuple((start, end) for start, end in record["environment_spans"]),
-    )
     (grade,) = results_from_json({"items": [record["grade"]]}, 1)
-    return Rollout(completion, "", grade)
+    fields = {name: value for name, value in record.items() if name != "grade"}
+    fields |= {name: _unpacked(kind, record[name]) for name, kind in _PACKED.items()}
+    fields["environment_spans"] = tuple(map(tuple, record["environment_spans"]))
+    return Rollout(Completion(**fields), "", grade)
 
 
 def _packed(kind: str, numbers: Sequence[float]) -> str:

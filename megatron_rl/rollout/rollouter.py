@@ -6,9 +6,8 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch.distributed as dist
 import uvloop
@@ -22,8 +21,6 @@ from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Request, RolloutGroup
-
-_Result = TypeVar("_Result")
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +38,6 @@ class RolloutResult:
     generate_seconds: float
     grade_wait_seconds: float
     """How long grading held the run up after the last token."""
-    cancelled: bool
-    """True on every rank of the job when one of them was asked to stop; groups are then empty."""
 
 
 class Rollouter:
@@ -77,10 +72,11 @@ class Rollouter:
         seed: int,
         policy_version: int,
         journal: StepJournal | None = None,
-    ) -> RolloutResult:
+    ) -> RolloutResult | None:
         """Complete and grade all ``requests``; collective over the whole job.
 
-        Groups that the ``journal`` knows are taken from it, the others are written to it as they are finished.
+        Groups that the ``journal`` knows are taken from it, the others are written to it as they are finished. None on
+        every rank of the job when one of them was asked to stop.
 
         Raises:
             OutOfMemoryTogether: a rank without tensor-parallel companions ran out of memory.
@@ -88,39 +84,28 @@ class Rollouter:
         self._engine.begin(seed, policy_version)
         result, shortage = None, ""
         try:
-            result = self._complete(self._run(requests, journal))
+            # Not ``Runner.run``: with Python's own SIGINT handler it formats the whole result into an error message
+            # that nobody sees, 5 ms for 128 short answers and seconds for a batch of long ones.
+            result = self._runner.get_loop().run_until_complete(self._run(requests, journal))
         except (RuntimeError, MemoryError) as error:
             # The companions of a model copy wait inside the engine; ranks without any have met nobody yet.
             if not is_out_of_memory(error) or self._groups.model_group.size() > 1:
                 raise
             traceback.clear_frames(error.__traceback__)
-            shortage = reason_of(error)
+            shortage = reason_of(error) or "no memory"
         finally:
             if journal is not None:
                 journal.close()
-        ends = {"cancelled": float(result is not None and result.cancelled), "out of memory": float(result is None)}
-        ends = max_over(ends, dist.group.WORLD)
+        ends = max_over({"stopped": result is None, "out of memory": bool(shortage)}, dist.group.WORLD)
         if ends["out of memory"]:
             raise OutOfMemoryTogether(shortage or "on another rank")
-        if ends["cancelled"]:
-            return RolloutResult((), result.statistics, 0.0, 0.0, cancelled=True)
-        return result
-
-    def call(self, awaitable: Awaitable[None]) -> None:
-        """Run something of the grader's on the same event loop (closing its connection)."""
-        self._complete(awaitable)
+        return None if ends["stopped"] else result
 
     def close(self) -> None:
         """Stop the event loop."""
         self._runner.close()
 
-    def _complete(self, awaitable: Awaitable[_Result]) -> _Result:
-        """Not ``Runner.run``: with Python's own SIGINT handler it formats the whole result into an error
-        message that nobody sees, 5 ms for 128 short answers and seconds for a batch of long ones.
-        """
-        return self._runner.get_loop().run_until_complete(awaitable)
-
-    async def _run(self, requests: Sequence[Request], journal: StepJournal | None) -> RolloutResult:
+    async def _run(self, requests: Sequence[Request], journal: StepJournal | None) -> RolloutResult | None:
         engine, started = self._engine, time.perf_counter()
         conversations = Conversations(self._grade, self._conversations, self._tokenizer, self._groups, journal)
         new = [request for request in requests if not conversations.take_up(request)]
@@ -142,10 +127,9 @@ class Rollouter:
         if cancelled:
             engine.abort()
             await conversations.cancel()
-            return RolloutResult((), engine.statistics, 0.0, 0.0, cancelled=True)
+            return None
         groups = tuple(conversations.finished[request.index] for request in requests)
-        waited = time.perf_counter() - generated
-        return RolloutResult(groups, engine.statistics, generated - started, waited, cancelled=False)
+        return RolloutResult(groups, engine.statistics, generated - started, time.perf_counter() - generated)
 
     def _must_stop(self, steps: int) -> bool:
         """The ranks of one model copy step together, so they must also stop together."""

@@ -88,19 +88,15 @@ def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
 
 def engine_metrics(statistics: EngineStatistics, data_group: dist.ProcessGroup) -> dict[str, float]:
     """What the engines did, summed over all data-parallel ranks."""
-    counted = (
-        statistics.prefill_tokens, statistics.reused_tokens, statistics.preemptions, statistics.recomputed_tokens,
-        statistics.generated_tokens - statistics.completions, statistics.decode_rows,
-    )  # fmt: skip
-    sums = torch.tensor(counted, dtype=torch.float64)
+    sums = torch.tensor(list(vars(statistics).values()), dtype=torch.float64)
     dist.all_reduce(sums, group=data_group)
-    prefilled, reused, preemptions, recomputed, useful, rows = sums.tolist()
+    total = EngineStatistics(*sums.tolist())
     return {
-        "engine/prefill_tokens": prefilled,
-        "engine/reused_share": reused / max(prefilled + reused, 1.0),
-        "engine/preemptions": preemptions,
-        "engine/recomputed_tokens": recomputed,
-        "engine/useful_rows_share": useful / max(rows, 1.0),
+        "engine/prefill_tokens": total.prefill_tokens,
+        "engine/reused_share": total.reused_tokens / max(total.prefill_tokens + total.reused_tokens, 1.0),
+        "engine/preemptions": total.preemptions,
+        "engine/recomputed_tokens": total.recomputed_tokens,
+        "engine/useful_rows_share": (total.generated_tokens - total.completions) / max(total.decode_rows, 1.0),
     }
 
 
@@ -141,16 +137,14 @@ def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[s
 
 
 def _grader_means(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, float]:
-    reported = [
-        (f"grade/{group.source.environment}/{name}", float(value))
-        for group in groups
-        for rollout in group.rollouts
-        for name, value in rollout.grade.metrics.items()
-    ]
     sums: Counter[str] = Counter()
-    for name, value in reported:
-        sums[name] += value
-    sums, counts = _summed(sums, data_group), _summed(Counter(name for name, _ in reported), data_group)
+    counts: Counter[str] = Counter()
+    for group in groups:
+        for rollout in group.rollouts:
+            named = {f"grade/{group.source.environment}/{name}": v for name, v in rollout.grade.metrics.items()}
+            sums.update(named)
+            counts.update(named.keys())
+    sums, counts = _summed(sums, data_group), _summed(counts, data_group)
     return {name: sums[name] / counts[name] for name in sorted(counts)}
 
 

@@ -21,10 +21,10 @@ class FixedRollouter:
     """Answers the requests with groups made beforehand, and remembers what it was asked."""
 
     def __init__(self, groups: Sequence[RolloutGroup], cancelled: bool = False) -> None:
-        self.result = RolloutResult(tuple(groups), EngineStatistics(), 0.0, 0.0, cancelled)
+        self.result = None if cancelled else RolloutResult(tuple(groups), EngineStatistics(), 0.0, 0.0)
         self.asked: list[tuple[list[Request], int, int]] = []
 
-    def run(self, requests: Sequence[Request], seed: int, policy_version: int) -> RolloutResult:
+    def run(self, requests: Sequence[Request], seed: int, policy_version: int) -> RolloutResult | None:
         self.asked.append((list(requests), seed, policy_version))
         return self.result
 

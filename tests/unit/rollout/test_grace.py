@@ -22,5 +22,5 @@ def test_a_rollout_is_cancelled_after_its_grace(
     stop.reason = "SIGTERM"  # at 0 by the clock
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: later))
     rollouter = Rollouter(ScriptedEngine([3]), toy_tokenizer(), one_rank, grade_at_once, stop, grace_seconds=grace)
-    assert rollouter.run(make_requests(1), 9, 4).cancelled is cancelled
+    assert (rollouter.run(make_requests(1), 9, 4) is None) is cancelled
     rollouter.close()

@@ -109,7 +109,7 @@ def test_lengths_go_by_the_number_of_their_group(one_rank: ParallelGroups) -> No
         Request(group.source, group.prompt_ids, 2, SamplingParams(), index)
         for group, index in zip(groups, (0, 2), strict=True)
     ]
-    result = RolloutResult(groups, EngineStatistics(), 1.25, 0.5, cancelled=False)
+    result = RolloutResult(groups, EngineStatistics(), 1.25, 0.5)
     assert lengths_and_seconds(requests, result, 3, one_rank.data_group) == ([1.5, 0.0, 6.5], [1.25])
 
 
