@@ -13,8 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError
-
 LOG_RATIO_LIMIT = 20.0
 """Nats. Unbounded, exp overflows fp32 at 88 nats and one such token turns the loss of the batch into inf or
 NaN; exp(20) = 4.9e8 is far beyond every clip range, and its square still fits."""
@@ -130,13 +128,7 @@ class TokenBatch:
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
     """``log(numerator / denominator)`` of each token, within ``LOG_RATIO_LIMIT``, 0 at masked positions.
 
-    Args:
-        numerator_logprobs: [T]; the gradient flows through it where it needs one.
-        denominator_logprobs: [T].
-        loss_mask: [T] fp32.
-
-    Returns:
-        [T] fp32. Masked positions may hold NaN: neither value nor gradient passes.
+    All [T]. Masked positions may hold NaN: neither value nor gradient passes.
     """
     difference = numerator_logprobs.float() - denominator_logprobs.float()
     return torch.where(loss_mask > 0, difference, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -159,29 +151,19 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
     Args:
         kind: the reduction.
         batch: its mask is that after ``trusted_mask`` and before any rejection by a mismatch correction.
-        constant: tokens; read by the kind ``constant`` alone. Dr. GRPO (arXiv 2503.20783) takes the length
-            limit of completions.
+        constant: tokens, positive; Dr. GRPO (arXiv 2503.20783) takes the length limit of completions.
 
     Returns:
         weights [T] fp32, 0 at masked positions, and the denominator, [] int64 on the same device: reading it
         on the host would wait for the device in every micro-batch.
-
-    Raises:
-        ConfigError: an unknown kind, or a constant that is not positive.
     """
     in_loss = batch.in_loss
     if kind == "token-mean":
         return in_loss.float(), in_loss.sum()
     lengths = batch.loss_tokens()
-    if kind == "sequence-mean":
-        return torch.where(in_loss, 1 / lengths.clamp_min(1)[batch.sequence_index], 0.0), (lengths > 0).sum()
     if kind == "constant":
-        if not constant > 0:
-            raise ConfigError(
-                [f"the constant of the loss is {constant}: it divides every token; use a positive one"]
-            )
         return in_loss.float() / constant, (lengths > 0).sum()
-    raise ConfigError([f"there is no reduction '{kind}'; use token-mean, sequence-mean or constant"])
+    return torch.where(in_loss, 1 / lengths.clamp_min(1)[batch.sequence_index], 0.0), (lengths > 0).sum()
 
 
 def summed(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -190,12 +172,12 @@ def summed(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.max() if name.endswith("_max") else value.sum() for name, value in values.items()}
 
 
-def trusted_mask(loss_mask: Tensor, *logprobs: Tensor) -> Tensor:
+def trusted_mask(loss_mask: Tensor, *logprobs: Tensor | None) -> Tensor:
     """[T] fp32: ``loss_mask`` without the tokens that have a non-finite log-prob, which leave every denominator.
 
     Set to 0 instead, such a token would count as one the policy was certain of.
     """
     trusted = loss_mask > 0
     for values in logprobs:
-        trusted = trusted & values.detach().isfinite()
+        trusted = trusted if values is None else trusted & values.detach().isfinite()
     return trusted.float()

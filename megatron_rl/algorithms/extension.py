@@ -23,8 +23,8 @@ import torch
 
 from megatron_rl.algorithms.batch import Aggregation, Terms, TokenBatch
 from megatron_rl.config import RLConfig
-from megatron_rl.config.flags import Flag, flag, flags_of
-from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.config.flags import Flag, flags_of
+from megatron_rl.errors import ConfigError, Problem, collecting
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES, Registry
 
 Baseline = Literal["group", "batch"]
@@ -50,9 +50,6 @@ FLAGS_OF_OPTIONS: dict[str, dict[str, str]] = {
 }
 """Options that have a flag of their own. A flag that is given is refused where no chosen extension has the option."""
 
-option = flag
-"""A field of an extension, with bounds: ``option(0.2, gt=0, le=1)``."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
@@ -70,11 +67,12 @@ class Extension:
     """Of an advantage: it decides which groups carry a signal, and whether a group may be of one sample."""
 
     def __post_init__(self) -> None:
-        values = [(flag, getattr(self, flag.name)) for flag in flags_of(type(self))]
-        refusals = [(flag, flag.refusal(value)) for flag, value in values if value is not None]
-        # A NaN passes every bound, because each comparison with it is false.
-        refusals += [(flag, "is not a number") for flag, value in values if value != value]
-        problems = [f"{flag.name} {problem}" for flag, problem in refusals if problem is not None]
+        problems = []
+        for flag in flags_of(type(self)):
+            value = getattr(self, flag.name)
+            # A NaN passes every bound, because each comparison with it is false.
+            refusal = "is not a number" if value != value else None if value is None else flag.refusal(value)
+            problems += [] if refusal is None else [f"{flag.name} {refusal}"]
         if problems:
             raise ConfigError(problems)
 
@@ -121,60 +119,55 @@ def advantage_of(config: RLConfig) -> Function:
     Raises:
         ConfigError: it is not there, or its options are refused; with every problem.
     """
-    algorithm = config.algorithm
-    return _chosen(config, "rl_advantage", ADVANTAGES, [algorithm.rl_advantage], algorithm.rl_advantage_args)[0]
+    return _chosen(config, "rl_advantage", ADVANTAGES, [config.algorithm.rl_advantage])[0]
 
 
 def loss_of(config: RLConfig) -> Function:
     """That of `--rl-policy-loss`; raises as `advantage_of`."""
-    algorithm = config.algorithm
-    return _chosen(config, "rl_policy_loss", LOSSES, [algorithm.rl_policy_loss], algorithm.rl_policy_loss_args)[0]
+    return _chosen(config, "rl_policy_loss", LOSSES, [config.algorithm.rl_policy_loss])[0]
 
 
 def correction_of(config: RLConfig) -> Function:
     """That of `--rl-correction`, composed where names are joined by +; raises as `advantage_of`."""
-    name = config.algorithm.rl_correction
-    parts = [part.strip() for part in name.split("+")]
+    parts = [part.strip() for part in config.algorithm.rl_correction.split("+")]
     if len({part.replace("-", "_") for part in parts}) < len(parts):
-        raise ConfigError([
-            Problem(
-                "--rl-correction",
-                f"--rl-correction: '{name}' has a correction twice, which would square its weights; name each once",
-            )
-        ])
-    chosen = _chosen(config, "rl_correction", CORRECTIONS, parts, config.algorithm.rl_correction_args)
+        text = "has a correction twice, which would square its weights; name each once"
+        raise ConfigError([config.problem("rl_correction", text)])
+    chosen = _chosen(config, "rl_correction", CORRECTIONS, parts)
     return chosen[0] if len(chosen) == 1 else Composed(tuple(chosen))
 
 
-def _chosen(
-    config: RLConfig, kind: str, registry: Registry[Any], names: Sequence[str], args: Sequence[str]
-) -> list[Function]:
-    """The extensions of these names with their options: from flags of their own, then from ``args``."""
-    spelling = f"--{kind.replace('_', '-')}"
-    flags = FLAGS_OF_OPTIONS[kind]
-    given = {o: v for o, name in flags.items() if (v := getattr(config.algorithm, name)) is not None}
-    texts = dict(text.partition("=")[::2] for text in args)
+def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequence[str]) -> list[Function]:
+    """The extensions of these names with their options: from flags of their own, then from ``--...-args``."""
+    spelling, joined = f"--{field.replace('_', '-')}", "+".join(names)
+    flags = {option: getattr(config.algorithm, name) for option, name in FLAGS_OF_OPTIONS[field].items()}
+    given = {option: value for option, value in flags.items() if value is not None}
+    texts = dict(text.partition("=")[::2] for text in getattr(config.algorithm, f"{field}_args"))
     problems: list[Problem] = []
-    found: list[tuple[Any, dict[str, Flag]]] = []
+    found = []
     for name in names:
-        try:
+        with collecting(problems, spelling):
             extension = registry.get(name)
             found.append((extension, _options(extension)))
-        except ConfigError as error:
-            problems += [problem.under(spelling) for problem in error.problems]
-    if not problems:
-        known = {option for _, options in found for option in options}
-        joined = "+".join(names)
-        problems += [_ignored(spelling, joined, o, flags[o], registry) for o in given if o not in known]
-        problems += [_unknown(spelling, joined, o, known) for o in texts if o not in known]
+    if problems:
+        raise ConfigError(problems)
+    known = {option for _, options in found for option in options}
+    for option in (option for option in given if option not in known):
+        having = [name for name in registry.names() if option in _options(registry.get(name))]
+        flag_of_it = FLAGS_OF_OPTIONS[field][option].replace("_", "-")
+        problems.append(Problem(
+            spelling,
+            f"{spelling} {joined} has no option '{option}' and would ignore --{flag_of_it}; use {' or '.join(having)}, "
+            "or leave it out",
+        ))
+    for option in (option for option in texts if option not in known):
+        near = difflib.get_close_matches(option, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(known)) or 'none'}"
+        text = f"{spelling}-args: {joined} has no option '{option}'; {hint}"
+        problems.append(Problem(f"{spelling}-args", text))
     if problems:
         raise ConfigError(problems)
     return [_built(spelling, extension, options, given, texts) for extension, options in found]
-
-
-def _options(extension: Any) -> dict[str, Flag]:
-    """The options of a class by name; a function has none."""
-    return {flag.name: flag for flag in flags_of(extension)} if isinstance(extension, type) else {}
 
 
 def _built(
@@ -183,9 +176,9 @@ def _built(
     if not isinstance(extension, type):
         return extension
     values = {name: value for name, value in given.items() if name in options}
-    for name, text in texts.items():
+    for name in (name for name in texts if name in options):
         try:
-            values |= {name: options[name].convert(text)} if name in options else {}
+            values[name] = options[name].convert(texts[name])
         except ValueError as error:
             raise ConfigError([Problem(f"{spelling}-args", f"{spelling}-args: {name} {error}")]) from error
     try:
@@ -194,16 +187,6 @@ def _built(
         raise ConfigError([problem.under(spelling) for problem in error.problems]) from error
 
 
-def _ignored(spelling: str, names: str, option: str, name: str, registry: Registry[Any]) -> Problem:
-    having = [known for known in registry.names() if option in _options(registry.get(known))]
-    return Problem(
-        spelling,
-        f"{spelling} {names} has no option '{option}' and would ignore --{name.replace('_', '-')}; use "
-        f"{' or '.join(having)}, or leave it out",
-    )
-
-
-def _unknown(spelling: str, names: str, option: str, known: set[str]) -> Problem:
-    near = difflib.get_close_matches(option, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(known)) or 'none'}"
-    return Problem(f"{spelling}-args", f"{spelling}-args: {names} has no option '{option}'; {hint}")
+def _options(extension: Any) -> dict[str, Flag]:
+    """The options of a class by name; a function has none."""
+    return {flag.name: flag for flag in flags_of(extension)} if isinstance(extension, type) else {}

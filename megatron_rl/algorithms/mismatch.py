@@ -22,10 +22,10 @@ HISTOGRAM_START = 1e-8
 """Nats. fp32 log-probs are hardly ever closer without being equal; the last bin ends at ``LOG_RATIO_LIMIT``."""
 _LOG_BIN_WIDTH = math.log(LOG_RATIO_LIMIT / HISTOGRAM_START) / HISTOGRAM_BINS
 
-MEAN_WEIGHT = "rollout_corr/rollout_is_mean"
-EFFECTIVE_SAMPLE_SIZE = "rollout_corr/rollout_is_eff_sample_size"
 COLLAPSED = 0.5
 """Of mean weight and effective sample size: below it, most of a rollout's tokens teach nothing."""
+_WORSE, _ROUNDING = 1.25, 1e-5
+"""A correction may leave the gap as it is, and fp32 log-probs are not exact; more is a mistake in its weights."""
 
 
 @torch.no_grad()
@@ -84,32 +84,41 @@ def mismatch_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
         "rollout_corr/log_ratio_std": math.sqrt(variance),
         "rollout_corr/abs_log_ratio_p95": min(_percentile(sums["mismatch/histogram"].tolist(), 0.95), largest),
         "rollout_corr/residual_gap": of["residual"] / max(of["weighed"], 1.0),
-        MEAN_WEIGHT: weight / tokens,
-        EFFECTIVE_SAMPLE_SIZE: weight**2 / (tokens * weight_square) if weight_square else 0.0,
+        "rollout_corr/rollout_is_mean": weight / tokens,
+        "rollout_corr/rollout_is_eff_sample_size": weight**2 / (tokens * weight_square) if weight_square else 0.0,
         CLIPPED: of["clipped"] / tokens,
     }
 
 
-def collapse_warning(name: str, correction: Function, metrics: Mapping[str, float]) -> str | None:
-    """One line when a correction of whole sequences leaves little of the step's tokens, else None.
+def correction_problem(name: str, correction: Function, metrics: Mapping[str, float]) -> str | None:
+    """One line when a correction has not done what it is for, else None.
 
-    Log ratios add up along a sequence: a gap that is harmless for a token empties long sequences of weight.
+    Of whole sequences, when it leaves little of the step's tokens: log ratios add up along a sequence, and a gap that
+    is harmless for a token empties long sequences of weight. Of tokens, when it makes the gap larger.
 
     Args:
         name: as in ``--rl-correction``.
         correction: what it stands for.
-        metrics: of the step, under their logged names; without those of the correction there is no warning.
+        metrics: of the step, under their logged names; without those of the correction there is no problem.
     """
-    if MEAN_WEIGHT not in metrics or level_of(correction) == "token":
-        return None
-    weight, size = metrics[MEAN_WEIGHT], metrics[EFFECTIVE_SAMPLE_SIZE]
-    no_tokens = not weight and not metrics[CLIPPED]
-    if no_tokens or (weight >= COLLAPSED and size >= COLLAPSED):
+    if level_of(correction) == "sequence":
+        weight = metrics.get("rollout_corr/rollout_is_mean", 1.0)
+        size = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
+        no_tokens = not weight and not metrics[CLIPPED]
+        if no_tokens or (weight >= COLLAPSED and size >= COLLAPSED):
+            return None
+        return (
+            f"--rl-correction {name} leaves a mean weight of {weight:.3f} and an effective sample size of "
+            f"{size:.3f} of the tokens (below {COLLAPSED}): the log ratios of long sequences add up, and most of the "
+            "rollout teaches nothing; use --rl-correction token_tis"
+        )
+    gap = metrics.get("training/rollout_logprob_gap_mean", 0.0)
+    left = metrics.get("rollout_corr/residual_gap", 0.0)
+    if left <= _WORSE * gap + _ROUNDING:
         return None
     return (
-        f"--rl-correction {name} leaves a mean weight of {weight:.3f} and an effective sample size of "
-        f"{size:.3f} of the tokens (below {COLLAPSED}): the log ratios of long sequences add up, and most of the "
-        "rollout teaches nothing; use --rl-correction token_tis"
+        f"--rl-correction {name} leaves a mean log-prob gap of {left:.3g} where there was one of {gap:.3g}: its "
+        "weights point the wrong way; use --rl-correction token_tis"
     )
 
 

@@ -38,11 +38,11 @@ class PolicyObjective:
     @classmethod
     def of(cls, config: RLConfig) -> PolicyObjective:
         """Of the flags; raises ``ConfigError`` as `extension.loss_of`."""
-        algorithm, loss = config.algorithm, loss_of(config)
+        algorithm = config.algorithm
         return cls(
-            loss=loss,
+            loss=loss_of(config),
             correction=correction_of(config),
-            aggregation=algorithm.rl_loss_aggregation or getattr(loss, "AGGREGATION", "token-mean"),
+            aggregation=algorithm.rl_loss_aggregation,
             aggregation_constant=float(config.rollout.rl_max_new_tokens),
             kl_beta=algorithm.grpo_kl_beta,
             kl_estimator=algorithm.rl_kl_estimator,
@@ -53,9 +53,7 @@ class PolicyObjective:
         """Of a scored batch with the current log-probs and the entropy."""
         current = batch.current_logprobs
         old = current.detach() if batch.old_logprobs is None else batch.old_logprobs
-        fixed = [old, batch.inference_logprobs]
-        fixed += [] if batch.ref_logprobs is None else [batch.ref_logprobs]
-        mask = trusted_mask(batch.loss_mask, current, *fixed)
+        mask = trusted_mask(batch.loss_mask, current, old, batch.inference_logprobs, batch.ref_logprobs)
         dropped = batch.in_loss.sum() - (mask > 0).sum()
         batch = replace(batch, loss_mask=mask, old_logprobs=old)
 

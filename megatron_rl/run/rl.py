@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-import torch
-
-from megatron_rl.algorithms.extension import advantage_of, correction_of
+from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.attention.kv_numbers import rounded_attention
 from megatron_rl.checkpoint.origin import weights_fingerprint
@@ -25,7 +23,7 @@ from megatron_rl.run.generation import build_engine, build_rollouter, calibratio
 from megatron_rl.run.held_out import build_evaluator
 from megatron_rl.run.training import TrainingParts, TrainingRun, ready, start_training
 from megatron_rl.trainer import PolicyTrainer
-from megatron_rl.trainer.parity import EMULATION_LIMIT, KVCacheRounding, ParityGate, ParityLimits
+from megatron_rl.trainer.parity import ParityGate
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Request, SourcedTask
@@ -145,26 +143,10 @@ def build(base: Run) -> RLRun:
 
 
 def _parity_gate(parts: TrainingParts, scorer: Scorer, engine: Engine) -> ParityGate:
-    """`--rl-mismatch-...`."""
-    config, policy = parts.config, parts.policy
-    settings = config.quantization
-    # On a GPU the 8-bit products come out in bf16 whatever the model's dtype.
-    dtype = torch.bfloat16 if policy.device.type == "cuda" else policy.dtype
-    rounding = None
-    if config.kv_cache_is_rounded and isinstance(engine, RolloutEngine):
-        attention = partial(rounded_attention, policy.gpt.decoder.layers, engine.kv_numbers)
-        rounding = KVCacheRounding(config.kv_cache_dtype, attention)
-    return ParityGate(
-        scorer,
-        parts.phases.quantization,
-        ParityLimits(settings.rl_mismatch_max_kl, settings.rl_mismatch_max_gap, EMULATION_LIMIT[dtype]),
-        settings.rl_mismatch_action,
-        settings.rl_mismatch_interval,
-        parts.groups.data_group,
-        config.algorithm.rl_correction,
-        correction_of(config),
-        rounding,
-    )
+    rounded = None
+    if parts.config.kv_cache_is_rounded and isinstance(engine, RolloutEngine):
+        rounded = partial(rounded_attention, parts.policy.gpt.decoder.layers, engine.kv_numbers)
+    return ParityGate(parts.config, scorer, parts.phases.quantization, parts.groups.data_group, rounded)
 
 
 def _journal(parts: TrainingParts) -> RolloutJournal | None:

@@ -15,51 +15,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.algorithms.extension import Function, level_of
-from megatron_rl.algorithms.mismatch import collapse_warning, mismatch_metrics, mismatch_sums
+from megatron_rl.algorithms.extension import correction_of, level_of
+from megatron_rl.algorithms.mismatch import correction_problem, mismatch_metrics, mismatch_sums
+from megatron_rl.config import RLConfig
 from megatron_rl.errors import TrainingError
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.trainer.update import reduced
+from megatron_rl.trainer.update import Sums, reduced
 
 logger = logging.getLogger(__name__)
 
-Action = Literal["warn", "stop", "fallback"]
-
-EMULATION_LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Largest mean |engine - emulation| in nats a token: rounding of the dtype, not of the recipe."""
-
-_WORSE, _ROUNDING = 1.25, 1e-5
-"""A correction may leave the gap as it is, and fp32 log-probs are not exact; more is a mistake in its weights."""
-
-
-@dataclass(frozen=True)
-class ParityLimits:
-    """What is still agreement."""
-
-    max_kl: float
-    """k3 estimate of KL(rollout || trainer), nats a token; of the other two the mean."""
-    max_gap: float
-    max_emulation_gap: float
-
-
-@dataclass(frozen=True)
-class KVCacheRounding:
-    """A KV cache of fewer bits than the model's numbers."""
-
-    name: str
-    emulated: Callable[[], AbstractContextManager[None]]
-    """Inside, the trainer's forward pass rounds keys and values as the last rollout did."""
+_MEASURES = {
+    "parity/log_ratio_mean": "rollout_corr/log_ratio_mean",
+    "parity/log_ratio_std": "rollout_corr/log_ratio_std",
+    "parity/gap_mean": "training/rollout_logprob_gap_mean",
+    "parity/p95": "rollout_corr/abs_log_ratio_p95",
+    "parity/max": "training/rollout_logprob_gap_max",
+    "parity/k3_kl": "rollout_corr/k3_kl",
+}
+"""Under which name the mismatch has them."""
 
 
 @dataclass(frozen=True)
@@ -90,61 +72,59 @@ class ParityReport:
         return text
 
 
-@dataclass
 class ParityGate:
-    """Measures, reports, and says whether the run may go on."""
+    """Measures, reports, and says whether the run may go on: `--rl-mismatch-...`."""
 
-    scorer: Scorer
-    quantization: RolloutQuantization
-    limits: ParityLimits
-    action: Action
-    interval: int
-    """Steps between two checks; 0 checks only the first rollout of each recipe."""
-    data_group: dist.ProcessGroup
-    correction_name: str
-    correction: Function
-    kv_cache: KVCacheRounding | None = None
-    """What the engine's cache does to keys and values; None if it stores them as they are."""
-    checked: str | None = None
-    """The recipe of the last check."""
+    def __init__(
+        self,
+        config: RLConfig,
+        scorer: Scorer,
+        quantization: RolloutQuantization,
+        data_group: dist.ProcessGroup,
+        rounded: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """Inside ``rounded`` the trainer rounds keys and values as the KV cache does; None where it does not."""
+        self._settings = config.quantization
+        self._scorer, self._quantization, self._data_group, self._rounded = scorer, quantization, data_group, rounded
+        self._kv_cache = config.kv_cache_dtype
+        self._correction, self._correction_name = correction_of(config), config.algorithm.rl_correction
+        # On a GPU the 8-bit products come out in bf16 whatever the model's dtype.
+        self.emulation_limit = 0.05 if config.precision.bf16 or scorer.device.type == "cuda" else 1e-3
+        """Largest mean |engine - emulation| in nats a token: rounding of the numbers, not of the recipe."""
+        self._checked: str | None = None
 
     def is_due(self, step: int) -> bool:
-        """Before the first update with a recipe, and every ``interval`` steps."""
-        first = self.checked != self.quantization.recipe
-        return first or (self.interval > 0 and step % self.interval == 0)
+        """Before the first update with a recipe, and every `--rl-mismatch-interval` steps; 0 is never again."""
+        interval = self._settings.rl_mismatch_interval
+        return self._checked != self._quantization.recipe or (interval > 0 and step % interval == 0)
 
     def check(self, updates: Sequence[Sequence[TokenBatch]]) -> ParityReport:
         """Score the samples and judge; collective."""
         batches = [batch for update in updates for batch in update]
-        trainer, own_top = self._score(batches)
-        tokens, measured = self._measured(trainer, batches)
-        named = {
-            "parity/log_ratio_mean": measured["rollout_corr/log_ratio_mean"],
-            "parity/log_ratio_std": measured["rollout_corr/log_ratio_std"],
-            "parity/gap_mean": measured["training/rollout_logprob_gap_mean"],
-            "parity/p95": measured["rollout_corr/abs_log_ratio_p95"],
-            "parity/max": measured["training/rollout_logprob_gap_max"],
-            "parity/k3_kl": measured["rollout_corr/k3_kl"],
-        }
-        if self.quantization.linears is not None or self.kv_cache is not None:
-            rounded = contextlib.nullcontext() if self.kv_cache is None else self.kv_cache.emulated()
-            with self.quantization.emulated(), rounded:
-                emulated, top = self._score(batches)
-            _, own = self._measured(emulated, batches)
-            named["parity/emulation_gap_mean"] = own["training/rollout_logprob_gap_mean"]
-            named["parity/emulation_gap_max"] = own["training/rollout_logprob_gap_max"]
-            named["parity/top1_agreement"] = agreement(own_top, top, batches, self.data_group)
+        own = [self._scorer.logprobs_and_top(batch) for batch in batches]
+        sums = self._sums(own, batches)
+        tokens = int(sums.get("mismatch/tokens", 0))
         if not tokens:  # every group was without signal: nothing has been checked
             return ParityReport(self._format, 0, {}, ())
-        self.checked = self.quantization.recipe
-        return ParityReport(self._format, tokens, named, self._problems(named))
+        measured = mismatch_metrics(sums)
+        metrics = {name: measured[measure] for name, measure in _MEASURES.items()}
+        if self._quantization.linears is not None or self._rounded is not None:
+            with self._quantization.emulated(), contextlib.nullcontext() if self._rounded is None else self._rounded():
+                emulated = [self._scorer.logprobs_and_top(batch) for batch in batches]
+            measured = mismatch_metrics(self._sums(emulated, batches))
+            metrics["parity/emulation_gap_mean"] = measured["training/rollout_logprob_gap_mean"]
+            metrics["parity/emulation_gap_max"] = measured["training/rollout_logprob_gap_max"]
+            tops = ([top for _, top in scored] for scored in (own, emulated))
+            metrics["parity/top1_agreement"] = agreement(*tops, batches, self._data_group)
+        self._checked = self._quantization.recipe
+        return ParityReport(self._format, tokens, metrics, self._problems(metrics))
 
     def logged(self, step: int, report: ParityReport) -> dict[str, float]:
         """What goes into the step's row. The check after a restart is extra and does not: a resumed run logs the
         rows of an undisturbed one.
         """
-        scheduled = step == 1 or (self.interval > 0 and step % self.interval == 0)
-        return report.metrics if scheduled else {}
+        interval = self._settings.rl_mismatch_interval
+        return report.metrics if step == 1 or (interval > 0 and step % interval == 0) else {}
 
     def act_on(self, report: ParityReport) -> bool:
         """Log the report; True when the rollout is to be done again with a safer recipe.
@@ -157,12 +137,12 @@ class ParityGate:
         if not report.problems:
             return False
         text = "; ".join(report.problems)
-        if self.action == "warn":
+        if self._settings.rl_mismatch_action == "warn":
             logger.warning("parity gate: %s", text)
             return False
-        safer = self.quantization.fall_back() if self.action == "fallback" else None
+        safer = self._quantization.fall_back() if self._settings.rl_mismatch_action == "fallback" else None
         if safer is None:
-            cache = "" if self.kv_cache is None else " or --rl-kv-cache-dtype auto"
+            cache = "" if self._rounded is None else " or --rl-kv-cache-dtype auto"
             raise TrainingError(
                 f"parity gate: {text}; use a safer --rl-rollout-quantization (none is exact){cache}, or "
                 "go on with --rl-mismatch-action warn"
@@ -176,61 +156,44 @@ class ParityGate:
         Raises:
             TrainingError: it makes the mismatch larger and the action is not to warn.
         """
-        collapse = collapse_warning(self.correction_name, self.correction, metrics)
-        if collapse is not None:
-            logger.warning("%s", collapse)
-        gap = metrics.get("training/rollout_logprob_gap_mean", 0.0)
-        left = metrics.get("rollout_corr/residual_gap", 0.0)
-        if left <= _WORSE * gap + _ROUNDING or level_of(self.correction) == "sequence":
+        problem = correction_problem(self._correction_name, self._correction, metrics)
+        if problem is None:
             return
-        text = (
-            f"--rl-correction {self.correction_name} leaves a mean log-prob gap of {left:.3g} where there was one of "
-            f"{gap:.3g}: its weights point the wrong way"
-        )
-        if self.action != "warn":
-            raise TrainingError(f"parity gate: {text}; use --rl-correction token_tis")
-        logger.warning("parity gate: %s", text)
+        if level_of(self._correction) == "token" and self._settings.rl_mismatch_action != "warn":
+            raise TrainingError(f"parity gate: {problem}")
+        logger.warning("parity gate: %s", problem)
 
     @property
     def _format(self) -> str:
         """Of the rollouts, for people."""
-        recipe = self.quantization.recipe
-        return recipe if self.kv_cache is None else f"{recipe}, {self.kv_cache.name} KV cache"
-
-    def _score(self, batches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Log-probs [T] fp32 and likeliest tokens [T] of every batch."""
-        scored = [self.scorer.logprobs_and_top(batch) for batch in batches]
-        return [one for one, _ in scored], [top for _, top in scored]
+        recipe = self._quantization.recipe
+        return recipe if self._rounded is None else f"{recipe}, {self._kv_cache} KV cache"
 
     def _problems(self, metrics: dict[str, float]) -> tuple[str, ...]:
-        limits, recipe = self.limits, self._format
         found = []
         for name, what, limit, flag in (
-            ("parity/k3_kl", "KL of rollout and trainer", limits.max_kl, "--rl-mismatch-max-kl"),
-            ("parity/gap_mean", "mean log-prob gap", limits.max_gap, "--rl-mismatch-max-gap"),
+            ("parity/k3_kl", "KL of rollout and trainer", self._settings.rl_mismatch_max_kl, "--rl-mismatch-max-kl"),
+            ("parity/gap_mean", "mean log-prob gap", self._settings.rl_mismatch_max_gap, "--rl-mismatch-max-gap"),
         ):
             if not metrics[name] <= limit:  # also when it is NaN
                 found.append(
-                    f"{what} with {recipe} rollouts is {metrics[name]:.3g} nats a token, above {flag} {limit:g}"
+                    f"{what} with {self._format} rollouts is {metrics[name]:.3g} nats a token, above {flag} {limit:g}"
                 )
         emulation = metrics.get("parity/emulation_gap_mean", 0.0)
-        if not emulation <= limits.max_emulation_gap:
+        if not emulation <= self.emulation_limit:
             found.append(
-                f"the engine's log-probs differ by {emulation:.3g} from the trainer's {recipe} forward pass on freshly "
-                f"quantised weights (at most {limits.max_emulation_gap:g}): it ran stale or other weights"
+                f"the engine's log-probs differ by {emulation:.3g} from the trainer's {self._format} forward pass on "
+                f"freshly quantised weights (at most {self.emulation_limit:g}): it ran stale or other weights"
             )
         return tuple(found)
 
-    def _measured(
-        self, scored: Sequence[torch.Tensor], batches: Sequence[TokenBatch]
-    ) -> tuple[int, dict[str, float]]:
-        """Loss tokens, and the mismatch of the rollout and ``scored`` log-probs under its logged names; collective."""
+    def _sums(self, scored: Sequence[tuple[torch.Tensor, torch.Tensor]], batches: Sequence[TokenBatch]) -> Sums:
+        """Of the mismatch of the rollout and the ``scored`` log-probs; collective."""
         parts = []
-        for logprobs, batch in zip(scored, batches, strict=True):
+        for (logprobs, _), batch in zip(scored, batches, strict=True):
             batch = replace(batch, old_logprobs=logprobs)
             parts.append(mismatch_sums(batch, batch.loss_mask, torch.zeros_like(batch.in_loss)))
-        sums = reduced(parts, self.data_group, self.scorer.device)
-        return (int(sums["mismatch/tokens"]), mismatch_metrics(sums)) if sums else (0, defaultdict(float))
+        return reduced(parts, self._data_group, self._scorer.device)
 
 
 def agreement(

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.batch import Aggregation, token_weights, trusted_mask
-from megatron_rl.errors import ConfigError
 from tests.support.tokens import token_batch
 
 SEQUENCE = torch.tensor([0, 0, 0, 1, 1, 2])
@@ -54,13 +53,6 @@ def test_two_micro_batches_equal_one(kind: Aggregation) -> None:
     weights_2, denominator_2 = token_weights(kind, token_batch(sequence[second] - 2, mask[second]), constant=10.0)
     total = (torch.cat([per_token[first], pad]) * weights_1).sum() + (per_token[second] * weights_2).sum()
     torch.testing.assert_close(total / (denominator_1 + denominator_2), whole)
-
-
-def test_what_cannot_be_reduced_is_refused() -> None:
-    with pytest.raises(ConfigError, match="token_mean"):
-        token_weights("token_mean", BATCH, constant=1.0)
-    with pytest.raises(ConfigError, match="constant"):
-        token_weights("constant", BATCH, constant=0.0)
 
 
 def test_a_non_finite_logprob_leaves_mask_and_denominator() -> None:

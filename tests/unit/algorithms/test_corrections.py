@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.corrections import masked_is, token_tis, veto
 from megatron_rl.algorithms.extension import CLIPPED, Function, correction_of
-from megatron_rl.algorithms.mismatch import collapse_warning
+from megatron_rl.algorithms.mismatch import correction_problem
 from megatron_rl.errors import ConfigError
 from megatron_rl.registry import CORRECTIONS
 from tests.support.tiny import tiny_config
@@ -133,7 +133,7 @@ def test_unknown_and_repeated_parts_are_refused() -> None:
 
 def warn(name: str, weight: float, size: float, clipped: float = 0.1) -> str | None:
     """As the loop has them: among other metrics."""
-    return collapse_warning(
+    return correction_problem(
         name,
         correction(name.replace(" ", "")),
         {
@@ -159,4 +159,4 @@ def test_no_collapse_of_tokens_and_none_without_tokens() -> None:
     for name in ("none", "token_tis", "masked_is", "masked_is+token_tis"):
         assert warn(name, 0.1, 0.1) is None
     assert warn("geometric", 0.0, 0.0, clipped=0.0) is None
-    assert collapse_warning("geometric", correction("geometric"), {"actor/grad_norm": 1.0}) is None
+    assert correction_problem("geometric", correction("geometric"), {"actor/grad_norm": 1.0}) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from megatron_rl.errors import TrainingError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.quantization.rollout import RolloutQuantization
-from megatron_rl.trainer.parity import KVCacheRounding, ParityGate, ParityLimits, ParityReport, agreement
+from megatron_rl.trainer.parity import ParityGate, ParityReport, agreement
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import rollout_engine
 from tests.support.quantized import (
@@ -27,10 +28,9 @@ from tests.support.quantized import (
     rollout_quantization,
     short_requests,
 )
-from tests.support.tokens import correction as correction_named
+from tests.support.tiny import tiny_config
 
-LIMITS = ParityLimits(max_kl=0.02, max_gap=0.15, max_emulation_gap=1e-3)
-NO_LIMITS = ParityLimits(max_kl=1e9, max_gap=1e9, max_emulation_gap=1e9)
+NO_LIMITS = {"rl_mismatch_max_kl": 1e9, "rl_mismatch_max_gap": 1e9}
 
 
 class Case:
@@ -41,24 +41,25 @@ class Case:
         groups: ParallelGroups,
         recipe: str = "int8",
         action: str = "warn",
-        limits: ParityLimits = LIMITS,
-        interval: int = 0,
         correction: str = "token_tis",
         fp8_cache: bool = False,
         emulated: bool = True,
+        emulation_limit: float = 1e-3,
+        **flags: object,
     ) -> None:
         self.policy: PolicyModel = quantizable_policy()
         self.quantization: RolloutQuantization = rollout_quantization(self.policy, recipe)
         self.engine = rollout_engine(self.policy, kv_cache_dtype=FP8 if fp8_cache else None)
-        kv_cache = None
-        if fp8_cache:
-            layers, numbers = self.policy.gpt.decoder.layers, self.engine.kv_numbers
-            kv_cache = KVCacheRounding("fp8", lambda: rounded_attention(layers, numbers))
         self.scorer = Scorer(self.policy, groups.tensor_group, temperature=1.0)
-        self.gate = ParityGate(
-            self.scorer, self.quantization, limits, action, interval, groups.data_group,
-            correction, correction_named(correction), kv_cache if emulated else None,
-        )  # fmt: skip
+        rounded = None
+        if fp8_cache:
+            flags |= {"rl_kv_cache_dtype": "fp8", "rl_rollout_quantization": recipe}
+            if emulated:
+                layers, numbers = self.policy.gpt.decoder.layers, self.engine.kv_numbers
+                rounded = functools.partial(rounded_attention, layers, numbers)
+        config = tiny_config(rl_mismatch_action=action, rl_correction=correction, **flags)
+        self.gate = ParityGate(config, self.scorer, self.quantization, groups.data_group, rounded)
+        self.gate.emulation_limit = emulation_limit
 
     def roll_out(self) -> TokenBatch:
         return roll_out(self.policy, self.engine, self.quantization, short_requests())
@@ -70,7 +71,7 @@ class Case:
 class TestAgreement:
     @pytest.mark.parametrize("recipe", QUANTIZING)
     def test_the_trainer_reproduces_every_recipe(self, one_rank: ParallelGroups, recipe: str) -> None:
-        report = Case(one_rank, recipe, limits=replace(NO_LIMITS, max_emulation_gap=1e-4)).check()
+        report = Case(one_rank, recipe, emulation_limit=1e-4, **NO_LIMITS).check()
         assert report.problems == ()
         assert report.tokens > 50
         assert report.metrics["parity/emulation_gap_max"] < 1e-4
@@ -132,7 +133,7 @@ class TestOtherWeights:
     """The mismatch limits are off: what is found is found by the emulation."""
 
     def stale(self, one_rank: ParallelGroups, action: str) -> tuple[Case, ParityReport]:
-        case = Case(one_rank, action=action, limits=replace(NO_LIMITS, max_emulation_gap=1e-3))
+        case = Case(one_rank, action=action, emulation_limit=1e-3, **NO_LIMITS)
         case.roll_out()
         disturb(case.policy, 0.1)  # an update that nobody announced
         return case, case.check()
@@ -164,14 +165,14 @@ class TestOtherWeights:
             case.gate.act_on(report)
 
     def test_announced_updates_are_not_stale(self, one_rank: ParallelGroups) -> None:
-        case = Case(one_rank, limits=replace(NO_LIMITS, max_emulation_gap=1e-4))
+        case = Case(one_rank, emulation_limit=1e-4, **NO_LIMITS)
         case.roll_out()
         disturb(case.policy, 0.1)
         case.quantization.weights_changed()
         assert case.check().problems == ()
 
     def test_one_negated_copy_is_found(self, one_rank: ParallelGroups) -> None:
-        case = Case(one_rank, limits=replace(NO_LIMITS, max_emulation_gap=1e-3))
+        case = Case(one_rank, emulation_limit=1e-3, **NO_LIMITS)
         case.roll_out()
         layer = case.quantization.linears.layers[3]
         layer.recipe.encode(-layer.module.weight.detach(), None, layer.weight)
@@ -181,7 +182,7 @@ class TestOtherWeights:
     def test_a_broken_forward_pass_has_other_likeliest_tokens(
         self, one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        case = Case(one_rank, limits=NO_LIMITS)
+        case = Case(one_rank, emulation_limit=1e9, **NO_LIMITS)
         batch = case.roll_out()
         linears = case.quantization.linears
 
@@ -214,7 +215,7 @@ class TestKVCache:
 
     @pytest.mark.parametrize("recipe", ["none", "int8", "fp8"])
     def test_the_trainer_reproduces_it(self, one_rank: ParallelGroups, recipe: str) -> None:
-        report = Case(one_rank, recipe, limits=replace(NO_LIMITS, max_emulation_gap=1e-4), fp8_cache=True).check()
+        report = Case(one_rank, recipe, emulation_limit=1e-4, **NO_LIMITS, fp8_cache=True).check()
         assert report.problems == ()
         assert report.recipe == f"{recipe}, fp8 KV cache"
         assert report.metrics["parity/gap_mean"] > 1e-3, "nothing was rounded"
@@ -222,12 +223,11 @@ class TestKVCache:
         assert report.lines()[0].startswith(f"parity of rollout ({recipe}, fp8 KV cache) and trainer over")
 
     def test_without_the_emulation_the_limit_would_be_broken(self, one_rank: ParallelGroups) -> None:
-        tight = replace(NO_LIMITS, max_emulation_gap=1e-4)
-        case = Case(one_rank, "int8", limits=tight, fp8_cache=True, emulated=False)
+        case = Case(one_rank, "int8", emulation_limit=1e-4, fp8_cache=True, emulated=False, **NO_LIMITS)
         assert "stale or other weights" in case.check().problems[0]
 
     def test_falling_back_leaves_it_and_the_end_names_it(self, one_rank: ParallelGroups) -> None:
-        case = Case(one_rank, "int8", action="fallback", limits=replace(NO_LIMITS, max_gap=1e-9), fp8_cache=True)
+        case = Case(one_rank, "int8", action="fallback", fp8_cache=True, rl_mismatch_max_gap=1e-9)
         report = case.check()
         for safer in ("int8_smooth", "none"):
             assert case.gate.act_on(report) is True
@@ -247,13 +247,13 @@ class TestWhen:
         assert case.gate.is_due(5)
 
     def test_and_at_the_interval(self, one_rank: ParallelGroups) -> None:
-        case = Case(one_rank, interval=5)
+        case = Case(one_rank, rl_mismatch_interval=5)
         assert case.gate.is_due(3)
         case.check()
         assert [step for step in range(1, 20) if case.gate.is_due(step)] == [5, 10, 15]
 
     def test_without_tokens_nothing_has_been_checked(self, one_rank: ParallelGroups) -> None:
-        case = Case(one_rank, action="stop", limits=ParityLimits(0.0, 0.0, 0.0))
+        case = Case(one_rank, action="stop", emulation_limit=0.0, rl_mismatch_max_kl=1e-9, rl_mismatch_max_gap=1e-9)
         for report in (
             case.gate.check([]),
             case.gate.check([[], []]),
