@@ -258,11 +258,3 @@ class Sample:
     def length(self) -> int:
         """Number of tokens, prompt included."""
         return int(self.token_ids.numel())
-
-    @property
-    def last_written(self) -> int:
-        """Index of the last token that the policy wrote."""
-        end = self.length
-        for start, stop in reversed(self.environment_spans):
-            end = start if stop == end else end
-        return end - 1

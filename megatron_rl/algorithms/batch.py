@@ -7,7 +7,7 @@ at their token's index.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -92,6 +92,8 @@ class TokenBatch:
     """[T] of a critic; None without one."""
     advantages: Tensor | None = None
     """[T]."""
+    advantage_sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of the advantages, for the metrics."""
 
     current_logprobs: Tensor | None = None
     """[T] of the model being trained; the gradient flows into them."""

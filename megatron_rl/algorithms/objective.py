@@ -74,7 +74,7 @@ class PolicyObjective:
         marks = dict(marks)
         clipped = marks.pop(CLIPPED, torch.zeros_like(mask, dtype=torch.bool))
         sums = {
-            **summed(sums | marks),
+            **summed(batch.advantage_sums | sums | marks),
             "actor/pg_loss": policy_loss,
             "actor/kl_loss": kl_loss,
             "actor/entropy": entropy.sum(),

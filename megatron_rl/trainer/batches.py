@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,17 +23,16 @@ HEADER = 5
 """Integers that go ahead of a sample's tokens: sample_id, policy_version, length, prompt_length, number of spans."""
 
 
+@dataclass
 class BatchBuilder:
     """Splits a step's samples into updates, gives every rank about the same tokens, and packs."""
 
-    def __init__(
-        self, bin_tokens: int, round_to: int, device: torch.device, groups: ParallelGroups
-    ) -> None:
-        self._bin_tokens = bin_tokens
-        self._round_to = round_to
-        self._device = device
-        self._groups = groups
-        self._told = not groups.is_main
+    bin_tokens: int
+    round_to: int
+    device: torch.device
+    groups: ParallelGroups
+    told: bool = False
+    """That updates are small: once in a launch, because every step's metrics have it."""
 
     def updates(
         self, samples: Sequence[Sample], batch_size: int, seed: int
@@ -48,9 +48,12 @@ class BatchBuilder:
         Samples are shuffled by ``seed``, then balanced by tokens over the ranks and exchanged, so a rank trains on
         samples it did not generate.
         """
-        ids, lengths = self._global_lengths(samples)
-        if not ids:
+        local = torch.tensor([(s.sample_id, s.length) for s in samples], dtype=torch.int64).view(-1)
+        # Of all ranks, the same on every one.
+        table = sorted(torch.cat(gather_vectors(local, self.groups.data_group)).view(-1, 2).tolist())
+        if not table:
             return []
+        ids, lengths = zip(*table, strict=True)
         order = list(range(len(ids)))
         random.Random(seed).shuffle(order)
         num_updates = -(-len(order) // batch_size)
@@ -59,12 +62,11 @@ class BatchBuilder:
         rank_of: dict[int, int] = {}
         for update in range(num_updates):
             members = sorted(order[update::num_updates])
-            ranks = balance([lengths[i] for i in members], self._groups.data_size)
+            ranks = balance([lengths[i] for i in members], self.groups.data_size)
             for member, rank in zip(members, ranks, strict=True):
                 update_of[ids[member]], rank_of[ids[member]] = update, rank
-        mine = exchange_samples(
-            samples, [rank_of[s.sample_id] for s in samples], self._groups.data_group, self._device
-        )
+        destination = [rank_of[sample.sample_id] for sample in samples]
+        mine = exchange_samples(samples, destination, self.groups.data_group, self.device)
         parts: list[list[Sample]] = [[] for _ in range(num_updates)]
         for sample in mine:
             parts[update_of[sample.sample_id]].append(sample)
@@ -72,29 +74,21 @@ class BatchBuilder:
 
     def pack(self, samples: Sequence[Sample], seed: int) -> list[TokenBatch]:
         """Best-fit bins of at most ``bin_tokens`` tokens, in shuffled order."""
-        bins = pack([sample.length for sample in samples], self._bin_tokens, seed)
+        bins = pack([sample.length for sample in samples], self.bin_tokens, seed)
         return [
-            collate([samples[i] for i in members], self._device, self._round_to) for members in bins
+            collate([samples[i] for i in members], self.device, self.round_to) for members in bins
         ]
 
     def _tell_small(self, count: int, batch_size: int) -> None:
-        """Once in a launch: that updates are noisier than asked for is in the metrics of every step."""
-        if 2 * count >= batch_size or self._told:
+        if 2 * count >= batch_size or self.told or not self.groups.is_main:
             return
-        self._told = True
+        self.told = True
         logger.warning(
             "an update has %d samples instead of --global-batch-size %d: the step's others carry no signal or no grade "
             "(training/signal_share); use tasks that are neither too easy nor too hard, or more of them a step",
             count,
             batch_size,
         )
-
-    def _global_lengths(self, samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-        """Ids and lengths of all ranks' samples, the same list on every rank."""
-        local = torch.tensor([(s.sample_id, s.length) for s in samples], dtype=torch.int64).view(-1)
-        table = torch.cat(gather_vectors(local, self._groups.data_group)).view(-1, 2).tolist()
-        table.sort()
-        return [row[0] for row in table], [row[1] for row in table]
 
 
 def exchange_samples(

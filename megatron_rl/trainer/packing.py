@@ -109,14 +109,15 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
     per_sequence = torch.tensor(lengths)
     cu_seqlens = torch.nn.functional.pad(per_sequence.cumsum(0), (1, 0))
     sequence = torch.arange(len(lengths)).repeat_interleave(per_sequence)
-    position_ids = torch.arange(sum(lengths)) - cu_seqlens[sequence]
+    places = torch.arange(sum(lengths))
+    position_ids = places - cu_seqlens[sequence]
     in_loss = position_ids >= torch.tensor(prompt_lengths)[sequence]
     for sample, first in zip(samples, cu_seqlens.tolist(), strict=False):  # the last border begins nothing
         for start, end in sample.environment_spans:
             in_loss[first + start : first + end] = False
     rewards = torch.zeros(sum(lengths))
-    ends = cu_seqlens[: len(samples)] + torch.tensor([sample.last_written for sample in samples])
-    rewards[ends] = torch.tensor([sample.reward for sample in samples])
+    ends = torch.zeros_like(per_sequence).scatter_reduce(0, sequence, places * in_loss, "amax")
+    rewards[ends[: len(samples)]] = torch.tensor([sample.reward for sample in samples])
     filler = torch.zeros(padding)
     inference_logprobs = torch.cat([*(sample.inference_logprobs for sample in samples), filler])
     token_ids = torch.cat([*(sample.token_ids for sample in samples), filler.long() + PADDING_TOKEN])

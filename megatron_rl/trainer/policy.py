@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import StepRewards, TokenBatch
-from megatron_rl.algorithms.batch import summed
 from megatron_rl.algorithms.extension import Function
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
 from megatron_rl.metrics.timers import PhaseTimer
@@ -85,47 +84,41 @@ class PolicyTrainer:
         """Go over the rollout's updates ``grpo_iterations`` times; collective."""
         if not updates:
             return TrainOutcome({}, 0, ())
-        scored = self._score([[replace(batch, step=rewards) for batch in part] for part in updates])
-        with_sums = [[self._with_advantages(batch) for batch in part] for part in scored]
-        scored = [[batch for batch, _ in part] for part in with_sums]
+        scored = self._score(_each(updates, lambda batch: replace(batch, step=rewards)))
         outcomes: list[UpdateOutcome] = []
         sums: list[Sums] = []
         with self.timer.phase("update_actor"):
-            for _ in range(self.iterations):
-                for part in with_sums:
-                    outcome, seen = update(
-                        self.optimization, [batch for batch, _ in part], self.scorer.forward, self._loss
-                    )
-                    outcomes.append(outcome)
-                    sums += [{**own, **more} for more, (_, own) in zip(seen, part, strict=True)]
+            for part in [*scored] * self.iterations:
+                outcome, seen = update(self.optimization, part, self.scorer.forward, self._loss)
+                outcomes.append(outcome)
+                sums += seen
             totals = reduced(sums, self.data_group, self.optimization.policy.device)
         metrics = objective_metrics(totals) | outcome_metrics(outcomes) | advantage_metrics(scored, self.data_group)
         return TrainOutcome(metrics, sum(not outcome.applied for outcome in outcomes), scored)
 
     def _score(self, updates: Updates) -> Updates:
-        """Log-probs that stay fixed during the step's updates."""
+        """Log-probs and advantages, which stay fixed during the step's updates."""
         # With a single update old and current log-probs are the same numbers: no pass for them.
         if len(updates) * self.iterations > 1:
             with self.timer.phase("old_log_prob"):
-                updates = [
-                    [replace(batch, old_logprobs=self.scorer.logprobs(batch)) for batch in part] for part in updates
-                ]
+                updates = _each(updates, lambda batch: replace(batch, old_logprobs=self.scorer.logprobs(batch)))
         if self.reference is not None:
             with self.timer.phase("ref"), self.reference.swapped_in():
-                updates = [
-                    [replace(batch, ref_logprobs=self.scorer.logprobs(batch)) for batch in part] for part in updates
-                ]
-        return updates
+                updates = _each(updates, lambda batch: replace(batch, ref_logprobs=self.scorer.logprobs(batch)))
+        return _each(updates, self._with_advantages)
 
-    def _with_advantages(self, batch: TokenBatch) -> tuple[TokenBatch, Sums]:
-        """And the sums that the advantage has for the metrics."""
+    def _with_advantages(self, batch: TokenBatch) -> TokenBatch:
         advantages, sums = self.advantage(batch)
-        return replace(batch, advantages=advantages.detach()), summed(sums)
+        return replace(batch, advantages=advantages.detach(), advantage_sums=sums)
 
     def _loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         entropy = "differentiable" if self.objective.entropy_weight else "detached"
         selected = self.scorer.select(output, batch, entropy)
         return self.objective(replace(batch, current_logprobs=selected.logprobs, entropy=selected.entropy))
+
+
+def _each(updates: Updates, change: Callable[[TokenBatch], TokenBatch]) -> Updates:
+    return [[change(batch) for batch in part] for part in updates]
 
 
 def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[str, float]:

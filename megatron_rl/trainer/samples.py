@@ -13,7 +13,7 @@ from megatron_rl.algorithms.groups import groups_with_signal
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
-from megatron_rl.types import RolloutGroup, Sample
+from megatron_rl.types import Rollout, RolloutGroup, Sample
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,6 @@ class SampleBuilder:
         ``numbers`` are those of this rank's groups among the G groups of the step, ascending: 0 .. G - 1, each on one
         rank, and not the same number of them on every rank.
         """
-        group_index, rewards, valid = self._gather(rollouts, numbers)
-        signal = groups_with_signal(self.baseline, rewards, valid, group_index)
-        in_loss = valid & (signal[group_index] | self.keep_groups_without_signal)
-        own_ids = torch.isin(group_index, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0]
-        samples = _samples(rollouts, own_ids.tolist(), in_loss.tolist())
-        return samples, StepRewards(rewards, valid, group_index, signal, in_loss)
-
-    def _gather(
-        self, rollouts: Sequence[RolloutGroup], numbers: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Group, reward and validity of every sample of the job, each [B], ordered by group."""
         rows = [
             (number, r.grade.reward if r.grade.status == "ok" else 0.0, r.grade.status == "ok")
             for number, group in zip(numbers, rollouts, strict=True)
@@ -54,35 +43,31 @@ class SampleBuilder:
         ]
         local = torch.tensor(rows, dtype=torch.float64).view(-1)
         table = torch.cat(gather_vectors(local, self.groups.data_group)).view(-1, 3)
-        group_index, rewards, valid = table[table[:, 0].argsort(stable=True)].unbind(1)
-        return group_index.long(), rewards.float(), valid.bool()
+        columns = table[table[:, 0].argsort(stable=True)].unbind(1)  # of all samples of the job, ordered by group
+        group_index, rewards, valid = columns[0].long(), columns[1].float(), columns[2].bool()
+        signal = groups_with_signal(self.baseline, rewards, valid, group_index)
+        in_loss = valid & (signal[group_index] | self.keep_groups_without_signal)
+        own = torch.isin(group_index, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0].tolist()
+        rolled = [(group, rollout) for group in rollouts for rollout in group.rollouts]
+        samples = tuple(
+            _sample(group, rollout, sample_id)
+            for sample_id, (group, rollout) in zip(own, rolled, strict=True)
+            if in_loss[sample_id] and rollout.completion.token_ids
+        )
+        return samples, StepRewards(rewards, valid, group_index, signal, in_loss)
 
 
-def _samples(
-    rollouts: Sequence[RolloutGroup], sample_ids: Sequence[int], in_loss: Sequence[bool]
-) -> tuple[Sample, ...]:
-    """This rank's usable samples; ``sample_ids`` numbers all its rollouts in their order."""
-    samples = []
-    ids = iter(sample_ids)
-    for group in rollouts:
-        prompt = len(group.prompt_ids)
-        for rollout in group.rollouts:
-            sample_id, completion = next(ids), rollout.completion
-            if in_loss[sample_id] and completion.token_ids:
-                samples.append(
-                    Sample(
-                        token_ids=torch.tensor(group.prompt_ids + completion.token_ids),
-                        prompt_length=prompt,
-                        reward=rollout.grade.reward,
-                        inference_logprobs=torch.tensor((0.0,) * prompt + completion.inference_logprobs),
-                        sample_id=sample_id,
-                        environment_spans=tuple(
-                            (prompt + start, prompt + end) for start, end in completion.environment_spans
-                        ),
-                        policy_version=completion.policy_version,
-                    )
-                )
-    return tuple(samples)
+def _sample(group: RolloutGroup, rollout: Rollout, sample_id: int) -> Sample:
+    completion, prompt = rollout.completion, len(group.prompt_ids)
+    return Sample(
+        token_ids=torch.tensor(group.prompt_ids + completion.token_ids),
+        prompt_length=prompt,
+        reward=rollout.grade.reward,
+        inference_logprobs=torch.tensor((0.0,) * prompt + completion.inference_logprobs),
+        sample_id=sample_id,
+        environment_spans=tuple((prompt + start, prompt + end) for start, end in completion.environment_spans),
+        policy_version=completion.policy_version,
+    )
 
 
 def refuse_failures(rewards: StepRewards, codes: dict[str, int], largest_share: float, example: str = "") -> None:
@@ -104,10 +89,10 @@ def refuse_failures(rewards: StepRewards, codes: dict[str, int], largest_share: 
 
 def reward_metrics(step: StepRewards) -> dict[str, float]:
     """Rewards, and how much of the rollout carries a signal, under verl's names."""
-    signal, rewards = step.signal, step.rewards[step.valid]
+    signal, rewards = float(step.signal.sum()), step.rewards[step.valid]
     metrics = {
-        "training/groups_with_signal": float(signal.sum()),
-        "training/signal_share": float(signal.sum()) / max(signal.numel(), 1),
+        "training/groups_with_signal": signal,
+        "training/signal_share": signal / max(step.signal.numel(), 1),
         "training/failed_grades": float((~step.valid).sum()),
     }
     if rewards.numel():
