@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.arithmetic import LOGITS_AT_ONCE
-from megatron_rl.errors import ConfigError
 
 CPU_CHUNK_ELEMENTS = 2**20
 """Logits worked on at a time on a CPU, where temporaries that leave the cache made the pass twice as slow."""
@@ -41,16 +40,6 @@ FEWEST_ROWS = 64
 Entropy = Literal["none", "detached", "differentiable"]
 
 
-@dataclass(frozen=True)
-class SelectedLogprobs:
-    """What the model says about each token of a packed batch, given the tokens before it."""
-
-    logprobs: Tensor
-    """[T] fp32, token t's at index t; 0 at the first token of every sequence, which nothing predicts."""
-    entropy: Tensor | None
-    """[T] fp32, nats, of the distribution token t was drawn from; 0 at first tokens. None: not asked for."""
-
-
 def selected_logprobs(
     output: Tensor,
     token_ids: Tensor,
@@ -62,11 +51,11 @@ def selected_logprobs(
     vocab_start: int = 0,
     tensor_group: dist.ProcessGroup | None = None,
     entropy: Entropy = "none",
-) -> SelectedLogprobs:
-    """fp32 log-softmax of ``logits / temperature`` at each sequence's own next token.
+) -> tuple[Tensor, Tensor | None]:
+    """What the model says about each token of a packed batch, given the tokens before it.
 
-    All ranks of the tensor group call this with the same tokens and get the same result; the gradient of a
-    rank is that of its shard, for a loss that every rank computes alike.
+    It is the fp32 log-softmax of ``logits / temperature``. All ranks of the tensor group call this with the same tokens
+    and get the same result; the gradient of a rank is that of its shard, for a loss that every rank computes alike.
 
     Args:
         output: logits [T, V / tp], any float type; this rank's columns, real ones followed by padding. With ``weight``
@@ -75,30 +64,16 @@ def selected_logprobs(
         position_ids: [T] int64, 0 at the first token of every sequence (index 0 is one).
         vocab_size: the tokenizer's size; columns with an id beyond it are padding and have probability 0.
         weight: [V / tp, H] of the output layer, this rank's rows, where its product is to be made here.
-        temperature: of the distribution the tokens were sampled from.
+        temperature: of the distribution the tokens were sampled from; above 0.
         vocab_start: the id of the first column of this rank.
         tensor_group: the tensor-parallel ranks that hold the other columns; None when this rank holds all.
         entropy: whether to return it in the same pass, and whether a gradient flows through it.
 
     Returns:
-        Both [T] fp32 (fp64 for fp64 logits). An id outside ``[0, vocab_size)`` has log-prob -inf.
-
-    Raises:
-        ConfigError: a temperature of 0 or less, or fewer columns than ``vocab_size`` without a tensor group.
+        Log-probs, and the entropy in nats of the distribution that token t was drawn from (None: not asked for). Both
+        [T] fp32 (fp64 for fp64 logits), token t's at index t; 0 at the first token of every sequence, which nothing
+        predicts. An id outside ``[0, vocab_size)`` has log-prob -inf.
     """
-    columns = output.shape[1] if weight is None else weight.shape[0]
-    if not temperature > 0:
-        raise ConfigError(
-            [f"temperature is {temperature}: logits are divided by it; use a positive value, for example 1.0"]
-        )
-    if tensor_group is None and columns < vocab_size:
-        raise ConfigError(
-            [
-                f"the logits have {columns} columns for a vocabulary of {vocab_size}: the others "
-                "are on other ranks, or the vocabulary is another model's; pass the tensor group, or the "
-                "model's own vocabulary size"
-            ]
-        )
     shard = Shard(vocab_start, vocab_size, temperature, tensor_group)
     # roll pairs logits[t] with token_ids[t + 1] without the full-size copy that logits[:-1] costs in the
     # backward pass. The one wrong pair, the last logits with the first token, lands on index 0 and goes with
@@ -106,10 +81,8 @@ def selected_logprobs(
     at_logits, entropy_at_logits = _TargetLogprobs.apply(output, weight, token_ids.roll(-1), shard, entropy)
     # From what is known at the logits of t to what belongs to token t + 1: the shift.
     predicted = position_ids > 0
-    return SelectedLogprobs(
-        logprobs=torch.where(predicted, at_logits.roll(1), 0.0),
-        entropy=None if entropy_at_logits is None else torch.where(predicted, entropy_at_logits.roll(1), 0.0),
-    )
+    logprobs = torch.where(predicted, at_logits.roll(1), 0.0)
+    return logprobs, None if entropy_at_logits is None else torch.where(predicted, entropy_at_logits.roll(1), 0.0)
 
 
 @dataclass(frozen=True)
@@ -125,29 +98,15 @@ class Shard:
         """How many of the ``held`` columns of this rank are real tokens; the rest is padding."""
         return max(0, min(self.vocab_size - self.vocab_start, held))
 
-    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        """``values`` combined over the tensor group, in place."""
-        if self.tensor_group is not None:
-            dist.all_reduce(values, operation, group=self.tensor_group)
-        return values
-
     def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Row ranges and their real logits, a view [rows, columns] of ``logits`` each."""
+        """Row ranges and their real logits over the temperature: a fresh copy [rows, columns] in fp32 or better."""
         columns = self.columns(logits.shape[1])
         elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else LOGITS_AT_ONCE
         rows = max(1, elements // max(columns, 1))
         for start in range(0, logits.shape[0] if columns else 0, rows):
             part = slice(start, start + rows)
-            yield part, logits[part, :columns]
-
-    def tempered(self, chunk: Tensor) -> Tensor:
-        """A fresh copy of ``chunk`` in fp32 or better, divided by the temperature."""
-        copy = chunk.to(_accumulation(chunk), copy=True)
-        return copy if self.temperature == 1.0 else copy.div_(self.temperature)
-
-
-Rows = tuple[Tensor | None, ...]
-"""What is known of each row, [rows] each."""
+            chunk = logits[part, :columns].to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+            yield part, chunk if self.temperature == 1.0 else chunk.div_(self.temperature)
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -157,7 +116,9 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, output: Tensor, weight: Tensor | None, targets: Tensor, shard: Shard, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
-        columns, owned = _local_targets(output.shape[1] if weight is None else weight.shape[0], targets, shard)
+        local = targets - shard.vocab_start
+        owned = (local >= 0) & (local < shard.columns(output.shape[1] if weight is None else weight.shape[0]))
+        columns = torch.where(owned, local, 0)  # of the targets that are here
         parts = [
             _local_statistics(logits, columns[rows], owned[rows], shard, entropy != "none")
             for rows, logits in _products(output, weight)
@@ -214,7 +175,7 @@ def _products(output: Tensor, weight: Tensor | None) -> Iterator[tuple[slice, Te
 
 def _logits_gradient(
     logits: Tensor,
-    known: Rows,
+    known: tuple[Tensor | None, ...],
     grad_logprobs: Tensor,
     grad_entropies: Tensor | None,
     shard: Shard,
@@ -231,7 +192,7 @@ def _logits_gradient(
     grad_all = -grad_logprobs[:, None] / shard.temperature
     grad_target = torch.where(owned[:, None], -grad_all, 0.0)
     for rows, chunk in shard.chunks(logits):
-        all_logprobs = shard.tempered(chunk).sub_(largest[rows, None]).sub_(log_sum[rows, None])
+        all_logprobs = chunk.sub_(largest[rows, None]).sub_(log_sum[rows, None])
         if entropies is not None:
             probabilities = all_logprobs.exp()
             grad = probabilities * grad_all[rows]
@@ -244,24 +205,17 @@ def _logits_gradient(
     return out
 
 
-def _local_targets(held: int, targets: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Column of each target ([T] int64, 0 where not here) and whether it is here ([T] bool); of ``held`` columns."""
-    local = targets - shard.vocab_start
-    owned = (local >= 0) & (local < shard.columns(held))
-    return torch.where(owned, local, 0), owned
-
-
 def _local_statistics(logits: Tensor, columns: Tensor, owned: Tensor, shard: Shard, want_entropy: bool) -> Tensor:
     """What this rank's columns contribute to each row: [3, rows] fp32, for the entropy [4, rows].
 
     The largest logit and the log of the sum of ``exp(logit - largest)``, both -inf when there are no columns; the
     target's logit, 0 where another rank holds it; the mean of ``logit - largest`` under the softmax over the columns.
     """
-    statistics = logits.new_zeros((4 if want_entropy else 3, logits.shape[0]), dtype=_accumulation(logits))
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    statistics = logits.new_zeros((4 if want_entropy else 3, logits.shape[0]), dtype=dtype)
     statistics[:2] = -torch.inf
     largest, log_sum, target_logits = statistics[:3]
-    for rows, raw in shard.chunks(logits):
-        chunk = shard.tempered(raw)
+    for rows, chunk in shard.chunks(logits):
         chosen = chunk.gather(1, columns[rows, None])[:, 0]
         target_logits[rows] = torch.where(owned[rows], chosen, 0.0)
         largest[rows] = chunk.amax(dim=1)
@@ -280,18 +234,16 @@ def _combine(local: Tensor, shard: Shard) -> tuple[Tensor, ...]:
         return local.unbind()
     own_largest, own_log_sum, target_logits, *own_mean = local.unbind()
     # The largest logit of all ranks is what is subtracted before exp, so that no rank overflows.
-    largest = shard.reduce(own_largest.clone(), dist.ReduceOp.MAX)
+    largest = own_largest.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.tensor_group)
     below = torch.where(own_largest > -torch.inf, own_largest - largest, -torch.inf)
     share = (below + own_log_sum).exp()
-    rows = [share, target_logits, *(share * (mean + _finite(below.clone())) for mean in own_mean)]
-    total_share, target_logits, *means = shard.reduce(torch.stack(rows), dist.ReduceOp.SUM).unbind()
+    totals = torch.stack([share, target_logits, *(share * (mean + _finite(below.clone())) for mean in own_mean)])
+    dist.all_reduce(totals, group=shard.tensor_group)
+    total_share, target_logits, *means = totals.unbind()
     return largest, total_share.log(), target_logits, *(mean / total_share for mean in means)
 
 
 def _finite(values: Tensor) -> Tensor:
     """``values`` with -inf raised to a finite floor, in place: its probability is 0, but 0 * -inf is NaN."""
     return values.clamp_min_(torch.finfo(values.dtype).min / 2)
-
-
-def _accumulation(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)

@@ -113,8 +113,7 @@ class PolicyTrainer:
 
     def _loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         entropy = "differentiable" if self.objective.entropy_weight else "detached"
-        selected = self.scorer.select(output, batch, entropy)
-        return self.objective(replace(batch, current_logprobs=selected.logprobs, entropy=selected.entropy))
+        return self.objective(self.scorer.select(output, batch, entropy))
 
 
 def _each(updates: Updates, change: Callable[[TokenBatch], TokenBatch]) -> Updates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.algorithms.logprobs import Entropy, SelectedLogprobs, selected_logprobs
+from megatron_rl.algorithms.logprobs import Entropy, selected_logprobs
 from megatron_rl.attention import PackedPlan
 from megatron_rl.models import PolicyModel
 
@@ -47,14 +48,14 @@ class Scorer:
 
     def select(
         self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none", *, is_logits: bool = False
-    ) -> SelectedLogprobs:
-        """Log-prob of token t at index t, ``[T]`` fp32; ``output`` is that of `forward`, or ``is_logits``."""
+    ) -> TokenBatch:
+        """The batch with current log-probs and entropy; ``output`` is that of `forward`, or ``is_logits``."""
         weight = None
         if self._fused and not is_logits:
             gpt = self._policy.gpt
             tied = gpt.share_embeddings_and_output_weights
             weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
-        return selected_logprobs(
+        logprobs, entropies = selected_logprobs(
             output,
             batch.token_ids,
             batch.position_ids,
@@ -65,17 +66,18 @@ class Scorer:
             tensor_group=self._tensor_group,
             entropy=entropy,
         )
+        return replace(batch, current_logprobs=logprobs, entropy=entropies)
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
         """Log-probs without gradient, by the same forward pass that training uses."""
-        return self.select(self.forward(self._policy.gpt, batch), batch).logprobs
+        return self.select(self.forward(self._policy.gpt, batch), batch).current_logprobs
 
     @torch.no_grad()
     def logprobs_and_top(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Also the likeliest next token after every position, [T] int64, of the real vocabulary."""
         logits = self._run(self._policy.gpt, batch)
-        return self.select(logits, batch, is_logits=True).logprobs, self._top(logits)
+        return self.select(logits, batch, is_logits=True).current_logprobs, self._top(logits)
 
     def _run(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
         policy = self._policy

@@ -106,7 +106,7 @@ class SupervisedTrainer:
 
     def loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         """Of what `Scorer.forward` gives; the denominator is the answer tokens."""
-        logprobs = self.scorer.select(output, batch).logprobs
+        logprobs = self.scorer.select(output, batch).current_logprobs
         total = -(logprobs * batch.loss_mask).sum()
         tokens = batch.loss_mask.sum()
         return total, tokens, {"loss": total.detach(), "tokens": tokens}

@@ -21,7 +21,7 @@ def _train(groups, optimization, seed: int) -> None:
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
 
     def loss(logits, batch):
-        logprobs = scorer.select(logits, batch).logprobs
+        logprobs = scorer.select(logits, batch).current_logprobs
         return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
 
     batch = collate(random_samples(3, seed), optimization.policy.device)

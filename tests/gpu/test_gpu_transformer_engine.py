@@ -82,7 +82,7 @@ def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGro
     before = scorer.logprobs(batch)
 
     def loss(logits: torch.Tensor, batch):
-        total = -scorer.select(logits, batch).logprobs.sum()
+        total = -scorer.select(logits, batch).current_logprobs.sum()
         return total, torch.tensor(batch.token_ids.numel(), device=policy.device), {}
 
     for _ in range(3):

@@ -112,7 +112,7 @@ def gradients_of(
 ) -> dict[str, torch.Tensor]:
     """Of the whole model, by parameter."""
     slopes = torch.linspace(-1, 2, batch.token_ids.numel()) * batch.loss_mask
-    (scorer.select(scorer.forward(policy.gpt, batch), batch).logprobs * slopes).sum().backward()
+    (scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs * slopes).sum().backward()
     gradients = {}
     for name, parameter in policy.gpt.named_parameters():
         gradient = parameter.grad

@@ -69,7 +69,7 @@ def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, A
                 "gap": gap_of(policy, groups, batch, engine).max().item(),
             }
     scorer = Scorer(policy, groups.tensor_group, 1.0)
-    scorer.select(scorer.forward(policy.gpt, batch), batch).logprobs.sum().backward()
+    scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs.sum().backward()
     return report
 
 

@@ -48,7 +48,7 @@ def on_rank() -> dict[str, Any]:
 
 def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, torch.Tensor]:
     scorer = Scorer(policy, groups.tensor_group, 1.0)
-    scorer.select(scorer.forward(policy.gpt, batch), batch).logprobs.sum().backward()
+    scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs.sum().backward()
     return {name: parameter.grad for name, parameter in policy.gpt.named_parameters()}
 
 

@@ -73,7 +73,7 @@ def after_an_update(config: RLConfig, groups: ParallelGroups) -> Optimization:
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
 
     def loss(logits: torch.Tensor, batch) -> MicroLoss:
-        return -scorer.select(logits, batch).logprobs.sum(), batch.loss_mask.sum(), {}
+        return -scorer.select(logits, batch).current_logprobs.sum(), batch.loss_mask.sum(), {}
 
     outcome, _ = update(optimization, [collate(random_samples(3), "cpu")], scorer.forward, loss)
     assert outcome.applied

@@ -71,7 +71,7 @@ def train(groups: ParallelGroups, optimization: Optimization, seed: int) -> None
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
 
     def loss(logits: torch.Tensor, batch: TokenBatch) -> MicroLoss:
-        logprobs = scorer.select(logits, batch).logprobs
+        logprobs = scorer.select(logits, batch).current_logprobs
         return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
 
     batch = collate(random_samples(3, seed), "cpu")

@@ -50,8 +50,7 @@ def scored(samples: Sequence[Sample], everything: Sequence[Sample], shift: float
 
 def loss_of(scorer: Scorer, own: PolicyObjective) -> Callable[[torch.Tensor, TokenBatch], MicroLoss]:
     def loss(output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
-        selected = scorer.select(output, batch, "differentiable")
-        return own(replace(batch, current_logprobs=selected.logprobs, entropy=selected.entropy))
+        return own(scorer.select(output, batch, "differentiable"))
 
     return loss
 

@@ -30,7 +30,7 @@ def train(groups: ParallelGroups, optimization: Optimization, seed: int) -> dict
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
 
     def loss(logits: torch.Tensor, batch: TokenBatch) -> MicroLoss:
-        logprobs = scorer.select(logits, batch).logprobs
+        logprobs = scorer.select(logits, batch).current_logprobs
         return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
 
     outcome, _ = update(optimization, [collate(random_samples(3, seed), "cpu")], scorer.forward, loss)

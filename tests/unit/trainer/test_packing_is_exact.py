@@ -49,7 +49,7 @@ def test_packed_equals_one_by_one(one_rank: ParallelGroups, model: str, round_to
     batch = collate(samples, "cpu", round_to)
     assert (batch.padding > 0) == (round_to == 8)
 
-    packed = scorer.select(scorer.forward(policy.gpt, batch), batch).logprobs
+    packed = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
     alone = torch.cat([stock_logprobs(policy, sample) for sample in samples])
     size = alone.numel()
     assert (packed[:size] - alone).abs().max().item() < 1e-6 * alone.abs().max().item()
@@ -72,15 +72,15 @@ def test_the_fused_output_layer_gives_the_same(one_rank: ParallelGroups, model: 
         output = scorer.forward(policy.gpt, batch)
         assert output.shape[1] == (policy.config.hidden_size if fused else policy.padded_vocab_size)
         selected = scorer.select(output, batch, "differentiable")
-        weight = torch.linspace(-1, 1, selected.logprobs.numel())
-        total = ((selected.logprobs + 0.1 * selected.entropy) * weight).sum()
+        weight = torch.linspace(-1, 1, selected.current_logprobs.numel())
+        total = ((selected.current_logprobs + 0.1 * selected.entropy) * weight).sum()
         results.append((selected, gradients(policy, total)))
-        assert torch.equal(scorer.logprobs(batch), selected.logprobs)
+        assert torch.equal(scorer.logprobs(batch), selected.current_logprobs)
         logprobs, top = scorer.logprobs_and_top(batch)  # needs logits, whichever way select takes
         assert top.max() < policy.vocab_size
-        torch.testing.assert_close(logprobs, selected.logprobs, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(logprobs, selected.current_logprobs, rtol=1e-6, atol=1e-6)
     (whole, expected), (fused, actual) = results
-    torch.testing.assert_close(fused.logprobs, whole.logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(fused.current_logprobs, whole.current_logprobs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(fused.entropy, whole.entropy, rtol=1e-6, atol=1e-6)
     for name, own, other in zip(dict(policy.gpt.named_parameters()), actual, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6, msg=name)

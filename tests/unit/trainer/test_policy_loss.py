@@ -76,8 +76,7 @@ def run(
     """The objective of `scored`, from logits to the total."""
     policy, batch = SimpleNamespace(vocab_size=2, padded_vocab_size=2), batch or scored()
     scorer = Scorer(policy, one_rank.tensor_group, temperature=1.0)
-    selected = scorer.select(logits() if values is None else values, batch, "differentiable")
-    return objective(replace(batch, current_logprobs=selected.logprobs, entropy=selected.entropy))
+    return objective(scorer.select(logits() if values is None else values, batch, "differentiable"))
 
 
 @pytest.mark.parametrize(
