@@ -6,14 +6,12 @@ does all three and finds every problem at once. A section's file declares its fl
 defaults follow from others, and the rules over them.
 """
 
-from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.arguments import parse_config, read_config
-from megatron_rl.config.checks import difference_from_defaults, notes, resolve, to_dict, validate
+from megatron_rl.config.arguments import read_config
 from megatron_rl.config.model import ModelConfig, TokenizerConfig
 from megatron_rl.config.parallel import ParallelConfig
-from megatron_rl.config.rl_config import RLConfig
+from megatron_rl.config.rl_config import RLConfig, difference_from_defaults, notes, resolve, to_dict, validate
 
 __all__ = [
-    "AlgorithmConfig", "ModelConfig", "ParallelConfig", "RLConfig", "TokenizerConfig",
-    "difference_from_defaults", "notes", "parse_config", "read_config", "resolve", "to_dict", "validate",
+    "ModelConfig", "ParallelConfig", "RLConfig", "TokenizerConfig", "difference_from_defaults", "notes", "read_config",
+    "resolve", "to_dict", "validate",
 ]  # fmt: skip

@@ -15,16 +15,13 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.checks import resolve, validate
 from megatron_rl.config.flags import Flag
-from megatron_rl.config.rl_config import RLConfig, all_flags
-from megatron_rl.errors import MAX_PROBLEMS, ConfigError, Problem, collecting, one_line, shorten
+from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, validate
+from megatron_rl.errors import MAX_PROBLEMS, Problem, collecting, one_line, shorten
 from megatron_rl.families import read_model
 
 _LONGEST_FLAG = 100
 _LONGEST_FILE = 2**18
-_FREE = ("init_method_std",)
-"""How fresh weights are drawn is up to the run."""
 FILLED_IN = frozenset({"--num-layers", "--hidden-size", "--num-attention-heads", "--tokenizer-model"})
 """Flags without a default that a directory may replace."""
 
@@ -33,25 +30,14 @@ def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[Pr
     """Parse, resolve and validate: the configuration and every problem of all three, to which a caller adds its own.
 
     With problems the configuration holds what could be read and is good for looking up paths and names.
+    ``--help`` and ``--help-all`` write the help and exit.
     """
-    reading = _read(argv)
-    config = resolve(_build(reading), world_size)
+    reading = read_flags(argv)
+    config = resolve(reading.config, world_size)
     if reading.file_is_lost:  # what it would have set is not missing
         return config, reading.problems
     broken = validate(config, world_size)  # without what only repeats that a value could not be read
     return config, [*reading.problems, *(problem for problem in broken if problem.flag not in reading.failed)]
-
-
-def parse_config(argv: Sequence[str]) -> RLConfig:
-    """What ``argv`` (without the program's name) and its --config file say; defaults elsewhere.
-
-    Raises ``ConfigError`` with every unknown flag, wrong type, wrong choice and value out of bounds.
-    ``--help`` and ``--help-all`` write the help and exit.
-    """
-    reading = _read(argv)
-    if reading.problems:
-        raise ConfigError(reading.problems)
-    return _build(reading)
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class Setting:
 
 
 @dataclass
-class _Reading:
+class Reading:
     """Values by field name, what is wrong, and the flags whose value was lost to a problem."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -78,48 +64,117 @@ class _Reading:
     file_is_lost: bool = False
     """Nothing could be read from the --config file."""
 
+    @property
+    def config(self) -> RLConfig:
+        """Defaults where nothing was said; not resolved."""
+        return RLConfig(typed=self.values).with_values(**self.derived | self.values)
 
-def _read(argv: Sequence[str]) -> _Reading:
+    def refuse(self, flag: str | None, text: str) -> None:
+        """Note a problem."""
+        self.problems.append(Problem(flag, text))
+
+
+def read_flags(argv: Sequence[str]) -> Reading:
+    """What ``argv`` (without the program's name), its --config file and its Hugging Face directory say."""
     for token, common_only in (("--help", True), ("-h", True), ("--help-all", False)):
         if token in argv:
             from megatron_rl.config.reference import help_text  # here, so that it can run as a program itself
 
             sys.stdout.write(help_text(common_only=common_only))
             raise SystemExit(0)
-    reading = _Reading()
-    typed, problems = read_command_line(argv)
-    reading.problems += problems
+    reading = Reading()
+    typed = _read_command_line(argv, reading)
     files = [s.texts[0] for s in typed if s.spelling == "config" and len(s.texts) == 1]
     if files and _spellings()["config"][0].refusal(files[-1]) is None:  # else it is a problem below
-        from_file, problems = read_yaml(files[-1])
-        reading.problems += problems
-        reading.file_is_lost = bool(problems) and not from_file
-        for setting in from_file:
+        for setting in _read_yaml(files[-1], reading):
             _apply(setting, reading)
     for setting in typed:  # after the file, so that the command line wins
         _apply(setting, reading)
     reading.file_is_lost |= "--config" in reading.failed
-    reading.derived, problems = hugging_face_values(reading.values)
-    reading.problems += problems
-    if (problems and not reading.derived) or reading.failed & {"--load-hf", "--hf-config"}:
-        reading.failed |= FILLED_IN  # to call them missing too would repeat the problem
+    _read_directory(reading)
     return reading
 
 
-def _apply(setting: Setting, reading: _Reading) -> None:
+def _read_command_line(argv: Sequence[str], reading: Reading) -> list[Setting]:
+    """In order. ``--flag a b`` and ``--flag=a`` are the two forms."""
+    settings: list[Setting] = []
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, text = token.partition("=")
+            settings.append(Setting(name, name.removeprefix("--"), (text,) if equals else ()))
+        elif settings:
+            last = settings.pop()
+            settings.append(Setting(last.where, last.spelling, (*last.texts, token)))
+        else:
+            reading.refuse(None, f"{shorten(token)} stands before any flag; every value follows its flag")
+    return settings
+
+
+def _read_yaml(path: str, reading: Reading) -> list[Setting]:
+    """Settings of a flat mapping, with their lines.
+
+    Values are taken as written, not as YAML reads them: YAML takes ``1e-6`` for text.
+    """
+    try:
+        document = _compose(path)
+    except ValueError as error:
+        reading.file_is_lost = True
+        reading.refuse("--config", f"--config {path} {error}")
+        return []
+    settings: list[Setting] = []
+    seen: dict[str, int] = {}
+    for key, value in document.value if document is not None else ():
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            text = f"{path} line {line} has a {key.id} where a flag's name belongs; write 'flag-name: value'"
+            reading.refuse(None, text)
+            continue
+        where = f"{path} line {line}: {key.value}"
+        spelling = str(key.value).replace("_", "-")
+        if spelling in seen:
+            reading.refuse(f"--{spelling}", f"{where} was already set in line {seen[spelling]}; keep one of them")
+        seen.setdefault(spelling, line)
+        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if not all(isinstance(item, yaml.ScalarNode) for item in items):
+            reading.refuse(f"--{spelling}", f"{where} is nested; the file is flat: flag names and their values")
+        elif value.tag != "tag:yaml.org,2002:null":  # null leaves the default
+            settings.append(Setting(where, spelling, tuple(item.value for item in items), from_file=True))
+    return settings
+
+
+def _compose(path: str) -> yaml.MappingNode | None:
+    """The document, None where the file is empty; ``ValueError`` says what is wrong with the file."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_LONGEST_FILE + 1)
+        document = yaml.compose(text, Loader=yaml.SafeLoader) if len(text) <= _LONGEST_FILE else None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"is not YAML: {one_line(str(error))}") from error
+    except RecursionError:
+        raise ValueError("is nested too deeply; the file is flat: flag names and their values") from None
+    if len(text) > _LONGEST_FILE:  # a device or a data set would be read until memory is full
+        raise ValueError(f"has more than {_LONGEST_FILE} characters; give a file of flags and values")
+    if not isinstance(document, yaml.MappingNode | None):
+        raise ValueError("is not a mapping; write one 'flag-name: value' a line")
+    return document
+
+
+def _apply(setting: Setting, reading: Reading) -> None:
     known = _spellings().get(setting.spelling)
     if known is None:
         # what is not shown needs no comparison with every flag, which would take half a minute for 5000 of them
         near = _nearest(setting) if len(reading.problems) < MAX_PROBLEMS else []
         dashes = "" if setting.from_file else "--"
         hint = f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
-        reading.problems.append(Problem(None, f"{setting.where} is not a flag; {hint}"))
+        reading.refuse(None, f"{setting.where} is not a flag; {hint}")
         return
     flag, switches_on = known
     try:
         reading.values[flag.name] = _value(flag, switches_on, setting)
     except ValueError as error:
-        reading.problems.append(Problem(flag.spelling, f"{setting.where} {error}"))
+        reading.refuse(flag.spelling, f"{setting.where} {error}")
         reading.failed.add(flag.spelling)
 
 
@@ -154,115 +209,32 @@ def _spellings() -> dict[str, tuple[Flag, bool]]:
     return {text: (flag, on) for flag in all_flags() for text, on in flag.spellings.items()}
 
 
-def _build(reading: _Reading) -> RLConfig:
-    return RLConfig(typed=reading.values).with_values(**reading.derived | reading.values)
-
-
-def read_command_line(argv: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
-    """Settings in order, and problems. ``--flag a b`` and ``--flag=a`` are the two forms."""
-    settings: list[Setting] = []
+def _read_directory(reading: Reading) -> None:
+    """What --load-hf or --hf-config says that the flags name and the user did not; and what contradicts it."""
+    names = {"--load-hf": "load_hf", "--hf-config": "hf_config"}
+    given = {flag: reading.values[name] for flag, name in names.items() if reading.values.get(name)}
     problems: list[Problem] = []
-    for token in argv:
-        if token.startswith("--"):
-            name, equals, text = token.partition("=")
-            settings.append(Setting(name, name.removeprefix("--"), (text,) if equals else ()))
-        elif settings:
-            last = settings.pop()
-            settings.append(Setting(last.where, last.spelling, (*last.texts, token)))
-        else:
-            problems.append(Problem(None, f"{shorten(token)} stands before any flag; every value follows its flag"))
-    return settings, problems
-
-
-def read_yaml(path: str) -> tuple[list[Setting], list[Problem]]:
-    """Settings of a flat mapping, with their lines, and problems.
-
-    Values are taken as written, not as YAML reads them: YAML takes ``1e-6`` for text.
-    """
-    try:
-        document = _compose(path)
-    except ValueError as error:
-        return [], [Problem("--config", f"--config {path} {error}")]
-    if document is None:
-        return [], []
-    if not isinstance(document, yaml.MappingNode):
-        text = f"--config {path} is not a mapping; write one 'flag-name: value' a line"
-        return [], [Problem("--config", text)]
-    settings: list[Setting] = []
-    problems: list[Problem] = []
-    seen: dict[str, int] = {}
-    for key, value in document.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            text = f"{path} line {line} has a {key.id} where a flag's name belongs; write 'flag-name: value'"
-            problems.append(Problem(None, text))
-            continue
-        where = f"{path} line {line}: {key.value}"
-        spelling = str(key.value).replace("_", "-")
-        if spelling in seen:
-            text = f"{where} was already set in line {seen[spelling]}; keep one of them"
-            problems.append(Problem(f"--{spelling}", text))
-        seen.setdefault(spelling, line)
-        texts = _texts(value)
-        if texts is None:
-            text = f"{where} is nested; the file is flat: flag names and their values"
-            problems.append(Problem(f"--{spelling}", text))
-        elif value.tag != "tag:yaml.org,2002:null":  # null leaves the default
-            settings.append(Setting(where, spelling, texts, from_file=True))
-    return settings, problems
-
-
-def _compose(path: str) -> yaml.Node | None:
-    """The document, None where the file is empty; ``ValueError`` says what is wrong with the file."""
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(_LONGEST_FILE + 1)
-        document = yaml.compose(text, Loader=yaml.SafeLoader) if len(text) <= _LONGEST_FILE else None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"is not YAML: {one_line(str(error))}") from error
-    except RecursionError:
-        raise ValueError("is nested too deeply; the file is flat: flag names and their values") from None
-    if len(text) > _LONGEST_FILE:  # a device or a data set would be read until memory is full
-        raise ValueError(f"has more than {_LONGEST_FILE} characters; give a file of flags and values")
-    return document
-
-
-def _texts(node: yaml.Node) -> tuple[str, ...] | None:
-    """The scalars of a value: one, or those of a list; None if it is anything deeper."""
-    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    if not all(isinstance(item, yaml.ScalarNode) for item in items):
-        return None
-    return tuple(item.value for item in items)
-
-
-def hugging_face_values(typed: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """By field name, what the directory says that the flags name and the user did not; and what contradicts it.
-
-    There are no values where it cannot be read.
-    """
-    given = {f"--{name.replace('_', '-')}": typed[name] for name in ("load_hf", "hf_config") if typed.get(name)}
-    if not given:
-        return {}, []
     if len({Path(directory).resolve() for directory in given.values()}) > 1:
         both = " and ".join(f"{flag} {directory}" for flag, directory in given.items())
-        return {}, [Problem("--hf-config", f"{both} both say what the model is; keep one of them")]
-    (flag, directory), *_ = given.items()
-    problems: list[Problem] = []
-    settings: dict[str, Any] = {}
-    with collecting(problems, flag):
-        settings = read_model(directory).architecture.settings()
-        problems += _contradictions(typed, settings, str(Path(directory) / "config.json"))
-        settings["group_query_attention"] = True  # megatron ignores the number of groups without it
-        if (Path(directory) / "tokenizer_config.json").is_file():
-            settings["tokenizer_model"] = str(directory)
-    return {name: value for name, value in settings.items() if name not in typed}, problems
+        problems.append(Problem("--hf-config", f"{both} both say what the model is; keep one of them"))
+    elif given:
+        flag, directory = next(iter(given.items()))
+        with collecting(problems, flag):
+            settings = read_model(directory).architecture.settings()
+            problems += _contradictions(reading.values, settings, f"{directory}/config.json")
+            settings["group_query_attention"] = True  # megatron ignores the number of groups without it
+            if (Path(directory) / "tokenizer_config.json").is_file():
+                settings["tokenizer_model"] = str(directory)
+            reading.derived = {name: value for name, value in settings.items() if name not in reading.values}
+    if (problems and not reading.derived) or reading.failed & set(names):
+        reading.failed |= FILLED_IN  # to call them missing too would repeat the problem
+    reading.problems += problems
 
 
 def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> Iterator[Problem]:
     for flag in all_flags():
-        if flag.name not in typed or flag.name not in settings or flag.name in _FREE:
+        # How fresh weights are drawn is up to the run.
+        if flag.name not in typed or flag.name not in settings or flag.name == "init_method_std":
             continue
         wanted, found = typed[flag.name], settings[flag.name]
         fits = wanted <= found if flag.name == "max_position_embeddings" else wanted == found

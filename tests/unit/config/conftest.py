@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.config import RLConfig, parse_config, validate
+from megatron_rl.config import RLConfig, validate
+from tests.support.flags import parse_config
 
 WORKING = {
     "perform-rl-step": True,

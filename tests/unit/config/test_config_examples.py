@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import notes, parse_config, read_config, validate
+from megatron_rl.config import notes, read_config, validate
+from tests.support.flags import parse_config
 from tests.unit.families.test_published_models import PUBLISHED
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo"

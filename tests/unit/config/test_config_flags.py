@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from megatron_rl.config import parse_config
 from megatron_rl.config.flags import Flag
 from megatron_rl.config.reference import REFERENCE, main, reference_text
 from megatron_rl.config.rl_config import all_flags, section_classes
+from tests.support.flags import parse_config
 
 SECTIONS = [
     "model", "kernels", "tokenizer", "parallel", "precision", "training", "optimizer", "schedule",

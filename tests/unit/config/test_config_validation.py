@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config import AlgorithmConfig, ModelConfig, RLConfig, parse_config, resolve, validate
+from megatron_rl.config import ModelConfig, RLConfig, resolve, validate
+from megatron_rl.config.algorithm import AlgorithmConfig
+from tests.support.flags import parse_config
 
 
 def test_the_working_command_has_no_problems(problems):

@@ -6,8 +6,9 @@ import difflib
 
 import pytest
 
-from megatron_rl.config import parse_config, read_config
+from megatron_rl.config import read_config
 from megatron_rl.errors import MAX_PROBLEMS, ConfigError
+from tests.support.flags import parse_config
 
 
 @pytest.fixture

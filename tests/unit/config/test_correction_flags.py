@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config import parse_config, resolve
+from megatron_rl.config import resolve
 from megatron_rl.errors import ConfigError
 from megatron_rl.preflight.machine import algorithm_problems
+from tests.support.flags import parse_config
 
 
 @pytest.mark.parametrize(

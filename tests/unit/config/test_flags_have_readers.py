@@ -10,9 +10,10 @@ import pytest
 from megatron.core.transformer import TransformerConfig
 
 import megatron_rl
-from megatron_rl.config import notes, parse_config
+from megatron_rl.config import notes
 from megatron_rl.config.flags import Flag
 from megatron_rl.config.rl_config import all_flags
+from tests.support.flags import parse_config
 
 LIBRARY = Path(megatron_rl.__file__).parent
 ONLY_ONE_VALUE = {"tokenizer_type", "langrl_inference_server_type"}
