@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_config
 from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
-from megatron_rl.estimate import estimate, quantization_problems, report_text, size_problems, vocabulary
+from megatron_rl.estimate import estimate, report_text, size_problems
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory, typed_command
-from megatron_rl.preflight import backend_problems, open_tokenizer, preflight
+from megatron_rl.preflight import preflight
+from megatron_rl.preflight.inputs import open_tokenizer, vocabulary
+from megatron_rl.preflight.machine import backend_problems, recipe_problems
 from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
 from megatron_rl.watchdog import Watchdog, describe
 
@@ -88,7 +90,7 @@ def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> 
     """What `--estimate` and `--check` print; the exit code."""
     try:
         if config.training.estimate:
-            if found := problems or quantization_problems(config):
+            if found := problems or recipe_problems(config):
                 raise ConfigError(found)
             text = report_text(config, estimate(config, world_size, vocabulary(config)))
         else:

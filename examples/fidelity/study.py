@@ -19,7 +19,7 @@ from plot import write_page
 from settings import EASY, HARD, Setting, quick
 
 from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.table import can_draw_boxes, format_table
+from megatron_rl.metrics.table import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 GAP = "training/rollout_logprob_gap_mean"
@@ -70,7 +70,7 @@ def controls(setting: Setting, seed: int, run_dir: Path) -> None:
         for name, found in results.items()
     ]
     print("\nbroken on purpose (int8, worst of the first steps)")
-    print(format_table(("", *(m.split("/")[1] for m in MEASURES), "gate"), rows, unicode=can_draw_boxes(sys.stdout)))
+    print(format_table(("", *(m.split("/")[1] for m in MEASURES), "gate"), rows))
 
 
 def run_path(folder: Path, seed: int, recipe: str, correction: str) -> Path:
@@ -142,7 +142,7 @@ def print_table(setting: Setting, results: dict[str, dict[str, dict]]) -> None:
             )  # fmt: skip
     headers = ("rollouts", "correction", "pass@1 by seed", "mean", "to none", "gap mean", "gap max", "k3 KL")
     print(f"\n{setting.name}: held-out pass@1 after {setting.steps} steps of {setting.updates_per_step} updates")
-    print(format_table(headers, rows, unicode=can_draw_boxes(sys.stdout)))
+    print(format_table(headers, rows))
     if len(reference) > 1:
         print(f"seed noise: the unquantised runs' standard deviation is {statistics.stdev(reference):.3f}")
 

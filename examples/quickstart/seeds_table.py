@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_rl.metrics.table import can_draw_boxes, format_table
+from megatron_rl.metrics.table import format_table
 
 START_AT_MOST = 0.45
 END_AT_LEAST = 0.95
@@ -37,7 +37,7 @@ def main() -> int:
                 "yes" if good else "NO",
             )
         )
-    print(format_table(HEADERS, rows, unicode=can_draw_boxes(sys.stdout)))
+    print(format_table(HEADERS, rows))
     print(f"{kept} of {len(rows)} seeds start at {START_AT_MOST} or less and end at {END_AT_LEAST} or more")
     return 0 if kept == len(rows) else 1
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.metrics.table import format_table
-
 COUNTS = frozenset({"num_tasks", "failed_grades", "pass@1_ci95"})
 """Measures that are counts and intervals, not results: kept in the files, not drawn."""
 _AFTER_PASS_AT_K = (("maj@k", "maj@k"), ("greedy", "greedy"), ("reward", "reward"), ("response_length", "tokens"),
@@ -46,11 +44,6 @@ def result_table(metrics: Mapping[str, float]) -> tuple[list[str], list[list[str
     shown += [pair for pair in _AFTER_PASS_AT_K if any(pair[0] in row for row in results.values())]
     rows = [[name, *(_cell(row, measure) for measure, _ in shown)] for name, row in sorted(results.items())]
     return ["environment", *(title for _, title in shown)], rows
-
-
-def evaluation_table(metrics: Mapping[str, float], *, unicode: bool = False) -> str:
-    """``result_table`` for the terminal."""
-    return format_table(*result_table(metrics), unicode=unicode)
 
 
 def last_evaluation(rows: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

@@ -4,26 +4,9 @@ The configuration's own rules are `megatron_rl.config.validate`'s; here are the 
 mentions. No process group is needed: `--check` calls this, and rank 0 of every launch.
 """
 
-from __future__ import annotations
-
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import Problem
-from megatron_rl.preflight import inputs, machine
-from megatron_rl.preflight.inputs import open_tokenizer
-from megatron_rl.preflight.machine import backend_problems
-from megatron_rl.preflight.starts import (
-    checkpoint_problems,
-    first_weights,
-    reference_weights,
-    resumes,
-    run_to_continue,
-    wants_reference,
-)
-
-__all__ = [
-    "backend_problems", "first_weights", "open_tokenizer", "preflight", "reference_weights", "resumes",
-    "run_to_continue", "wants_reference",
-]  # fmt: skip
+from megatron_rl.preflight import inputs, machine, starts
 
 
 def preflight(config: RLConfig) -> list[Problem]:
@@ -33,7 +16,7 @@ def preflight(config: RLConfig) -> list[Problem]:
         *machine.output_problems(config),
         *problems,
         *inputs.environment_problems(config, tokenizer),
-        *checkpoint_problems(config, tokenizer),
+        *starts.checkpoint_problems(config, tokenizer),
         *inputs.hugging_face_problems(config, tokenizer),
         *machine.algorithm_problems(config),
         *machine.quantization_problems(config),

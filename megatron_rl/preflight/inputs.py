@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import resource
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -31,6 +32,28 @@ def open_tokenizer(config: RLConfig) -> Tokenizer:
     """
     directories = [config.checkpoint.load_hf, config.model.hf_config]
     return load_tokenizer(config.tokenizer.tokenizer_model, [name for name in directories if name is not None])
+
+
+def vocabulary(config: RLConfig) -> int:
+    """`--estimate-vocab-size`, or else the tokenizer's.
+
+    Raises:
+        ConfigError: neither is there; names the flag to give.
+    """
+    if config.training.estimate_vocab_size is not None:
+        return config.training.estimate_vocab_size
+    advice = "give --estimate-vocab-size N, for example --estimate-vocab-size 151936"
+    path = config.tokenizer.tokenizer_model
+    if path is None and config.tokenizer.vocab_size is not None:
+        return config.tokenizer.vocab_size
+    if path is None:
+        raise ConfigError([f"without --tokenizer-model the size of the vocabulary is unknown; {advice}"])
+    # A name that is in no cache would be looked up on the hub, again and again where there is no network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return load_tokenizer(path).vocab_size
+    except ConfigError as error:
+        raise ConfigError([f"the size of the vocabulary is unknown; {advice} ({error.lines[0]})"]) from error
 
 
 def tokenizer_problems(config: RLConfig) -> tuple[Tokenizer | None, list[Problem]]:

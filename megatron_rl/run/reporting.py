@@ -18,12 +18,12 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
 from megatron_rl.metrics.console import ConsoleWriter
-from megatron_rl.metrics.evaluation import by_environment, evaluation_table, with_average
+from megatron_rl.metrics.evaluation import by_environment, result_table, with_average
 from megatron_rl.metrics.jsonl import JsonlWriter, read_rows, write_json_atomic
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.rollouts import rows_by_group, training_rows, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.metrics.table import can_draw_boxes
+from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, WandbWriter, wandb_mode
 from megatron_rl.parallel import ParallelGroups
@@ -135,7 +135,7 @@ class Reporter:
         if self._config.training.eval_only and status == "finished":
             measured = read_rows(self._directory.metrics)[-1]
             write_json_atomic(self._directory.path / "evaluation.json", with_average(by_environment(measured)))
-            sys.stdout.write(evaluation_table(measured, unicode=can_draw_boxes(sys.stdout)) + "\n")
+            sys.stdout.write(format_table(*result_table(measured)) + "\n")
         write_report(self._directory.path)
 
     @property

@@ -21,7 +21,13 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.families import read_model
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.preflight import first_weights, reference_weights, resumes, run_to_continue, wants_reference
+from megatron_rl.preflight.starts import (
+    first_weights,
+    reference_weights,
+    resumes,
+    run_to_continue,
+    wants_reference,
+)
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.policy import ReferencePolicy

@@ -6,7 +6,8 @@ import numpy
 import pytest
 
 from megatron_rl.config import read_config
-from megatron_rl.metrics.evaluation import by_environment, evaluation_table, last_evaluation, with_average
+from megatron_rl.metrics.evaluation import by_environment, last_evaluation, result_table, with_average
+from megatron_rl.metrics.table import format_table
 from megatron_rl.rollout.evaluation import confidence, majority_is_correct
 from megatron_rl.types import Completion, GradeResult, Rollout
 
@@ -45,7 +46,7 @@ def test_the_table_has_a_row_for_each_environment():
         "val/b/greedy": 0.3, "val/b/num_tasks": 30.0, "val/b/response_length": 12.34, "val/a/pass@1": 1.0,
     }  # fmt: skip
     assert by_environment(metrics)["a"] == {"pass@1": 1.0}
-    header, _, first, second = evaluation_table(metrics).splitlines()
+    header, _, first, second = format_table(*result_table(metrics)).splitlines()
     assert [cell.strip() for cell in header.split("|")] == [
         "environment", "pass@1 = avg@k", "pass@8", "pass@16", "greedy", "tokens", "tasks",
     ]  # fmt: skip

@@ -1,16 +1,23 @@
-"""Bytes on one rank by use, and their sums by phase."""
+"""Bytes of a run by phase, from its flags alone: no model, no process group, no torch.
+
+    flags ─► ModelLayout ─► Estimate (bytes by use; activations are an approximation) ─► the table of `--estimate`
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_rl.arithmetic import FEWEST_KEYS, LOGITS_AT_ONCE
 from megatron_rl.config import RLConfig
+from megatron_rl.errors import Problem
 from megatron_rl.families import Layer, Linear, ModelLayout
+from megatron_rl.metrics.table import format_table
 from megatron_rl.quantization.shapes import skipped, stored_bytes
 
+MOST_BYTES = 4 * 2**40
+"""Of one rank. Beyond the memory of any device there is, and of all but a few hosts."""
 _FP32 = 4
 _PARAMETER_START = 64
 _BUCKET_END = 128
@@ -24,9 +31,7 @@ _BUCKET_A_REPLICA = 1_000_000
 class Estimate:
     """Bytes on each rank unless a name says otherwise; all ranks hold as much.
 
-    Optimizer state stays in place in both phases, unless it is off during rollouts. Gradients are an update's. Weights
-    that have quantised copies are an update's too, where an optimizer can make them again. KV cache and quantised
-    copies stay unless an update has no room beside them.
+    KV cache and quantised copies stay in both phases unless an update has no room beside them.
     """
 
     world_size: int
@@ -45,14 +50,13 @@ class Estimate:
     gradients_in_rollouts: int
     optimizer: int
     """From the first update on: fp32 main parameters, moments, and fp32 gradients where the buffer is bf16."""
+    optimizer_in_rollouts: int
     quantized: int
     kv_cache: int
     rollout_logits: int
     activations: int
     """An approximation: see `activation_elements`."""
     training_logits: int
-    optimizer_is_offloaded: bool
-    """Rollouts have no optimizer state on the device."""
     optimizer_on_host: int
     """In the host's memory, pinned: what waits there during rollouts."""
     reference_on_host: int
@@ -69,15 +73,14 @@ class Estimate:
         )  # fmt: skip
 
     @property
-    def optimizer_in_rollouts(self) -> int:
-        """Nothing where it waits on the host."""
-        return 0 if self.optimizer_is_offloaded else self.optimizer
+    def weights_aside(self) -> int:
+        """A copy of the weights that quantised rollouts read unquantised."""
+        return self.weights_in_rollouts if self.weights_in_rollouts < self.weights else 0
 
     @property
     def for_rollouts(self) -> int:
         """What an update has beside its own, and can give up: KV cache, quantised copies, weights set aside."""
-        aside = self.weights_in_rollouts if self.weights_in_rollouts < self.weights else 0
-        return self.kv_cache + self.quantized + aside
+        return self.kv_cache + self.quantized + self.weights_aside
 
     @property
     def training(self) -> int:
@@ -85,51 +88,52 @@ class Estimate:
         own = self.weights + self.gradients + self.optimizer + self.activations + self.training_logits
         return own + self.for_rollouts
 
-    @property
-    def state(self) -> int:
-        """What both phases have where nothing goes: weights, gradients, optimizer and quantised copies."""
-        return self.weights + self.gradients + self.optimizer + self.quantized
-
 
 def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
     """Arithmetic on a resolved configuration without problems; ``vocab_size`` is the tokenizer's."""
     layout, replicas = config.layout(vocab_size), config.data_parallel_size(world_size)
     sizes = [parameter.size for parameter in layout.parameters]
-    held, buffer, number = sum(sizes), buffer_elements(sizes, config, replicas), number_bytes(config)
+    number = 2 if config.precision.bf16 else _FP32
     gradient = _FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number
+    held, buffer = sum(sizes), _buffer_elements(sizes, config, replicas)
     # Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters.
     updated = min(held, buffer // replicas) if config.parallel.use_distributed_optimizer else held
-    kept = _FP32 * _state_numbers(config) * updated
-    offloaded, slots = config.rollout.rl_offload_optimizer_during_inference, _cache_slots(config)
-    weights, read, keeps = buffer * number, _read_in_rollouts(config, layout), config.rollout.rl_keep_in_rollouts
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    kept = _FP32 * (moments + int(config.precision.bf16)) * updated  # fp32 parameters are their own main parameters
+    optimizer = kept + (_FP32 * updated if gradient != _FP32 else 0)
+    rollout, slots, padded = config.rollout, _cache_slots(config), layout.padded_vocab_size
+    offloaded = rollout.rl_offload_optimizer_during_inference
+    read = _read_in_rollouts(config, layout)
     has_reference = config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
+    recipe = config.quantization.rl_rollout_quantization.replace("-", "_")
+    copies = 3 + int(rollout.rl_temperature != 1.0)  # of a decode step's logits: raw, log-probs, cumulative; tempered
     return Estimate(
         world_size=world_size,
         replicas=replicas,
         vocab_size=vocab_size,
-        padded_vocab_size=layout.padded_vocab_size,
+        padded_vocab_size=padded,
         parameters=sum(math.prod(parameter.shape) for parameter in layout.parameters),
         parameters_per_rank=held,
         cache_slots=slots,
         # With the distributed optimizer parameters lie in a buffer that is padded like the gradients'.
-        weights=weights,
-        weights_in_rollouts=weights if read is None else read * number,
+        weights=buffer * number,
+        weights_in_rollouts=(buffer if read is None else read) * number,
         gradients=buffer * gradient,
-        gradients_in_rollouts=buffer * gradient if "gradients" in keeps else 0,
-        optimizer=kept + (_FP32 * updated if gradient != _FP32 else 0),
-        quantized=_quantized_bytes(config, layout),
+        gradients_in_rollouts=buffer * gradient if "gradients" in rollout.rl_keep_in_rollouts else 0,
+        optimizer=optimizer,
+        optimizer_in_rollouts=0 if offloaded else optimizer,
+        quantized=sum(stored_bytes(recipe, linear.rows, linear.columns) for linear in _quantized(config, layout)),
         kv_cache=slots * slot_bytes(config),
-        rollout_logits=_rollout_logits(config, slots, layout.padded_vocab_size),
+        rollout_logits=slots * padded * copies * _FP32,
         activations=activation_elements(config, layout) * number,
-        training_logits=_training_logits(config, layout),
-        optimizer_is_offloaded=offloaded,
+        training_logits=_training_logits(config, layout, number),
         # Gradients are not worth a copy there, the next update begins with zeros.
         optimizer_on_host=kept if offloaded and slots else 0,
         reference_on_host=2 * held * number if has_reference else 0,
     )
 
 
-def buffer_elements(sizes: Iterable[int], config: RLConfig, replicas: int) -> int:
+def _buffer_elements(sizes: Iterable[int], config: RLConfig, replicas: int) -> int:
     """Numbers in the contiguous buffer of megatron's DDP; ``sizes`` in the model's order.
 
     With the distributed optimizer parameters start aligned and buckets can be cut into equal shards.
@@ -194,30 +198,14 @@ def _inner_elements(layer: Layer, config: RLConfig) -> int:
     return config.training.rl_sequence_packing_bin_size * (attention + mlp)
 
 
-def number_bytes(config: RLConfig) -> int:
-    """Bytes of a parameter and of an activation."""
-    return 2 if config.precision.bf16 else _FP32
-
-
 def slot_bytes(config: RLConfig) -> int:
     """Keys and values of one sequence of full length."""
     return config.kv_cache_bytes(max(config.rollout.inference_max_seq_length, FEWEST_KEYS))
 
 
-def _state_numbers(config: RLConfig) -> int:
-    """fp32 numbers that the optimizer keeps for every one it updates."""
-    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
-    return moments + int(config.precision.bf16)  # fp32 parameters are their own main parameters
-
-
 def _quantized(config: RLConfig, layout: ModelLayout) -> list[Linear]:
     skip = config.quantization.rl_quantization_skip
     return [linear for linear in layout.linears if not skipped(linear.name, skip, config.model.num_layers)]
-
-
-def _quantized_bytes(config: RLConfig, layout: ModelLayout) -> int:
-    recipe = config.quantization.rl_rollout_quantization.replace("-", "_")
-    return sum(stored_bytes(recipe, linear.rows, linear.columns) for linear in _quantized(config, layout))
 
 
 def _read_in_rollouts(config: RLConfig, layout: ModelLayout) -> int | None:
@@ -238,18 +226,108 @@ def _cache_slots(config: RLConfig) -> int:
     return wanted if budget is None else min(wanted, int(budget * 2**30 // slot_bytes(config)))
 
 
-def _rollout_logits(config: RLConfig, slots: int, padded: int) -> int:
-    """Of one decode step, gathered from all ranks, fp32: raw, log-probs and cumulative, and tempered."""
-    copies = 3 + int(config.rollout.rl_temperature != 1.0)
-    return slots * padded * copies * _FP32
-
-
-def _training_logits(config: RLConfig, layout: ModelLayout) -> int:
+def _training_logits(config: RLConfig, layout: ModelLayout, number: int) -> int:
     """Of a bin on this rank: saved and their gradient in the model's type, and the fp32 chunks of the pass."""
     logits = config.training.rl_sequence_packing_bin_size * layout.padded_vocab_size // layout.tensor_size
     temporaries = 4 if config.training.perform_rl_step and config.algorithm.grpo_entropy_term_weight else 2
-    return 2 * logits * number_bytes(config) + temporaries * min(logits, LOGITS_AT_ONCE) * _FP32
+    return 2 * logits * number + temporaries * min(logits, LOGITS_AT_ONCE) * _FP32
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def size_problems(config: RLConfig, world_size: int) -> list[Problem]:
+    """What fits no machine at all; a device's own memory is the run's to find out.
+
+    For a configuration without other problems. The KV cache counts with one sequence: it takes what is there.
+    The tokenizer's vocabulary does not count unless `--vocab-size` says it: reading it takes longer than it matters.
+    """
+    result = estimate(config, world_size, config.tokenizer.vocab_size or 1)
+    state = result.weights + result.gradients + result.optimizer + result.quantized
+    shorter = "lower --seq-length or --rl-sequence-packing-bin-size"
+    uses = {
+        "weights, gradients and optimizer state": (state, "use a smaller model or more ranks"),
+        "activations of one bin": (result.activations, shorter),
+        "logits of one bin": (result.training_logits, shorter),
+    }
+    if result.cache_slots:
+        uses["the KV cache of one sequence"] = (slot_bytes(config), "lower --inference-max-seq-length")
+    too_much = "TiB on each rank, which is more than any machine has"
+    return [
+        Problem(None, f"{use} take {size / 2**40:,.1f} {too_much}; {advice}")
+        for use, (size, advice) in uses.items()
+        if size > MOST_BYTES
+    ]
+
+
+def report_text(config: RLConfig, result: Estimate) -> str:
+    """A table of bytes by use and phase, and the sums."""
+    rows = [
+        (name, _bytes(rollout if result.cache_slots else 0), _bytes(training), _bytes(most * result.world_size), what)
+        for name, rollout, training, what in _uses(config, result)
+        if (most := max(rollout, training))
+    ]
+    lines = [
+        f"{result.parameters:,} parameters, {result.parameters_per_rank:,} a rank; vocabulary "
+        f"{result.vocab_size:,}, padded to {result.padded_vocab_size:,}; ranks: {result.world_size:,} "
+        f"(tensor {config.parallel.tensor_model_parallel_size} x data {result.replicas})",
+        "",
+        format_table(("memory", "rollout", "training", "all ranks", "what"), rows),
+        "",
+    ]
+    for phase, total in (("rollout", result.rollout), ("training", result.training)):
+        if total:
+            lines.append(f"{phase}: {_bytes(total)} a rank, {_bytes(total * result.world_size)} in all")
+    if result.kv_cache:
+        alone = _bytes(result.training - result.for_rollouts)
+        lines[-1] += f"; {alone} a rank where what is the rollouts' has to go meanwhile"
+    if result.optimizer_on_host:
+        total = _bytes(result.optimizer_on_host)
+        lines.append(f"optimizer state, in host memory during rollouts: {total} a rank, pinned")
+    if result.reference_on_host:
+        total = _bytes(result.reference_on_host)
+        lines.append(f"reference policy, in host memory: {total} a rank (a frozen copy, and one to swap)")
+    return "\n".join(lines)
+
+
+def _uses(config: RLConfig, result: Estimate) -> Iterator[tuple[str, int, int, str]]:
+    """Name, bytes in rollouts, bytes in training, and what it is."""
+    dtype = "bf16" if config.precision.bf16 else "fp32"
+    gradients = "fp32" if config.precision.accumulate_allreduce_grads_in_fp32 else dtype
+    tokens, slots = config.training.rl_sequence_packing_bin_size, result.cache_slots
+    partly = "; in rollouts without those that are quantised" if result.weights_aside and slots else ""
+    yield "weights", result.weights_in_rollouts, result.weights + result.weights_aside, f"{dtype}{partly}"
+    yield "gradients", result.gradients_in_rollouts, result.gradients, f"{gradients} buffer"
+    states = ["main parameters"] if dtype == "bf16" else []
+    states += ["moments" if config.optimizer.optimizer == "adam" else "momentum"]
+    states += ["gradients"] if gradients == "bf16" else []
+    shared = f", spread over {result.replicas} ranks" if config.parallel.use_distributed_optimizer else ""
+    away = "; off in rollouts" if result.optimizer_on_host else ""
+    what = f"fp32 {' and '.join(states)}{shared}{away}"
+    yield "optimizer", result.optimizer_in_rollouts, result.optimizer, what
+    what = f"{config.quantization.rl_rollout_quantization}, linear layers"
+    yield "quantised weights", result.quantized, result.quantized, what
+    whole_batch = slots == config.rollout.inference_max_batch_size
+    sized = "the largest batch; fewer where they do not fit" if whole_batch else "as many as its budget holds"
+    stored = f" in {config.kv_cache_dtype}" if config.kv_cache_is_rounded else ""
+    what = f"{slots} sequences of {config.rollout.inference_max_seq_length} tokens{stored}, {sized}"
+    yield "KV cache", result.kv_cache, result.kv_cache, what
+    yield "activations", 0, result.activations, f"{tokens} tokens, {_recomputation(config)}; approximate"
+    yield "logits, rollout", result.rollout_logits, 0, f"{slots} rows of the whole vocabulary, fp32"
+    yield "logits, training", 0, result.training_logits, f"{tokens} rows of this rank's part, and their gradient"
+
+
+def _recomputation(config: RLConfig) -> str:
+    kernels = config.kernels
+    if kernels.recompute_granularity == "full":
+        return f"layers recomputed ({kernels.recompute_method}, {kernels.recompute_num_layers})"
+    if kernels.recompute_granularity == "selective":
+        return f"{' and '.join(kernels.recompute_modules)} recomputed"
+    return "nothing recomputed"
+
+
+def _bytes(count: int) -> str:
+    if count == 0:
+        return "-"
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"
