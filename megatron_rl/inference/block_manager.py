@@ -18,14 +18,11 @@ FEWEST_REUSED = 16
 """A shorter common beginning is not worth a pass of its own."""
 
 
-@dataclass(frozen=True)
-class Copies:
-    """What has to be copied in the cache; all at once, so that two may exchange places."""
+Copies = tuple[tuple[int, int, int], ...]
+"""What has to be copied in the cache, all at once so that two may exchange places: (from, to, tokens that matter).
 
-    pairs: tuple[tuple[int, int], ...] = ()
-    """(from, to): blocks, or rows where each row has one."""
-    length: int = 0
-    """Tokens of a row that matter, from its beginning."""
+From and to are blocks, or rows where each row has one. The tokens are the first of a row.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Allocation:
     count: int
     reused: int = 0
     """Tokens at the beginning of their prompt that need not be computed again."""
-    copies: Copies = Copies()
+    copies: Copies = ()
     """What brings them to the first sequence."""
 
 
@@ -102,7 +99,7 @@ class RowBlocks(BlockManager):
         return self._best_source(set(), token_ids)[1]
 
     def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
-        token_ids, rows, copies = sequences[0].prefill_ids, set(free), Copies()
+        token_ids, rows, copies = sequences[0].prefill_ids, set(free), ()
         source, reused = self._best_source(rows, token_ids)
         # Rows that no sequence will go on from, from the lowest; then what was kept longest ago.
         order = sorted(rows - self._kept) + [row for row in self._known if row in self._kept & rows]
@@ -110,7 +107,7 @@ class RowBlocks(BlockManager):
             order.remove(source)
             order.insert(0, source)
         elif source is not None and order and order[0] != source:
-            copies = Copies(((source, order[0]),), reused)
+            copies = ((source, order[0], reused),)
         count = min(len(sequences), len(order))
         for sequence, row in zip(sequences[:count], order[:count], strict=True):
             sequence.row = row
@@ -118,7 +115,7 @@ class RowBlocks(BlockManager):
         return Allocation(count, reused, copies) if count else None
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
-        return Copies(tuple((sequences[0].row, other.row) for other in sequences[1:]), length)
+        return tuple((sequences[0].row, other.row, length) for other in sequences[1:])
 
     def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
         for sequence in sequences:
@@ -129,17 +126,17 @@ class RowBlocks(BlockManager):
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
         """What is kept in the row that a sequence goes to takes the row it comes from."""
-        pairs = list(moves)
+        copies = []
         for source, destination in moves:
             kept = self._known[destination] if destination in self._kept else ()
             self._forget(destination)
+            copies.append((source, destination, length))
             if source in self._known:
                 self._known[destination] = self._known.pop(source)
             if kept:
                 self._learn(source, kept, keep=True)
-                pairs.append((destination, source))
-                length = max(length, len(kept))
-        return Copies(tuple(pairs), length)
+                copies.append((destination, source, len(kept)))
+        return tuple(copies)
 
     def clear(self) -> None:
         self._known.clear()

@@ -129,18 +129,6 @@ class McoreEngine(Engine):
 # -- the stock engine, corrected -----------------------------------------------------------------
 
 
-class _ZeroedContext(DynamicInferenceContext):
-    def allocate_all_tensors(self, *, is_init: bool) -> None:
-        """Zeroed: with the garbage of torch.empty a masked place gives 0 * NaN = NaN."""
-        super().allocate_all_tensors(is_init=is_init)
-        self.memory_buffer.zero_()
-
-    def initialize_all_tensors(self) -> None:
-        """The same under the name that it has from 0.17 on."""
-        super().initialize_all_tensors()
-        self.memory_buffer.zero_()
-
-
 class _RealVocabulary(GPTInferenceWrapper):
     """Logits in fp32, and none for the padding of the vocabulary.
 
@@ -250,20 +238,25 @@ def _stock_engine(policy: PolicyModel, options: EngineOptions, is_stop: torch.Te
     }
     # Whole prompts only: chunks give wrong prompt log-probs at their borders.
     if VERSION < (0, 17):
-        return _engine_of_0_16(policy, sizes, is_stop)
-    from megatron.core.inference.config import InferenceConfig
+        context, settings = _context_of_0_16(policy, sizes)
+        options = {"random_seed": 0, "enable_chunked_prefill": False}
+    else:
+        from megatron.core.inference.config import InferenceConfig
 
-    context = _ZeroedContext(policy.config, InferenceConfig(**sizes, enable_chunked_prefill=False))
-    controller = _SeveralEndTokens(_RealVocabulary(policy, context), is_stop)
+        config = InferenceConfig(**sizes, enable_chunked_prefill=False)
+        context, settings, options = DynamicInferenceContext(policy.config, config), (), {}
+    context.memory_buffer.zero_()  # with the garbage of torch.empty a masked place gives 0 * NaN = NaN
+    controller = _SeveralEndTokens(_RealVocabulary(policy, *settings, context), is_stop)
     with inference_flag():  # which the constructor sets and leaves on
-        return _SteppedEngine(controller, context)
+        return _SteppedEngine(controller, context, **options)
 
 
-def _engine_of_0_16(policy: PolicyModel, sizes: dict[str, Any], is_stop: torch.Tensor) -> _SteppedEngine:
+def _context_of_0_16(policy: PolicyModel, sizes: dict[str, Any]) -> tuple[DynamicInferenceContext, tuple[Any]]:
+    """The context, and the settings that the wrapper of the model then takes besides."""
     from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 
     layers, tensor_size = policy.layout.layers, policy.config.tensor_model_parallel_size
-    context = _ZeroedContext(
+    context = DynamicInferenceContext(
         params_dtype=policy.dtype,
         num_layers=len(layers),
         kv_channels=layers[0].cache.key_width,
@@ -271,11 +264,10 @@ def _engine_of_0_16(policy: PolicyModel, sizes: dict[str, Any], is_stop: torch.T
         tensor_model_parallel_size=tensor_size,
         **sizes,
     )
-    wrapper = InferenceWrapperConfig(
+    settings = InferenceWrapperConfig(
         hidden_size=policy.config.hidden_size,
         params_dtype=policy.dtype,
         inference_batch_times_seqlen_threshold=-1,
         padded_vocab_size=policy.padded_vocab_size,
     )
-    controller = _SeveralEndTokens(_RealVocabulary(policy, wrapper, context), is_stop)
-    return _SteppedEngine(controller, context, random_seed=0, enable_chunked_prefill=False)
+    return context, (settings,)

@@ -9,7 +9,6 @@ import torch
 from megatron_rl.arithmetic import FEWEST_KEYS
 from megatron_rl.attention.backend import NewTokens
 from megatron_rl.inference.batch_state import BatchState
-from megatron_rl.inference.block_manager import Copies
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.sampler import Sampler, SamplingKinds, uniform
 from megatron_rl.inference.scheduler import Chunk
@@ -35,19 +34,18 @@ class ModelRunner:
         First chunks attend to themselves alone; what begins in the cache takes a second pass.
         """
         # First of all: a later pass may write over what is copied.
-        self.copy([chunk.before for chunk in chunks])
+        self.copy([copy for chunk in chunks for copy in chunk.before])
         for batch in ([c for c in chunks if c.start == 0], [c for c in chunks if c.start > 0]):
             if batch:
                 logits = self._compute(batch)
                 self._hold([chunk for chunk in batch if not chunk.is_last])
                 self._begin([(place, chunk) for place, chunk in enumerate(batch) if chunk.is_last], logits, kinds)
 
-    def copy(self, several: ListOf[Copies]) -> None:
-        """Carry out copies in the cache, all at once."""
-        pairs = [pair for copies in several for pair in copies.pairs]
-        if pairs:
-            source, destination = (self._to_device(column) for column in zip(*pairs, strict=True))
-            self.context.cache.copy(source, destination, max(copies.length for copies in several))
+    def copy(self, copies: ListOf[tuple[int, int, int]]) -> None:
+        """Carry out `Copies` in the cache."""
+        if copies:
+            source, destination, lengths = zip(*copies, strict=True)
+            self.context.cache.copy(self._to_device(source), self._to_device(destination), max(lengths))
 
     def _compute(self, chunks: ListOf[Chunk]) -> torch.Tensor:
         """Logits of the last token of each chunk; those of a few more rows may follow."""
@@ -77,7 +75,7 @@ class ModelRunner:
         """The sequences of complete prompts draw from their chunks' places in ``logits``."""
         if not ready:
             return
-        self.copy([chunk.after for _, chunk in ready])
+        self.copy([copy for _, chunk in ready for copy in chunk.after])
         started = [(sequence, place) for place, chunk in ready for sequence in chunk.sequences]
         sequences, places = zip(*started, strict=True)
         rows, state = self._to_device([sequence.row for sequence in sequences]), self.state

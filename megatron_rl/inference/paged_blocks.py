@@ -158,7 +158,7 @@ class PagedBlocks(BlockManager):
         """Only the last block, where the prompt does not fill it, is each sequence's own."""
         full, rest = divmod(length, self.pool.block_size)
         own = [sequence.block_table[full] for sequence in sequences] if rest else []
-        return Copies(tuple((own[0], block) for block in own[1:]), length)
+        return tuple((own[0], block, length) for block in own[1:])
 
     def remember(self, sequences: ListOf[Sequence], token_ids: tuple[int, ...]) -> None:
         if self._reuse:
@@ -186,7 +186,7 @@ class PagedBlocks(BlockManager):
             self._write_row(source, [])
             sequence = self._sequences.pop(source)
             self._set(sequence, sequence.block_table)
-        return Copies()
+        return ()
 
     def changed_table(self) -> array | None:
         changed, self._changed = self._changed, False

@@ -124,7 +124,7 @@ class RolloutEngine(Engine):
         moves, copies = self._scheduler.compact()
         if moves:
             self.runner.state.exchange(moves)
-            self.runner.copy([copies])
+            self.runner.copy(copies)
         return complete
 
     # -- parts of a step -----------------------------------------------------------------------

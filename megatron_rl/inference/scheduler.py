@@ -23,9 +23,9 @@ class Chunk:
     end: int
     reused: int = 0
     """Tokens of the prompt that the cache held already; counted once, with the first chunk."""
-    before: Copies = Copies()
+    before: Copies = ()
     """Copies in the cache that come first."""
-    after: Copies = Copies()
+    after: Copies = ()
     """Copies that give the finished prompt to the other sequences."""
 
     @property
@@ -74,11 +74,6 @@ class Scheduler:
     def num_rows(self) -> int:
         """One more than the highest row that decodes."""
         return max((row for row, s in self._rows.items() if s.status is SequenceStatus.RUNNING), default=-1) + 1
-
-    @property
-    def has_waiting(self) -> bool:
-        """True while sequences wait for a row."""
-        return bool(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Queue it by priority."""
@@ -151,8 +146,8 @@ class Scheduler:
             yield Chunk(
                 tuple(sequences), token_ids, start, end,
                 reused=reused if is_first else 0,
-                before=allocation.copies if is_first else Copies(),
-                after=self._blocks.share(sequences, length) if is_last else Copies(),
+                before=allocation.copies if is_first else (),
+                after=self._blocks.share(sequences, length) if is_last else (),
             )  # fmt: skip
 
     # -- decoding ------------------------------------------------------------------------------
@@ -199,7 +194,7 @@ class Scheduler:
         """
         rows, taken = self.num_rows, len(self._rows)
         if (self._waiting and not self._lacks_blocks) or taken == 0 or rows - taken < max(1, rows // 32):
-            return [], Copies()
+            return [], ()
         holes = [row for row in range(taken) if row not in self._rows]
         movers = [row for row in sorted(self._rows) if row >= taken]
         moves = list(zip(movers, holes, strict=True))
@@ -208,7 +203,7 @@ class Scheduler:
             sequence.row = row
             self._rows[row] = sequence
         longest = max((len(s.prefill_ids) + s.num_unread for s in moved), default=0)
-        return moves, self._blocks.move(moves, longest) if moves else Copies()
+        return moves, self._blocks.move(moves, longest) if moves else ()
 
     def clear(self) -> None:
         """Forget all sequences."""

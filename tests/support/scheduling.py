@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_rl.inference.block_manager import Copies, RowBlocks
+from megatron_rl.inference.block_manager import RowBlocks
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence as Sample
@@ -134,15 +134,14 @@ class Twin:
             assert not self.sizes.block_size or unit > 0, "a sequence without a block"
             assert self.cells[unit][offset] == token, f"row {row} has another token at {position}"
 
-    def _copy(self, several: Sequence[Copies]) -> None:
-        pairs = [pair for copies in several for pair in copies.pairs]
-        length = self.sizes.block_size or max((copies.length for copies in several), default=0)
-        held = [self.cells[source][:length] for source, _ in pairs]
-        for (_, destination), contents in zip(pairs, held, strict=True):
+    def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        length = self.sizes.block_size or max((length for _, _, length in copies), default=0)
+        held = [self.cells[source][:length] for source, _, _ in copies]
+        for (_, destination, _), contents in zip(copies, held, strict=True):
             self.cells[destination][:length] = contents
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        self._copy([chunk.before for chunk in chunks])
+        self._copy([copy for chunk in chunks for copy in chunk.before])
         # Whole prompts and first chunks, then those that begin in the cache.
         for chunk in sorted(chunks, key=lambda chunk: chunk.start > 0):
             self._check(chunk.rows[0], chunk.token_ids[: chunk.start])
@@ -154,7 +153,7 @@ class Twin:
                 for row in chunk.rows:
                     self.alive[row], self.position[row] = False, len(chunk.token_ids) - 1
                 continue
-            self._copy([chunk.after])
+            self._copy(chunk.after)
             for sample in chunk.sequences:
                 row, number = sample.row, sample.group.number
                 wanted = self.wanted[number]
@@ -214,4 +213,4 @@ class Twin:
             for column in (self.position, self.alive):
                 column[source], column[destination] = column[destination], column[source]
             self.text[destination] = self.text.pop(source) if source in self.text else ()
-        self._copy([copies])
+        self._copy(copies)

@@ -122,4 +122,4 @@ def test_groups_share_the_full_blocks_of_a_prompt() -> None:
     assert [blocks.table[4 * row : 4 * row + 4].tolist() for row in range(3)] == [[*table, 0] for table in tables]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3, "the block that is not full is each sequence's own"
-    assert blocks.share(sequences, 10).pairs == ((tables[0][2], tables[1][2]), (tables[0][2], tables[2][2]))
+    assert blocks.share(sequences, 10) == ((tables[0][2], tables[1][2], 10), (tables[0][2], tables[2][2], 10))

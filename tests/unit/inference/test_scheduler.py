@@ -63,7 +63,6 @@ def test_equals_are_served_as_they_come_in_the_lowest_rows() -> None:
     add(plan, 1, 5, samples=3)
     assert admitted(plan.plan()) == [(0, (0, 1), (0, 1)), (1, (0, 1, 2), (2, 3, 4))]
     assert plan.num_rows == 5
-    assert not plan.has_waiting
     assert occupants(plan) == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1), 4: (1, 2)}
 
 
@@ -85,9 +84,9 @@ def test_preempted_sequences_and_conversations_before_the_rest() -> None:
 
 def test_a_group_larger_than_the_rows_is_admitted_in_parts() -> None:
     plan = scheduler(4)
-    add(plan, 7, 5, samples=10)
+    group = add(plan, 7, 5, samples=10)
     seen = []
-    while plan.has_waiting:
+    while not group.is_finished:
         (chunk,) = plan.plan()
         seen += [sequence.sample for sequence in chunk.sequences]
         release(plan, list(chunk.rows))
