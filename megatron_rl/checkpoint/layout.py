@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.atomic import move_into_place, remove, sync_tree, write_text_atomic
-from megatron_rl.checkpoint.torch_files import is_foreign, tensor_size, unread_format
+from megatron_rl.checkpoint.torch_files import is_foreign, tensor_size
 from megatron_rl.errors import CheckpointError
 from megatron_rl.json_text import parse_json
 
@@ -94,9 +94,15 @@ def step_entries(root: Path) -> list[Path]:
 
 def holds_checkpoint(path: str | Path) -> bool:
     """Whether `find_checkpoint` has something to look at, damaged or not."""
-    root = Path(path)
-    is_one = bool(_STEP_NAME.fullmatch(root.name)) and root.exists()
-    return is_one or bool(step_entries(root) or step_entries(root / "checkpoints"))
+    return _names_one(Path(path)) or any(map(step_entries, _places(path)))
+
+
+def _names_one(path: Path) -> bool:
+    return bool(_STEP_NAME.fullmatch(path.name)) and path.exists()
+
+
+def _places(path: str | Path) -> tuple[Path, Path]:
+    return Path(path), Path(path) / "checkpoints"
 
 
 def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
@@ -109,15 +115,12 @@ def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
         CheckpointError: there is none, or no undamaged one.
     """
     root = Path(path)
-    if _STEP_NAME.fullmatch(root.name) and root.exists():
-        if is_foreign(root):
-            tensor_size(root)
-        else:
-            _check_own(root, contents)
+    if _names_one(root):
+        _check(root, contents, by_name=True)
         return root
-    for nested in (root, root / "checkpoints"):
-        if step_entries(nested):
-            return newest_valid(nested, contents)
+    for place in _places(root):
+        if step_entries(place):
+            return newest_valid(place, contents)
     if (root / "release").is_dir():
         raise CheckpointError(
             f"{str(root)!r} holds weights that Megatron-LM's tools released (release/), which are not looked for; if "
@@ -138,45 +141,30 @@ def newest_valid(root: Path, contents: bool = True) -> Path:
     problems, entries = [], step_entries(root)
     for directory in reversed(entries):
         try:
-            if is_foreign(directory):
-                _check_foreign(directory)
-            else:
-                _check_own(directory, contents)
+            _check(directory, contents, by_name=False)
         except CheckpointError as error:
             logger.warning("%s; trying the one before it", error)
             problems.append(str(error))
         else:
             return directory
-    if entries and all(is_foreign(directory) or unread_format(directory) for directory in entries):
+    if entries and all(map(is_foreign, entries)):
         raise CheckpointError("; ".join(problems))  # healthy, for all we know
     raise CheckpointError(f"no undamaged checkpoint in {str(root)!r}: " + "; ".join(problems or ["it is empty"]))
 
 
-def _check_own(directory: Path, contents: bool) -> None:
-    """Compare one of ours with its manifest.
+def _check(directory: Path, contents: bool, by_name: bool) -> None:
+    """Compare one of ours with its manifest. Of Megatron-LM's, which writes in place, see whether it is complete.
 
     Raises:
-        CheckpointError: it is damaged, or of Megatron-LM in a format that is not read.
+        CheckpointError: it is damaged, or of Megatron-LM and not what its pointer names, nor asked for ``by_name``.
     """
-    saved_as = unread_format(directory)
-    if saved_as is not None:
-        raise CheckpointError(
-            f"checkpoint {str(directory)!r} was written by Megatron-LM in its format {saved_as}, of which only "
-            "--ckpt-format torch is read here; convert it with Megatron-LM's --ckpt-convert-format torch "
-            "--ckpt-convert-save DIR on tensor-parallel ranks alone, or to Hugging Face's format and use --load-hf"
-        )
-    verify(directory, contents)
-
-
-def _check_foreign(directory: Path) -> None:
-    """Megatron-LM writes in place: only what its pointer names is complete.
-
-    Raises:
-        CheckpointError: it is not that one, or ranks' files are missing.
-    """
+    if not is_foreign(directory):
+        verify(directory, contents)
+        return
+    tensor_size(directory)
     pointer = directory.parent / MEGATRON.pointer
     try:
-        named = pointer.read_text().strip()
+        named = str(step_of(directory)) if by_name else pointer.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{str(pointer)!r} cannot be read ({error}); name one of the iter_* directories"
@@ -185,7 +173,6 @@ def _check_foreign(directory: Path) -> None:
         raise CheckpointError(
             f"{str(pointer)!r} names {named[:20]!r}, not {directory.name}; name one of the iter_* directories"
         )
-    tensor_size(directory)
 
 
 def set_aside_newer(directory: Path) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.atomic import remove
-from megatron_rl.checkpoint import torch_format
+from megatron_rl.checkpoint import tensors, torch_format
 from megatron_rl.checkpoint.layout import (
     MEGATRON,
     OWN,
@@ -24,11 +24,11 @@ from megatron_rl.checkpoint.layout import (
     temporary_directory,
 )
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
-from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt
+from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt, together
 from megatron_rl.checkpoint.state import load_rank_state, save_rank_state
-from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
+from megatron_rl.checkpoint.tensors import save_tensors
 from megatron_rl.checkpoint.torch_files import is_megatron_layout
-from megatron_rl.errors import CheckpointError, SaveError
+from megatron_rl.errors import SaveError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
@@ -104,13 +104,13 @@ class CheckpointManager:
         """Go on with a save in the background, if there is one; waits for nothing, and a failure is no error."""
         with self._failure_counted():
             if self._under_way is not None:
-                self._under_way.poll()
+                self._under_way.go_on(wait=False)
 
     def finish(self) -> None:
         """Wait for a save in the background, if there is one; that it failed is no error of what comes next."""
         with self._failure_counted():
             if self._under_way is not None:
-                self._under_way.finish()
+                self._under_way.go_on(wait=True)
                 self._under_way = None
 
     def abandon(self) -> None:
@@ -165,7 +165,7 @@ class CheckpointManager:
     def start_from_weights(self, path: str, policy: PolicyModel) -> Path:
         """`--pretrained-checkpoint` or `--load` with `--finetune`: weights only. Returns the checkpoint they are of."""
         directory = self.find(path)
-        self._load_weights(directory, policy)
+        self._load(directory, policy)
         logger.info("weights from %s", directory)
         return directory
 
@@ -181,27 +181,24 @@ class CheckpointManager:
         if directory.parent == self._root:
             self._saved_step = state.step
         if state.has_optimizer and with_optimizer:
-            if is_megatron_layout(directory):
-                torch_format.load_all(directory, policy, optimization, self._groups)
-            else:
-                load_all(directory, policy, optimization)
+            self._load(directory, policy, optimization)
         else:
-            self._load_weights(directory, policy)
+            self._load(directory, policy)
             optimization.optimizer.reload_model_params()
             logger.info("the optimizer starts without moments")
         # The schedule is a function of the step's number, so it goes on without an optimizer state too.
         optimization.schedule.go_to(state.step)
         logger.info("resumed from %s (step %d)", directory, state.step)
         components = {name: dict(values) for name, values in state.components.items()}
-        for name, tensors in load_rank_state(directory, self._groups.rank).items():
-            components.setdefault(name, {}).update(tensors)
+        for name, values in load_rank_state(directory, self._groups.rank).items():
+            components.setdefault(name, {}).update(values)
         return replace(state, components=components)
 
-    def _load_weights(self, directory: Path, policy: PolicyModel) -> None:
+    def _load(self, directory: Path, policy: PolicyModel, optimization: Optimization | None = None) -> None:
         if is_megatron_layout(directory):
-            torch_format.load_weights(directory, policy, self._groups)
+            torch_format.load(directory, policy, self._groups, optimization)
         else:
-            load_weights(directory, policy)
+            tensors.load(directory, policy, optimization)
 
     def _newest_of_own(self) -> Path | None:
         if not step_entries(self._root):
@@ -213,13 +210,6 @@ class CheckpointManager:
 
     def _agreed(self, look: Callable[[], Path | None]) -> Path | None:
         """What rank 0 finds: hashed once for all, and no two ranks can choose differently."""
-        found, problem = None, None
-        if self._groups.is_main:
-            try:
-                found = look()
-            except CheckpointError as error:
-                problem = str(error)
-        path, problem = broadcast_json([found and str(found), problem], source=0)
-        if problem is not None:
-            raise CheckpointError(problem)
+        found = together(look if self._groups.is_main else lambda: None)
+        path = broadcast_json(found and str(found), source=0)
         return path and Path(path)

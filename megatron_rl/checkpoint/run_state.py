@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.origin import Origin
-from megatron_rl.checkpoint.state import State
 from megatron_rl.checkpoint.torch_files import is_foreign, is_megatron_layout, read_args, tensor_size, topology_problem
-from megatron_rl.config import RLConfig
+from megatron_rl.config import ModelConfig, RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture
 from megatron_rl.json_text import parse_json
-from megatron_rl.models import PolicyModel
 
+if TYPE_CHECKING:
+    from megatron_rl.checkpoint.state import State
+    from megatron_rl.models import PolicyModel
+
+T = TypeVar("T")
 FILE_NAME = "run_state.json"
 
 _FREE = {"vocab_size", "max_position_embeddings", "norm_epsilon", "init_method_std"}
@@ -31,6 +34,34 @@ _COUNTED_WITH = {
     "num_experts": {"moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"},
 }
 _FOREIGN = "Megatron-LM's"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The weights a run started from.
+
+    Every checkpoint of the run carries this on, for the reference policy of its KL term is those very weights. A later
+    start reads them again from where they lay, or from where they lie now, and compares the fingerprint.
+    """
+
+    kind: Literal["checkpoint", "hugging_face", "drawn"]
+    """``drawn``: random ones, made when the model was built."""
+    given: str = ""
+    """The directory that a flag named, absolute."""
+    path: str = ""
+    """What is read: ``given``, or once it was read the checkpoint in it that was the newest then."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """Number format -> fingerprint; empty before they are read."""
+
+    @classmethod
+    def at(cls, kind: Literal["checkpoint", "hugging_face"], directory: str) -> Origin:
+        """What a flag names, not yet read."""
+        return cls(kind, os.path.abspath(directory), os.path.abspath(directory))
+
+    def is_of(self, weights: Mapping[str, str]) -> bool:
+        """Whether ``weights`` are these, in every number format that both know."""
+        both = self.weights.keys() & weights.keys()
+        return bool(both) and all(self.weights[name] == weights[name] for name in both)
 
 
 @dataclass(frozen=True)
@@ -53,8 +84,8 @@ class RunState:
     """Parallel sizes of the run that saved it."""
     optimizer_form: dict[str, Any] = field(default_factory=dict)
     """What decides which tensors the optimizer state consists of."""
-    origin: dict[str, Any] = field(default_factory=dict)
-    """What the run started from, see `Origin`; empty where an earlier version saved it."""
+    origin: Origin | None = None
+    """None where nothing says what the run started from: of a converted model."""
     components: Mapping[str, State] = field(default_factory=dict)
     """By the names of `StateRegistry`; without tensors as `read_run_state` gives it."""
 
@@ -78,21 +109,21 @@ def run_state_of(
         vocab_size=policy.vocab_size,
         padded_vocab_size=policy.padded_vocab_size,
         end_token_ids=list(end_token_ids),
-        architecture=architecture_of(config),
+        architecture=architecture_of(config.model),
         world={
             "ranks": dist.get_world_size(),
             "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
             "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         },
         optimizer_form=optimizer_form_of(config),
-        origin=origin.state() if origin is not None else {},
+        origin=origin,
         components=components,
     )
 
 
-def architecture_of(config: RLConfig) -> dict[str, Any]:
+def architecture_of(model: ModelConfig | Architecture) -> dict[str, Any]:
     """The flags two runs must share to share weights."""
-    return {name: getattr(config.model, name) for name in _ARCHITECTURE}
+    return {name: getattr(model, name) for name in _ARCHITECTURE}
 
 
 def optimizer_form_of(config: RLConfig) -> dict[str, Any]:
@@ -111,7 +142,7 @@ def write_run_state(directory: Path, state: RunState) -> None:
         name: {key: value for key, value in component.items() if not torch.is_tensor(value)}
         for name, component in state.components.items()
     }
-    (directory / FILE_NAME).write_text(json.dumps(values, indent=1) + "\n")
+    (directory / FILE_NAME).write_text(json.dumps(values, indent=1, default=dataclasses.asdict) + "\n")
 
 
 def read_run_state(directory: Path) -> RunState:
@@ -120,34 +151,21 @@ def read_run_state(directory: Path) -> RunState:
     Raises:
         CheckpointError: it is absent or not what `write_run_state` writes.
     """
-    if directory.is_dir() and is_foreign(directory):
+    if is_foreign(directory):
         return _foreign_state(directory)
     path = directory / FILE_NAME
     try:
         values = parse_json(path.read_text())
-        if "components" not in values:
-            values = values | {"components": _components_before_the_registry(values)}
-        known = {f.name for f in dataclasses.fields(RunState)}
-        return RunState(**{name: value for name, value in values.items() if name in known})
+        origin = values.get("origin")
+        state = _made_of(RunState, values)
+        return replace(state, components=values["components"], origin=_made_of(Origin, origin) if origin else None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
 
 
-def _components_before_the_registry(values: Mapping[str, Any]) -> dict[str, State]:
-    """The fields that stood for components in a file of before November 2026."""
-    counters = {"step": values["step"], "updates": values["updates"], "policy_version": values["policy_version"]}
-    later = ("tokens", "logprob_gap_max", "consecutive_skips", "best")
-    return {
-        "progress": counters | {name: values[name] for name in later if name in values},
-        "prompts": values.get("cursor", {}),
-        "expected_lengths": values.get("expected_lengths", {}),
-        "expected_held_out_lengths": values.get("expected_held_out_lengths", {}),
-        "quantization": {
-            "asked": values.get("rollout_recipe_asked", "none"),
-            "recipe": values.get("rollout_recipe", "none"),
-        },
-        "random": {},
-    }
+def _made_of(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Without what a later version wrote besides."""
+    return kind(**{entry.name: values[entry.name] for entry in dataclasses.fields(kind) if entry.name in values})
 
 
 def _foreign_state(directory: Path) -> RunState:
@@ -173,7 +191,7 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
         vocab_size: the tokenizer's; None when it could not be loaded, which is reported elsewhere.
     """
     state = read_run_state(directory)
-    saved, wanted = state.architecture, architecture_of(config)
+    saved, wanted = state.architecture, architecture_of(config.model)
     problems = [
         f"checkpoint {str(directory)!r} was made with {name} {saved[name]!r}, this run has {value!r}; "
         f"use the checkpoint's value or another checkpoint"

@@ -4,9 +4,6 @@
     forked writer             └► tensor files, fsync ──┘
     thread (rank 0)                                          └► checksums, rename, latest
 
-A write that fails on one rank is noted, the save goes on to a moment at which all ranks meet, and every rank raises the
-same error there.
-
 A fork holds the weights as they were (tensors of a GPU are copied to the host first), so no step waits for the disk.
 Until the rename nothing of it counts: a kill at any moment leaves the checkpoint before it.
 """
@@ -22,24 +19,45 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.errors import SaveError, cut
+from megatron_rl.errors import CheckpointError, SaveError, cut
 from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.platform.megatron import watched_writers
 
+T = TypeVar("T")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CUT_SHORT = "enforce fail at inline_container"
 """All that torch says of a file that could be written in part only."""
 
 
+def together(act: Callable[[], T]) -> T:
+    """What ``act`` returns, once it has succeeded on every rank: one that fails would leave the others waiting.
+
+    Raises:
+        CheckpointError: it did on one; on every rank.
+    """
+    result, problem = None, ""
+    try:
+        result = act()
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [text for text in gather_json(problem, dist.group.WORLD) if text]
+    if problems:
+        raise CheckpointError(problem or problems[0])
+    return result
+
+
 class SaveAttempt:
-    """One save into ``directory``, which does not count yet; what fails in a `part` is raised by `agree`."""
+    """One save into ``directory``, which does not count yet.
+
+    What fails in a `part` is noted, the save goes on to a moment at which all ranks meet, and `agree` raises it on all.
+    """
 
     def __init__(self, directory: Path, is_main: bool) -> None:
         self._directory = directory
@@ -111,24 +129,23 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._written = False
 
-    def poll(self) -> None:
-        """Goes on with it as far as that needs no waiting; collective while files are written.
-
-        Raises:
-            SaveError: on every rank; they could not be written.
-        """
-        self._go_on(wait=False)
-
-    def finish(self) -> None:
-        """Waits until the checkpoint counts; collective.
+    def go_on(self, wait: bool) -> None:
+        """As far as that needs no waiting, or with ``wait`` until the checkpoint counts; collective until then.
 
         Raises:
             SaveError: on every rank; it could not be written.
         """
-        self._go_on(wait=True)
-        if self._thread is not None:
-            self._thread.join()
-        self._attempt.agree()
+        if not self._written:
+            with self._attempt.collective_part():
+                self._queue.maybe_finalize_async_calls(blocking=wait)
+            if self._queue.get_num_unfinalized_calls():
+                return
+            self._attempt.agree()
+            self.begin_to_commit()
+        if wait:
+            if self._thread is not None:
+                self._thread.join()
+            self._attempt.agree()
 
     def abandon(self) -> None:
         """Ends the writer; what it wrote never counts. For a run that ends by an error."""
@@ -140,26 +157,12 @@ class BackgroundSave:
                 writer.kill()
                 writer.join()
 
-    def _go_on(self, wait: bool) -> None:
-        if self._written:
-            return
-        with self._attempt.collective_part():
-            self._queue.maybe_finalize_async_calls(blocking=wait)
-        if self._queue.get_num_unfinalized_calls():
-            return
-        self._attempt.agree()
-        self.begin_to_commit()
-
     def begin_to_commit(self) -> None:
         """All ranks' files are there: rank 0 commits them, in a thread."""
         self._written = True
         if self._commit is not None:
-            self._thread = threading.Thread(target=self._run_commit, name="commit checkpoint")
+            self._thread = threading.Thread(target=self._attempt.part()(self._commit), name="commit checkpoint")
             self._thread.start()
-
-    def _run_commit(self) -> None:
-        with self._attempt.part():
-            self._commit()
 
 
 class ResultQueue:
@@ -170,7 +173,7 @@ class ResultQueue:
     """
 
     def __init__(self) -> None:
-        self._file = open(os.memfd_create("written"), "r+b", buffering=0)  # noqa: SIM115
+        self._file = Path(f"/proc/self/fd/{os.memfd_create('written')}")
 
     def put(self, results: Any) -> None:
         """Replaces what nobody has taken: of a save that was given up.
@@ -178,14 +181,10 @@ class ResultQueue:
         Raises:
             OSError: it could be written in part only; then nothing was put.
         """
-        self._file.seek(0)
-        self._file.truncate()
-        rest = memoryview(ForkingPickler.dumps(results))
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            self._file.write_bytes(ForkingPickler.dumps(results))
         except OSError:
-            self._file.truncate(0)
+            os.truncate(self._file, 0)
             raise
 
     def get_nowait(self) -> Any:
@@ -194,9 +193,8 @@ class ResultQueue:
         Raises:
             queue.Empty: nothing was, or it was taken before.
         """
-        self._file.seek(0)
-        written = self._file.read()
+        written = self._file.read_bytes()
         if not written:
             raise queue.Empty
-        self._file.truncate(0)
+        os.truncate(self._file, 0)
         return ForkingPickler.loads(written)

@@ -133,19 +133,14 @@ def load_rank_state(directory: Path, rank: int) -> dict[str, dict[str, torch.Ten
         CheckpointError: a file cannot be read.
     """
     components: dict[str, dict[str, torch.Tensor]] = {}
-    for path, prefix in (
-        (_path(directory, rank), ""),
-        (directory / f"random_state_rank_{rank:05d}.safetensors", "random/"),  # these two of before the registry
-        (directory / f"rollout_calibration_{rank:05d}.safetensors", "quantization/smoothing."),
-    ):
-        if path.exists():
-            try:
-                tensors = load_file(path)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
-            for name, tensor in tensors.items():
-                component, _, key = (prefix + name).partition("/")
-                components.setdefault(component, {})[key] = tensor
+    path = _path(directory, rank)
+    try:
+        tensors = load_file(path) if path.exists() else {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
+    for name, tensor in tensors.items():
+        component, _, key = name.partition("/")
+        components.setdefault(component, {})[key] = tensor
     return components
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import (
@@ -22,12 +24,15 @@ from megatron.core.dist_checkpointing.serialization import (
 )
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.saving import ResultQueue
+from megatron_rl.checkpoint.torch_files import own_name
 from megatron_rl.errors import CheckpointError, cut
 from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.megatron import asynchronous_writer, step_counters_offered, use_result_queue
 from megatron_rl.trainer import Optimization
 
@@ -36,6 +41,9 @@ _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Bytes of a number -> what its bits are added up as."""
+_OVER_THE_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def save_tensors(
@@ -54,22 +62,18 @@ def save_tensors(
         )
 
 
-def load_weights(directory: Path, policy: PolicyModel) -> None:
-    """Load the model's weights in place; collective.
+def load(directory: Path, policy: PolicyModel, optimization: Optimization | None = None) -> None:
+    """Load weights, and the optimizer's state unless it is None, in place; collective.
 
     Raises:
         CheckpointError: the checkpoint does not hold this model.
     """
-    state = _load(directory, _state(policy, None, loading=True))
+    if optimization is not None:
+        make_room(optimization)
+    state = _read(directory, _state(policy, optimization, loading=True))
     policy.gpt.load_state_dict(state["model"])
-
-
-def load_all(directory: Path, policy: PolicyModel, optimization: Optimization) -> None:
-    """Load weights and optimizer state in place; collective."""
-    make_room(optimization)
-    state = _load(directory, _state(policy, optimization, loading=True))
-    policy.gpt.load_state_dict(state["model"])
-    load_state(optimization, state["optimizer"])
+    if optimization is not None:
+        load_state(optimization, state["optimizer"])
 
 
 def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool) -> dict[str, Any]:
@@ -83,7 +87,7 @@ def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool
     return state
 
 
-def _load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     try:
         with _quiet():
             return dist_checkpointing.load(
@@ -188,3 +192,41 @@ def separate_step_counters(optimization: Optimization) -> None:
         for parameter, values in part.optimizer.state.items():
             if torch.is_tensor(values.get("step")):
                 values["step"] = values["step"].to(parameter.device, copy=True)
+
+
+# -- which weights they are ------------------------------------------------------------------------
+
+
+def fingerprints(policy: PolicyModel, groups: ParallelGroups) -> dict[str, str]:
+    """Fingerprints of the model's weights by number format; collective in a model copy.
+
+    A run in bf16 knows that of bf16 alone, one in fp32 both: so the two can be compared.
+    """
+    formats = {policy.dtype, torch.bfloat16}
+    return {
+        str(dtype).removeprefix("torch."): f"{weights_fingerprint(policy, groups, dtype):016x}"
+        for dtype in sorted(formats, key=str)
+    }
+
+
+def weights_fingerprint(policy: PolicyModel, groups: ParallelGroups, dtype: torch.dtype | None = None) -> int:
+    """A sum of all weights' bit patterns, modulo 2^64: another update gives another number.
+
+    The same however the weights are sharded, the vocabulary is padded and the norms are called. Collective in a model
+    copy. Reads the device once.
+
+    Args:
+        dtype: numbers are rounded to it first; None takes them as they are.
+    """
+    total = torch.zeros([], dtype=torch.int64, device=policy.device)
+    for given, parameter in policy.gpt.named_parameters():
+        if param_is_not_tensor_parallel_duplicate(parameter):
+            name, values = own_name(given), parameter.detach()
+            if name in _OVER_THE_VOCABULARY:
+                values = values[: max(0, policy.vocab_size - groups.tensor_rank * len(values))]
+            values = values.to(dtype or values.dtype)
+            bits = values.view(_WHOLE_NUMBERS[values.element_size()])
+            total += (zlib.crc32(name.encode()) | 1) * bits.sum(dtype=torch.int64)
+    total = total.cpu()
+    dist.all_reduce(total, group=groups.model_group)
+    return int(total) % 2**64

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -65,25 +64,11 @@ def is_megatron_layout(directory: Path) -> bool:
 
 
 def is_foreign(directory: Path) -> bool:
-    """Whether Megatron-LM itself wrote it: ranks' directories, and neither checksums nor the state of a run."""
-    return _is_megatrons(directory) and any(directory.glob("mp_rank_*"))
-
-
-def unread_format(directory: Path) -> str | None:
-    """The format of what Megatron-LM wrote for any topology, such as ``torch_dist``, which is not read; else None."""
-    if not _is_megatrons(directory) or not (directory / "metadata.json").is_file():
-        return None
-    try:
-        found = json.loads((directory / "metadata.json").read_text())
-        return str(found["sharded_backend"])[:20]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _is_megatrons(directory: Path) -> bool:
-    if not is_megatron_layout(directory) or not directory.is_dir():
+    """Whether Megatron-LM itself wrote it, in this or in another format: without checksums and the state of a run."""
+    is_ours = any((directory / name).exists() for name in ("manifest.json", "run_state.json"))
+    if not is_megatron_layout(directory) or is_ours:
         return False
-    return not any((directory / name).exists() for name in ("manifest.json", "run_state.json"))
+    return (directory / "metadata.json").is_file() or any(directory.glob("mp_rank_*"))
 
 
 def tensor_size(directory: Path) -> int:
@@ -93,6 +78,13 @@ def tensor_size(directory: Path) -> int:
         CheckpointError: there are none, a gap is among them, or they are also split in another way.
     """
     names = sorted(path.name for path in directory.glob("mp_rank_*"))
+    if not names and is_foreign(directory):
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} was written by Megatron-LM in its format torch_dist or another for any "
+            "topology, of which only --ckpt-format torch is read here; convert it with Megatron-LM's "
+            "--ckpt-convert-format torch --ckpt-convert-save DIR on tensor-parallel ranks alone, or to Hugging Face's "
+            "format and use --load-hf"
+        )
     other = [name for name in names if re.fullmatch(r"mp_rank_\d{2}", name) is None]
     if other:
         raise CheckpointError(

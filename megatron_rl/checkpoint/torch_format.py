@@ -10,16 +10,14 @@ Only the topology that wrote it can go on with it. Names of tensors are megatron
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.atomic import sync
 from megatron_rl.checkpoint.run_state import read_run_state
-from megatron_rl.checkpoint.saving import SaveAttempt
+from megatron_rl.checkpoint.saving import SaveAttempt, together
 from megatron_rl.checkpoint.tensors import distributed_parts, load_state, make_room
 from megatron_rl.checkpoint.torch_files import (
     MODEL_FILE,
@@ -33,10 +31,8 @@ from megatron_rl.checkpoint.torch_files import (
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.trainer import Optimization
 
-T = TypeVar("T")
 _VERSION = 3.0
 """Megatron's number for the order of rows in fused projections."""
 
@@ -76,27 +72,25 @@ def _write(content: Any, path: Path) -> None:
         raise OSError(f"{path}: {error}") from error
 
 
-def load_weights(directory: Path, policy: PolicyModel, groups: ParallelGroups) -> None:
-    """Load the model's weights in place; collective.
+def load(
+    directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization | None = None
+) -> None:
+    """Load weights, and the optimizer's state unless it is None, in place; collective.
 
     Raises:
         CheckpointError: the checkpoint does not hold this model in this topology; on every rank.
     """
-    model = _together(lambda: _read_fitting(directory, policy, groups)["model"])
-    policy.gpt.load_state_dict(model, strict=False)  # compared already; what is left out is empty
-
-
-def load_all(directory: Path, policy: PolicyModel, optimization: Optimization, groups: ParallelGroups) -> None:
-    """Load weights and optimizer state in place; collective.
-
-    Raises:
-        CheckpointError: see `load_weights`.
-    """
-    content, gathered = _together(lambda: _read_for_resume(directory, policy, optimization, groups))
-    make_room(optimization)
-    policy.gpt.load_state_dict(content["model"], strict=False)
-    parts = gathered if isinstance(gathered, list) else [gathered] * len(distributed_parts(optimization))
-    load_state(optimization, content["optimizer"], parts)
+    content, gathered = together(
+        lambda: (_read_fitting(directory, policy, groups), None)
+        if optimization is None
+        else _read_for_resume(directory, policy, optimization, groups)
+    )
+    if optimization is not None:
+        make_room(optimization)
+    policy.gpt.load_state_dict(content["model"], strict=False)  # compared already; what is left out is empty
+    if optimization is not None:
+        parts = gathered if isinstance(gathered, list) else [gathered] * len(distributed_parts(optimization))
+        load_state(optimization, content["optimizer"], parts)
 
 
 def _read_for_resume(
@@ -148,16 +142,3 @@ def _gather_parameter_state(optimization: Optimization) -> Any:
         return None
     states = [part.get_parameter_state_dp_zero() for part in distributed_parts(optimization)]
     return states[0] if len(states) == 1 or states[0] is None else states
-
-
-def _together(act: Callable[[], T]) -> T:
-    """What ``act`` returns, once it has succeeded on every rank: one that fails would leave the others waiting."""
-    result, problem = None, ""
-    try:
-        result = act()
-    except CheckpointError as error:
-        problem = str(error)
-    problems = [text for text in gather_json(problem, dist.group.WORLD) if text]
-    if problems:
-        raise CheckpointError(problem or problems[0])
-    return result

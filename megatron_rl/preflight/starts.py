@@ -11,8 +11,7 @@ from megatron_rl.errors import CheckpointError, Problem, collecting
 from megatron_rl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # megatron-core takes seconds, which --help and wrong flags need not wait for
-    from megatron_rl.checkpoint.origin import Origin
-    from megatron_rl.checkpoint.run_state import RunState
+    from megatron_rl.checkpoint.run_state import Origin, RunState
 
 
 def resumes(config: RLConfig) -> bool:
@@ -46,7 +45,7 @@ def run_to_continue(config: RLConfig) -> tuple[str, str] | None:
 def first_weights(config: RLConfig) -> tuple[str, Origin]:
     """Flag and place of what a run begins with, not yet read. It means the same at every start of the run."""
     from megatron_rl.checkpoint.layout import holds_checkpoint
-    from megatron_rl.checkpoint.origin import Origin
+    from megatron_rl.checkpoint.run_state import Origin
 
     checkpoint = config.checkpoint
     load = checkpoint.load
@@ -67,9 +66,7 @@ def reference_weights(config: RLConfig, directory: Path, state: RunState) -> Ori
     Raises:
         CheckpointError: neither the checkpoint nor a flag says where.
     """
-    from megatron_rl.checkpoint.origin import Origin
-
-    recorded, (_, named) = Origin.from_state(state.origin), first_weights(config)
+    recorded, (_, named) = state.origin, first_weights(config)
     if recorded is None:
         if named.kind == "drawn":
             raise CheckpointError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.attention.kv_numbers import rounded_attention
-from megatron_rl.checkpoint.origin import weights_fingerprint
+from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.inference import Engine, RolloutEngine
 from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter, RolloutResult
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal

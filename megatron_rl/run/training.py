@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from megatron_rl.checkpoint.origin import Origin
-from megatron_rl.checkpoint.run_state import run_state_of
+from megatron_rl.checkpoint.run_state import Origin, run_state_of
 from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import MemoryExhausted, SaveError
 from megatron_rl.parallel.collectives import any_rank, broadcast_json

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.origin import Origin, fingerprints
-from megatron_rl.checkpoint.run_state import RunState, read_run_state
+from megatron_rl.checkpoint.run_state import Origin, RunState, read_run_state
+from megatron_rl.checkpoint.tensors import fingerprints
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import read_model
@@ -70,7 +70,7 @@ def start_weights(
     elif wants_reference(config):
         origin = _read_reference(config, directory, policy, checkpoints, groups)
     else:
-        origin = Origin.from_state(read_run_state(directory).origin)
+        origin = read_run_state(directory).origin
     reference = ReferencePolicy(policy, copies) if wants_reference(config) else None
     optimization = Optimization(policy, config, copies)
     saved = None
@@ -127,7 +127,7 @@ def _another(directory: Path, state: RunState, found: Origin) -> str:
             f"{state.world.get('tensor_model_parallel_size')}), which are the reference of --grpo-kl-beta, and this "
             "start draws others; use the same --seed, layout and number format, or --grpo-kl-beta 0"
         )
-    began_with = state.origin["path"] or "random weights"
+    began_with = state.origin.path or "random weights"
     return (
         f"{found.path!r} has other weights than {began_with!r} had when the run of {str(directory)!r} began with them; "
         "they are the reference of --grpo-kl-beta: name a directory that has them with --pretrained-checkpoint or "

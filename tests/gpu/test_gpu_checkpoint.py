@@ -18,13 +18,13 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("changes", KINDS, ids=["replicated", "distributed"])
 def test_training_goes_on_from_a_checkpoint_to_the_bit(one_rank, tmp_path: Path, changes: dict[str, bool]) -> None:
-    from megatron_rl.checkpoint.tensors import load_all, save_tensors
+    from megatron_rl.checkpoint.tensors import load, save_tensors
 
     whole, resumed = tiny_optimization(**changes), tiny_optimization(**changes)
     for seed in range(2):
         _train(one_rank, whole, seed)
     save_tensors(tmp_path, whole.policy, whole)
-    load_all(tmp_path, resumed.policy, resumed)
+    load(tmp_path, resumed.policy, resumed)
     for seed in range(2, 4):
         for optimization in (whole, resumed):
             _train(one_rank, optimization, seed)

@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.checkpoint.layout import commit, temporary_directory
-from megatron_rl.checkpoint.origin import fingerprints
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
-from megatron_rl.checkpoint.tensors import save_tensors
+from megatron_rl.checkpoint.tensors import fingerprints, save_tensors
 from megatron_rl.config import RLConfig
 from megatron_rl.families import read_model
 from megatron_rl.models import PolicyModel
@@ -52,7 +51,7 @@ def _save_checkpoint(root: Path, config: RLConfig, policy: PolicyModel, groups: 
     if groups.is_main:
         state = RunState(
             step=1, padded_vocab_size=policy.padded_vocab_size,
-            architecture=architecture_of(config),
+            architecture=architecture_of(config.model),
         )  # fmt: skip
         write_run_state(target, state)
         commit(root, 1)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.attention.kv_numbers import FP8, rounded_attention
-from megatron_rl.checkpoint.origin import weights_fingerprint
+from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.inference import Engine, RolloutEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.hf.save import export_checkpoint
-from megatron_rl.checkpoint.origin import fingerprints
+from megatron_rl.checkpoint.tensors import fingerprints
 from megatron_rl.families import ModelLayout, read_model
 from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import INDEX_FILE, stored_tensors

@@ -17,7 +17,7 @@ from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.checkpoint.saving import SaveAttempt
-from megatron_rl.checkpoint.tensors import load_all, load_weights, save_tensors
+from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import read_model
 from megatron_rl.loop import rl_step
@@ -62,7 +62,7 @@ def _same_model(groups: ParallelGroups) -> dict[str, Any]:
     requests = ragged_requests(4, num_samples=2, max_new_tokens=12, greedy=True)
     with tempfile.TemporaryDirectory() as folder:
         save_tensors(_made(folder, "weights"), local, None)
-        load_weights(Path(folder, "weights"), other)
+        load(Path(folder, "weights"), other)
         torch_format_report = _torch_format(local, groups, Path(folder))
         completions = [generate(policy, rollout_engine(policy), requests) for policy in (local, other)]
         batch = packed(requests, completions[0])
@@ -86,11 +86,11 @@ def _torch_format(local: PolicyModel, groups: ParallelGroups, folder: Path) -> d
     """Weights of local layers by name; the optimizer's state goes by order, and is refused."""
     directory, other = _made(folder, "iter_0000001"), tiny_policy(tiny_config(**ENGINE), seed=3)
     torch_format.save(directory, 1, local, None, groups, SaveAttempt(directory, True))
-    torch_format.load_weights(directory, other, groups)
+    torch_format.load(directory, other, groups)
     ours, theirs = (dict(policy.gpt.named_parameters()) for policy in (local, other))
     refused = ""
     try:
-        torch_format.load_all(directory, other, None, groups)
+        torch_format.load(directory, other, groups, Optimization(other, tiny_config(**ENGINE)))
     except CheckpointError as error:
         refused = str(error)
     norm = theirs["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"]
@@ -111,7 +111,7 @@ def _resumed(other: PolicyModel, local: PolicyModel, folder: Path) -> dict[str, 
     optimizations = [Optimization(other, tiny_config(**ENGINE, **flags)), Optimization(local, tiny_config(**flags))]
     _step(optimizations[0], seed=1)
     save_tensors(_made(folder, "all"), other, optimizations[0])
-    load_all(folder / "all", local, optimizations[1])
+    load(folder / "all", local, optimizations[1])
     for optimization in optimizations:
         _step(optimization, seed=2)
     pairs = {

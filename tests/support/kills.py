@@ -167,11 +167,12 @@ def arm(kill: Kill, owner: Any, attribute: str, moment: str) -> None:
 
 def forget(item: str) -> None:
     """From now on a resume does without ``item``: ``optimizer``, a component's state, or one field of it."""
-    import megatron_rl.checkpoint.manager as manager
+    from megatron_rl.checkpoint import tensors
     from megatron_rl.checkpoint.state import StateRegistry
 
     if item == "optimizer":
-        manager.load_all = lambda directory, policy, optimization: manager.load_weights(directory, policy)
+        load = tensors.load
+        tensors.load = lambda directory, policy, optimization: load(directory, policy)
         return
     component, _, field = item.partition(".")
     register = StateRegistry.register

@@ -12,9 +12,8 @@ from megatron_rl.checkpoint.hf.torch_dist import write_parameters
 from megatron_rl.checkpoint.layout import commit, step_directory, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
 from megatron_rl.checkpoint.torch_files import own_name
-from megatron_rl.config import ModelConfig, RLConfig, TokenizerConfig, resolve
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import Architecture, HfModel, ModelLayout, Parameter, Piece
+from megatron_rl.families import HfModel, ModelLayout, Parameter, Piece
 from megatron_rl.families.hf_config import end_token_ids
 from megatron_rl.families.layout import padded_vocabulary
 from megatron_rl.models import PolicyModel
@@ -100,18 +99,10 @@ def import_hf(
         vocab_size=tokenizer_size,
         end_token_ids=list(end_token_ids(model.directory)),
         padded_vocab_size=layout.padded_vocab_size,
-        architecture=architecture_of(_config(model.architecture)),
+        architecture=architecture_of(model.architecture),
     )
     write_run_state(target, state)
     committed = commit(root, 0)
     logger.info("wrote %s", committed)
     return committed
 
-
-def _config(architecture: Architecture) -> RLConfig:
-    settings = architecture.settings()
-    rows = settings.pop("vocab_size")
-    config = RLConfig(
-        model=ModelConfig(**settings, group_query_attention=True), tokenizer=TokenizerConfig(vocab_size=rows)
-    )
-    return resolve(config, 1)

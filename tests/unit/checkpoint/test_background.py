@@ -32,10 +32,10 @@ def test_polls_do_not_wait_and_finish_does(one_rank: ParallelGroups, tmp_path: P
     go, done = tmp_path / "go", []
     save = begun(go, done)
     for _ in range(3):
-        save.poll()
+        save.go_on(wait=False)
     assert done == []
     go.touch()
-    save.finish()
+    save.go_on(wait=True)
     assert done == ["written", "committed"]
 
 
@@ -45,9 +45,9 @@ def test_a_poll_commits_once_everything_is_written(one_rank: ParallelGroups, tmp
     save = begun(go, done)
     deadline = time.monotonic() + 30
     while done != ["written", "committed"]:
-        save.poll()
+        save.go_on(wait=False)
         assert time.monotonic() < deadline
-    save.finish()
+    save.go_on(wait=True)
     assert done == ["written", "committed"]
 
 
@@ -58,7 +58,7 @@ def test_a_commit_that_fails_is_told_at_the_end(one_rank: ParallelGroups, tmp_pa
     (tmp_path / "go").touch()
     save = begun(tmp_path / "go", [], full)
     with pytest.raises(SaveError, match="step_0000007.tmp' could not be written .*No space left on device: 'manifest"):
-        save.finish()
+        save.go_on(wait=True)
 
 
 def test_an_abandoned_save_ends_its_writer(one_rank: ParallelGroups, tmp_path: Path) -> None:

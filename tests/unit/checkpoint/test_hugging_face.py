@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.hf.load import fill, import_hf
 from megatron_rl.checkpoint.hf.save import export_checkpoint, save_hf, write_hf
 from megatron_rl.checkpoint.layout import MEGATRON, commit, find_checkpoint, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run_state, write_run_state
-from megatron_rl.checkpoint.tensors import load_weights, save_tensors
+from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, rank_directory
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import HfModel, ModelLayout, read_model
@@ -140,7 +140,7 @@ def _checkpoint(groups: ParallelGroups, model: HfModel, root: Path) -> Path:
     save_tensors(target, policy, None)
     state = RunState(
         step=1, padded_vocab_size=policy.padded_vocab_size,
-        architecture=architecture_of(config),
+        architecture=architecture_of(config.model),
     )  # fmt: skip
     write_run_state(target, state)
     return commit(root, 1)
@@ -169,12 +169,13 @@ def test_the_other_way_writes_what_a_run_would_have_saved(
     converted = import_hf(model, tmp_path / "converted", torch.float32, vocab_divisible_by=8)
     assert {7, 5} <= set(read_run_state(converted).end_token_ids)
     assert _described(saved) == _described(converted)
+    assert read_run_state(saved).architecture == read_run_state(converted).architecture
     policy, _ = loaded_policy(hf_run(model.directory), model.architecture.vocab_size)
     loaded = {name: parameter.clone() for name, parameter in policy.gpt.named_parameters()}
     with torch.no_grad():
         for parameter in policy.gpt.parameters():
             parameter.zero_()
-    load_weights(find_checkpoint(tmp_path / "converted"), policy)
+    load(find_checkpoint(tmp_path / "converted"), policy)
     assert [name for name, p in policy.gpt.named_parameters() if not torch.equal(p, loaded[name])] == []
     with pytest.raises(CheckpointError, match="exists; choose another"):
         import_hf(model, tmp_path / "converted", torch.float32, vocab_divisible_by=8)

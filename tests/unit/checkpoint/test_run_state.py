@@ -24,7 +24,7 @@ from tests.support.tiny import tiny_config
 def _state(**changes: object) -> RunState:
     config = tiny_config()
     state = RunState(
-        step=4, vocab_size=16, architecture=architecture_of(config), optimizer_form=optimizer_form_of(config),
+        step=4, vocab_size=16, architecture=architecture_of(config.model), optimizer_form=optimizer_form_of(config),
         components={"progress": {"updates": 7, "logprob_gap_max": 0.25}, "lengths": {"digits": {"mean": 1 / 3}}},
     )  # fmt: skip
     return replace(state, **changes)
@@ -39,16 +39,6 @@ def test_a_field_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text('{"step": 4, "components": {"moon": {"is": "full"}}, "moon": "full"}')
     state = read_run_state(tmp_path)
     assert state == RunState(step=4, components={"moon": {"is": "full"}})
-
-
-def test_a_file_of_before_the_registry_is_read(tmp_path: Path) -> None:
-    text = '{"step": 4, "updates": 7, "policy_version": 6, "cursor": {"digits": 19}, "rollout_recipe_asked": "fp8"}'
-    (tmp_path / FILE_NAME).write_text(text)
-    components = read_run_state(tmp_path).components
-    assert components["progress"] == {"step": 4, "updates": 7, "policy_version": 6}
-    assert components["prompts"] == {"digits": 19}
-    assert components["quantization"] == {"asked": "fp8", "recipe": "none"}
-    assert components["expected_lengths"] == components["expected_held_out_lengths"] == {}
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"step": 4}', pytest.param("[" * 20_000, id="deep")])

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.origin import Origin, fingerprints, weights_fingerprint
-from megatron_rl.checkpoint.run_state import RunState, architecture_of, mode_of, optimizer_form_of
+from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, mode_of, optimizer_form_of
+from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.parallel import ParallelGroups
@@ -66,10 +66,10 @@ class Runs:
             for parameter in policy.gpt.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         state = RunState(
-            step=step, mode=mode_of(config), has_optimizer=False,
-            seed=config.training.seed, architecture=architecture_of(config), optimizer_form=optimizer_form_of(config),
+            step=step, mode=mode_of(config), has_optimizer=False, seed=config.training.seed,
+            architecture=architecture_of(config.model), optimizer_form=optimizer_form_of(config),
             padded_vocab_size=policy.padded_vocab_size, end_token_ids=[0, 5],
-            origin={} if forget_origin or start.origin is None else start.origin.state(),
+            origin=None if forget_origin else start.origin,
         )  # fmt: skip
         manager.save(state, policy, start.optimization)
         return weights_of(policy)

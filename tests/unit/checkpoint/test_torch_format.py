@@ -63,7 +63,7 @@ def _update(optimization: Optimization, number: int) -> None:
 def _state(config: RLConfig, step: int, updates: int) -> RunState:
     return RunState(
         step=step, components={"progress": {"updates": updates}}, padded_vocab_size=VOCABULARY,
-        architecture=architecture_of(config), world={"ranks": 1, "tensor_model_parallel_size": 1},
+        architecture=architecture_of(config.model), world={"ranks": 1, "tensor_model_parallel_size": 1},
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def _foreign(root: Path, policy: PolicyModel, config: RLConfig, **changes: Any) 
             name = name.replace(ours, theirs)
         model[name] = torch.zeros(0, dtype=torch.uint8) if name.endswith("_extra_state") else tensor
     args = argparse.Namespace(
-        **architecture_of(config), group_query_attention=True, padded_vocab_size=VOCABULARY,
+        **architecture_of(config.model), group_query_attention=True, padded_vocab_size=VOCABULARY,
         attention_backend=AttnBackend.auto, params_dtype=torch.float32,
     )  # fmt: skip
     vars(args).update(moe_router_topk=2, **changes)
