@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
-from megatron_rl.families.hf_config import end_token_ids
-from megatron_rl.json_text import parse_json
+from megatron_rl.families.hf_config import end_token_ids, read_object
 from megatron_rl.types import Message, Prompt
 
 MOST_TOKENS = 100_000_000
@@ -145,7 +144,8 @@ def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenize
         ConfigError: nothing usable is there, it has no end-of-text token, or `end_token_ids` raises.
     """
     if Path(path).is_dir():
-        _check_settings(path)
+        settings = Path(path) / "tokenizer_config.json"
+        read_object(settings, lambda line: ConfigError([f"--tokenizer-model {path!r}: {line}"]))
     from transformers import AutoTokenizer  # seconds of import, needed only here
 
     try:
@@ -159,22 +159,3 @@ def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenize
     directories = dict.fromkeys([path, *model_directories])
     return Tokenizer(backend, path, (number for directory in directories for number in end_token_ids(directory)))
 
-
-def _check_settings(directory: str) -> None:
-    try:
-        settings = parse_json((Path(directory) / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError([
-            f"--tokenizer-model {directory!r} holds no tokenizer_config.json; "
-            "give a Hugging Face tokenizer directory"
-        ]) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError([
-            f"--tokenizer-model {directory!r}: tokenizer_config.json is not JSON ({error}); "
-            "take the file the tokenizer was published with"
-        ]) from error
-    if not isinstance(settings, dict):
-        raise ConfigError([
-            f"--tokenizer-model {directory!r}: tokenizer_config.json is {shorten(settings)} where a mapping of "
-            "settings belongs; take the file the tokenizer was published with"
-        ])

@@ -4,11 +4,11 @@ Plain Python, no torch: the configuration reads it to fill in flags, checkpoints
 tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it by ``config.json``.
 """
 
-from megatron_rl.families.family import Family, HfModel, read_model
+from megatron_rl.families.family import Family, HfModel, read_model, weight_problems
 from megatron_rl.families.layout import Architecture, Layer, LayerCache, Linear, ModelLayout, Parameter
 from megatron_rl.families.weights import Entry, Piece, WeightMap
 
 __all__ = [
     "Architecture", "Entry", "Family", "HfModel", "Layer", "LayerCache", "Linear", "ModelLayout", "Parameter", "Piece",
-    "WeightMap", "read_model",
+    "WeightMap", "read_model", "weight_problems",
 ]  # fmt: skip

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import ConfigError
-from megatron_rl.families.hf_config import HfConfig
+from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.families.hf_config import HfConfig, read_object
 from megatron_rl.families.layout import MOST_EXPERTS, MOST_LAYERS, Architecture
 from megatron_rl.families.weights import WeightMap, decoder_weights
-from megatron_rl.json_text import parse_json
 from megatron_rl.registry import FAMILIES
+from megatron_rl.tensor_files import stored_tensors
+
+NUMBER_FORMATS = ("F32", "BF16", "F16")
+"""That weights are read in."""
+_PASSED_OVER = (".rotary_emb.inv_freq",)
+"""Endings of tensors that older files have and every model computes itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,24 +109,9 @@ def read_model(directory: str | Path) -> HfModel:
         ConfigError: it is absent or malformed, of an unknown family, or asks for what is not built.
     """
     path = Path(directory) / "config.json"
-    values = _load(path)
+    values = read_object(path)
     family = _family_of(path, values)
     return HfModel(Path(directory), family, family.read(HfConfig(path, values)), values)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError([
-            f"{path} cannot be read ({error.strerror}); give a directory in the Hugging Face format, with config.json "
-            "and *.safetensors"
-        ]) from error
-    except ValueError as error:
-        raise ConfigError([f"{path} is not JSON ({error}); take the file the model was published with"]) from error
-    if not isinstance(values, dict):
-        raise ConfigError([f"{path} is not a JSON object; take the file the model was published with"])
-    return values
 
 
 def _family_of(path: Path, values: dict[str, Any]) -> Family:
@@ -135,3 +125,43 @@ def _family_of(path: Path, values: dict[str, Any]) -> Family:
     listed = ", ".join(f"{family.class_name} ({family.title})" for family in families)
     what = f"architecture {wanted}" if wanted is not None else f"model_type {values.get('model_type')}"
     raise ConfigError([f"{path}: {what} is not known here; known are {listed}"])
+
+
+def weight_problems(model: HfModel) -> list[str]:
+    """One line for each way in which the files, by their headers, do not hold the model of ``config.json``."""
+    try:
+        stored = stored_tensors(model.directory)
+    except CheckpointError as error:
+        return [str(error)]
+    expected, kind = model.weights.tensors, f"a {model.family.class_name} of this config.json"
+    there = [name for name in expected if name in stored]
+    take = "take config.json and files of one model"
+
+    def told(names: list[str], what: Callable[[str], str]) -> list[str]:
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        return [f"{model.directory}: tensor {name} {what(name)}{more}" for name in names[:1]]
+
+    return [
+        *told([name for name in expected if name not in stored], lambda _: f"is missing, which {kind} has; {take}"),
+        *told(
+            [name for name in stored if name not in expected and not _may_be_there(name)],
+            lambda _: f"is none that {kind} has, and would be ignored; {take}",
+        ),
+        *told(
+            [name for name in there if stored[name].shape != expected[name]],
+            lambda name: f"has shape {_by(stored[name].shape)}, config.json means {_by(expected[name])}; {take}",
+        ),
+        *told(
+            [name for name in there if stored[name].dtype not in NUMBER_FORMATS],
+            lambda name: f"is stored as {stored[name].dtype}; use a model in {', '.join(NUMBER_FORMATS)}",
+        ),
+    ]
+
+
+def _may_be_there(name: str) -> bool:
+    # A tied head is sometimes written although it is the embedding; transformers passes over it too.
+    return name == "lm_head.weight" or name.endswith(_PASSED_OVER)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "()"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from megatron_rl.json_text import parse_json
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's --use-rope-scaling has built in: the numbers of Llama 3.1 to 3.3."""
-_FILES = ("config.json", "generation_config.json")
 _LONGEST_VALUE = 60
 _BEYOND_ANY_MODEL = 1e18
 _MISSING = object()
@@ -134,15 +133,21 @@ def _text(value: Any) -> str:
 
 
 def end_token_ids(directory: str | Path) -> tuple[int, ...]:
-    """``eos_token_id`` of both files, a number or a list (Llama 3.1, Qwen2.5 Instruct); empty where they say nothing.
+    """``eos_token_id`` of ``config.json`` and ``generation_config.json``; empty where they say nothing.
+
+    A number, or a list in Llama 3.1 and Qwen2.5 Instruct.
 
     Raises:
-        ConfigError: it is something else, or ``generation_config.json`` is not JSON.
+        ConfigError: it is something else, or ``generation_config.json`` is not a JSON object.
     """
     found: dict[int, None] = {}
-    for name in _FILES:
-        path = Path(directory) / name
-        value = _read(path).get("eos_token_id")
+    for name in ("config.json", "generation_config.json"):
+        path, value = Path(directory) / name, None
+        try:
+            value = read_object(path).get("eos_token_id")
+        except ConfigError:
+            if name == "generation_config.json" and path.exists():  # of config.json, whoever needs it says so
+                raise
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(number, bool) or not isinstance(number, int) for number in ids):
             raise ConfigError([f"{path}: eos_token_id must be a token id or a list of them, got {shorten(value)}"])
@@ -150,13 +155,19 @@ def end_token_ids(directory: str | Path) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path, fault: Callable[[str], Exception] = lambda line: ConfigError([line])) -> dict[str, Any]:
+    """The JSON object in a file that was published with a model; raises ``fault`` of a line where there is none."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
-    except OSError:
-        return {}
+    except OSError as error:
+        raise fault(
+            f"{path} cannot be read ({error.strerror}); if it is missing, give a directory in the Hugging Face format"
+        ) from error
     except ValueError as error:
-        if path.name == "config.json":  # whoever needs it says so
-            return {}
-        raise ConfigError([f"{path} is not JSON ({error}); take the file the model was published with"]) from error
-    return values if isinstance(values, dict) else {}
+        raise fault(f"{path} is not JSON ({error}); take the file the model was published with") from error
+    if not isinstance(values, dict):
+        raise fault(
+            f"{path} is {shorten(values)} where a mapping of settings belongs; take the file the model was published "
+            "with"
+        )
+    return values

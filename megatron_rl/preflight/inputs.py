@@ -13,8 +13,7 @@ from pathlib import Path
 from megatron_rl.config import RLConfig
 from megatron_rl.environments.loading import Surveyed, surveyed
 from megatron_rl.errors import ConfigError, Problem, collecting, one_line
-from megatron_rl.families import read_model
-from megatron_rl.families.files import weight_problems
+from megatron_rl.families import read_model, weight_problems
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.types import Message
 

@@ -119,8 +119,7 @@ def wants_reference(config: RLConfig) -> bool:
 def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | None) -> list[str]:
     from megatron_rl.checkpoint.layout import find_checkpoint
     from megatron_rl.checkpoint.run_state import architecture_problems, read_run_state
-    from megatron_rl.families import read_model
-    from megatron_rl.families.files import weight_problems
+    from megatron_rl.families import read_model, weight_problems
 
     if not wants_reference(config):
         return []

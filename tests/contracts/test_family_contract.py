@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.config.rl_config import all_flags
-from megatron_rl.families import ModelLayout, read_model
-from megatron_rl.families.files import weight_problems
+from megatron_rl.families import ModelLayout, read_model, weight_problems
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import stored_tensors

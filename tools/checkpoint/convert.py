@@ -22,8 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_rl.errors import ConfigError, MegatronRLError
-from megatron_rl.families import HfModel, read_model
-from megatron_rl.families.files import weight_problems
+from megatron_rl.families import HfModel, read_model, weight_problems
 
 _LOADERS = {"llama_mistral": "hf", "hf": "hf", "core": "core", "mcore": "core"}
 _SAVERS = {"core": "core", "mcore": "core", "hf": "hf"}

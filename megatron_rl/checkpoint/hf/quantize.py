@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.atomic import whole_directory
 from megatron_rl.checkpoint.hf.formats import TargetFormat, is_converted, modules_left_alone
 from megatron_rl.errors import CheckpointError
-from megatron_rl.json_text import parse_json
+from megatron_rl.families.hf_config import read_object
 from megatron_rl.quantization.shapes import TILE
 from megatron_rl.tensor_files import (
     INDEX_FILE,
@@ -71,7 +71,7 @@ def convert(source: Path, output: Path, target: TargetFormat, overwrite: bool = 
             the output is there, overlaps the input, or cannot be written.
     """
     with TensorReader(source) as reader:
-        stored, config = reader.stored, _read_config(source)
+        stored, config = reader.stored, read_object(source / CONFIG, CheckpointError)
         converted = dict.fromkeys(name for name, tensor in stored.items() if is_converted(name, tensor.shape))
         _refuse_unfit(source, config, stored, converted)
         small_files, left_out = _other_files(source, {tensor.file.name for tensor in stored.values()})
@@ -100,19 +100,6 @@ def convert(source: Path, output: Path, target: TargetFormat, overwrite: bool = 
 
 
 # -- before anything is written ------------------------------------------------------------------
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; a Hugging Face checkpoint has one")
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return content
 
 
 def _refuse_unfit(
