@@ -61,7 +61,7 @@ class Registry(Generic[T]):
         """
         module, wanted = self.module(name), name.rpartition(":")[2] if ":" in name else self.defines
         if wanted not in vars(module):
-            raise ConfigError([f"{self.what} {shorten(name)}: its file defines no {_unknown(wanted, vars(module))}"])
+            raise ConfigError([f"{self.what} {shorten(name)}: its file defines no {unknown(wanted, vars(module))}"])
         return vars(module)[wanted]
 
     def module(self, name: str) -> ModuleType:
@@ -73,7 +73,7 @@ class Registry(Generic[T]):
         if ":" not in name:
             wanted, known = name.replace("-", "_"), self.names()
             if wanted not in known:
-                raise ConfigError([f"there is no {self.what} {_unknown(name, known)}"])
+                raise ConfigError([f"there is no {self.what} {unknown(name, known)}"])
             return importlib.import_module(f"{self.package}.{wanted}")
         where = name.rpartition(":")[0]
         _look_here()
@@ -138,7 +138,8 @@ def _look_here() -> None:
         sys.path.append(os.getcwd())
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
+def unknown(name: str, known: Iterable[str]) -> str:
+    """For a message: the name, what is nearest to it and what there is."""
     public = [candidate for candidate in known if not candidate.startswith("_")]
     near = difflib.get_close_matches(name.replace("-", "_"), public, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "nothing is called like it."

@@ -1,14 +1,4 @@
-"""Checkpoint directories and their atomic commit.
-
-    checkpoints/
-      latest                 name of the newest committed step, for people and scripts
-      best                   name of the best one by --keep-best, kept whatever --keep-last says
-      step_0000040/          manifest.json (sha256 of every file), run_state.json, the tensors
-      step_0000080.*.tmp/    being written, or left by a kill; never loaded
-      step_0000060.damaged/  found damaged by a resume that went back to an older one; never loaded
-
-`--ckpt-format torch` has Megatron's names instead: ``iter_0000040``, and ``latest_checkpointed_iteration.txt`` for
-``latest``, which holds the number. One directory may have both, when a run has changed its format.
+"""Checkpoint directories (drawn in docs/checkpoints.md) and their atomic commit.
 
 Write everything into ``.tmp``, sync it to disk, rename, and only then point ``latest`` at it: a
 kill at any moment leaves the previous checkpoint as it was.
@@ -46,7 +36,7 @@ _HASHING_THREADS = 8
 
 @dataclass(frozen=True)
 class Naming:
-    """How a format calls a checkpoint, and the file that says which is the newest."""
+    """How a format calls a checkpoint, and the file that says which is the newest; a directory may have both."""
 
     prefix: str
     pointer: str

@@ -184,6 +184,17 @@ def _foreign_state(directory: Path) -> RunState:
     )
 
 
+def differences(directory: Path, state: RunState, model: ModelConfig | Architecture, other: str) -> list[str]:
+    """One line for every flag in which the checkpoint's model differs from ``model``: ``other``, "this run has"."""
+    saved = state.architecture
+    return [
+        f"checkpoint {str(directory)!r} was made with {name} {saved[name]!r}, {other} {value!r}; use the checkpoint's "
+        "value or another checkpoint"
+        for name, value in architecture_of(model).items()
+        if name in saved and saved[name] != value
+    ]
+
+
 def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | None = None) -> list[str]:
     """One line for every way in which the checkpoint's model differs from the configured one.
 
@@ -191,13 +202,7 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
         vocab_size: the tokenizer's; None when it could not be loaded, which is reported elsewhere.
     """
     state = read_run_state(directory)
-    saved, wanted = state.architecture, architecture_of(config.model)
-    problems = [
-        f"checkpoint {str(directory)!r} was made with {name} {saved[name]!r}, this run has {value!r}; "
-        f"use the checkpoint's value or another checkpoint"
-        for name, value in wanted.items()
-        if name in saved and saved[name] != value
-    ]
+    problems = differences(directory, state, config.model, "this run has")
     own = config.parallel.tensor_model_parallel_size
     topology = topology_problem(directory, own) if is_megatron_layout(directory) else None
     problems += [topology] if topology is not None else []

@@ -1,8 +1,4 @@
-"""Weights and optimizer state through megatron's ``dist_checkpointing``.
-
-Any topology can load what any other has saved: weights are stored as logical tensors and the
-distributed optimizer in its ``fully_reshardable`` form.
-"""
+"""Weights and optimizer state through megatron's ``dist_checkpointing``: any topology loads what any other saved."""
 
 from __future__ import annotations
 
@@ -18,10 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -56,9 +48,8 @@ def save_tensors(
     use_result_queue(ResultQueue)
     state = _state(policy, optimization, loading=False)
     with _quiet():
-        strategy = get_default_save_sharded_strategy("torch_dist")
         return dist_checkpointing.save(
-            state, str(directory), strategy, async_sharded_save=in_background, **asynchronous_writer()
+            state, str(directory), async_sharded_save=in_background, **asynchronous_writer()
         )
 
 
@@ -90,9 +81,7 @@ def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool
 def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     try:
         with _quiet():
-            return dist_checkpointing.load(
-                state, str(directory), get_default_load_sharded_strategy(str(directory))
-            )
+            return dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, CheckpointException, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {str(directory)!r} does not fit this model ({_reason(error)}); "

@@ -1,12 +1,6 @@
 """Files in Megatron's layout of one file a rank: ``iter_0000012/mp_rank_00/model_optim_rng.pt``.
 
-They are pickles, which can run code. Here they are read with ``weights_only=True`` alone: torch's reduced unpickler
-makes tensors, numbers, strings and containers, and refuses every class that is not on a list. That list is the
-process's, and megatron-core adds 16 classes to it; while a file is read here, it is longer by these alone:
-
-- ``argparse.Namespace`` (Megatron-LM's ``args``): its constructor takes no positional argument and it has no
-  ``__setstate__``, so all the unpickler can do with it is set attributes of a new object;
-- the names in `_PASSED_OVER`, of which not even the class is used: an empty object takes the place of each.
+They are pickles, which can run code, so torch's reduced unpickler alone reads them (``weights_only=True``).
 """
 
 from __future__ import annotations
@@ -42,9 +36,6 @@ _PASSED_OVER = (
 
 class _Nothing:
     """Stands where a file has an object of another library; keeps nothing of it."""
-
-    def __new__(cls, *values: object) -> _Nothing:
-        return super().__new__(cls)
 
     def __init__(self, *values: object) -> None:
         """Passes over what it is made of."""
@@ -135,6 +126,11 @@ def read(path: Path, mapped: bool = True) -> Any:
 
 @contextlib.contextmanager
 def _only_ours_allowed() -> Iterator[None]:
+    """The list of classes that torch may make is the process's, and megatron-core adds 16 to it.
+
+    A ``Namespace``, Megatron-LM's ``args``, has no positional argument and no ``__setstate__``: all the unpickler can
+    do with it is set attributes of a new object. Of `_PASSED_OVER` not even the class is used.
+    """
     others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([argparse.Namespace, *((_Nothing, name) for name in _PASSED_OVER)])

@@ -1,12 +1,4 @@
-"""`--ckpt-format torch`: every tensor-parallel rank's model and optimizer as they lie in its memory.
-
-    iter_0000012/
-      mp_rank_00/model_optim_rng.pt   checkpoint_version, iteration, model, optimizer
-      mp_rank_00/distrib_optim.pt     with --use-distributed-optimizer: what its data-parallel ranks share
-      manifest.json, run_state.json, state_rank_00000.safetensors   as in the other format
-
-Only the topology that wrote it can go on with it. Names of tensors are megatron-core's.
-"""
+"""`--ckpt-format torch`: every tensor-parallel rank's model and optimizer as they lie in its memory."""
 
 from __future__ import annotations
 

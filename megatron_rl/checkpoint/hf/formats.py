@@ -13,7 +13,6 @@ A weight is ``code x scale``. ``X.weight`` holds the codes, the scales lie besid
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 from megatron_rl.errors import ConfigError
 from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.quantization.shapes import TILE
-from megatron_rl.registry import RECIPES
+from megatron_rl.registry import RECIPES, unknown
 
 _LINEARS = (
     r"(q|k|v|o|qkv)_proj",  # attention; one matrix for all three in Phi-3
@@ -120,9 +119,7 @@ def target_format(name: str, powers_of_two: bool | None = None) -> TargetFormat:
         ConfigError: there is none, or it has no scales that are powers of two.
     """
     if name not in _FORMATS:
-        near = difflib.get_close_matches(name, _FORMATS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError([f"there is no export format '{name}': {hint}available: {', '.join(_FORMATS)}"])
+        raise ConfigError([f"there is no export format {unknown(name, _FORMATS)}"])
     if powers_of_two is None:
         powers_of_two = name == "fp8_block"
     if not powers_of_two:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl.atomic import TEMPORARY, remove, whole_directory
 from megatron_rl.checkpoint.hf.torch_dist import StoredParameters
 from megatron_rl.checkpoint.layout import find_checkpoint
-from megatron_rl.checkpoint.run_state import read_run_state
+from megatron_rl.checkpoint.run_state import differences, read_run_state
 from megatron_rl.checkpoint.torch_files import is_megatron_layout, own_name, shards_reader, tensor_size
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter
@@ -80,38 +80,24 @@ def export_checkpoint(
     Memory holds one parameter and its tensors.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged or of another model, or ``target`` exists.
+        CheckpointError: there is no such checkpoint, it is damaged or of another model, or ``target`` is there.
     """
-    directory = find_checkpoint(path)
-    problems = _differences(origin, directory)
+    directory, model = find_checkpoint(path), origin.architecture
+    state, means = read_run_state(directory), f"{origin.directory / 'config.json'} means"
+    problems = differences(directory, state, model, means)
+    rows = state.padded_vocab_size
+    if rows < model.vocab_size:
+        problems.append(
+            f"checkpoint {str(directory)!r} has an embedding of {rows} rows, {means} {model.vocab_size}"
+        )
     if problems:
         raise CheckpointError("; ".join(problems))
-    size = tensor_size(directory) if is_megatron_layout(directory) else 1
-    layout = ModelLayout.of(origin.architecture, size, read_run_state(directory).padded_vocab_size)
-    write_hf(origin, target, layout, _parts_in(directory), dtype, max_file_bytes)
-
-
-def _parts_in(directory: Path) -> Produce:
     if is_megatron_layout(directory):
-        return shards_reader(directory)
-    stored = StoredParameters(directory)
-    return lambda name: [stored.read(name)]
-
-
-def _differences(origin: HfModel, directory: Path) -> list[str]:
-    state, settings = read_run_state(directory), origin.architecture.settings()
-    source = origin.directory / "config.json"
-    problems = [
-        f"checkpoint {str(directory)!r} was made with {name} {value!r}, {source} means {settings[name]!r}"
-        for name, value in state.architecture.items()
-        if name in settings and settings[name] != value
-    ]
-    if state.padded_vocab_size < origin.architecture.vocab_size:
-        problems.append(
-            f"checkpoint {str(directory)!r} has an embedding of {state.padded_vocab_size} rows, {source} means "
-            f"{origin.architecture.vocab_size}"
-        )
-    return problems
+        size, produce = tensor_size(directory), shards_reader(directory)
+    else:
+        stored = StoredParameters(directory)
+        size, produce = 1, lambda name: [stored.read(name)]
+    write_hf(origin, target, ModelLayout.of(model, size, rows), produce, dtype, max_file_bytes)
 
 
 def write_hf(
@@ -122,13 +108,7 @@ def write_hf(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write ``target`` from the parameters that ``produce`` gives; in place only once it is complete.
-
-    Raises:
-        CheckpointError: ``target`` exists.
-    """
-    if target.exists():
-        raise CheckpointError(f"{target} exists; choose another directory")
+    """Write ``target`` from the parameters that ``produce`` gives; in place only once it is complete."""
     remove(target.with_name(target.name + TEMPORARY))
     weights, number = origin.weights, _NUMBERS[dtype or dtype_of(origin)]
     files = plan_files({name: TensorEntry(number, shape) for name, shape in weights.tensors.items()}, max_file_bytes)
