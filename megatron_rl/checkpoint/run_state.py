@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.torch_files import is_foreign, is_megatron_layout, read_args, tensor_size, topology_problem
+from megatron_rl.checkpoint.torch_files import is_foreign, read_args, tensor_size, topology_problems
 from megatron_rl.config import ModelConfig, RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture
@@ -203,9 +203,7 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
     """
     state = read_run_state(directory)
     problems = differences(directory, state, config.model, "this run has")
-    own = config.parallel.tensor_model_parallel_size
-    topology = topology_problem(directory, own) if is_megatron_layout(directory) else None
-    problems += [topology] if topology is not None else []
+    problems += topology_problems(directory, config.parallel.tensor_model_parallel_size)
     if vocab_size is not None and state.vocab_size not in (0, vocab_size):
         problems.append(
             f"checkpoint {str(directory)!r} was made with a vocabulary of {state.vocab_size} tokens, "

@@ -20,9 +20,6 @@ from megatron_rl.errors import CheckpointError
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 """The distributed optimizer's parameters and moments, of all data-parallel ranks."""
-_LAYER_NORM = re.compile(
-    r"(decoder\.layers\.\d+\.)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(weight|bias)"
-)
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")
 _PASSED_OVER = (
     "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype",
@@ -88,16 +85,15 @@ def tensor_size(directory: Path) -> int:
     return len(names)
 
 
-def topology_problem(directory: Path, tensor_ranks: int) -> str | None:
-    """Why so many tensor-parallel ranks cannot load it; None if they can. Raises as `tensor_size`."""
-    saved = tensor_size(directory)
-    if saved == tensor_ranks:
-        return None
-    return (
-        f"checkpoint {str(directory)!r} was saved with --tensor-model-parallel-size {saved}, this run has "
-        f"{tensor_ranks}; --ckpt-format torch holds one topology: use the same, or convert it to Hugging Face's format "
-        "and use --load-hf"
-    )
+def topology_problems(directory: Path, tensor_ranks: int) -> list[str]:
+    """Why so many tensor-parallel ranks cannot load it, in at most one line. Raises as `tensor_size`."""
+    if not is_megatron_layout(directory) or tensor_size(directory) == tensor_ranks:
+        return []
+    return [
+        f"checkpoint {str(directory)!r} was saved with --tensor-model-parallel-size {tensor_size(directory)}, this run "
+        f"has {tensor_ranks}; --ckpt-format torch holds one topology: use the same, or convert it to Hugging Face's "
+        "format and use --load-hf"
+    ]
 
 
 def read(path: Path, mapped: bool = True) -> Any:
@@ -158,10 +154,8 @@ def read_model_file(directory: Path, tensor_rank: int, mapped: bool = True) -> d
 
 def own_name(name: str) -> str:
     """Transformer Engine's fused layers hold the norm before them; without it, norms have names of their own."""
-    match = _LAYER_NORM.fullmatch(name)
-    if match is None:
-        return name
-    return match[1] + ("input_layernorm" if "linear_qkv" in match[2] else "pre_mlp_layernorm") + f".{match[3]}"
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 def read_args(directory: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.torch_files import (
     rank_directory,
     read,
     read_model_file,
-    topology_problem,
+    topology_problems,
 )
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
@@ -110,8 +110,7 @@ def _read_for_resume(
 
 def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, mapped: bool = True) -> dict[str, Any]:
     """This rank's file, whose tensors are those of this rank's model."""
-    problem = topology_problem(directory, groups.tensor_size)
-    if problem is not None:
+    for problem in topology_problems(directory, groups.tensor_size):
         raise CheckpointError(problem)
     content = read_model_file(directory, groups.tensor_rank, mapped)
     found = {name: tensor.shape for name, tensor in content["model"].items() if not name.endswith("_extra_state")}

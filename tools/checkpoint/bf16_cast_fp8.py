@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_rl.checkpoint.hf.formats import TargetFormat, target_format, target_formats
+from megatron_rl.checkpoint.hf.formats import FORMATS, TargetFormat, target_format
 from megatron_rl.checkpoint.hf.quantize import ConversionReport, convert
 from megatron_rl.errors import ConfigError, MegatronRLError, one_line
 
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="True|False",
         help="scales of fp8_block rounded up to powers of 2, its default; other formats have none",
     )
-    parser.add_argument("--format", default="fp8_block", metavar="{" + ",".join(target_formats()) + "}")
+    parser.add_argument("--format", default="fp8_block", metavar="{" + ",".join(FORMATS) + "}")
     parser.add_argument("--overwrite", action="store_true", help="replace a model in the output directory")
     return parser
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.quantization.shapes import TILE
-from megatron_rl.registry import RECIPES, unknown
+from megatron_rl.registry import unknown
 
 _LINEARS = (
     r"(q|k|v|o|qkv)_proj",  # attention; one matrix for all three in Phi-3
@@ -44,20 +43,13 @@ class TargetFormat:
 
     name: str
     recipe_name: str
+    """The rollouts' own recipe, whose codes and scales these are."""
     code_type: str
     """As safetensors headers write it."""
     scale_suffix: str
+    """``X.weight`` -> ``X.weight_scale_inv``, ``X.weight_scale``."""
     number: str | None = None
     powers_of_two: bool = False
-
-    @property
-    def recipe(self) -> Recipe:
-        """Whose codes and scales these are: the rollouts' own."""
-        return RECIPES.get(self.recipe_name)
-
-    def scale_name(self, weight: str) -> str:
-        """``X.weight`` -> ``X.weight_scale_inv``, ``X.weight_scale``."""
-        return weight + self.scale_suffix
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Of a weight [rows, columns]."""
@@ -99,17 +91,12 @@ class TargetFormat:
         }
 
 
-_FORMATS = {
+FORMATS = {
     "fp8_block": TargetFormat("fp8_block", "fp8_block", "F8_E4M3", "_scale_inv"),
     "fp8_channel": TargetFormat("fp8_channel", "fp8", "F8_E4M3", "_scale", number="float"),
     "int8": TargetFormat("int8", "int8", "I8", "_scale", number="int"),
 }
 _BLOCK_POW2 = TargetFormat("fp8_block", "fp8_block_pow2", "F8_E4M3", "_scale_inv", powers_of_two=True)
-
-
-def target_formats() -> tuple[str, ...]:
-    """Names of all formats."""
-    return tuple(_FORMATS)
 
 
 def target_format(name: str, powers_of_two: bool | None = None) -> TargetFormat:
@@ -118,17 +105,15 @@ def target_format(name: str, powers_of_two: bool | None = None) -> TargetFormat:
     Raises:
         ConfigError: there is none, or it has no scales that are powers of two.
     """
-    if name not in _FORMATS:
-        raise ConfigError([f"there is no export format {unknown(name, _FORMATS)}"])
-    if powers_of_two is None:
-        powers_of_two = name == "fp8_block"
-    if not powers_of_two:
-        return _FORMATS[name]
-    if name != "fp8_block":
+    if name not in FORMATS:
+        raise ConfigError([f"there is no export format {unknown(name, FORMATS)}"])
+    if name == "fp8_block":
+        return FORMATS[name] if powers_of_two is False else _BLOCK_POW2
+    if powers_of_two:
         raise ConfigError(
             [f"--force-pow-2-scale True is for fp8_block, {name} has no such variant; use --format fp8_block, or False"]
         )
-    return _BLOCK_POW2
+    return FORMATS[name]
 
 
 def is_converted(name: str, shape: tuple[int, ...]) -> bool:

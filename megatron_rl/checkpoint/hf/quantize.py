@@ -21,6 +21,7 @@ from megatron_rl.checkpoint.hf.formats import TargetFormat, is_converted, module
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families.hf_config import read_object
 from megatron_rl.quantization.shapes import TILE
+from megatron_rl.registry import RECIPES
 from megatron_rl.tensor_files import (
     INDEX_FILE,
     ITEM_BYTES,
@@ -44,9 +45,6 @@ _WEIGHT_SUFFIXES = frozenset(
 )
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")
-
-Files = dict[str, dict[str, TensorEntry]]
-"""File -> its tensors."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +124,14 @@ def _refuse_unfit(
             )
 
 
-def _plan(stored: Mapping[str, StoredTensor], target: TargetFormat) -> Files:
+def _plan(stored: Mapping[str, StoredTensor], target: TargetFormat) -> dict[str, dict[str, TensorEntry]]:
     """The output's files and what each holds."""
-    files: Files = {}
+    files: dict[str, dict[str, TensorEntry]] = {}
     for name, tensor in stored.items():
         entries = files.setdefault(tensor.file.name, {})
         if is_converted(name, tensor.shape):
             entries[name] = TensorEntry(target.code_type, tensor.shape)
-            entries[target.scale_name(name)] = TensorEntry("F32", target.scale_shape(*tensor.shape))
+            entries[name + target.scale_suffix] = TensorEntry("F32", target.scale_shape(*tensor.shape))
         else:
             entries[name] = tensor
     return files
@@ -162,6 +160,7 @@ def _transfer(reader: TensorReader, writer: TensorWriter, name: str, target: Tar
     rows = PIECE_NUMBERS // max(1, math.prod(shape[1:]))
     if converts:  # whole tiles: no scale may reach over two pieces
         rows = max(TILE, rows // TILE * TILE)
+    recipe, scales = RECIPES.get(target.recipe_name), name + target.scale_suffix
     for piece in reader.pieces(name, max(1, rows)):
         if piece.is_floating_point() and piece.itemsize > 1 and not bool(piece.isfinite().all()):
             path = reader.stored[name].file
@@ -169,11 +168,11 @@ def _transfer(reader: TensorReader, writer: TensorWriter, name: str, target: Tar
         if not converts:
             writer.append(name, piece)
             continue
-        quantised = target.recipe.quantize(piece)
+        quantised = recipe.quantize(piece)
         height, width = piece.shape
         writer.append(name, quantised.codes[:height, :width])
         scale_rows, _ = target.scale_shape(height, width)
-        writer.append(target.scale_name(name), quantised.scales[:scale_rows])
+        writer.append(scales, quantised.scales[:scale_rows])
 
 
 def _other_files(directory: Path, shards: set[str]) -> tuple[list[Path], tuple[str, ...]]:

@@ -22,12 +22,13 @@ import torch
 from safetensors.torch import load_file
 from megatron_rl.checkpoint.hf.formats import target_format
 from megatron_rl.checkpoint.hf.quantize import convert
+from megatron_rl.registry import RECIPES
 
 def kilobytes(key):
     return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
 
 what, source, output = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-target_format("fp8_block", False).recipe  # its modules are loaded before the measurement
+RECIPES.get("fp8_block")  # its modules are loaded before the measurement
 before = kilobytes("VmRSS")
 if what == "all at once":
     held = [load_file(path) for path in sorted(source.glob("*.safetensors"))]
