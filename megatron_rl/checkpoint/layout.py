@@ -24,7 +24,7 @@ from megatron_rl.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
-_STEP_NAME = re.compile(r"(?:step|iter)_(\d{7,})")
+_STEP_NAME = re.compile(r"(?:step|iter)_\d{7,}")
 _BEST = "best"
 MANIFEST = "manifest.json"
 
@@ -64,10 +64,7 @@ def temporary_directory(root: Path, step: int, start: str = "", naming: Naming =
 
 def step_of(directory: Path) -> int:
     """The step a checkpoint directory holds."""
-    match = _STEP_NAME.fullmatch(directory.name)
-    if match is None:
-        raise CheckpointError(f"{str(directory)!r} is not a checkpoint directory (step_0000040 and the like)")
-    return int(match.group(1))
+    return int(directory.name.partition("_")[2])
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -84,15 +81,14 @@ def step_entries(root: Path) -> list[Path]:
 
 def holds_checkpoint(path: str | Path) -> bool:
     """Whether `find_checkpoint` has something to look at, damaged or not."""
-    return _names_one(Path(path)) or any(map(step_entries, _places(path)))
+    return bool(_entries(Path(path)))
 
 
-def _names_one(path: Path) -> bool:
-    return bool(_STEP_NAME.fullmatch(path.name)) and path.exists()
-
-
-def _places(path: str | Path) -> tuple[Path, Path]:
-    return Path(path), Path(path) / "checkpoints"
+def _entries(root: Path) -> list[Path]:
+    """Itself if it has the name of a checkpoint; else whatever in it has, or in the run directory that it is."""
+    if _STEP_NAME.fullmatch(root.name) and root.exists():
+        return [root]
+    return step_entries(root) or step_entries(root / "checkpoints")
 
 
 def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
@@ -104,13 +100,12 @@ def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
     Raises:
         CheckpointError: there is none, or no undamaged one.
     """
-    root = Path(path)
-    if _names_one(root):
+    root, entries = Path(path), _entries(Path(path))
+    if entries == [root]:
         _check(root, contents, by_name=True)
         return root
-    for place in _places(root):
-        if step_entries(place):
-            return newest_valid(place, contents)
+    if entries:
+        return newest_valid(entries[0].parent, contents)
     if (root / "release").is_dir():
         raise CheckpointError(
             f"{str(root)!r} holds weights that Megatron-LM's tools released (release/), which are not looked for; if "
@@ -152,9 +147,11 @@ def _check(directory: Path, contents: bool, by_name: bool) -> None:
         verify(directory, contents)
         return
     tensor_size(directory)
+    if by_name:
+        return
     pointer = directory.parent / MEGATRON.pointer
     try:
-        named = str(step_of(directory)) if by_name else pointer.read_text().strip()
+        named = pointer.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{str(pointer)!r} cannot be read ({error}); name one of the iter_* directories"
@@ -271,8 +268,7 @@ def _read_manifest(directory: Path) -> dict[str, str]:
         files, step = dict(manifest["files"]), int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {str(directory)!r} has no readable {MANIFEST} ({error})") from error
-    name = _STEP_NAME.fullmatch(directory.name)
-    if name is not None and int(name[1]) != step:
+    if _STEP_NAME.fullmatch(directory.name) and step_of(directory) != step:
         raise CheckpointError(f"checkpoint file {str(path)!r} is damaged: it is that of step {step}")
     return files
 

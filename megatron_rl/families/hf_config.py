@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import ConfigError, shorten
+from megatron_rl.errors import ConfigError, cut, shorten
 from megatron_rl.json_text import parse_json
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's --use-rope-scaling has built in: the numbers of Llama 3.1 to 3.3."""
 _LONGEST_VALUE = 60
 _BEYOND_ANY_MODEL = 1e18
-_MISSING = object()
 
 
 class HfConfig:
@@ -56,13 +55,13 @@ class HfConfig:
 
     def expect(self, key: str, *allowed: Any, why: str) -> None:
         """Anything but ``allowed`` (or nothing) in ``key`` is a feature that is not built."""
-        value = self.get(key, _MISSING)
-        if value is not _MISSING and value not in allowed:
+        value = self.get(key)
+        if value is not None and value not in allowed:
             self.refuse(key, value, why)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """Note that ``key`` asks for something that is not built."""
-        self._problems.append(f"{self.path}: {key} {_text(value)} is not built here: {why}")
+        self._problems.append(f"{self.path}: {key} {cut(json.dumps(value), _LONGEST_VALUE)} is not built here: {why}")
 
     def rope(self) -> tuple[int, float | None]:
         """Base of the rotary frequencies, and the factor of Llama 3's scaling or None.
@@ -125,11 +124,6 @@ class HfConfig:
 def _is_number(value: Any) -> bool:
     # JSON as Python reads it has NaN, Infinity, and whole numbers that no float holds.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _BEYOND_ANY_MODEL
-
-
-def _text(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + " ..."
 
 
 def end_token_ids(directory: str | Path) -> tuple[int, ...]:
