@@ -25,7 +25,7 @@ from megatron_rl.checkpoint.layout import (
 )
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt, together
-from megatron_rl.checkpoint.state import load_rank_state, save_rank_state
+from megatron_rl.checkpoint.state import save_rank_state, with_rank_state
 from megatron_rl.checkpoint.tensors import save_tensors
 from megatron_rl.checkpoint.torch_files import is_megatron_layout
 from megatron_rl.errors import SaveError
@@ -189,10 +189,7 @@ class CheckpointManager:
         # The schedule is a function of the step's number, so it goes on without an optimizer state too.
         optimization.schedule.go_to(state.step)
         logger.info("resumed from %s (step %d)", directory, state.step)
-        components = {name: dict(values) for name, values in state.components.items()}
-        for name, values in load_rank_state(directory, self._groups.rank).items():
-            components.setdefault(name, {}).update(values)
-        return replace(state, components=components)
+        return replace(state, components=with_rank_state(state.components, directory, self._groups.rank))
 
     def _load(self, directory: Path, policy: PolicyModel, optimization: Optimization | None = None) -> None:
         if is_megatron_layout(directory):

@@ -126,13 +126,13 @@ def save_rank_state(directory: Path, rank: int, components: Mapping[str, State])
         save_file(tensors, _path(directory, rank))
 
 
-def load_rank_state(directory: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Component -> this rank's tensors; without those that it has none of.
+def with_rank_state(components: Mapping[str, State], directory: Path, rank: int) -> dict[str, State]:
+    """The components' states, to which this rank's tensors are added.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    components: dict[str, dict[str, torch.Tensor]] = {}
+    whole = {name: dict(state) for name, state in components.items()}
     path = _path(directory, rank)
     try:
         tensors = load_file(path) if path.exists() else {}
@@ -140,8 +140,8 @@ def load_rank_state(directory: Path, rank: int) -> dict[str, dict[str, torch.Ten
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
     for name, tensor in tensors.items():
         component, _, key = name.partition("/")
-        components.setdefault(component, {})[key] = tensor
-    return components
+        whole.setdefault(component, {})[key] = tensor
+    return whole
 
 
 def _path(directory: Path, rank: int) -> Path:

@@ -73,9 +73,11 @@ def load(
         CheckpointError: the checkpoint does not hold this model in this topology; on every rank.
     """
     content, gathered = together(
-        lambda: (_read_fitting(directory, policy, groups), None)
-        if optimization is None
-        else _read_for_resume(directory, policy, optimization, groups)
+        lambda: (
+            (_read_fitting(directory, policy, groups), None)
+            if optimization is None
+            else _read_for_resume(directory, policy, optimization, groups)
+        )
     )
     if optimization is not None:
         make_room(optimization)

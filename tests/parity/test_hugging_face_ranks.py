@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.hf.save import export_checkpoint
+from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.tensors import fingerprints
 from megatron_rl.families import ModelLayout, read_model
 from megatron_rl.registry import FAMILIES
@@ -85,9 +85,12 @@ class TestEachExample:
     def test_saved_again_it_has_the_same_bits(self, loaded: Loaded, index: int) -> None:
         _assert_same(loaded.directories[index], loaded.folder / f"saved.{index}")
 
-    def test_so_it_has_out_of_a_checkpoint_of_these_ranks(self, loaded: Loaded, index: int, tmp_path: Path) -> None:
+    def test_so_it_has_out_of_a_checkpoint_of_these_ranks(
+        self, loaded: Loaded, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(save, "MAX_FILE_BYTES", 20_000)
         model = read_model(loaded.directories[index])
-        export_checkpoint(loaded.folder / f"checkpoints.{index}", model, tmp_path / "back", max_file_bytes=20_000)
+        save.export_checkpoint(loaded.folder / f"checkpoints.{index}", model, tmp_path / "back")
         _assert_same(model.directory, tmp_path / "back")
 
 

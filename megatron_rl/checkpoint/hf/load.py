@@ -63,9 +63,7 @@ def fill(parameter: torch.Tensor, pieces: Iterable[Piece], reader: TensorReader)
         start += piece.height
 
 
-def import_hf(
-    model: HfModel, root: Path, dtype: torch.dtype, vocab_divisible_by: int, tokenizer_size: int = 0
-) -> Path:
+def import_hf(model: HfModel, root: Path, dtype: torch.dtype, vocab_divisible_by: int, tokenizer_size: int = 0) -> Path:
     """Write ``root/step_0000000``, for `--pretrained-checkpoint`; any number of ranks can load it.
 
     One process; no model is built, and memory holds one parameter.
@@ -105,4 +103,3 @@ def import_hf(
     committed = commit(root, 0)
     logger.info("wrote %s", committed)
     return committed
-

@@ -38,12 +38,7 @@ Produce = Callable[[str], Sequence[torch.Tensor]]
 
 
 def save_hf(
-    policy: PolicyModel,
-    origin: HfModel,
-    target: Path,
-    groups: ParallelGroups,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    policy: PolicyModel, origin: HfModel, target: Path, groups: ParallelGroups, dtype: torch.dtype | None = None
 ) -> None:
     """Write the model in memory; collective over the job. ``origin`` gives ``config.json`` and the tokenizer.
 
@@ -61,20 +56,14 @@ def save_hf(
         return _gather(parameters[name].detach(), groups)
 
     if groups.is_main:
-        write_hf(origin, target, policy.layout, gathered, dtype, max_file_bytes)
+        write_hf(origin, target, policy.layout, gathered, dtype)
     elif groups.data_rank == 0:  # the other tensor-parallel ranks of rank 0's copy
         for parameter in policy.layout.parameters:
             gathered(parameter.name)
     dist.barrier()
 
 
-def export_checkpoint(
-    path: str | Path,
-    origin: HfModel,
-    target: Path,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
+def export_checkpoint(path: str | Path, origin: HfModel, target: Path, dtype: torch.dtype | None = None) -> None:
     """Write what one of our checkpoints holds, whatever its topology. One process; no model is built.
 
     Memory holds one parameter and its tensors.
@@ -87,9 +76,7 @@ def export_checkpoint(
     problems = differences(directory, state, model, means)
     rows = state.padded_vocab_size
     if rows < model.vocab_size:
-        problems.append(
-            f"checkpoint {str(directory)!r} has an embedding of {rows} rows, {means} {model.vocab_size}"
-        )
+        problems.append(f"checkpoint {str(directory)!r} has an embedding of {rows} rows, {means} {model.vocab_size}")
     if problems:
         raise CheckpointError("; ".join(problems))
     if is_megatron_layout(directory):
@@ -97,27 +84,23 @@ def export_checkpoint(
     else:
         stored = StoredParameters(directory)
         size, produce = 1, lambda name: [stored.read(name)]
-    write_hf(origin, target, ModelLayout.of(model, size, rows), produce, dtype, max_file_bytes)
+    write_hf(origin, target, ModelLayout.of(model, size, rows), produce, dtype)
 
 
 def write_hf(
-    origin: HfModel,
-    target: Path,
-    layout: ModelLayout,
-    produce: Produce,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    origin: HfModel, target: Path, layout: ModelLayout, produce: Produce, dtype: torch.dtype | None = None
 ) -> None:
     """Write ``target`` from the parameters that ``produce`` gives; in place only once it is complete."""
     remove(target.with_name(target.name + TEMPORARY))
-    weights, number = origin.weights, _NUMBERS[dtype or dtype_of(origin)]
-    files = plan_files({name: TensorEntry(number, shape) for name, shape in weights.tensors.items()}, max_file_bytes)
+    weights, dtype = origin.weights, dtype or dtype_of(origin)
+    entries = {name: TensorEntry(_NUMBERS[dtype], shape) for name, shape in weights.tensors.items()}
+    files = plan_files(entries, MAX_FILE_BYTES)
     with whole_directory(target, origin.directory) as directory:
         with TensorWriter(directory, files) as writer:
             for parameter in layout.parameters:
                 shards = produce(parameter.name)
                 for name, tensor in tensors_of(weights[parameter.name], parameter, shards).items():
-                    writer.append(name, tensor.to(dtype or dtype_of(origin)))
+                    writer.append(name, tensor.to(dtype))
         if len(files) > 1:
             write_index(directory, files)
         _write_config(origin, directory, dtype)
@@ -148,10 +131,9 @@ def dtype_of(origin: HfModel) -> torch.dtype:
     return _DTYPES.get(origin.config.get("dtype", origin.config.get("torch_dtype")), torch.float32)
 
 
-def _write_config(origin: HfModel, directory: Path, dtype: torch.dtype | None) -> None:
-    source = origin.directory / "config.json"
-    if dtype is None or dtype == dtype_of(origin):
-        shutil.copyfile(source, directory / "config.json")
+def _write_config(origin: HfModel, directory: Path, dtype: torch.dtype) -> None:
+    if dtype == dtype_of(origin):
+        shutil.copyfile(origin.directory / "config.json", directory / "config.json")
         return
     key = "torch_dtype" if "torch_dtype" in origin.config else "dtype"
     write_json(directory / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.hf.load import fill, import_hf
 from megatron_rl.checkpoint.hf.save import export_checkpoint, save_hf, write_hf
 from megatron_rl.checkpoint.layout import MEGATRON, commit, find_checkpoint, temporary_directory
@@ -148,12 +149,13 @@ def _checkpoint(groups: ParallelGroups, model: HfModel, root: Path) -> Path:
 
 @pytest.mark.parametrize("family", SETTINGS)
 def test_a_checkpoint_of_ours_becomes_the_same_directory(
-    one_rank: ParallelGroups, tmp_path: Path, family: str
+    one_rank: ParallelGroups, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "model", family, SETTINGS[family])
     model = read_model(tmp_path / "model")
     _checkpoint(one_rank, model, tmp_path / "checkpoints")
-    export_checkpoint(tmp_path / "checkpoints", model, tmp_path / "back", max_file_bytes=20_000)
+    monkeypatch.setattr(save, "MAX_FILE_BYTES", 20_000)
+    export_checkpoint(tmp_path / "checkpoints", model, tmp_path / "back")
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     assert _same(tmp_path / "model", tmp_path / "back")
 
