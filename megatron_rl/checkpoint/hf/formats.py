@@ -1,14 +1,6 @@
 """The formats that other engines load: the recipe behind each, its tensors' names, its ``quantization_config``.
 
-Converted are the matrices of the decoder's linear layers: below ``layers.N.self_attn`` or ``layers.N.mlp``
-(``block_sparse_moe`` in Mixtral), named as `_LINEARS` says, with two dimensions. All else is kept: embeddings,
-output head, norms, biases, routers (``mlp.gate``), a vision tower, experts fused into one tensor of three dimensions.
-
-A weight is ``code x scale``. ``X.weight`` holds the codes, the scales lie beside it in fp32:
-
-    fp8_block     X.weight_scale_inv [ceil(N / 128), ceil(K / 128)]: DeepSeek's format, tiles of 128 x 128
-    fp8_channel   X.weight_scale [N, 1]: compressed-tensors, "float-quantized"
-    int8          X.weight_scale [N, 1]: compressed-tensors, "int-quantized"
+Which tensors are converted, and what each format writes, is told in docs/export.md.
 """
 
 from __future__ import annotations

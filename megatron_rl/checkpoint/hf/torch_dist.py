@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,8 +70,15 @@ class StoredParameters:
         target = torch.empty(sizes, dtype=stored.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, stored, [wanted])
+
+        def block(item: ReadItem) -> torch.Tensor:
+            ends = map(sum, zip(item.dest_offsets, item.lengths, strict=True))
+            return target[tuple(map(slice, item.dest_offsets, ends))]
+
+        # Of torch's ``LoadPlanner`` reading asks for this alone: where each stored block goes, here a view.
+        into: Any = SimpleNamespace(resolve_tensor=block, commit_tensor=lambda *_: None)
         try:
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+            self._reader.read_data(LoadPlan(items), into).wait()
         except (OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {str(self._directory)!r}: {key} cannot be read ({error})") from error
         return target.view(target.shape[len(place) :])
@@ -97,73 +105,43 @@ def stored_name(parameter: str) -> tuple[str, tuple[int, ...]]:
     return f"decoder.layers.mlp.experts.experts.{expert[2]}", (int(layer[1]), int(expert[1]))
 
 
-class _Into:
-    """The part of torch's ``LoadPlanner`` that reading asks for: where each stored block goes."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        block = self._target
-        for dimension, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            block = block.narrow(dimension, start, length)
-        return block
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do: the block is a view."""
-
-
 def write_parameters(
     directory: Path, layout: ModelLayout, dtype: torch.dtype, make: Callable[[Parameter], torch.Tensor]
 ) -> None:
     """Write the files of a whole model (``tensor_size`` 1), whose parameters ``make`` gives when their turn comes."""
-    source = _From(layout, dtype, make)
-    writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1, sync_files=False)
-    writer.set_up_storage_writer(is_coordinator=True)
-    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(list(source.items())))])
-    results: Any = writer.write_data(plan, source).wait()
-    writer.finish(Metadata(source.described), [results])
-    torch.save({}, directory / "common.pt")  # megatron's own writer of it wants a process group
-    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+    model, items = layout.architecture, []
+    linears = {f"decoder.{linear.name}.weight" for linear in layout.linears}
+    parameters: dict[MetadataIndex, Parameter] = {}
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for parameter in layout.parameters:
+        key, place = stored_name(parameter.name)
+        stacked = (model.num_layers, model.num_experts or 0)[: len(place)]
+        offsets = torch.Size([*place, *[0] * len(parameter.shape)])
+        chunk = ChunkStorageMetadata(offsets, torch.Size([*[1] * len(place), *parameter.shape]))
+        properties, size = TensorProperties(dtype=dtype), torch.Size([*stacked, *parameter.shape])
+        described.setdefault(key, TensorStorageMetadata(properties, size, [])).chunks.append(chunk)
+        index = MetadataIndex(key, offsets)
+        parameters[index] = parameter
+        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)))
+        if parameter.name in linears:
+            # megatron's linears ask for a state beside the weight; without Transformer Engine it is empty.
+            here, of = (".".join(map(str, numbers)) for numbers in (place, stacked))
+            name = f"{key.removesuffix('weight')}_extra_state/shard_{here}_{of}"
+            described[name] = BytesStorageMetadata()
+            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
 
-
-class _From:
-    """The part of torch's ``SavePlanner`` that writing asks for: the numbers of an item, when their turn comes."""
-
-    def __init__(self, layout: ModelLayout, dtype: torch.dtype, make: Callable[[Parameter], torch.Tensor]) -> None:
-        self._layout, self._dtype, self._make = layout, dtype, make
-        self._parameters: dict[MetadataIndex, Parameter] = {}
-        self.described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-
-    def items(self) -> Iterator[WriteItem]:
-        """What there is to write. Also fills in ``described``, by name in the files."""
-        model = self._layout.architecture
-        linears = {f"decoder.{linear.name}.weight" for linear in self._layout.linears}
-        for parameter in self._layout.parameters:
-            key, place = stored_name(parameter.name)
-            stacked = (model.num_layers, model.num_experts or 0)[: len(place)]
-            offsets = torch.Size([*place, *[0] * len(parameter.shape)])
-            chunk = ChunkStorageMetadata(offsets, torch.Size([*[1] * len(place), *parameter.shape]))
-            properties, size = TensorProperties(dtype=self._dtype), torch.Size([*stacked, *parameter.shape])
-            described = self.described.setdefault(key, TensorStorageMetadata(properties, size, []))
-            described.chunks.append(chunk)
-            index = MetadataIndex(key, offsets)
-            self._parameters[index] = parameter
-            yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size))
-            if parameter.name in linears:
-                yield self._extra_state(key, place, stacked)
-
-    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Called by torch's writer for one item after the other."""
+    def data(item: WriteItem) -> torch.Tensor | io.BytesIO:
         if item.type == WriteItemType.BYTE_IO:
             content = io.BytesIO()
             torch.save([None], content)
             return content
-        return self._make(self._parameters[item.index]).to(self._dtype).view(item.tensor_data.chunk.sizes)
+        return make(parameters[item.index]).to(dtype).view(item.tensor_data.chunk.sizes)
 
-    def _extra_state(self, key: str, place: tuple[int, ...], stacked: tuple[int, ...]) -> WriteItem:
-        """megatron's linears ask for a state beside the weight; without Transformer Engine it is empty."""
-        here, of = (".".join(map(str, numbers)) for numbers in (place, stacked))
-        name = f"{key.removesuffix('weight')}_extra_state/shard_{here}_{of}"
-        self.described[name] = BytesStorageMetadata()
-        return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+    writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1, sync_files=False)
+    writer.set_up_storage_writer(is_coordinator=True)
+    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])
+    # Of torch's ``SavePlanner`` writing asks for this alone: the numbers of an item, when their turn comes.
+    results: Any = writer.write_data(plan, SimpleNamespace(resolve_data=data)).wait()
+    writer.finish(Metadata(described), [results])
+    torch.save({}, directory / "common.pt")  # megatron's own writer of it wants a process group
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
