@@ -72,13 +72,7 @@ def load(
     Raises:
         CheckpointError: the checkpoint does not hold this model in this topology; on every rank.
     """
-    content, gathered = together(
-        lambda: (
-            (_read_fitting(directory, policy, groups), None)
-            if optimization is None
-            else _read_for_resume(directory, policy, optimization, groups)
-        )
-    )
+    content, gathered = together(lambda: _read(directory, policy, groups, optimization))
     if optimization is not None:
         make_room(optimization)
     policy.gpt.load_state_dict(content["model"], strict=False)  # compared already; what is left out is empty
@@ -87,9 +81,12 @@ def load(
         load_state(optimization, content["optimizer"], parts)
 
 
-def _read_for_resume(
-    directory: Path, policy: PolicyModel, optimization: Optimization, groups: ParallelGroups
+def _read(
+    directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization | None
 ) -> tuple[dict[str, Any], Any]:
+    content = _read_fitting(directory, policy, groups, mapped=optimization is None)
+    if optimization is None:
+        return content, None
     if policy.config.transformer_impl == "transformer_engine":
         raise CheckpointError(
             f"checkpoint {str(directory)!r} keeps the optimizer's state in the order of megatron's own layers, which "
@@ -102,7 +99,6 @@ def _read_for_resume(
             f"--ckpt-format torch holds one topology: start {ranks} ranks, or take its weights alone with "
             "--pretrained-checkpoint"
         )
-    content = _read_fitting(directory, policy, groups, mapped=False)
     if "optimizer" not in content:
         raise CheckpointError(f"checkpoint {str(directory)!r} has no optimizer state; add --no-load-optim")
     is_first = groups.data_rank == 0 and bool(distributed_parts(optimization))
@@ -110,7 +106,7 @@ def _read_for_resume(
     return content, read(path) if is_first else None
 
 
-def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, mapped: bool = True) -> dict[str, Any]:
+def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, mapped: bool) -> dict[str, Any]:
     """This rank's file, whose tensors are those of this rank's model."""
     for problem in topology_problems(directory, groups.tensor_size):
         raise CheckpointError(problem)
