@@ -1,14 +1,6 @@
 """Losses, corrections and advantages: what one looks like, and how flags choose them and set their options.
 
-    @dataclass(frozen=True, kw_only=True)
-    class Loss(Extension):
-        \"\"\"The clipped policy loss.\"\"\"
-
-        clamp_eps_lower: float = option(0.2, gt=0, le=1)
-
-        def __call__(self, batch: TokenBatch) -> Terms: ...
-
-in ``losses/clip.py`` is ``--rl-policy-loss clip``. A class of any other file is named by its path,
+``Loss`` in ``losses/clip.py`` is ``--rl-policy-loss clip``; a class of any other file is named by its path, as in
 ``--rl-policy-loss mine.py:MyLoss``. Its fields are its options: ``--rl-policy-loss-args clamp_eps_lower=0.1``.
 """
 
@@ -99,13 +91,11 @@ class Composed:
 
     def __call__(self, batch: TokenBatch) -> Terms:
         """See ``Extension``."""
-        weights, sums = self.parts[0](batch)
-        clipped = sums.get(CLIPPED, torch.zeros_like(batch.in_loss))
-        for part in self.parts[1:]:
+        weights, sums, clipped = batch.in_loss.float(), {}, torch.zeros_like(batch.in_loss)
+        for part in self.parts:
             more, own = part(batch)
-            weights, sums = weights * more, sums | own
-            clipped = clipped | own.get(CLIPPED, torch.zeros_like(clipped))
-        return weights, {**sums, CLIPPED: clipped}
+            weights, sums, clipped = weights * more, sums | own, clipped | own.get(CLIPPED, False)
+        return weights, sums | {CLIPPED: clipped}
 
 
 def level_of(correction: Function) -> str:

@@ -1,20 +1,17 @@
 """Estimators of ``KL(current || reference)`` from the log-probs of tokens the current policy sampled.
 
 Source: John Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html. With
-``d = log pi_current(token) - log pi_ref(token)`` (positive where the current policy likes its token better
-than the reference does, and so positive on average)::
+``d = log pi_current(token) - log pi_ref(token)``, positive on average::
 
     k1 = d                     unbiased, high variance, negative for about half of the tokens
     k2 = d^2 / 2               biased, low variance, never negative
     k3 = exp(-d) - 1 + d       unbiased, low variance, never negative
 
-As a value to report, k3 is the best. As a loss to differentiate the three differ, because the gradient of an
-estimator need not estimate the gradient. In expectation over tokens of the current policy:
+The gradient of an estimator need not estimate the gradient. In expectation over tokens of the current policy:
 
 * k1: ``E[grad d] = E[grad log pi] = 0``. It regularises nothing; k1 belongs into the reward.
 * k2: ``E[d grad log pi]`` is the exact gradient of ``KL(current || reference)``.
-* k3: ``E[(1 - exp(-d)) grad log pi]`` is the gradient of the other direction, ``KL(reference || current)``;
-  the two agree to first order in d. It is the penalty of the GRPO paper.
+* k3, of the GRPO paper: ``E[(1 - exp(-d)) grad log pi]`` is the gradient of ``KL(reference || current)``.
 """
 
 from __future__ import annotations

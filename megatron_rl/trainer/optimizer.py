@@ -149,17 +149,9 @@ def _wrap(policy: PolicyModel, config: RLConfig) -> DistributedDataParallel:
 def _build_optimizer(
     wrapped: DistributedDataParallel, config: RLConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    optimizer = config.optimizer
     settings = OptimizerConfig(
-        optimizer=optimizer.optimizer,
-        lr=optimizer.lr,
+        **vars(config.optimizer),
         min_lr=config.schedule.min_lr,  # must not be None: megatron compares with it
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_eps=optimizer.adam_eps,
-        sgd_momentum=optimizer.sgd_momentum,
-        clip_grad=optimizer.clip_grad,
         bf16=config.precision.bf16,
         params_dtype=dtype,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
