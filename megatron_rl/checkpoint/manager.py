@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,16 +101,11 @@ class CheckpointManager:
 
     def poll(self) -> None:
         """Go on with a save in the background, if there is one; waits for nothing, and a failure is no error."""
-        with self._failure_counted():
-            if self._under_way is not None:
-                self._under_way.go_on(wait=False)
+        self._go_on(wait=False)
 
     def finish(self) -> None:
         """Wait for a save in the background, if there is one; that it failed is no error of what comes next."""
-        with self._failure_counted():
-            if self._under_way is not None:
-                self._under_way.go_on(wait=True)
-                self._under_way = None
+        self._go_on(wait=True)
 
     def abandon(self) -> None:
         """Give up a save in the background: the run ends by an error, and other ranks may be gone."""
@@ -119,15 +113,17 @@ class CheckpointManager:
         if under_way is not None:
             under_way.abandon()
 
-    @contextlib.contextmanager
-    def _failure_counted(self) -> Iterator[None]:
-        """The step of a save that failed in the background may be saved again."""
+    def _go_on(self, wait: bool) -> None:
+        if self._under_way is None:
+            return
         try:
-            yield
+            self._under_way.go_on(wait)
         except SaveError as error:
             self.failed_saves += 1
-            self._under_way = self._saved_step = None
+            self._under_way = self._saved_step = None  # the step may be saved again
             logger.warning("NOT SAVED: %s; the run goes on", error)
+        if wait:
+            self._under_way = None
 
     def _begin(self, step: int) -> tuple[SaveAttempt, Path]:
         """An empty directory that no earlier start of the run writes into."""

@@ -35,23 +35,18 @@ class HfConfig:
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
         value = self._present(key, default)
-        if not _is_number(value) or not isinstance(value, int) or value < 1:
-            raise ConfigError([f"{self.path}: {key} must be a whole number above 0, got {shorten(value)}"])
-        return value
+        fits = _is_number(value) and isinstance(value, int) and value >= 1
+        return self._valid(key, value, fits, "a whole number above 0")
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
         value = self._present(key, default)
-        if not _is_number(value) or value <= 0:
-            raise ConfigError([f"{self.path}: {key} must be a number above 0, got {shorten(value)}"])
-        return float(value)
+        return float(self._valid(key, value, _is_number(value) and value > 0, "a number above 0"))
 
     def switch(self, key: str, default: bool) -> bool:
         """``true`` or ``false``."""
         value = self._present(key, default)
-        if not isinstance(value, bool):
-            raise ConfigError([f"{self.path}: {key} must be true or false, got {shorten(value)}"])
-        return value
+        return self._valid(key, value, isinstance(value, bool), "true or false")
 
     def expect(self, key: str, *allowed: Any, why: str) -> None:
         """Anything but ``allowed`` (or nothing) in ``key`` is a feature that is not built."""
@@ -70,11 +65,10 @@ class HfConfig:
         """
         key = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
         rope = self.get(key, {})
-        if not isinstance(rope, Mapping):
-            raise ConfigError([f"{self.path}: {key} must be a mapping, got {shorten(rope)}"])
+        self._valid(key, rope, isinstance(rope, Mapping), "a mapping")
         base = rope.get("rope_theta", self.get("rope_theta", 10000.0))
-        if not _is_number(base) or base < 1 or base != int(base):
-            raise ConfigError([f"{self.path}: rope_theta must be a whole number above 0, got {shorten(base)}"])
+        is_whole = _is_number(base) and base >= 1 and base == int(base)
+        self._valid("rope_theta", base, is_whole, "a whole number above 0")
         kind = rope.get("rope_type", rope.get("type", "default"))
         share = rope.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
         if share != 1.0:
@@ -90,8 +84,8 @@ class HfConfig:
         kinds = self.get("layer_types")
         if kinds is None:
             return
-        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-            raise ConfigError([f"{self.path}: layer_types must be a list of names, got {shorten(kinds)}"])
+        are_names = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+        self._valid("layer_types", kinds, are_names, "a list of names")
         if len(kinds) != num_layers:
             raise ConfigError([
                 f"{self.path}: layer_types names {len(kinds)} layers where num_hidden_layers is {num_layers}; "
@@ -110,14 +104,18 @@ class HfConfig:
             if rope.get(name) != built:
                 self.refuse(f"{key}.{name}", rope.get(name), f"Megatron's scaling has {built} built in")
         factor = rope.get("factor")
-        if not _is_number(factor) or factor < 1:
-            raise ConfigError([f"{self.path}: {key}.factor must be a number of at least 1, got {shorten(factor)}"])
-        return float(factor)
+        fits = _is_number(factor) and factor >= 1
+        return float(self._valid(f"{key}.factor", factor, fits, "a number of at least 1"))
 
     def _present(self, key: str, default: Any) -> Any:
         value = self.get(key, default)
         if value is None:
             raise ConfigError([f"{self.path} lacks {key}; take the config.json that the model was published with"])
+        return value
+
+    def _valid(self, key: str, value: Any, fits: bool, what: str) -> Any:
+        if not fits:
+            raise ConfigError([f"{self.path}: {key} must be {what}, got {shorten(value)}"])
         return value
 
 

@@ -1,11 +1,6 @@
 """The structure of a model, known once: parameters, linears and KV cache of one rank, by arithmetic alone.
 
-    ModelLayout ─┬─ parameters   in megatron's order and names: the estimate, checkpoints, Hugging Face in and out
-                 ├─ linears      what rollouts may quantise
-                 └─ layers[i].cache   what the engine keeps of each token
-
-No torch: `--check` and `--estimate` need it before torch is imported, and for ranks that are not there. `GPTModel` as
-built is held to it by `tests/unit/families/test_layout.py`, for every family and every parallel layout.
+`GPTModel` as built is held to it by `tests/unit/families/test_layout.py`; see docs/architecture.md.
 """
 
 from __future__ import annotations
