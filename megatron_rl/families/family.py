@@ -46,6 +46,8 @@ SMALL: Mapping[str, Any] = {
 
 def read_decoder(config: HfConfig, **settings: Any) -> Architecture:
     """What all families derived from Llama write alike; ``settings`` are the rest."""
+    if not settings.get("add_qkv_bias"):
+        config.expect("attention_bias", False, why="it would put a bias on the output projection too")
     config.expect("hidden_act", "silu", why="the MLP's gate is silu")
     config.expect("attention_dropout", 0, why="attention kernels here have no dropout")
     config.expect("quantization_config", why="weights are read as they were trained; take the unquantised model")

@@ -8,7 +8,6 @@ from megatron_rl.families.layout import Architecture
 
 
 def _read(config: HfConfig) -> Architecture:
-    config.expect("attention_bias", False, why="it would put a bias on the output projection too")
     config.expect("mlp_bias", False, why="the MLP's linears have no bias")
     config.expect("pretraining_tp", 1, why="it computes each projection in slices")
     return read_decoder(config)

@@ -8,7 +8,6 @@ from megatron_rl.families.layout import Architecture
 
 
 def _read(config: HfConfig) -> Architecture:
-    config.expect("attention_bias", False, why="it would put a bias on the output projection too")
     # Qwen3's default; 16 heads of 128 on a residual stream of 1024, so it does not follow from the others.
     return read_qwen(config, qk_layernorm=True, kv_channels=config.whole("head_dim", 128))
 

@@ -8,7 +8,6 @@ from megatron_rl.families.layout import Architecture
 
 
 def _read(config: HfConfig) -> Architecture:
-    config.expect("attention_bias", False, why="it would put a bias on the output projection too")
     config.expect("decoder_sparse_step", 1, why="every layer has experts")
     config.expect("mlp_only_layers", [], why="every layer has experts")
     # transformers 5 writes the number of experts under another name than the published files have.
