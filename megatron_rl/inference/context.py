@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 
@@ -43,30 +41,22 @@ class RolloutContext(BaseInferenceContext):
 
     # -- the three states ----------------------------------------------------------------------
 
-    def begin_prefill(
-        self, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        """Whole prompts: ``lengths[i]`` tokens into row ``rows[i]``."""
-        self._prompts = PackedPlan.build(
-            lengths, cu_seqlens, position_ids, self._rope, self._dtype, self._kernels.packed
-        )
-        self._place_prompts(rows, cu_seqlens, position_ids)
-
-    def begin_extend(self, new: NewTokens) -> None:
-        """More tokens of sequences whose beginnings are in the cache."""
-        self._prompts = None
-        self._place_prompts(new.slots, new.cu_seqlens, new.position_ids)
-        self._cos, self._sin = self._rope.at(new.position_ids, self._dtype)
-        self._attend = self._kernels.cache.extend
-        self._plan = self._kernels.cache.prepare_extend(self.cache, new)
-
-    def _place_prompts(self, rows: torch.Tensor, cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> None:
-        borders = cu_seqlens.long()
+    def begin_prompts(self, new: NewTokens, cached: bool) -> None:
+        """Several prompts, or with ``cached`` more tokens of sequences whose beginnings are in the cache."""
+        borders = new.cu_seqlens.long()
         # The size is given, so that it is not read from the device.
-        rows = torch.repeat_interleave(rows, borders[1:] - borders[:-1], output_size=position_ids.numel())
-        self._slots = self.cache.slot_mapping(rows, position_ids)
+        rows = torch.repeat_interleave(new.slots, borders[1:] - borders[:-1], output_size=new.position_ids.numel())
+        self._slots = self.cache.slot_mapping(rows, new.position_ids)
         last = borders[1:] - 1
         self._last_tokens = torch.cat((last, last[-1:].expand(max(0, FEWEST_ROWS - last.numel()))))
+        if cached:
+            self._prompts = None
+            self._cos, self._sin = self._rope.at(new.position_ids, self._dtype)
+            self._attend = self._kernels.cache.extend
+            self._plan = self._kernels.cache.prepare_extend(self.cache, new)
+        else:
+            packed = new.lengths, new.cu_seqlens, new.position_ids
+            self._prompts = PackedPlan.build(*packed, self._rope, self._dtype, self._kernels.packed)
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
         """The steps of a burst, ``positions`` [k, N] in rows 0..N-1, each one further than the last.
@@ -94,9 +84,7 @@ class RolloutContext(BaseInferenceContext):
             return self._prompts.rotate(heads)
         return rotate(heads, self._cos, self._sin)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionPlan`; also stores the keys and values."""
         index, numbers = layer - self._first_layer, self.cache.numbers
         if self._last_tokens is not None:

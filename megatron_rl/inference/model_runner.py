@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
+from itertools import accumulate
 
 import torch
 
@@ -18,9 +19,7 @@ from megatron_rl.models import RolloutForward
 class ModelRunner:
     """Forward passes, draws, and what they leave in the cache and in the state of the batch."""
 
-    def __init__(
-        self, context: RolloutContext, model: RolloutForward, state: BatchState, sampler: Sampler
-    ) -> None:
+    def __init__(self, context: RolloutContext, model: RolloutForward, state: BatchState, sampler: Sampler) -> None:
         self.context = context
         self.model = model
         self.state = state
@@ -50,18 +49,13 @@ class ModelRunner:
     def _compute(self, chunks: ListOf[Chunk]) -> torch.Tensor:
         """Logits of the last token of each chunk; those of a few more rows may follow."""
         lengths = [chunk.num_tokens for chunk in chunks]
-        borders = [0]
-        for length in lengths:
-            borders.append(borders[-1] + length)
-        cu_seqlens = self._to_device(borders, torch.int32)
+        cu_seqlens = self._to_device([0, *accumulate(lengths)], torch.int32)
         positions = self._to_device([i for c in chunks for i in range(c.start, c.end)])
         leaders = self._to_device([chunk.rows[0] for chunk in chunks])
-        if chunks[0].start == 0:
-            self.context.begin_prefill(lengths, cu_seqlens, positions, leaders)
-        else:
-            offsets = self._to_device([i for length in lengths for i in range(length)])
-            reach = max(FEWEST_KEYS, *(chunk.end for chunk in chunks))
-            self.context.begin_extend(NewTokens(leaders, lengths, cu_seqlens, offsets, positions, reach))
+        cached = chunks[0].start > 0
+        offsets = self._to_device([i for length in lengths for i in range(length)]) if cached else positions
+        reach = max(FEWEST_KEYS, *(chunk.end for chunk in chunks))
+        self.context.begin_prompts(NewTokens(leaders, lengths, cu_seqlens, offsets, positions, reach), cached)
         ids = self._to_device([token for c in chunks for token in c.token_ids[c.start : c.end]])
         return self.model.forward(ids, positions)
 

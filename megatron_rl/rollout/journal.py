@@ -174,10 +174,8 @@ def _read(path: Path, header: Record) -> tuple[list[Record], int]:
 def _appending(path: Path, end: int, header: Record) -> BinaryIO:
     """The file, open after its first ``end`` bytes; begun anew if these are none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    stream = path.open("r+b")
+    stream = path.open("ab")
     stream.truncate(end)
-    stream.seek(end)
     if not end:
         stream.write(_line(header))
         stream.flush()

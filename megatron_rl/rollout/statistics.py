@@ -21,21 +21,17 @@ _MOST_RANKS_SHOWN = 32
 
 def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, float]:
     """Lengths and endings under verl's names, and the mean of every metric the graders report."""
-    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    answers = [(group, rollout.completion) for group in groups for rollout in group.rollouts]
     rows = [
-        (
-            *(len(group.prompt_ids), r.completion.num_written, len(r.completion.token_ids)),
-            *(r.completion.finish_reason == "length", r.completion.num_turns),
-        )
-        for group in groups
-        for r in group.rollouts
+        (len(g.prompt_ids), c.num_written, len(c.token_ids), c.finish_reason == "length", c.num_turns)
+        for g, c in answers
     ]
     local = torch.tensor(rows, dtype=torch.float64).view(-1)
     table = torch.cat(gather_vectors(local, data_group)).view(-1, 5)
     if not table.numel():
         return {}
     prompt, response, answer, cut, turns = table.unbind(1)
-    logprob_sum = sum(sum(completion.inference_logprobs) for completion in completions)
+    logprob_sum = sum(sum(completion.inference_logprobs) for _, completion in answers)
     sums = torch.tensor([logprob_sum], dtype=torch.float64)
     dist.all_reduce(sums, group=data_group)
     return {
