@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import RLConfig
 from megatron_rl.estimate import estimate, slot_bytes
-from megatron_rl.inference import Engine
+from megatron_rl.inference.engine import Engine
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank, max_over

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 import uvloop
 
-from megatron_rl.inference import Engine, EngineStatistics
+from megatron_rl.inference.engine import Engine, EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank, max_over
 from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of

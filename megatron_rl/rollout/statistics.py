@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.inference import EngineStatistics
+from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
 from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.types import Request, RolloutGroup

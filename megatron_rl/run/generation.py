@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from megatron_rl.config import RLConfig
-from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
+from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel, kv_cache_dtype
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter

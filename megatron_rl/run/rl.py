@@ -13,7 +13,8 @@ from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.attention.kv_numbers import rounded_attention
 from megatron_rl.checkpoint.tensors import weights_fingerprint
-from megatron_rl.inference import Engine, RolloutEngine
+from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter, RolloutResult
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.inference import RolloutEngine
+from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.gpu
 
 
 def _generate(policy, greedy: bool):
-    from megatron_rl.inference import EngineOptions, RolloutEngine
+    from megatron_rl.inference.engine import EngineOptions
+    from megatron_rl.inference.rollout_engine import RolloutEngine
     from megatron_rl.models import rollout_mode
     from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 

@@ -11,8 +11,9 @@ import logging
 import pytest
 import torch
 
-from megatron_rl.inference import EngineOptions, RolloutEngine
+from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.graphs import GraphedDecode, Work, graph_reaches, graph_sizes
+from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel.groups import current_groups
 from megatron_rl.quantization.linears import QuantizedLinears

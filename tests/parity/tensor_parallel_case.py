@@ -10,7 +10,8 @@ import torch
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.attention.kv_numbers import FP8, rounded_attention
 from megatron_rl.checkpoint.tensors import weights_fingerprint
-from megatron_rl.inference import Engine, RolloutEngine
+from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.platform import current_platform

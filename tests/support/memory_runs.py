@@ -37,7 +37,7 @@ def _failing(where: str, call: int) -> Iterator[None]:
     from megatron.core.optimizer import ChainedOptimizer
 
     from megatron_rl.algorithms.objective import PolicyObjective
-    from megatron_rl.inference import RolloutEngine
+    from megatron_rl.inference.rollout_engine import RolloutEngine
 
     owner, name, fail = {
         "rollout": (RolloutEngine, "submit", _as_on_a_gpu),

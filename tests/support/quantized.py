@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.inference import Engine
+from megatron_rl.inference.engine import Engine
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.linears import QuantizedLinears

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.inference import Engine, EngineOptions, RolloutEngine
+from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
 from megatron_rl.types import SamplingParams
 from tools.benchmark.common import (

@@ -13,9 +13,9 @@ import torch
 
 from megatron_rl.attention import choose
 from megatron_rl.attention.backend import DeviceFacts
-from megatron_rl.inference import RolloutEngine
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.graphs import GraphedDecode, graph_reaches, graph_sizes, with_graphs
+from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.phases.cache import CacheResidency

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.attention.kv_numbers import FP8, rounded_attention
-from megatron_rl.inference import RolloutEngine
+from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from tests.support.generation import generate, largest_gap, ragged_requests, randomise_vectors, rollout_engine, tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.inference import EngineStatistics
+from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import ConversationSettings, Rollouter, RolloutResult
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.inference import EngineStatistics
+from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import Evaluator, RequestFactory, RolloutResult
 from megatron_rl.rollout.evaluation import is_correct, powers_of_two_up_to

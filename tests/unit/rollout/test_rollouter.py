@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.inference import EngineStatistics
+from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import Rollouter, RolloutResult
 from megatron_rl.rollout.conversations import GradeFunction

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.inference import EngineStatistics
+from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import RolloutResult
 from megatron_rl.rollout.statistics import (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_rl.attention.selection import facts_of
 from megatron_rl.config import RLConfig
-from megatron_rl.inference import Engine
+from megatron_rl.inference.engine import Engine
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
 from megatron_rl.parallel import seed_everything
 from megatron_rl.quantization.rollout import RolloutQuantization
