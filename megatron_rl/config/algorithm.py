@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,15 +22,15 @@ def _stated(kind: Registry, name: str, constant: str) -> Any:
     return None
 
 
-def _clamp(config: RLConfig, option: str) -> float | None:
+def _of_loss(constant: str) -> Callable[[RLConfig, int], Any]:
     """Clip ranges of one loss mean nothing in another: those of a sequence's ratio are a thousandth of a token's."""
-    return _stated(LOSSES, config.algorithm.rl_policy_loss, option)
+    return lambda config, _: _stated(LOSSES, config.algorithm.rl_policy_loss, constant)
 
 
 def _aggregation(config: RLConfig, _: int) -> str:
     if config.algorithm.calculate_per_token_loss:
         return "token-mean"
-    return _stated(LOSSES, config.algorithm.rl_policy_loss, "AGGREGATION") or "token-mean"
+    return _of_loss("AGGREGATION")(config, 1) or "token-mean"
 
 
 def _correction(config: RLConfig, _: int) -> str:
@@ -53,14 +53,12 @@ class AlgorithmConfig:
     """Completions of each prompt; advantages compare them (Megatron's default: 2)."""
     grpo_iterations: int = flag(1, ge=1, le=1000)
     """Passes over each rollout (Megatron's default: 2)."""
-    grpo_clamp_eps_lower: float | None = flag(
-        None, gt=0, le=1, derived=lambda config, _: _clamp(config, "clamp_eps_lower")
-    )
+    grpo_clamp_eps_lower: float | None = flag(None, gt=0, le=1, derived=_of_loss("clamp_eps_lower"))
     """The probability ratio is clipped at 1 - this; 1 leaves that side open (Megatron's default: 0.01).
 
     Without it what the policy loss states: clip 0.2, cispo 1, gspo 3e-4.
     """
-    grpo_clamp_eps_upper: float | None = flag(None, gt=0, derived=lambda config, _: _clamp(config, "clamp_eps_upper"))
+    grpo_clamp_eps_upper: float | None = flag(None, gt=0, derived=_of_loss("clamp_eps_upper"))
     """The probability ratio is clipped at 1 + this (Megatron's default: 0.01).
 
     Without it what the policy loss states: clip and cispo 0.2, gspo 4e-4.

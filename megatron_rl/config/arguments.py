@@ -21,6 +21,7 @@ from megatron_rl.errors import MAX_PROBLEMS, Problem, collecting, one_line, shor
 from megatron_rl.families import read_model
 
 _LONGEST_FLAG = 100
+"""No flag is that long, and looking for the nearest takes the square of the length."""
 _LONGEST_FILE = 2**18
 FILLED_IN = frozenset({"--num-layers", "--hidden-size", "--num-attention-heads", "--tokenizer-model"})
 """Flags without a default that a directory may replace."""
@@ -165,7 +166,9 @@ def _apply(setting: Setting, reading: Reading) -> None:
     known = _spellings().get(setting.spelling)
     if known is None:
         # what is not shown needs no comparison with every flag, which would take half a minute for 5000 of them
-        near = _nearest(setting) if len(reading.problems) < MAX_PROBLEMS else []
+        near: list[str] = []
+        if len(reading.problems) < MAX_PROBLEMS:
+            near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
         dashes = "" if setting.from_file else "--"
         hint = f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
         reading.refuse(None, f"{setting.where} is not a flag; {hint}")
@@ -196,11 +199,6 @@ def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
         raise ValueError(f"takes one value, got {len(texts)}: {shorten(' '.join(texts))}")
     value = flag.convert(texts[0])
     return value == switches_on if flag.kind is bool else value
-
-
-def _nearest(setting: Setting) -> list[str]:
-    # no flag is that long, and the comparison takes the square of the length
-    return difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
 
 
 @functools.cache

@@ -115,10 +115,9 @@ def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
                 "needs to know which layers: give --recompute-method uniform --recompute-num-layers 1"
             )
     elif kernels.recompute_method is not None or count is not None:
-        yield Problem(
-            "--recompute-method",
-            "--recompute-method and --recompute-num-layers choose whole layers, which only --recompute-granularity "
-            "full recomputes; add it, or leave them out",
+        yield "recompute_method", (
+            "and --recompute-num-layers choose whole layers, which only --recompute-granularity full recomputes; add "
+            "it, or leave them out"
         )
     if kernels.recompute_modules is not None and kernels.recompute_granularity != "selective":
         yield "recompute_modules", (

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.flags import Finding, flag
-from megatron_rl.errors import Problem
 
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
@@ -104,8 +103,7 @@ def record_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             f"{checkpoint.load_hf} in place of --load-hf"
         )
     if config.logging.run_dir is None and not config.training.estimate:
-        text = "--run-dir is missing: metrics need a place; give --run-dir runs/NAME or --save DIR"
-        yield Problem("--run-dir", text)
+        yield "run_dir", "is missing: metrics need a place; give --run-dir runs/NAME or --save DIR"
     if checkpoint.ckpt_format == "torch" and checkpoint.async_save:
         yield "async_save", "cannot write --ckpt-format torch in the background; leave it out, or use torch_dist"
     if checkpoint.keep_best is not None and not checkpoint.keep_best.startswith("val/"):

@@ -86,9 +86,11 @@ class RLConfig:
     def problem(self, name: str, text: str) -> Problem:
         """``--min-lr 1 <text>``; where the user did not give the value, with what it comes from."""
         flag, value, source = f"--{name.replace('_', '-')}", self.value(name), _declared()[name][1].source
+        shown = "" if value is None or isinstance(value, bool) else f" {value}"
         if isinstance(value, tuple):
-            value = " ".join(value)
-        shown = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
+            shown = f" {' '.join(value)}"
+        elif isinstance(value, float):
+            shown = f" {value:g}"
         derived = f" (from {source})" if source and name not in self.typed else ""
         return Problem(flag, f"{flag}{shown}{derived}{'' if text[0] in ':,' else ' '}{text}")
 
@@ -258,8 +260,7 @@ def _absent(config: RLConfig) -> Iterator[Problem]:
                 yield config.problem(flag.name, text)
             if flag.needed is not None and config.value(flag.name) is None and flag.name not in spared:
                 why, example = flag.needed
-                text = f"{flag.spelling} is missing: {why}; for example {flag.spelling} {example}"
-                yield Problem(flag.spelling, text)
+                yield config.problem(flag.name, f"is missing: {why}; for example {flag.spelling} {example}")
 
 
 def notes(config: RLConfig) -> list[str]:

@@ -153,10 +153,7 @@ def optimizer_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """The length of the run, and learning rates."""
     training, schedule, lr = config.training, config.schedule, config.optimizer.lr
     if training.train_iters is None and training.train_samples is None and not training.estimate:
-        yield Problem(
-            "--train-iters",
-            "--train-iters is missing: the run needs an end; give --train-iters N or --train-samples N",
-        )
+        yield "train_iters", "is missing: the run needs an end; give --train-iters N or --train-samples N"
     if training.train_iters is not None and training.train_samples is not None:
         yield "train_iters", (
             f"and --train-samples {training.train_samples} are two lengths for one run; keep one of them"
@@ -183,10 +180,7 @@ def schedule_problems(config: RLConfig, _: int) -> Iterator[Finding]:
                 right = f"--lr-{phase.replace('_', '-')}-{unit}"
                 yield f"lr_{phase}_{other}", f"with --{length}: run and schedule are counted in one unit; use {right}"
         if schedule.lr_warmup_fraction is not None and getattr(schedule, f"lr_warmup_{unit}"):
-            yield Problem(
-                "--lr-warmup-fraction",
-                f"--lr-warmup-fraction and --lr-warmup-{unit} both set the warm-up; keep one of them",
-            )
+            yield "lr_warmup_fraction", f"and --lr-warmup-{unit} both set the warm-up; keep one of them"
     warmup, decay, last = config.lr_warmup_steps, config.lr_decay_steps, config.lr_wsd_decay_steps
     if decay and warmup >= decay:
         yield Problem(

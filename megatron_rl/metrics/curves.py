@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.metrics.evaluation import COUNTS, split_validation
+from megatron_rl.metrics.evaluation import COUNTS, by_environment
 
 MAX_POINTS = 500
 PHASE_ORDER = ("gen", "reward", "advantages", "old_log_prob", "ref", "update_actor", "eval", "save")
@@ -39,12 +39,11 @@ def charts_for(rows: Sequence[Row]) -> list[Chart]:
     recorded = list(dict.fromkeys(name for row in rows for name in row))
     held_out: dict[str, dict[str, str]] = {}
     lengths = {"response_length/mean": "mean", "response_length/max": "max"}
-    for name in recorded:
-        environment, measure = split_validation(name) or ("", "")
-        if measure == "response_length":
-            lengths[name] = f"held-out {environment}"
-        elif measure and measure not in COUNTS:
-            held_out.setdefault(environment, {})[name] = measure
+    for environment, measures in by_environment(dict.fromkeys(recorded, 0.0)).items():
+        drawn = {f"val/{environment}/{measure}": measure for measure in measures if measure not in COUNTS}
+        if drawn.pop(f"val/{environment}/response_length", None):
+            lengths[f"val/{environment}/response_length"] = f"held-out {environment}"
+        held_out[environment] = drawn
     idle = "perf/rollout_idle_share"
     ranks = {name: name.removeprefix(f"{idle}/").replace("_", " ") for name in recorded if name.startswith(f"{idle}/")}
     gap = {"training/rollout_logprob_gap_mean": "mean", "training/rollout_logprob_gap_max": "max"}

@@ -10,21 +10,13 @@ _AFTER_PASS_AT_K = (("maj@k", "maj@k"), ("greedy", "greedy"), ("reward", "reward
                     ("truncated", "truncated"), ("num_tasks", "tasks"), ("failed_grades", "failed"))  # fmt: skip
 
 
-def split_validation(name: str) -> tuple[str, str] | None:
-    """``(environment, measure)`` of ``val/<environment>/<measure>``, or None for any other metric."""
-    if not name.startswith("val/"):
-        return None
-    environment, _, measure = name.removeprefix("val/").rpartition("/")
-    return environment, measure
-
-
 def by_environment(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """``{"gsm8k": {"pass@1": 0.4, "pass@1_ci95": 0.03, ...}}``."""
+    """The metrics of an evaluation, ``val/gsm8k/pass@1``: ``{"gsm8k": {"pass@1": 0.4, "pass@1_ci95": 0.03, ...}}``."""
     found: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
-        split = split_validation(name)
-        if split is not None:
-            found.setdefault(split[0], {})[split[1]] = value
+        if name.startswith("val/"):
+            environment, _, measure = name.removeprefix("val/").rpartition("/")
+            found.setdefault(environment, {})[measure] = value
     return found
 
 
@@ -48,7 +40,7 @@ def result_table(metrics: Mapping[str, float]) -> tuple[list[str], list[list[str
 
 def last_evaluation(rows: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
     """The last row of metrics that holds an evaluation; empty when there is none."""
-    return next((row for row in reversed(rows) if any(map(split_validation, row))), {})
+    return next((row for row in reversed(rows) if by_environment(row)), {})
 
 
 def _k(measure: str) -> int | None:

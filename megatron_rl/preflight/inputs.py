@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import multiprocessing
 import os
 import resource
@@ -83,11 +83,9 @@ def _stop_strings(config: RLConfig, tokenizer: Tokenizer) -> Iterator[Problem]:
 def hugging_face_problems(config: RLConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
     """What the headers of the files of `--load-hf` tell; and whether the tokenizer is the model's."""
     directory, rows = config.checkpoint.load_hf, config.tokenizer.vocab_size
-    try:
+    with contextlib.suppress(ConfigError):  # already reported when the flags were read
         found = [] if directory is None else weight_problems(read_model(directory))
-    except ConfigError:
-        found = []  # already reported when the flags were read
-    yield from (Problem(None, line).under("--load-hf") for line in found)
+        yield from (Problem(None, line).under("--load-hf") for line in found)
     if rows is not None and tokenizer is not None and tokenizer.vocab_size > rows:
         source = directory or config.model.hf_config
         whose = f"--vocab-size {rows}" if source is None else f"the model of {source}, whose vocab_size is {rows}"
@@ -180,7 +178,7 @@ def _fault_of(tokenizer: Tokenizer, deadline_s: float) -> str | None:
     try:
         if not reader.poll(deadline_s):
             return f"does not end: a single question takes more than {deadline_s:g} s"
-        outcome = json.loads(reader.recv_bytes())
+        return reader.recv_bytes().decode() or None
     except EOFError:
         process.join()
         return f"ends the process that renders it (exit code {process.exitcode})"
@@ -188,23 +186,20 @@ def _fault_of(tokenizer: Tokenizer, deadline_s: float) -> str | None:
         process.kill()
         process.join()
         reader.close()
-    if "error" in outcome:
-        return f"cannot render a single question ({one_line(outcome['error'], 300)})"
-    text = outcome["text"]
-    if len(text) > _LONGEST_TEXT:
-        return f"makes more than {_LONGEST_TEXT:,} characters of a single question"
-    if "".join(_QUESTION.split()) not in "".join(text.split()):
-        return f"leaves out what the user says: {_QUESTION!r} becomes {one_line(text, 100)!r}"
-    return None
 
 
 def _render(tokenizer: Tokenizer, writer: Connection) -> None:
-    """In the process: what became of the question, as JSON."""
+    """In the process."""
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY_BYTES, resource.RLIM_INFINITY))
     messages: list[Message] = [{"role": "user", "content": _QUESTION}]
+    fault = ""
     try:
-        outcome = {"text": tokenizer.render(messages)[: _LONGEST_TEXT + 1]}
+        text = tokenizer.render(messages)
+        if len(text) > _LONGEST_TEXT:
+            fault = f"makes more than {_LONGEST_TEXT:,} characters of a single question"
+        elif "".join(_QUESTION.split()) not in "".join(text.split()):
+            fault = f"leaves out what the user says: {_QUESTION!r} becomes {one_line(text, 100)!r}"
     except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
-        outcome = {"error": f"{type(error).__name__}: {error}"[: 10 * _LONGEST_TEXT]}
-    writer.send_bytes(json.dumps(outcome).encode())
+        fault = f"cannot render a single question ({one_line(f'{type(error).__name__}: {error}', 300)})"
+    writer.send_bytes(fault.encode())

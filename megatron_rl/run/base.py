@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.config import RLConfig
-from megatron_rl.metrics.evaluation import by_environment, split_validation
+from megatron_rl.metrics.evaluation import by_environment
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
@@ -94,7 +94,7 @@ class Run:
                 "kv_cache_dtype": self.config.kv_cache_dtype,
             },
         }
-        evaluated = [by_environment(row) for row in rows if any(map(split_validation, row))]
+        evaluated = [found for row in rows if (found := by_environment(row))]
         if evaluated:
             ends = {"before": evaluated[0], "after": evaluated[-1]}
             summary["eval"] = {when: _mean(results) for when, results in ends.items()}

@@ -41,7 +41,7 @@ def test_a_value_out_of_bounds_is_refused_in_one_line(command, flag, value):
     [
         ({"rl_correction": "tis"}, ["--rl-correction", "'tis'", "did you mean token_tis"]),
         ({"rl_correction": "token_tis+geometrc"}, ["'geometrc'", "did you mean geometric"]),
-        ({"rl_correction": "veto+veto"}, ["'veto+veto'", "twice"]),
+        ({"rl_correction": "veto+veto"}, ["--rl-correction veto+veto", "twice"]),
         ({"rl_correction": "token_tis", "rl_correction_lower": "0.9"}, ["'lower'", "--rl-correction-lower"]),
         ({"rl_correction_upper": "1.1"}, ["none has no option 'upper'", "--rl-correction-upper", "geometric"]),
         ({"rl_correction": "none", "rl_correction_cap": "3"}, ["'cap'", "sequence_tis or token_tis"]),
