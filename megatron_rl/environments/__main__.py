@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import keyword
 import logging
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.environments.limits import LOAD_SECONDS
-from megatron_rl.environments.loader import is_listed
+from megatron_rl.environments.child import LOAD_SECONDS
+from megatron_rl.environments.loader import canonical, is_listed
 from megatron_rl.environments.loading import found, inspected
-from megatron_rl.environments.scaffold import class_name, write_environment
 from megatron_rl.errors import ConfigError, MegatronRLError
 
 _VERDICTS = {True: "ok", False: "FAIL", None: "-"}
@@ -20,9 +23,9 @@ _VERDICTS = {True: "ok", False: "FAIL", None: "-"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = vars(_parser().parse_args(argv))
     try:
-        return arguments.run(arguments)
+        return arguments.pop("run")(**arguments)
     except MegatronRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -47,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     test.set_defaults(run=_test)
     new = commands.add_parser("new", parents=[loading], help="write a working environment and its test")
     new.add_argument("name", help="lower-case letters, digits and _")
-    new.add_argument("--dir", default="environments", help="the folder it goes into (default environments)")
+    new.add_argument("--dir", dest="folder", default="environments", help="where it goes (default environments)")
     new.set_defaults(run=_new)
     serve = commands.add_parser("serve", parents=[loading], help="serve the environments of a YAML list")
     serve.add_argument("config", help="the YAML list")
@@ -69,58 +72,117 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _list(arguments: argparse.Namespace) -> int:
-    all_of_them = found(arguments.load_timeout)
-    width = max(map(len, [*all_of_them.environments, *all_of_them.broken]), default=0)
-    for name, description in all_of_them.environments.items():
-        print(f"{name:<{width}}  {description}")
-    for name, problem in all_of_them.broken.items():
-        print(f"{name:<{width}}  {problem}")
-    for name, trace in all_of_them.tracebacks.items():
-        print(f"\n{name} cannot be imported:\n{trace}", file=sys.stderr)
+def _list(load_timeout: float) -> int:
+    environments, broken = found(load_timeout)
+    shown = [*environments.items(), *((name, problem) for name, (problem, _) in broken.items())]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, text in shown:
+        print(f"{name:<{width}}  {text}")
+    for name, (_, trace) in broken.items():
+        if trace:
+            print(f"\n{name} cannot be imported:\n{trace}", file=sys.stderr)
     return 0
 
 
-def _test(arguments: argparse.Namespace) -> int:
-    answer = inspected(arguments.name, arguments.option, arguments.limit, arguments.load_timeout)
+def _test(name: str, option: Sequence[str], limit: int, load_timeout: float) -> int:
+    answer = inspected(name, option, limit, load_timeout)
     if answer.output.strip():
         print(answer.output.rstrip(), file=sys.stderr)
     if answer.problems:
         raise ConfigError(answer.problems)
     print(answer.result["title"])
-    for name, passed, detail in answer.result["checks"]:
-        print(f"  {name:<15} {_VERDICTS[passed]:<5} {detail}")
+    for check, passed, detail in answer.result["checks"]:
+        print(f"  {check:<15} {_VERDICTS[passed]:<5} {detail}")
     return 1 if any(passed is False for _, passed, _ in answer.result["checks"]) else 0
 
 
-def _new(arguments: argparse.Namespace) -> int:
-    before = found(arguments.load_timeout)
-    module, test = write_environment(arguments.name, Path(arguments.dir), [*before.environments, *before.broken])
-    listed = is_listed(module)
-    reference = arguments.name if listed else f"{arguments.name}:{class_name(arguments.name)}"
-    path = "" if listed else f"PYTHONPATH={arguments.dir} "
+def _new(name: str, folder: str, load_timeout: float) -> int:
+    _refuse_name(name, load_timeout)
+    target = Path(folder) / name
+    if target.exists() or target.with_suffix(".py").exists():
+        raise ConfigError([f"{target} exists already; choose another name, or remove it"])
+    module, test = target / "__init__.py", target / f"test_{name}.py"
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    try:
+        target.mkdir(parents=True)
+        module.write_text(ENVIRONMENT.format(name=name, class_name=class_name), encoding="utf-8")
+        test.write_text(TEST.format(path=test, class_name=class_name), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"cannot write {target}: {error.strerror}; choose another --dir"]) from error
+    reference, path = (name, "") if is_listed(module) else (f"{name}:{class_name}", f"PYTHONPATH={folder} ")
     print(f"wrote {module} and {test}")
     print(f"check it:  {path}python -m megatron_rl.environments test {reference}")
     print(f"test it:   python -m pytest {test}")
     return 0
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def _refuse_name(name: str, load_timeout: float) -> None:
+    """``ConfigError`` for a name that is no good, or that selects an environment there is."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name):
+        why = "it becomes a module and a metric name"
+        advice = "use lower-case letters, digits and _, beginning with a letter"
+        raise ConfigError([f"{name!r} cannot name an environment, because {why}; {advice}"])
+    for other in itertools.chain(*found(load_timeout)):
+        if canonical(other) == canonical(name):
+            raise ConfigError([f"an environment {other!r} exists, and {name!r} would select it; choose another name"])
+
+
+def _serve(**options: Any) -> int:
     # imported here: flask takes 0.3 s that the other commands need not pay
     from megatron_rl.environments.server import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    serve(
-        arguments.config,
-        arguments.host,
-        arguments.port,
-        arguments.address_file,
-        arguments.allow_remote,
-        arguments.unix_socket,
-        arguments.load_timeout,
-        arguments.parent,
-    )
+    serve(**options)
     return 0
+
+
+ENVIRONMENT = '''\
+"""Rename me: what is asked, and what counts as right."""
+
+from megatron_rl.environments.base import Environment
+from megatron_rl.types import Task
+
+
+class {class_name}(Environment):
+    """Says whether a number is even."""
+
+    name = "{name}"
+
+    def __init__(self, *, size: int = 256) -> None:
+        self._size = size  # an option: `args: {{size: 1000}}` in the YAML list
+
+    def tasks(self, split):
+        for number in range(self._size):
+            if (number % 8 == 0) == (split == "test"):  # one in eight is held out
+                gold = "no" if number % 2 else "yes"
+                yield Task(id=str(number), prompt=f"Is {{number}} even? ", data={{"gold": gold}})
+
+    def grade(self, task, transcript):
+        return float(transcript.ended and transcript.text.strip() == task.data["gold"])
+
+    def gold_answer(self, task):
+        return task.data["gold"]
+'''
+
+TEST = '''\
+"""Run with: pytest {path}"""
+
+from megatron_rl.environments.selftest import run_checks
+from megatron_rl.types import Transcript
+
+from . import {class_name}
+
+
+def test_gold_answers_score_the_maximum_and_empty_ones_the_minimum():
+    assert [check for check in run_checks({class_name}()) if check.passed is False] == []
+
+
+def test_a_wrong_answer_and_a_cut_one_score_nothing():
+    environment = {class_name}()
+    task = next(iter(environment.tasks("train")))
+    assert environment.grade(task, Transcript("perhaps", "stop", 1)) == 0.0
+    assert environment.grade(task, Transcript(environment.gold_answer(task), "length", 1)) == 0.0
+'''
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.loader import Begin, ignore
-from megatron_rl.environments.wire import task_to_json
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
 from megatron_rl.json_text import check_bounds, dumps
 from megatron_rl.types import Demonstration, Split, Task
@@ -29,8 +29,8 @@ class TaskSurvey:
     environment: Environment
     problems: list[str] = field(default_factory=list)
     """One line each; empty when the tasks can be used."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Rows of each split that was read."""
+    counts: Counter[Split] = field(default_factory=Counter)
+    """Rows of each split."""
     first_chat: str | None = None
     """The id of a task whose prompt is chat messages."""
 
@@ -39,40 +39,31 @@ class TooMuch(ConfigError):
     """A list that is longer, larger or slower than it may be."""
 
 
-def survey_tasks(environment: Environment, begin: Begin = ignore) -> TaskSurvey:
-    """Reads all tasks of the splits that a run reads."""
-    survey, first_seen = TaskSurvey(environment), {}
-    for split in splits_of(environment):
-        begin(f"its {split} tasks were read")
-        if _survey_split(survey, split, first_seen):
-            break  # another split is likely no shorter
-    return survey
-
-
 def splits_of(environment: Environment) -> tuple[Split, ...]:
     """The splits that a run reads."""
     return ("test",) if environment.evaluation_only else ("train", "test")
 
 
-def _survey_split(survey: TaskSurvey, split: Split, first_seen: dict[str, str]) -> bool:
-    """Whether it was too much. All rows are walked, so that the last line can tell the number of problems."""
-    told, shown, hidden, rows, row = set(survey.problems), 0, 0, 0, None
-    for row, problems in _walk(survey.environment, "tasks", split, first_seen):
-        rows += 1
-        if not problems and survey.first_chat is None and not isinstance(row.prompt, str):
-            survey.first_chat = row.id
-        for problem in problems:
-            if problem in told:  # a data set that cannot be read says the same of every split
-                continue
-            shown, hidden = shown + (shown < MAX_PROBLEMS), hidden + (shown >= MAX_PROBLEMS)
-            if not hidden:
-                survey.problems.append(one_line(problem))
-    survey.counts[split] = rows
-    if hidden:
-        survey.problems.append(f"... and {hidden} more")
-    if not rows and not survey.problems and split == splits_of(survey.environment)[0]:
-        survey.problems.append(f"there are no {split} tasks")
-    return isinstance(row, TooMuch)
+def survey_tasks(environment: Environment, begin: Begin = ignore) -> TaskSurvey:
+    """Reads all tasks of the splits that a run reads; all, so that the last line can tell the number of problems."""
+    survey, first_seen = TaskSurvey(environment), {}
+    for split in splits_of(environment):
+        begin(f"its {split} tasks were read")
+        row, found, told = None, [], set(survey.problems)
+        for row, problems in _walk(environment, "tasks", split, first_seen):
+            survey.counts[split] += 1
+            if not problems and survey.first_chat is None and not isinstance(row.prompt, str):
+                survey.first_chat = row.id
+            # a data set that cannot be read says the same of every split
+            found += [problem for problem in problems if problem not in told]
+        survey.problems += map(one_line, found[:MAX_PROBLEMS])
+        if len(found) > MAX_PROBLEMS:
+            survey.problems.append(f"... and {len(found) - MAX_PROBLEMS} more")
+        if not survey.counts and not survey.problems:
+            survey.problems.append(f"there are no {split} tasks")
+        if isinstance(row, TooMuch):
+            break  # another split is likely no shorter
+    return survey
 
 
 def read_rows(environment: Environment, what: str, split: Split, seconds: float) -> tuple[object, ...]:
@@ -89,19 +80,21 @@ def _walk(
     environment: Environment, what: str, split: Split, first_seen: dict[str, str], seconds: float | None = None
 ) -> Iterator[tuple[object, list[str]]]:
     """Each row with what is wrong with it; the error in place of a row that could not be had."""
-    number = -1
+    number, size, start = -1, 0, time.monotonic()
     try:
-        for number, row in enumerate(bounded(getattr(environment, what)(split), seconds)):
+        for number, row in enumerate(getattr(environment, what)(split)):
+            size += _size(row)
+            if number >= MAX_ROWS:
+                raise TooMuch([f"has more than {MAX_ROWS:,} rows, or no end; give fewer"])
+            if size > MAX_BYTES:
+                raise TooMuch([f"has more than {MAX_BYTES / 2**30:g} GiB in its first {number + 1:,} rows; give less"])
+            if seconds is not None and time.monotonic() - start > seconds:
+                raise TooMuch([f"has given {number + 1:,} rows in {seconds:g} s and goes on; give fewer, or faster"])
             where = f"{split} row {number}"
-            if what == "tasks":
-                problems = row_problems(row)
-            else:
-                right = isinstance(row, Demonstration) and isinstance(row.completion, str)
-                problems = [] if right else ["is not a Demonstration with a text"]
-            if isinstance(row, Task) and isinstance(row.id, str):
-                earlier = first_seen.setdefault(row.id, where)
-                if earlier != where:
-                    problems.append(f"has the id {shorten(row.id)} of {earlier}; ids must be unique")
+            problems = _task_problems(row) if what == "tasks" else _demonstration_problems(row)
+            named = isinstance(row, Task) and isinstance(row.id, str)
+            if named and first_seen.setdefault(row.id, where) != where:
+                problems.append(f"has the id {shorten(row.id)} of {first_seen[row.id]}; ids must be unique")
             yield row, [f"{where} {problem}" for problem in problems]
     except TooMuch as error:
         yield error, [f"{split} {error}"]
@@ -111,35 +104,29 @@ def _walk(
         yield error, [f"{split} row {number + 1} raises {type(error).__name__}: {error}"]
 
 
-def bounded(rows: Iterable[object], seconds: float | None = None) -> Iterator[object]:
-    """``rows``; ``TooMuch`` for more than ``MAX_ROWS`` or ``MAX_BYTES``, or rows that take longer than ``seconds``."""
-    size, start = 0, time.monotonic()
-    for number, row in enumerate(rows):
-        if number >= MAX_ROWS:
-            raise TooMuch([f"has more than {MAX_ROWS:,} rows, or no end; give fewer"])
-        size += _size(row)
-        if size > MAX_BYTES:
-            raise TooMuch([f"has more than {MAX_BYTES / 2**30:g} GiB in its first {number + 1:,} rows; give less"])
-        if seconds is not None and time.monotonic() - start > seconds:
-            raise TooMuch([f"has given {number + 1:,} rows in {seconds:g} s and goes on; give fewer, or faster"])
-        yield row
-
-
 def _size(row: object) -> int:
-    """Characters of a row as it travels; 0 for one that cannot, which ``row_problems`` reports."""
+    """Characters of a row as it travels; 0 for one that cannot, which ``_task_problems`` reports."""
     try:
         if isinstance(row, Demonstration):
             return len(row.completion) + _size(row.task)
         check_bounds(row.data)
-        return len(dumps(task_to_json(row)))
+        return len(dumps(vars(row)))
     except (AttributeError, TypeError, ValueError):
         return 0
 
 
-def row_problems(row: object) -> list[str]:
-    """What is wrong with one row of ``Environment.tasks``; empty for a usable task."""
+def _demonstration_problems(row: object) -> list[str]:
+    right = isinstance(row, Demonstration) and isinstance(row.completion, str)
+    return [] if right else ["is not a Demonstration with a text"]
+
+
+def _task_problems(row: object) -> list[str]:
+    if isinstance(row, Mapping):
+        missing = [key for key in ("id", "prompt") if key not in row]
+        lacks = f"; it lacks {', '.join(missing)}" if missing else ""
+        return [f"is a {type(row).__name__}, not a Task{lacks}; it has {', '.join(map(str, row)) or 'nothing'}"]
     if not isinstance(row, Task):
-        return [_not_a_task(row)]
+        return [f"is a {type(row).__name__}, not a Task"]
     problems = []
     if not isinstance(row.id, str) or not row.id:
         problems.append(f"has the id {shorten(row.id)}; it must be a non-empty string")
@@ -149,14 +136,6 @@ def row_problems(row: object) -> list[str]:
     except ValueError as error:
         return [*problems, f"cannot be sent: {error}"]
     return problems + _data_problems(row.data)
-
-
-def _not_a_task(row: object) -> str:
-    if not isinstance(row, Mapping):
-        return f"is a {type(row).__name__}, not a Task"
-    missing = [key for key in ("id", "prompt") if key not in row]
-    lacks = f"; it lacks {', '.join(missing)}" if missing else ""
-    return f"is a {type(row).__name__}, not a Task{lacks}; it has {', '.join(map(str, row)) or 'nothing'}"
 
 
 def _prompt_problems(prompt: object) -> list[str]:

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import aiohttp
 
 from megatron_rl.environments import wire
-from megatron_rl.environments.limits import LOAD_SECONDS
-from megatron_rl.environments.results import failed, results_from_json
+from megatron_rl.environments.child import LOAD_SECONDS
+from megatron_rl.environments.results import failed, result_from_json
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Demonstration, GradeResult, Item, Split, Task, Transcript, Turn
@@ -102,8 +102,11 @@ class EnvironmentClient:
         body = dumps({"items": [wire.item_to_json(item) for item in items]}).encode()
         try:
             async with self._place():
-                answer = await self._ask(_path(environment, route), self._timeout, body)
-            results = results_from_json(answer, len(items))
+                answer = await self._ask(f"/v1/environments/{environment}/{route}", self._timeout, body)
+            rows = wire.read_key(answer, "items", list)
+            results = [result_from_json(row, f"items[{index}]") for index, row in enumerate(rows)]
+            if len(results) != len(items):
+                raise wire.WireError(f"it has {len(results)} items for {len(items)} samples")
             self._counts["late_completions"] += sum(result.verdict == "timeout" for result in results)
             return results
         except RequestFailed as failure:
@@ -137,7 +140,7 @@ class EnvironmentClient:
         offset, total = 0, 1
         while offset < total:
             query = urlencode({"split": split, "offset": offset, "limit": PAGE})
-            page = self._get(f"{_path(environment, what)}?{query}")
+            page = self._get(f"/v1/environments/{environment}/{what}?{query}")
             total = page["total"]
             yield from page["items"]
             offset += PAGE
@@ -148,20 +151,26 @@ class EnvironmentClient:
     def health(self, timeout: float = QUICK_SECONDS) -> bool:
         """Whether the server answers."""
         try:
-            return asyncio.run(_send(wire.read_address(self._address_file), "/v1/health", timeout))[0] == 200
-        except (EnvironmentFault, aiohttp.ClientError, OSError):
+            self._at_once("/v1/health", timeout)
+            return True
+        except EnvironmentFault:
             return False
 
     def counters(self) -> dict[str, int]:
         """Requests sent again, waits for a busy server, and samples whose grader ran out of time twice, so far."""
         return dict(self._counts)
 
-    def server_counters(self) -> dict[str, Any]:
-        """The answer of ``/v1/counters``; ``EnvironmentFault`` when there is none."""
-        try:
-            return asyncio.run(_send(wire.read_address(self._address_file), "/v1/counters", QUICK_SECONDS))[1]
-        except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentFault(str(error) or type(error).__name__) from error
+    def server_counters(self) -> tuple[int, dict[str, int]]:
+        """The server's process id, and what its workers did; ``EnvironmentFault`` when it does not answer."""
+        answer = self._at_once("/v1/counters", QUICK_SECONDS)
+        return answer["pid"], answer["counters"]
+
+    def _at_once(self, path: str, timeout: float) -> Any:
+        """The answer of a route that takes no time, asked once."""
+        _, status, answer = asyncio.run(self._try(path, timeout, None))
+        if status != 200:
+            raise EnvironmentFault(str(answer))
+        return answer
 
     async def _ask(self, path: str, timeout: float, body: bytes | None = None) -> Any:
         """The JSON of a success; ``RequestFailed`` for an answer that will not change, or when no server answers."""
@@ -220,10 +229,6 @@ async def _send(address: wire.Address, path: str, timeout: float, body: bytes | 
         session.request("GET" if body is None else "POST", url, data=body) as response,
     ):
         return response.status, _value(await response.read())
-
-
-def _path(environment: str, route: str) -> str:
-    return f"/v1/environments/{quote(environment, safe='')}/{route}"
 
 
 def _value(answer: bytes) -> Any:

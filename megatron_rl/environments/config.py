@@ -24,7 +24,7 @@ import yaml
 
 from megatron_rl.environments.base import Environment, suggestion
 from megatron_rl.environments.checks import TaskSurvey, survey_tasks
-from megatron_rl.environments.loader import NAME_PATTERN, find_environment
+from megatron_rl.environments.loader import NAME_PATTERN, find_environment, ignore
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.json_text import check_bounds, dumps
 
@@ -39,33 +39,24 @@ MAX_ARGS = 100_000
 MAX_ENTRIES = 1_000
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_in(value: object, above: float, most: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and above <= value <= most
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(NAME_PATTERN.fullmatch(value)) and len(value) <= MAX_NAME
-
-
-RULES: Mapping[str, tuple[object, Callable[[object], bool], str]] = {
-    "weight": (1.0, lambda value: _is_in(value, 0, MAX_WEIGHT), f"it must be from 0 to {MAX_WEIGHT:g}"),
-    "evaluation_only": (False, _is_bool, "it must be true or false"),
-    "name": (None, _is_name, f"it must match {NAME_PATTERN.pattern} and have at most {MAX_NAME} characters"),
-    "in_process": (None, _is_bool, "it must be true or false"),
+RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]] = {
+    "weight": (1.0, (int, float), lambda value: 0 <= value <= MAX_WEIGHT, f"it must be from 0 to {MAX_WEIGHT:g}"),
+    "evaluation_only": (False, (bool,), lambda _: True, "it must be true or false"),
+    "name": (
+        *(None, (str,), lambda value: NAME_PATTERN.fullmatch(value) and len(value) <= MAX_NAME),
+        f"it must match {NAME_PATTERN.pattern} and have at most {MAX_NAME} characters",
+    ),
+    "in_process": (None, (bool,), lambda _: True, "it must be true or false"),
     "grade_deadline": (
-        *(None, lambda value: _is_in(value, 0, MAX_GRADE_DEADLINE) and value > 0),
+        *(None, (int, float), lambda value: 0 < value <= MAX_GRADE_DEADLINE),
         f"give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}",
     ),
 }
-"""Default of a key, what else it may be, and how to say so."""
+"""Default of a key, the types and values that it may have besides, and how to say so."""
 KEYS = ("environment", "agent_type", "args", "agent_args", *RULES)
 
-BeginEntry = Callable[[int, str, str, str], None]
-"""Told, before an author's code runs, the entry's number (from 0), its file and line, its name, and what comes next."""
+BeginEntry = Callable[[str, str, str], None]
+"""Told, before an author's code runs, the entry's file and line, its name, and what comes next."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +72,6 @@ class EnvironmentSpec:
     in_process: bool | None = None
     """None leaves it, and the next, to the environment."""
     grade_deadline: float | None = None
-    entry: int = field(default=0, compare=False)
-    """Its number in the list, from 0."""
     where: str = field(default="", compare=False)
     """File and line."""
     named: bool = field(default=False, compare=False)
@@ -98,26 +87,21 @@ class EnvironmentSpec:
         return environment
 
 
-def _ignore_entry(*_: object) -> None:
-    pass
-
-
 def load_environment_specs(
-    path: str | Path, skip: Collection[int] = (), begin: BeginEntry = _ignore_entry
+    path: str | Path, skip: Collection[str] = (), begin: BeginEntry = ignore
 ) -> list[EnvironmentSpec]:
     """The entries of the YAML list at ``path``; one ``ConfigError`` carries all problems found.
 
-    Imports the modules they name, except those of the entries to ``skip``: they are left out.
+    Imports the modules they name, except those of the entries to ``skip``, by file and line: they are left out.
     """
     specs: list[EnvironmentSpec] = []
     problems: list[str] = []
-    for number, (entry, line) in enumerate(zip(*_read_yaml(Path(path)), strict=True)):
-        if number in skip:
-            continue
+    for entry, line in zip(*_read_yaml(Path(path)), strict=True):
         where = f"{path}:{line}"
+        if where in skip:
+            continue
         try:
-            spec = _parse_entry(entry, partial(begin, number, where))
-            specs.append(replace(spec, entry=number, where=where))
+            specs.append(replace(_parse_entry(entry, partial(begin, where)), where=where))
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.lines]
     problems += _duplicates(specs)
@@ -130,7 +114,7 @@ def load_environment_specs(
 
 
 def prepare_environments(
-    path: str | Path, skip: Collection[int] = (), begin: BeginEntry = _ignore_entry
+    path: str | Path, skip: Collection[str] = (), begin: BeginEntry = ignore
 ) -> dict[str, TaskSurvey]:
     """The environments of the list at ``path`` by name, with all their tasks checked; ``ConfigError`` otherwise.
 
@@ -139,7 +123,7 @@ def prepare_environments(
     prepared: dict[str, TaskSurvey] = {}
     problems = []
     for spec in load_environment_specs(path, skip, begin):
-        begin_part = partial(begin, spec.entry, spec.where, spec.name)
+        begin_part = partial(begin, spec.where, spec.name)
         try:
             begin_part("it was set up")
             prepared[spec.name] = survey_tasks(spec.create(), begin_part)
@@ -210,9 +194,9 @@ def _parse_entry(entry: object, begin: Callable[[str, str], None]) -> Environmen
     reference = _either(entry, "environment", "agent_type", problems)
     options = _either(entry, "args", "agent_args", problems) or {}
     values: dict[str, Any] = {}
-    for key, (default, is_right, wanted) in RULES.items():
+    for key, (default, types, is_right, wanted) in RULES.items():
         values[key] = value = entry.get(key, default)
-        if value is not default and not is_right(value):
+        if value is not default and not (type(value) in types and is_right(value)):
             problems.append(f"{key} is {shorten(value)}; {wanted}")
     options = _checked_options(options, problems)
     environment = _resolve(reference, options, problems, begin)

@@ -9,6 +9,7 @@ An author's module may hang, exit or crash here: callers that must not use ``loa
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -17,8 +18,7 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -38,32 +38,16 @@ Begin = Callable[[str], None]
 """Told what comes next, before an author's code runs."""
 
 
-def ignore(_: str) -> None:
+def ignore(*_: str) -> None:
     """The ``Begin`` of who does not care."""
 
 
-@dataclass(frozen=True)
-class BrokenEnvironment:
-    """One that could not be imported."""
-
-    name: str
-    reason: str
-    """One line."""
-    traceback: str
-
-
-@dataclass(frozen=True)
-class Discovery:
-    """All that was found: the environments by name, and those that failed to import."""
-
-    environments: Mapping[str, type[Environment]]
-    broken: tuple[BrokenEnvironment, ...]
-
-
-def discover(begin: Begin = ignore, skip: Collection[str] = ()) -> Discovery:
-    """Imports every environment but those to ``skip``; one that raises is reported and does not hide the others."""
+def discover(
+    begin: Begin = ignore, skip: Collection[str] = ()
+) -> tuple[dict[str, type[Environment]], dict[str, BaseException]]:
+    """Imports every environment but those to ``skip``: what was found by name, and what a module raised by its name."""
     environments: dict[str, type[Environment]] = {}
-    broken = []
+    broken: dict[str, BaseException] = {}
     for name, load in _candidates():
         if name in skip:
             continue
@@ -73,8 +57,8 @@ def discover(begin: Begin = ignore, skip: Collection[str] = ()) -> Discovery:
                 str(found.description())
                 environments.setdefault(found.name, found)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an author's module may raise anything
-            broken.append(BrokenEnvironment(name, reason_of(error), traceback.format_exc()))
-    return Discovery(dict(sorted(environments.items())), tuple(broken))
+            broken[name] = error
+    return dict(sorted(environments.items())), broken
 
 
 def find_environment(reference: str, begin: Begin = ignore) -> type[Environment]:
@@ -86,17 +70,33 @@ def find_environment(reference: str, begin: Begin = ignore) -> type[Environment]
         begin("its module was imported")
         return _import_class(reference)
     wanted = canonical(reference.rpartition(".")[2])
-    direct = _import_folder(wanted, begin)
-    if direct is not None:
-        return direct
-    discovery = discover(lambda name: begin(f"module {name!r} was imported in search of it"))
-    for name, environment in discovery.environments.items():
+    # a module of that name comes first, so that a run never imports what the other environments depend on
+    module = next((name for name in _module_names() if canonical(name) == wanted), None)
+    if module is not None:
+        begin("its module was imported")
+        with _importing(module):
+            classes = _classes_of_folder(module)
+        for found in classes:
+            if canonical(found.name) == wanted:
+                return found
+    environments, broken = discover(lambda name: begin(f"module {name!r} was imported in search of it"))
+    for name, found in environments.items():
         if canonical(name) == wanted:
-            return environment
-    for broken in discovery.broken:
-        if canonical(broken.name) == wanted:
-            raise ConfigError([f"environment {broken.name!r} cannot be imported: {broken.reason}"])
-    raise ConfigError([f"unknown environment {shorten(reference)}{suggestion(wanted, discovery.environments)}"])
+            return found
+    for name, error in broken.items():
+        if canonical(name) == wanted:
+            with _importing(name):
+                raise error
+    raise ConfigError([f"unknown environment {shorten(reference)}{suggestion(wanted, environments)}"])
+
+
+@contextlib.contextmanager
+def _importing(reference: str) -> Iterator[None]:
+    """Whatever is raised inside becomes a ``ConfigError`` that names what was imported."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ConfigError([f"environment {reference!r} cannot be imported: {reason_of(error)}"]) from error
 
 
 def _candidates() -> Iterator[tuple[str, Callable[[], list[type[Environment]]]]]:
@@ -142,22 +142,6 @@ def _environments_package() -> ModuleType | None:
     return module
 
 
-def _import_folder(wanted: str, begin: Begin) -> type[Environment] | None:
-    """The environment ``wanted`` out of the module of the same name.
-
-    Tried before full discovery so that a run never imports what the other environments depend on.
-    """
-    module = next((name for name in _module_names() if canonical(name) == wanted), None)
-    if module is None:
-        return None
-    begin("its module was imported")
-    try:
-        classes = _classes_of_folder(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError([f"environment {module!r} cannot be imported: {reason_of(error)}"]) from error
-    return next((found for found in classes if canonical(found.name) == wanted), None)
-
-
 def _classes_of_folder(name: str) -> list[type[Environment]]:
     module = importlib.import_module(f"{PACKAGE}.{name}")
     members = [value for value in vars(module).values() if isinstance(value, type)]
@@ -190,15 +174,15 @@ def _import_module(module_name: str, reference: str) -> ModuleType:
     here = os.getcwd()
     if not {here, ""} & set(sys.path):  # as `python -m` has it, and a script does not
         sys.path.append(here)
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError([f"environment {reference!r} cannot be imported: {reason_of(error)}"]) from error
-        where = f"it is looked for in {here} and among the installed packages (PYTHONPATH adds folders)"
-        raise ConfigError([f"environment {reference!r}: there is no module {error.name!r}; {where}"]) from None
-    except (Exception, SystemExit) as error:
-        raise ConfigError([f"environment {reference!r} cannot be imported: {reason_of(error)}"]) from error
+    with _importing(reference):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            missing = error.name
+    where = f"it is looked for in {here} and among the installed packages (PYTHONPATH adds folders)"
+    raise ConfigError([f"environment {reference!r}: there is no module {missing!r}; {where}"])
 
 
 def reason_of(error: BaseException) -> str:

@@ -5,21 +5,19 @@ A module may hang, exit, crash or print without end (``loading_child`` is where)
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.environments.limits import LOAD_SECONDS, importable, kill_group
+from megatron_rl.environments.child import LOAD_SECONDS, kill_group, start_child
 from megatron_rl.environments.wire import receive, send
 from megatron_rl.errors import ConfigError, one_line
 
@@ -32,40 +30,19 @@ KEPT_OUTPUT = 4_000
 START_SECONDS = 60.0
 """Shortest deadline of the child's own start, whatever its stages are given."""
 TELL_SECONDS = 15.0
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
-    """All environments there are."""
-
-    environments: Mapping[str, str]
-    """Descriptions by name."""
-    broken: Mapping[str, str]
-    """What is wrong with the others, one line each, by name."""
-    tracebacks: Mapping[str, str]
-    """Of those that raised."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a child is about to do; if it does not come back, this is what it did."""
-
-    key: str = ""
-    """The entry or the module, in the caller's words; the next child is told to leave it out."""
-    who: str = "the process that loads environments"
-    doing: str = "it started"
-
-
-@dataclass(frozen=True)
 class Answer:
-    """What came of the work: a result, or problems; with ``failed_at`` the one of a child that gave no answer."""
+    """What came of the work: a result, or problems."""
 
     result: Any = None
     problems: tuple[str, ...] = ()
-    failed_at: Stage | None = None
+    failed_at: str = ""
+    """The entry (file and line) or module at which the child ended, if at one; the next child leaves it out."""
     output: str = ""
     """The end of what was printed."""
 
@@ -85,15 +62,14 @@ class Surveyed:
     """Buffer, longest and longest free response in tokens, of an environment that reads a data set."""
 
 
-def found(seconds: float = LOAD_SECONDS) -> Found:
-    """Imports every environment there is."""
+def found(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    """The description of every environment there is by name, and the problem and traceback of each broken one."""
     answer, failures = _all_but_failing("find_all", {}, seconds)
     if answer.problems:
         raise ConfigError(answer.problems)
-    raised = {name: (reason, trace) for name, reason, trace in answer.result["broken"]}
-    broken = failures | {name: f"cannot be imported: {reason}" for name, (reason, _) in raised.items()}
-    traces = {name: trace for name, (_, trace) in raised.items()}
-    return Found(answer.result["environments"], dict(sorted(broken.items())), traces)
+    broken = {name: (f"cannot be imported: {why}", trace) for name, (why, trace) in answer.result["broken"].items()}
+    broken |= {name: (problem, "") for name, problem in failures.items()}
+    return answer.result["environments"], dict(sorted(broken.items()))
 
 
 def inspected(name: str, options: Sequence[str], limit: int, seconds: float = LOAD_SECONDS) -> Answer:
@@ -107,7 +83,8 @@ def inspected(name: str, options: Sequence[str], limit: int, seconds: float = LO
 def surveyed(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bool = False) -> list[Surveyed]:
     """The environments of the list at ``path``; one ``ConfigError`` carries all problems found."""
     answer, failures = _all_but_failing("survey", {"path": str(path), "demonstrations": demonstrations}, seconds)
-    problems = [failures[entry] for entry in sorted(failures, key=int)] + list(answer.problems)
+    lines = sorted(failures, key=lambda where: int(where.rpartition(":")[2]))
+    problems = [*(failures[where] for where in lines), *answer.problems]
     if problems:
         raise ConfigError(problems)
     return [Surveyed(**row) for row in answer.result]
@@ -118,31 +95,9 @@ def _all_but_failing(work: str, arguments: Mapping[str, Any], seconds: float) ->
     failures: dict[str, str] = {}
     while True:
         answer = _run_in_child(work, {**arguments, "skip": list(failures)}, seconds)
-        if answer.failed_at is None or not answer.failed_at.key or len(failures) >= MAX_FAILURES:
+        if not answer.failed_at or len(failures) >= MAX_FAILURES:
             return answer, failures
-        failures[answer.failed_at.key] = answer.problems[0]
-
-
-def _run_in_child(work: str, arguments: Mapping[str, Any], seconds: float) -> Answer:
-    """The answer of ``loading_child.WORK[work](**arguments)``; each stage it reports may take ``seconds``."""
-    ours, theirs = multiprocessing.Pipe()
-    with ours:
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.environments.loading_child", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **importable()},
-                start_new_session=True,  # what it starts is killed with it
-            )
-        child = _Child(process, ours)
-        try:
-            send(ours, {"work": work, "arguments": dict(arguments), "parent": os.getpid()})
-            return child.answer(seconds)
-        finally:
-            child.end()
+        failures[answer.failed_at] = answer.problems[0]
 
 
 class _Failed(Exception):
@@ -153,78 +108,68 @@ class _Failed(Exception):
         self.advice = advice
 
 
+def _run_in_child(work: str, arguments: Mapping[str, Any], seconds: float) -> Answer:
+    """The answer of ``loading_child.WORK[work](**arguments)``; each stage it reports may take ``seconds``."""
+    with tempfile.TemporaryFile() as printed:
+        module = "megatron_rl.environments.loading_child"
+        process, channel = start_child(module, os.environ, stdout=printed, stderr=subprocess.STDOUT)
+        with channel:
+            try:
+                send(channel, {"work": work, "arguments": dict(arguments), "parent": os.getpid()})
+                child = _Child(process, channel, printed.fileno())
+                return child.answer(seconds)
+            finally:
+                kill_group(process.pid)
+                process.wait()
+
+
 @dataclass
 class _Child:
     process: subprocess.Popen
     channel: Connection
-    stage: Stage = field(default_factory=Stage)
-    printed: int = 0
-    tail: bytes = b""
+    printed: int
+    """The file that it prints to."""
 
     def answer(self, seconds: float) -> Answer:
         """Waits for it, stage after stage."""
+        key, who, doing = "", "the process that loads environments", "it started"
         try:
-            message = self._next_message(max(seconds, START_SECONDS))
+            message = self._next_message(max(seconds, START_SECONDS), who, doing)
             while "stage" in message:
-                self.stage = Stage(**message["stage"])
-                message = self._next_message(seconds)
-            while self._read_output(0):
-                pass
+                key, who, doing = message["stage"]
+                message = self._next_message(seconds, who, doing)
+            output = self._output()
+            if "raised" not in message:
+                return Answer(message.get("result"), tuple(message.get("problems", ())), output=output)
+            failed, said = _Failed(message["raised"]), ""  # its last words are the traceback
         except (_Failed, OSError, EOFError) as error:
-            return self._failure(error if isinstance(error, _Failed) else _Failed(self._ended()))
-        if "raised" in message:  # its last words are the traceback
-            return self._failure(_Failed(message["raised"]), quote=False)
-        return Answer(message.get("result"), tuple(message.get("problems", ())), output=self._output())
+            failed, output = error if isinstance(error, _Failed) else _Failed(self._ended()), self._output()
+            said = f"; its last words: {one_line(output[-200:])}" if output.strip() else ""
+        return Answer(problems=(f"{who} {failed} while {doing}; {failed.advice}{said}",), failed_at=key, output=output)
 
-    def end(self) -> None:
-        """Kills it with all it started, and reaps it."""
-        kill_group(self.process.pid)
-        self.process.stdout.close()
-        self.process.wait()
-
-    def _next_message(self, seconds: float) -> dict[str, Any]:
+    def _next_message(self, seconds: float, who: str, doing: str) -> dict[str, Any]:
         start, told = time.monotonic(), False
-        while not self.channel.poll(0):
+        while not self.channel.poll(POLL_SECONDS):
             if self.process.poll() is not None and not self.channel.poll(0):
                 raise EOFError  # a fork that it left behind may hold the channel open
+            if os.fstat(self.printed).st_size > MAX_OUTPUT:
+                raise _Failed(f"printed more than {MAX_OUTPUT // 2**20} MiB", "print less")
             waited = time.monotonic() - start
             if waited > seconds:
                 raise _Failed(f"took more than {seconds:g} s", "mend it, or raise --rl-environment-load-timeout")
             if waited > TELL_SECONDS and not told:
                 told = True
-                logger.info("%s: for %.0f s %s; that may take %g s", self.stage.who, waited, self.stage.doing, seconds)
-            self._read_output(POLL_SECONDS)
+                logger.info("%s: for %.0f s %s; that may take %g s", who, waited, doing, seconds)
         return receive(self.channel)
 
-    def _read_output(self, seconds: float) -> bool:
-        """Reads what is printed, or waits for a message meanwhile."""
-        ready = wait([self.channel, self.process.stdout] if seconds else [self.process.stdout], seconds)
-        if self.process.stdout not in ready:
-            return False
-        part = os.read(self.process.stdout.fileno(), 65536)
-        self.printed += len(part)
-        self.tail = (self.tail + part)[-KEPT_OUTPUT:]
-        if self.printed > MAX_OUTPUT:
-            raise _Failed(f"printed more than {MAX_OUTPUT // 2**20} MiB", "print less")
-        if not part:
-            time.sleep(seconds)  # closed by the child: always ready, and there is nothing to wait for
-        return bool(part)
-
     def _output(self) -> str:
-        return self.tail.decode("utf-8", errors="replace")
-
-    def _failure(self, failed: _Failed, quote: bool = True) -> Answer:
-        """The answer in the child's place."""
-        with contextlib.suppress(_Failed):
-            while self._read_output(0):
-                pass
-        said = f"; its last words: {one_line(self._output()[-200:])}" if quote and self.tail.strip() else ""
-        line = f"{self.stage.who} {failed} while {self.stage.doing}; {failed.advice}{said}"
-        return Answer(problems=(line,), failed_at=self.stage, output=self._output())
+        # not by seeking: the child writes at the same position
+        last = os.pread(self.printed, KEPT_OUTPUT, max(os.fstat(self.printed).st_size - KEPT_OUTPUT, 0))
+        return last.decode("utf-8", errors="replace")
 
     def _ended(self) -> str:
         try:
-            status = self.process.wait(POLL_SECONDS)
+            status = self.process.wait(0.2)
         except subprocess.TimeoutExpired:
             return "closed the files of its process"
         if status >= 0:

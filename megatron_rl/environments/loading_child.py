@@ -9,17 +9,18 @@ import resource
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from multiprocessing.connection import Connection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_rl.environments.base import Environment
+from megatron_rl.environments.child import die_with_parent, parent_channel
 from megatron_rl.environments.config import prepare_environments
 from megatron_rl.environments.data import DatasetEnvironment
-from megatron_rl.environments.limits import die_with_parent
 from megatron_rl.environments.loader import discover, find_environment, reason_of
+from megatron_rl.environments.loading import Surveyed
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.environments.wire import receive, send
 from megatron_rl.errors import ConfigError, one_line, shorten
@@ -36,9 +37,9 @@ def find_all(report: Report, skip: Collection[str]) -> dict[str, Any]:
     def begin(module: str) -> None:
         report(module, f"environment {module!r}", "it was imported")
 
-    found = discover(begin, skip)
-    names = {name: one_line(str(environment.description())) for name, environment in found.environments.items()}
-    broken = [[each.name, each.reason, each.traceback] for each in found.broken]
+    environments, errors = discover(begin, skip)
+    names = {name: one_line(str(environment.description())) for name, environment in environments.items()}
+    broken = {name: [reason_of(error), "".join(traceback.format_exception(error))] for name, error in errors.items()}
     return {"environments": names, "broken": broken}
 
 
@@ -60,29 +61,21 @@ def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> di
 def survey(report: Report, path: str, skip: Collection[str], demonstrations: bool) -> list[dict[str, Any]]:
     """What the checks of a run ask about each environment of a list; ``demonstrations`` includes theirs."""
 
-    def begin(number: int, where: str, name: str, doing: str) -> None:
-        report(str(number), f"{where}: environment {shorten(name)}", doing)
+    def begin(where: str, name: str, doing: str) -> None:
+        report(where, f"{where}: environment {shorten(name)}", doing)
 
     found = []
     report("", str(path), "it was read")
-    for name, item in prepare_environments(path, [int(entry) for entry in skip], begin).items():
-        environment = item.environment
-        facts = {
-            "name": name,
-            "evaluation_only": environment.evaluation_only,
-            "test_tasks": item.counts.get("test", 0),
-            "first_chat": item.first_chat,
-            "demonstrates": False,
-            "overlong": None,
-        }
+    for name, item in prepare_environments(path, skip, begin).items():
+        environment, demonstrates, overlong = item.environment, False, None
         if demonstrations and not environment.evaluation_only:
             report("", f"environment {name!r}", "its demonstrations were read")
-            facts["demonstrates"] = _demonstrates(name, environment)
+            demonstrates = _demonstrates(name, environment)
         if isinstance(environment, DatasetEnvironment):
-            overlong = environment.overlong
-            facts["overlong"] = [overlong.buffer, overlong.max_tokens, overlong.free_tokens]
-        found.append(facts)
-    return found
+            overlong = (environment.overlong.buffer, environment.overlong.max_tokens, environment.overlong.free_tokens)
+        test_tasks = item.counts["test"]
+        found.append(Surveyed(name, environment.evaluation_only, test_tasks, item.first_chat, demonstrates, overlong))
+    return [asdict(each) for each in found]
 
 
 def _demonstrates(name: str, environment: Environment) -> bool:
@@ -103,16 +96,15 @@ def _values(pairs: Sequence[str]) -> dict[str, object]:
 WORK: dict[str, Callable[..., Any]] = {"find_all": find_all, "inspect": inspect, "survey": survey}
 
 
-def main(descriptor: int) -> None:
-    """Does the work that is asked for on the socket ``descriptor``, and ends whatever still runs by then."""
-    os.set_inheritable(descriptor, False)
-    channel = Connection(descriptor)
+def main() -> None:
+    """Does the work that the first message asks for, and ends whatever still runs by then."""
+    channel = parent_channel()
     request = receive(channel)
     die_with_parent(request["parent"])
     _bound_memory()
 
     def report(key: str, who: str, doing: str) -> None:
-        send(channel, {"stage": {"key": key, "who": who, "doing": doing}})
+        send(channel, {"stage": [key, who, doing]})
 
     try:
         answer = {"result": WORK[request["work"]](report, **request["arguments"])}
@@ -142,4 +134,4 @@ def _bound_memory() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -10,17 +10,20 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Self
 
+from megatron_rl.environments.child import LOAD_SECONDS, importable
 from megatron_rl.environments.client import EnvironmentClient
-from megatron_rl.environments.limits import LOAD_SECONDS, importable
 from megatron_rl.environments.wire import LOADING, write_private
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps
 
 WATCH_SECONDS = 0.5
+MAX_RESTARTS = 3
+"""After so many in a row, without ten seconds of health in between, it is given up, and the address file tells every
+client of the node. A healthy server that was killed is restarted however often: nothing says that the next will not
+work."""
 HEALTHY_SECONDS = 10.0
 """A server that ran for so long has not died at its start."""
 HUNG_SECONDS = 60.0
@@ -34,7 +37,6 @@ LOG_TAIL_LINES = 15
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
 class EnvironmentServerProcess:
     """One environment server, started by the first rank of a node; use it as a context manager.
 
@@ -42,34 +44,25 @@ class EnvironmentServerProcess:
     keeps nothing that could be lost.
     """
 
-    config_path: str | Path
-    directory: str | Path
-    """Gets the server's log and its address file."""
-    _: KW_ONLY
-    port: int = 0
-    """0 takes a free one."""
-    start_timeout: float = LOAD_SECONDS
-    """Seconds for the start with all imports, and later for the reading of each split."""
-    max_restarts: int = 3
-    """After so many in a row, without ten seconds of health in between, it is given up, and the address file tells
-    every client of the node. A healthy server that was killed is restarted however often: nothing says that the next
-    will not work."""
-    hung_seconds: float = HUNG_SECONDS
+    def __init__(
+        self, config_path: str | Path, directory: str | Path, *, port: int = 0, start_timeout: float = LOAD_SECONDS
+    ) -> None:
+        """``directory`` gets the server's log and its address file; port 0 takes a free one.
 
-    restarts: int = field(default=0, init=False)
-    """Of the whole run."""
-    fault: EnvironmentFault | None = field(default=None, init=False)
-    """Why it was given up."""
-    pid: int | None = field(default=None, init=False)
-    """Of the server that answers."""
-
-    def __post_init__(self) -> None:
-        self.address_file = Path(self.directory).resolve() / "environment_server.json"
-        self.log_file = Path(self.directory).resolve() / "environment_server.log"
+        ``start_timeout`` bounds the start with all imports, and later the reading of each split.
+        """
+        folder = Path(directory).resolve()
+        self.address_file, self.log_file = folder / "environment_server.json", folder / "environment_server.log"
+        self.restarts = 0
+        """Of the whole run."""
+        self.fault: EnvironmentFault | None = None
+        """Why it was given up."""
+        self.pid: int | None = None
+        """Of the server that answers."""
+        self._config_path, self._port, self._start_timeout = Path(config_path).resolve(), port, start_timeout
         self._process: subprocess.Popen | None = None
         self._thread: threading.Thread | None = None
-        self._settled = threading.Event()
-        self._stopped = threading.Event()
+        self._settled, self._stopped = threading.Event(), threading.Event()
 
     def __enter__(self) -> Self:
         self.start()
@@ -83,9 +76,10 @@ class EnvironmentServerProcess:
         if self._thread is None:
             self.address_file.parent.mkdir(parents=True, exist_ok=True)
             # the thread is the server's parent, which the server follows in death: it lasts as long as the process
-            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread = threading.Thread(target=self._supervise, daemon=True)
             self._thread.start()
-        self._settled.wait()
+        while self._thread.is_alive() and not self._settled.wait(WATCH_SECONDS):
+            pass
         if self.fault is not None:
             raise self.fault
 
@@ -98,26 +92,18 @@ class EnvironmentServerProcess:
             self._thread.join()
         self.address_file.unlink(missing_ok=True)
 
-    def _run(self) -> None:
-        try:
-            self._supervise()
-        finally:
-            self._settled.set()
-
     def _supervise(self) -> None:
         """Starts the server, and again when it has ended."""
         in_a_row = 0
         while True:
             self._process = process = self._launch()
-            what = self._wait_until_healthy(process)
-            begin, blameless = time.monotonic(), False
+            what, blameless, begin = self._wait_until_healthy(process), False, time.monotonic()
             if not what:
                 self.pid = process.pid
                 self._settled.set()
                 what = self._watch(process)
                 blameless = process.returncode in FROM_OUTSIDE
-            lived = time.monotonic() - begin
-            self.pid = None
+            lived, self.pid = time.monotonic() - begin, None
             process.kill()
             process.wait()
             self.address_file.unlink(missing_ok=True)
@@ -125,17 +111,17 @@ class EnvironmentServerProcess:
                 return
             if not blameless:
                 in_a_row = 1 if lived > HEALTHY_SECONDS else in_a_row + 1
-                if in_a_row > self.max_restarts or not self._settled.is_set():
-                    self._give_up(what + (f" after {self.restarts} restarts" if self.restarts else ""))
-                    return
+            if in_a_row > MAX_RESTARTS or not self._settled.is_set():
+                self._give_up(what + (f" after {self.restarts} restarts" if self.restarts else ""))
+                return
             self.restarts += 1
-            logger.warning("%s; restart %d, %d of %d in a row", what, self.restarts, in_a_row, self.max_restarts)
+            logger.warning("%s; restart %d, %d of %d in a row", what, self.restarts, in_a_row, MAX_RESTARTS)
 
     def _launch(self) -> subprocess.Popen:
         self.address_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(Path(self.config_path).resolve())]
-        command += ["--port", str(self.port), "--address-file", str(self.address_file)]
-        command += ["--load-timeout", str(self.start_timeout), "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(self._config_path)]
+        command += ["--port", str(self._port), "--address-file", str(self.address_file)]
+        command += ["--load-timeout", str(self._start_timeout), "--parent", str(os.getpid())]
         with self.log_file.open("ab") as log:
             return subprocess.Popen(
                 command,
@@ -150,12 +136,12 @@ class EnvironmentServerProcess:
 
     def _wait_until_healthy(self, process: subprocess.Popen) -> str:
         """Why the server did not start; empty when it listens and has written its address."""
-        deadline = time.monotonic() + self.start_timeout
+        deadline = time.monotonic() + self._start_timeout
         while not self.address_file.exists() and not self._stopped.is_set():
             if process.poll() is not None:
                 return f"the environment server exited ({process.returncode}) while it started"
             if time.monotonic() > deadline:
-                return f"the environment server did not answer within {self.start_timeout:g} s"
+                return f"the environment server did not answer within {self._start_timeout:g} s"
             time.sleep(0.02)
         return ""
 
@@ -168,10 +154,10 @@ class EnvironmentServerProcess:
                 return f"the environment server exited ({process.returncode})"
             except subprocess.TimeoutExpired:
                 silent = time.monotonic() - last_answer
-            if silent > min(PROBE_SECONDS, self.hung_seconds / 2):
+            if silent > min(PROBE_SECONDS, HUNG_SECONDS / 2):
                 if client.health(PROBE_SECONDS):
                     last_answer = time.monotonic()
-                elif silent > self.hung_seconds:
+                elif silent > HUNG_SECONDS:
                     return "the environment server is alive but has hung"
         return "stopped"
 
@@ -184,35 +170,28 @@ class EnvironmentServerProcess:
         logger.error("%s", message)
         self.fault = EnvironmentFault(message)
         write_private(self.address_file, dumps({"fault": message}))
+        self._settled.set()
 
 
 class EnvironmentCounters:
     """Differences of one rank's counts; only the rank that keeps the node's server reads the server's."""
 
     def __init__(self, client: EnvironmentClient, server: EnvironmentServerProcess | None) -> None:
-        self._client = client
-        self._server = server
-        self._before: Counter[str] = Counter()
-        self._pid = 0
+        self._client, self._server = client, server
+        self._before: Counter[tuple[int, str]] = Counter()
+        """By the process that counts and name: a new server counts from 0."""
 
     def since_last_call(self) -> dict[str, int]:
         """New events by name. A server that cannot be asked has none: its counts come with a later call, unless
         it dies before."""
-        totals = self._client.counters()
+        totals = {(os.getpid(), name): count for name, count in self._client.counters().items()}
         if self._server is not None:
-            totals |= {"restarts": self._server.restarts, **self._of_server()}
-        new = {name: count - self._before[name] for name, count in totals.items()}
+            totals[os.getpid(), "restarts"] = self._server.restarts
+            try:
+                pid, counts = self._client.server_counters()
+                totals |= {(pid, name): count for name, count in counts.items()}
+            except EnvironmentFault as fault:
+                logger.warning("the environment server's counters cannot be read: %s", fault)
+        new = {key: count - self._before[key] for key, count in totals.items()}
         self._before.update(new)
-        return new
-
-    def _of_server(self) -> dict[str, int]:
-        try:
-            answer = self._client.server_counters()
-        except EnvironmentFault as fault:
-            logger.warning("the environment server's counters cannot be read: %s", fault)
-            return {}
-        counts = answer["counters"]
-        if answer["pid"] != self._pid:  # a new server counts from 0
-            self._pid = answer["pid"]
-            self._before.update({name: -self._before[name] for name in counts})
-        return counts
+        return {name: count for (_, name), count in new.items()}

@@ -118,15 +118,8 @@ def result_to_json(result: GradeResult) -> dict[str, Any]:
     return shown | ({} if result.continuation is None else asdict(result.continuation))
 
 
-def results_from_json(value: object, count: int) -> list[GradeResult]:
-    """The ``count`` results of an answer; rewards are checked again, whoever sent them."""
-    items = read_key(value, "items", list, "")
-    if len(items) != count:
-        raise WireError(f"the answer has {len(items)} items for {count} samples")
-    return [_result_from_json(item, f"items[{index}]") for index, item in enumerate(items)]
-
-
-def _result_from_json(item: object, where: str) -> GradeResult:
+def result_from_json(item: object, where: str = "result") -> GradeResult:
+    """The result of a JSON object; its reward is checked again, whoever sent it."""
     if read_key(item, "status", str, where) != "ok":
         return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
     result = graded(item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))

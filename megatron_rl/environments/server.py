@@ -18,15 +18,18 @@ Errors are JSON: ``{"message": ".."}``. After 429 and 503 the same request may s
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import ipaddress
 import logging
 import os
 import secrets
+import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,8 +40,8 @@ from flask_restful import Api, Resource, abort
 from megatron_rl.environments import wire
 from megatron_rl.environments.base import Environment, suggestion
 from megatron_rl.environments.checks import read_rows
+from megatron_rl.environments.child import LOAD_SECONDS, die_with_parent
 from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
-from megatron_rl.environments.limits import LOAD_SECONDS, die_with_parent
 from megatron_rl.environments.results import MAX_MESSAGE, judge, result_to_json
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError, EnvironmentFault
@@ -67,17 +70,11 @@ class Service:
         environments: Mapping[str, Environment],
         token: str,
         specs: Mapping[str, EnvironmentSpec] | None = None,
-        *,
         list_seconds: float = LOAD_SECONDS,
-        working: int = WORKING,
-        patience_s: float = PATIENCE_SECONDS,
     ) -> None:
         """Samples of environments that have a spec, and are not ``in_process``, are graded in worker processes."""
-        self.environments = dict(environments)
-        self.token = token
-        self.specs = specs or {}
-        self.places = threading.BoundedSemaphore(working)
-        self.patience_s = patience_s
+        self.environments, self.token, self.specs = dict(environments), token, specs or {}
+        self.places = threading.BoundedSemaphore(WORKING)
         pooled = [self.specs[name] for name, each in self.environments.items() if not each.in_process]
         prepared = [(spec.reference, dict(spec.options)) for spec in pooled]
         self.pool = WorkerPool(environments=prepared) if pooled else None
@@ -110,7 +107,7 @@ class Service:
             with self._in_turn:  # two threads that compute at once are no faster, and delay the health route
                 return [judge(environment, item) for item in items]
         spec, lowest, deadline = self.specs[name], environment.reward_range[0], environment.grade_deadline
-        return self.pool.grade(spec.reference, spec.options, items, lowest=lowest, deadline_s=deadline)
+        return self.pool.grade(spec.reference, spec.options, items, deadline, lowest)
 
     def close(self) -> None:
         """Ends the workers."""
@@ -118,25 +115,25 @@ class Service:
             self.pool.close()
 
 
-class _Served(Resource):
-    """A resource that knows the environments, for who has the token."""
+class Served(Resource):
+    """A resource that knows the environments."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
 
-class _Health(Resource):
+class Health(Served):
     def get(self) -> dict[str, str]:
         return {"status": "ok"}
 
 
-class _Counters(_Served):
+class Counters(Served):
     def get(self) -> dict[str, Any]:
         """What the workers did; the process id tells of a restart, after which they begin at 0."""
         return {"pid": os.getpid(), "counters": self.service.pool.counters() if self.service.pool else {}}
 
 
-class _Environments(_Served):
+class Environments(Served):
     def get(self, name: str = "") -> dict[str, Any]:
         """What is served: all environments, or one."""
         if name:
@@ -147,7 +144,7 @@ class _Environments(_Served):
         environment = self.service.environment(name)
         return {
             "name": name,
-            "weight": self.service.specs[name].weight if name in self.service.specs else 1.0,
+            "weight": self.service.specs[name].weight,
             "environment": environment.name,
             "description": environment.description(),
             "evaluation_only": environment.evaluation_only,
@@ -156,7 +153,7 @@ class _Environments(_Served):
         }
 
 
-class _Rows(_Served):
+class Rows(Served):
     def get(self, name: str, what: str) -> dict[str, Any]:
         """A page of tasks or demonstrations."""
         split = request.args.get("split", "train")
@@ -165,17 +162,17 @@ class _Rows(_Served):
         offset = max(request.args.get("offset", 0, type=int), 0)
         limit = min(request.args.get("limit", 1000, type=int), MAX_PAGE)
         rows = self.service.rows(name, what, split)
-        to_json = wire.task_to_json if what == "tasks" else wire.demonstration_to_json
+        to_json = vars if what == "tasks" else wire.demonstration_to_json
         items = [to_json(row) for row in rows[offset : offset + limit]]
         return {"total": len(rows), "offset": offset, "items": items}
 
 
-class _Judged(_Served):
+class Judged(Served):
     def post(self, name: str, action: str) -> dict[str, Any]:
         """A result for each item, in order; a bad sample is a result of its own, never an exception."""
         service = self.service
         service.environment(name)
-        if not service.places.acquire(timeout=service.patience_s):
+        if not service.places.acquire(timeout=PATIENCE_SECONDS):
             abort(429, message="too many requests wait already; come back later")
         try:
             results = service.judge(name, _read_items(request.get_data(), action))
@@ -196,7 +193,7 @@ def _read_items(body: bytes, action: str) -> list[Item]:
         abort(400, message=f"the body is not JSON: {error}"[:MAX_MESSAGE])
     said = "transcript" if action == "grade" else "turn"
     try:
-        items = wire.read_key(value, "items", list, "")
+        items = wire.read_key(value, "items", list)
         return [wire.item_from_json(item, said, f"items[{index}]") for index, item in enumerate(items)]
     except wire.WireError as error:
         abort(422, message=str(error)[:MAX_MESSAGE])
@@ -224,33 +221,31 @@ def create_app(service: Service) -> Flask:
         if not right and request.endpoint != "health":
             abort(401, message="a valid bearer token is required; it is in the server's address file")
 
-    api, one = _JsonApi(app), "/v1/environments/<string:name>"
-    api.add_resource(_Health, "/v1/health", endpoint="health")
-    api.add_resource(_Environments, "/v1/environments", one, resource_class_kwargs={"service": service})
-    for resource, url in {
-        _Counters: "/v1/counters",
-        _Rows: f"{one}/<any(tasks,demonstrations):what>",
-        _Judged: f"{one}/<any(grade,step):action>",
-    }.items():
-        api.add_resource(resource, url, resource_class_kwargs={"service": service})
+    add, one = partial(_JsonApi(app).add_resource, resource_class_args=(service,)), "/v1/environments/<string:name>"
+    add(Health, "/v1/health")
+    add(Counters, "/v1/counters")
+    add(Environments, "/v1/environments", one)
+    add(Rows, f"{one}/<any(tasks,demonstrations):what>")
+    add(Judged, f"{one}/<any(grade,step):action>")
     return app
 
 
 def serve(
-    config_path: str | Path,
+    config: str | Path,
+    *,
     host: str = "127.0.0.1",
     port: int = 0,
     address_file: str | Path | None = None,
     allow_remote: bool = False,
     unix_socket: str | Path | None = None,
-    load_seconds: float = LOAD_SECONDS,
+    load_timeout: float = LOAD_SECONDS,
     parent: int | None = None,
 ) -> None:
     """Serves the environments of a YAML list until Ctrl-C or the death of the process ``parent``.
 
     Port 0 takes a free one; ``address_file`` then tells clients where, and with which token. Without it the
     token is left in a private folder that the log names. ``unix_socket`` takes the place of host and port. Reading
-    the tasks of a split may take ``load_seconds``.
+    the tasks of a split may take ``load_timeout`` seconds.
     """
     _refuse_remote(host, allow_remote)
     if parent is not None:
@@ -259,13 +254,15 @@ def serve(
     # one warning a request while all threads are busy: normal here, and it would fill the log
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     # the log's last line names the module, should it hang or end the process
-    specs = {spec.name: spec for spec in load_environment_specs(config_path, begin=_log)}
+    specs = {spec.name: spec for spec in load_environment_specs(config, begin=_log)}
     environments = {name: spec.create() for name, spec in specs.items()}
     token = secrets.token_urlsafe(32)
-    service = Service(environments, token, specs, list_seconds=load_seconds)
+    service = Service(environments, token, specs, load_timeout)
     path = unix_socket and str(Path(unix_socket).absolute())
     with contextlib.closing(service):
         try:
+            if path and _is_live(path):  # which waitress would replace
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             server = waitress.create_server(
                 create_app(service),
                 **({"unix_socket": path, "unix_socket_perms": "600"} if path else {"host": host, "port": port}),
@@ -286,7 +283,13 @@ def serve(
     logger.info("stopped")
 
 
-def _log(_: int, where: str, name: str, doing: str) -> None:
+def _is_live(path: str) -> bool:
+    """Whether a server listens on that socket, and has not only left it behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def _log(where: str, name: str, doing: str) -> None:
     logger.info("%s%senvironment %r (%s)", where, wire.LOADING, name, doing)
 
 

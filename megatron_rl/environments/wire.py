@@ -6,7 +6,7 @@ Written by one side, checked by the other. Nothing is pickled, so nothing is run
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +26,7 @@ class WireError(ValueError):
     """A JSON value is not what it should be; the message names the key."""
 
 
-def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str) -> Any:
+def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str = "") -> Any:
     """``value[key]``, which must be of type ``kind``; ``where`` is how messages call ``value``."""
     path = f"{where}.{key}" if where else key
     if not isinstance(value, Mapping):
@@ -36,12 +36,6 @@ def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str)
     if not isinstance(value[key], kind) or (isinstance(value[key], bool) and kind is not bool):
         raise WireError(f"{path} has the wrong type {type(value[key]).__name__}")
     return value[key]
-
-
-def task_to_json(task: Task) -> dict[str, Any]:
-    """The JSON object of a task."""
-    prompt = task.prompt if isinstance(task.prompt, str) else [dict(message) for message in task.prompt]
-    return {"id": task.id, "prompt": prompt, "data": dict(task.data)}
 
 
 def task_from_json(value: object, where: str = "task") -> Task:
@@ -62,8 +56,8 @@ def messages_of(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 def demonstration_to_json(demonstration: Demonstration) -> dict[str, Any]:
     """The JSON object of a demonstration."""
-    shown = {"task": task_to_json(demonstration.task), "completion": demonstration.completion}
-    return shown | ({"later": [asdict(turn) for turn in demonstration.later]} if demonstration.later else {})
+    shown = {"task": vars(demonstration.task), "completion": demonstration.completion}
+    return shown | ({"later": [vars(turn) for turn in demonstration.later]} if demonstration.later else {})
 
 
 def demonstration_from_json(value: object, where: str = "demonstration") -> Demonstration:
@@ -80,8 +74,8 @@ def demonstration_from_json(value: object, where: str = "demonstration") -> Demo
 def item_to_json(item: Item) -> dict[str, Any]:
     """The JSON object of a sample to grade or a step to take."""
     if len(item) == 2:
-        return {"task": task_to_json(item[0]), "transcript": vars(item[1])}
-    return {"task": task_to_json(item[0]), "state": item[1], "turn": vars(item[2])}
+        return {"task": vars(item[0]), "transcript": vars(item[1])}
+    return {"task": vars(item[0]), "state": item[1], "turn": vars(item[2])}
 
 
 def item_from_json(value: object, said: str, where: str = "item") -> Item:
@@ -131,7 +125,7 @@ def write_private(path: Path, text: str) -> None:
 
 def write_address(path: Path, address: Address) -> None:
     """Tells clients where the server is."""
-    write_private(path, dumps(asdict(address)))
+    write_private(path, dumps(vars(address)))
 
 
 def read_address(path: Path) -> Address:
@@ -140,7 +134,7 @@ def read_address(path: Path) -> Address:
         value = loads(path.read_text(encoding="utf-8"))
         if "fault" in value:
             raise ServerGivenUp(value["fault"])
-        return Address(*(read_key(value, key, kind, "") for key, kind in (("url", str), ("token", str), ("pid", int))))
+        return Address(read_key(value, "url", str), read_key(value, "token", str), read_key(value, "pid", int))
     except OSError as error:
         raise EnvironmentFault(f"no environment server has written {path}: {error.strerror}") from error
     except ValueError as error:

@@ -12,8 +12,8 @@ import gc
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.environments.limits import Limits, die_with_parent, kill_group
+from megatron_rl.environments.child import die_with_parent, kill_group, parent_channel
 from megatron_rl.environments.loader import find_environment
-from megatron_rl.environments.results import failed, graded, judge, result_to_json, results_from_json
+from megatron_rl.environments.results import failed, judge, result_from_json, result_to_json
 from megatron_rl.environments.wire import item_from_json, receive, send
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.registry import GRADERS
 from megatron_rl.types import GradeResult
 
+MAX_OPEN_FILES = 64
 OUT_OF_MEMORY = 99
 """Exit status of a worker whose memory ran out: what is left of it is not to be trusted."""
 LONGEST_WAIT = 3
@@ -40,27 +40,27 @@ RETRIED = ("timeout", "worker_died", "environment_exception")
 """Codes that a fresh worker may not repeat; a reward that is no number it would."""
 
 
-def main(descriptor: int, settings: str) -> None:
-    """Answers the requests of the pool on the socket ``descriptor``; ``settings`` is JSON, written by the pool."""
-    values = loads(settings)
+def main() -> None:
+    """Answers the requests of the pool, whose first message is its settings."""
+    pool = parent_channel()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an author's code may raise it
-    for module in values["preload"]:
-        with contextlib.suppress(ImportError):  # an environment that needs it says so with its own error
-            importlib.import_module(module)
-    for reference, options in values["environments"]:
-        with contextlib.suppress(Exception, SystemExit):  # told by its first request
-            _environment(reference, dumps(options))
-    gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
-    os.set_inheritable(descriptor, False)
     with contextlib.suppress(EOFError):
-        _Grading(Connection(descriptor), values["workers"], Limits(**values["limits"])).run()
+        settings = receive(pool)
+        for module in settings["preload"]:
+            with contextlib.suppress(ImportError):  # an environment that needs it says so with its own error
+                importlib.import_module(module)
+        for reference, options in settings["environments"]:
+            with contextlib.suppress(Exception, SystemExit):  # told by its first request
+                _environment(reference, dumps(options))
+        gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
+        _Grading(pool, settings["count"], settings["memory_mb"]).run()
 
 
 class _Grading:
     """Samples that wait, and the workers."""
 
-    def __init__(self, pool: Connection, count: int, limits: Limits) -> None:
-        self._pool, self._count, self._limits = pool, count, limits
+    def __init__(self, pool: Connection, count: int, memory_mb: int) -> None:
+        self._pool, self._count, self._memory_mb = pool, count, memory_mb
         self._waiting: deque[dict[str, Any]] = deque()
         self._workers: list[_Worker] = []
 
@@ -102,7 +102,7 @@ class _Grading:
     def _idle_worker(self) -> _Worker | None:
         idle = next((worker for worker in self._workers if worker.job is None), None)
         if idle is None and len(self._workers) < self._count:
-            idle = _Worker(self._limits, [self._pool, *(worker.channel for worker in self._workers)])
+            idle = _Worker(self._memory_mb, [self._pool, *(worker.channel for worker in self._workers)])
             self._workers.append(idle)
         return idle
 
@@ -110,7 +110,7 @@ class _Grading:
 class _Worker:
     """One worker process, seen from its parent."""
 
-    def __init__(self, limits: Limits, others: list[Connection]) -> None:
+    def __init__(self, memory_mb: int, others: list[Connection]) -> None:
         """Forks it; the channels of ``others`` are not its business."""
         self.job: dict[str, Any] | None = None
         self.ends = 0.0
@@ -130,7 +130,7 @@ class _Worker:
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
             os.close(nowhere)
-            limits.apply()
+            _bound(memory_mb)
             _work(theirs)
         finally:
             os._exit(0)  # never back into its parent's loop
@@ -160,7 +160,7 @@ class _Worker:
         try:
             if not self.channel.poll(0):
                 return failed("timeout", f"no grade within {self.job['deadline_s']:g} s")
-            return results_from_json({"items": [receive(self.channel)]}, 1)[0]
+            return result_from_json(receive(self.channel))
         except (EOFError, OSError, ValueError) as error:
             return failed("worker_died", str(error))
 
@@ -177,6 +177,18 @@ class _Worker:
         return 0.0
 
 
+def _bound(memory_mb: int) -> None:
+    """Binds this process, for good: a little memory and few files, none of them written."""
+    bounds = {
+        resource.RLIMIT_AS: memory_mb * 2**20,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, bound in bounds.items():
+        resource.setrlimit(kind, (bound, bound))
+
+
 def _work(channel: Connection) -> None:
     """Inside a worker: answers requests until the channel closes."""
     with contextlib.suppress(EOFError):
@@ -188,12 +200,8 @@ def _work(channel: Connection) -> None:
 def _answer(request: Mapping[str, Any]) -> GradeResult:
     """The result of one request, whatever the grader does short of killing the process."""
     try:
-        if "kind" in request:
-            grade = GRADERS.get(request["kind"])(request["completion"], request["gold"])
-            result = graded(grade.reward, grade.metrics, grade.status, grade.extracted)
-        else:
-            environment = _environment(request["environment"], dumps(request["options"]))
-            result = judge(environment, item_from_json(request, "turn" if "turn" in request else "transcript"))
+        environment = _environment(request["environment"], dumps(request["options"]))
+        result = judge(environment, item_from_json(request, "turn" if "turn" in request else "transcript"))
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001 - also KeyboardInterrupt, raised by an author's code
@@ -210,4 +218,4 @@ def _environment(reference: str, options: str) -> Any:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main()

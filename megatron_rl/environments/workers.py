@@ -6,28 +6,26 @@ of sympy costs a second. That process is this one's child, and is replaced when 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
-import multiprocessing
 import os
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from megatron_rl.environments.limits import Limits, worker_environment
-from megatron_rl.environments.results import results_from_json
+from megatron_rl.environments.child import start_child
+from megatron_rl.environments.results import result_from_json
 from megatron_rl.environments.wire import item_to_json, receive, send
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import GradeResult, Item
 
-DEADLINE_S = 5.0
 MOST_WORKERS = 4
+MEMORY_MB = 4096
+"""Address space of a worker, which is several times the memory in use: sympy alone maps 300 MB."""
 PRELOAD = ("sympy", "math_verify", "latex2sympy2_extended.latex2sympy2")
 COUNTED = ("graded", "worker_timeouts", "worker_deaths", "worker_respawns", "retried", "failed", "fork_servers")
 
@@ -43,8 +41,7 @@ class WorkerPool:
         self,
         workers: int | None = None,
         *,
-        deadline_s: float = DEADLINE_S,
-        limits: Limits | None = None,
+        memory_mb: int = MEMORY_MB,
         preload: Sequence[str] = PRELOAD,
         environments: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> None:
@@ -53,10 +50,9 @@ class WorkerPool:
         The modules of ``preload`` and the ``environments`` (references with options) are imported once, before
         any worker is forked; all others by each worker anew, within the deadline of its first request.
         """
-        self.deadline_s = deadline_s
         count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-        made_of = {"workers": count, "limits": asdict(limits or Limits()), "preload": preload}
-        self._settings = json.dumps({**made_of, "environments": environments})
+        bounds = {"count": count, "memory_mb": memory_mb}
+        self._settings = bounds | {"preload": preload, "environments": environments}
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._numbers = itertools.count()
         self._asked: dict[int, Future[GradeResult]] = {}
@@ -70,30 +66,18 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, requests: Sequence[Mapping[str, Any]], deadline_s: float | None = None) -> list[GradeResult]:
-        """One result for each request, in order; ``deadline_s`` is each try's, not the whole call's.
-
-        ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
-        """
-        futures = [self._ask(request, deadline_s or self.deadline_s) for request in requests]
-        return [future.result() for future in futures]
-
     def grade(
-        self,
-        reference: str,
-        options: Mapping[str, Any],
-        items: Sequence[Item],
-        *,
-        lowest: float = 0.0,
-        deadline_s: float | None = None,
+        self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float
     ) -> list[GradeResult]:
-        """The results of an environment's samples or steps, in order.
+        """The results of an environment's samples or steps, in order; each try may take ``deadline_s``.
 
         ``reference`` and ``options`` name the environment as a list entry does. A completion that ran its
         grader out of time twice is at fault: it gets the reward ``lowest`` and the verdict ``timeout``.
+        ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
         """
         environment = {"environment": reference, "options": dict(options)}
-        results = self.run([environment | item_to_json(item) for item in items], deadline_s)
+        futures = [self._ask(environment | item_to_json(item), deadline_s) for item in items]
+        results = [future.result() for future in futures]
         late = GradeResult("ok", lowest, verdict="timeout")
         return [late if result.code == "timeout" else result for result in results]
 
@@ -125,16 +109,10 @@ class WorkerPool:
         return future
 
     def _start(self) -> None:
-        self._channel, theirs = multiprocessing.Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.environments.worker", str(theirs.fileno()), self._settings],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=worker_environment(),
-                start_new_session=True,  # Ctrl-C and a launcher's SIGTERM are for the trainer
-            )
+        module = "megatron_rl.environments.worker"
+        self._process, self._channel = start_child(module, worker_environment(), stdout=subprocess.DEVNULL)
+        with contextlib.suppress(OSError):  # it has ended already, which the reader finds
+            send(self._channel, self._settings)
         self._counts["fork_servers"] += 1
         self._reader = threading.Thread(target=self._read, args=(self._channel, self._process), daemon=True)
         self._reader.start()
@@ -147,7 +125,7 @@ class WorkerPool:
                 self._counts.update(message["events"])
                 if "id" in message:
                     future = self._asked.pop(message["id"])
-                    future.set_result(results_from_json({"items": [message["result"]]}, 1)[0])
+                    future.set_result(result_from_json(message["result"]))
         except (EOFError, OSError):
             process.kill()
             process.wait()
@@ -156,3 +134,11 @@ class WorkerPool:
             why = "the grading pool is closed" if self._closed else "the process of the grading workers ended"
             for future in asked.values():
                 future.set_exception(EnvironmentFault(why))
+
+
+def worker_environment() -> dict[str, str]:
+    """The variables of the process and its workers: a grader that reads its environment finds no token and no GPU."""
+    kept = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+    fixed = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent", "CUDA_VISIBLE_DEVICES": ""}
+    fixed |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return {name: os.environ[name] for name in kept if name in os.environ} | fixed

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_rl.environments.results import result_to_json, results_from_json
+from megatron_rl.environments.results import result_from_json, result_to_json
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.types import Completion, Request, Rollout, RolloutGroup, SourcedTask
@@ -129,11 +129,10 @@ def _described(rollout: Rollout) -> Record:
 
 
 def _rollout(record: Record) -> Rollout:
-    (grade,) = results_from_json({"items": [record["grade"]]}, 1)
     fields = {name: value for name, value in record.items() if name != "grade"}
     fields |= {name: _unpacked(kind, record[name]) for name, kind in _PACKED.items()}
     fields["environment_spans"] = tuple(map(tuple, record["environment_spans"]))
-    return Rollout(Completion(**fields), "", grade)
+    return Rollout(Completion(**fields), "", result_from_json(record["grade"]))
 
 
 def _packed(kind: str, numbers: Sequence[float]) -> str:

@@ -1,33 +1,34 @@
-"""Whether the answer graders exist, and a stand-in for them."""
+"""Graders in worker processes, as the environment server has them."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-import pytest
-
-from megatron_rl.environments import grading
-
-HAVE_GRADERS = hasattr(grading, "grade")
-NO_GRADERS = "megatron_rl.environments.grading has no grade() yet"
-needs_graders = pytest.mark.skipif(not HAVE_GRADERS, reason=NO_GRADERS)
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.grading import grade
+from megatron_rl.environments.workers import WorkerPool
+from megatron_rl.registry import GRADERS
+from megatron_rl.types import GradeResult, Task, Transcript
 
 
-@dataclass(frozen=True)
-class StandInGrade:
-    """What a grader returns."""
+class Graded(Environment):
+    """Compares with ``gold`` as the grader ``kind`` does."""
 
-    reward: float
-    status: str
-    extracted: str = ""
-    metrics: dict = field(default_factory=dict)
+    name = "graded"
+
+    def __init__(self, *, kind: str) -> None:
+        self._kind = kind
+
+    def tasks(self, split):
+        return ()
+
+    def grade(self, task, transcript):
+        return grade(self._kind, transcript.text, task.data["gold"])
 
 
-def stand_in(kind: str, completion: str, gold: str) -> StandInGrade:
-    """Right when what follows the last mark is the gold answer; a crude likeness of every grader."""
-    mark = re.search(r"(?:Answer:|####|\\boxed\{)\s*([^\n]+?)\}?$", completion)
-    if mark is None:
-        return StandInGrade(0.0, "no_answer")
-    right = mark[1] == gold
-    return StandInGrade(float(right), "correct" if right else "wrong", mark[1])
+def grade_many(kind: str, pairs: Sequence[tuple[str, str]], deadline_s: float) -> list[GradeResult]:
+    """The results of pairs of completion and gold answer."""
+    items = [(Task("0", "?", {"gold": gold}), Transcript(text, "stop", len(text))) for text, gold in pairs]
+    with WorkerPool() as pool:
+        lowest = GRADERS.module(kind).REWARDS[0]
+        return pool.grade("tests.support.graders:Graded", {"kind": kind}, items, deadline_s, lowest)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
+from megatron_rl.environments.grading import grade
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Grade, Message, Prompt, Split, Task, Transcript
 
@@ -201,9 +202,6 @@ class DatasetEnvironment(Environment):
 
         What is right is told by the verdict: neither the format reward nor the length changes it.
         """
-        # imported here: the graders import sympy, which listing environments and tasks need not pay
-        from megatron_rl.environments.grading import grade
-
         verdict = grade(self.grader, transcript.text, task.data["gold"])
         lowest, highest = self.reward_range
         reward = lowest + (self._format_reward if verdict.status == "wrong" else 0.0)

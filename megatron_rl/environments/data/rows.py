@@ -7,19 +7,15 @@ Whatever is wrong with a file is one ``ConfigError`` of one line that names the 
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
 import json
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
-from unittest import mock
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import loads
@@ -27,13 +23,12 @@ from megatron_rl.types import Message
 
 T = TypeVar("T")
 NumberedRows = Iterator[tuple[int, Any]]
+"""Number, from 1, and values, unchecked."""
 
 MAX_PROBLEMS = 5
 """Bad rows that are shown before the rest is only counted."""
 BATCH = 1024
 """Rows of a parquet file or of the hub that are Python objects at one time."""
-PROBE_SECONDS = 5.0
-"""The hub's own client tries for half a minute, for every file, before it gives up."""
 
 
 class RowError(ValueError):
@@ -58,13 +53,6 @@ class Source:
     def where(self) -> str:
         """How messages call it."""
         return self.path or f"{self.hub} ({self.split})"
-
-    def rows(self) -> NumberedRows:
-        """Pairs of row number and row, unchecked."""
-        if self.path:
-            return _read_file(self.path, self.columns)
-        instead = f"pass a local copy as {self.option}: FILE (jsonl, json, csv or parquet with {self.layouts})"
-        return _read_hub(self.hub, self.config, self.split, self.columns, instead)
 
     @property
     def layouts(self) -> str:
@@ -119,7 +107,7 @@ def read_rows(source: Source, parse: Callable[[Row], T]) -> Iterator[T]:
 
     Wrong columns, no rows, and a source that cannot be read are errors of their own, raised at once.
     """
-    rows = source.rows()
+    rows = _read_file(source.path, source.columns) if source.path else _read_hub(source)
     first = next(rows, None)
     if first is None:
         raise ConfigError([f"{source.where} has no rows"])
@@ -162,17 +150,17 @@ def _names(values: Mapping) -> str:
     return ", ".join(map(str, values)) or "nothing"
 
 
-def _read_file(path: str, wanted: Collection[str] = ()) -> NumberedRows:
-    """Pairs of row number and row. Of a parquet file that has all columns ``wanted`` only those are read."""
+def _read_file(path: str, wanted: Collection[str]) -> NumberedRows:
+    """Of a parquet file that has all columns ``wanted`` only those are read."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise _bad(path, "is a folder; name the file in it" if file.is_dir() else "does not exist")
     kind = Path(file.name.removesuffix(".gz")).suffix.lower()
-    readers = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
-    if kind not in readers or (kind == ".parquet" and file.suffix == ".gz"):
+    readers = {".json": _json, ".jsonl": _jsonl, ".csv": _csv}
+    if kind not in readers and file.suffix.lower() != ".parquet":
         raise _bad(str(file), "has an unknown ending; use .json, .jsonl or .csv (also .gz), or .parquet")
     try:
-        yield from readers[kind](file, wanted)
+        yield from readers[kind](file) if kind in readers else _parquet(file, wanted)
     except (EOFError, zlib.error) as error:
         raise _bad(path, f"is truncated or damaged: {_first_line(error)}") from error
     except gzip.BadGzipFile as error:
@@ -191,7 +179,7 @@ def _open(file: Path) -> TextIO:
     return file.open(encoding="utf-8", newline="")
 
 
-def _jsonl(file: Path, wanted: Collection[str]) -> NumberedRows:
+def _jsonl(file: Path) -> NumberedRows:
     with _open(file) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -205,7 +193,7 @@ def _jsonl(file: Path, wanted: Collection[str]) -> NumberedRows:
             yield number, row
 
 
-def _json(file: Path, wanted: Collection[str]) -> NumberedRows:
+def _json(file: Path) -> NumberedRows:
     with _open(file) as opened:
         text = opened.read()
     try:
@@ -221,7 +209,7 @@ def _json(file: Path, wanted: Collection[str]) -> NumberedRows:
     yield from enumerate(rows, start=1)
 
 
-def _csv(file: Path, wanted: Collection[str]) -> NumberedRows:
+def _csv(file: Path) -> NumberedRows:
     with _open(file) as opened:
         reader = csv.reader(opened, strict=True)
         try:
@@ -242,7 +230,7 @@ def _parquet(file: Path, wanted: Collection[str]) -> NumberedRows:
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             names = opened.schema_arrow.names
-            columns = list(wanted) if wanted and set(wanted) <= set(names) else None
+            columns = list(wanted) if set(wanted) <= set(names) else None
             yield from _numbered(opened.iter_batches(BATCH, columns=columns))
     except pyarrow.ArrowException as error:
         raise _bad(str(file), f"is not parquet or is truncated: {_first_line(error)}") from error
@@ -256,41 +244,23 @@ def _bad(path: str, problem: str) -> ConfigError:
     return ConfigError([f"{path} {problem}" if not problem.startswith("row ") else f"{path}: {problem}"])
 
 
-def _read_hub(name: str, config: str | None, split: str, wanted: Collection[str], instead: str) -> NumberedRows:
-    """Pairs of row number, from 1, and row; ``instead`` says in errors which file may be passed."""
+def _read_hub(source: Source) -> NumberedRows:
     # imported here: `datasets` takes five seconds, which local files need not pay
     import datasets
 
-    with contextlib.ExitStack() as stack:
-        if not datasets.config.HF_HUB_OFFLINE and not _answers(datasets.config.HF_ENDPOINT):
-            # what HF_HUB_OFFLINE=1 does, for one call: the cache is used, or the call fails at once
-            for switch in ("datasets.config.HF_HUB_OFFLINE", "huggingface_hub.constants.HF_HUB_OFFLINE"):
-                stack.enter_context(mock.patch(switch, True))
-        stack.callback(datasets.enable_progress_bars)
-        datasets.disable_progress_bars()
-        try:
-            rows = datasets.load_dataset(name, config, split=split)
-        except Exception as error:
-            # a dozen types in three libraries: no network, no such data set, no access, a broken download
-            why = f"cannot read {name} from the Hugging Face hub ({_first_line(error)})"
-            raise ConfigError([f"{why}; {instead}"]) from error
-    if set(wanted) <= set(rows.column_names):
-        rows = rows.select_columns(list(wanted))
+    datasets.disable_progress_bars()
+    try:
+        rows = datasets.load_dataset(source.hub, source.config, split=source.split)
+    except Exception as error:
+        # a dozen types in three libraries: no network, no such data set, no access, a broken download
+        why = f"cannot read {source.hub} from the Hugging Face hub ({_first_line(error)})"
+        instead = f"{source.option}: FILE (jsonl, json, csv or parquet with {source.layouts})"
+        raise ConfigError([f"{why}; pass a local copy as {instead}"]) from error
+    if set(source.columns) <= set(rows.column_names):
+        rows = rows.select_columns(list(source.columns))
     yield from _numbered(rows.with_format("arrow").iter(BATCH))
 
 
 def _numbered(batches: Iterable[Any]) -> NumberedRows:
     """The rows of arrow batches."""
     return enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-
-
-def _answers(endpoint: str) -> bool:
-    """Whether anything answers there, be it an error."""
-    try:
-        request = urllib.request.Request(endpoint, method="HEAD")
-        with urllib.request.urlopen(request, timeout=PROBE_SECONDS):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False

@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from megatron_rl.environments.grading.expressions import MAX_EXPRESSION, MalformedExpression, in_plain_signs, value_of
+from megatron_rl.environments.grading.expressions import MAX_EXPRESSION, MalformedExpression, equation_sides
 from megatron_rl.environments.grading.text import final_part, last_boxes, marked_line
 from megatron_rl.types import Grade
 
@@ -26,14 +26,12 @@ def judge(completion: str, gold: str) -> Grade:
         return Grade(REWARDS[0], status="no_answer")
     extracted = written[:MAX_EXPRESSION]
     try:
-        expression, *results = in_plain_signs(written).split("=")
-        used: list[int] = []
-        value = value_of(expression, used)
-        claimed = [value_of(result, []) for result in results]
-    except (MalformedExpression, ZeroDivisionError) as problem:
-        wrong = isinstance(problem, ZeroDivisionError)
-        return Grade(REWARDS[0], status="wrong" if wrong else "unparsable", extracted=extracted)
-    right = value == target and sorted(used) == sorted(numbers) and all(claim == target for claim in claimed)
+        sides = equation_sides(written)
+    except MalformedExpression:
+        return Grade(REWARDS[0], status="unparsable", extracted=extracted)
+    except ZeroDivisionError:
+        return Grade(REWARDS[0], status="wrong", extracted=extracted)
+    right = all(value == target for value, _ in sides) and sorted(sides[0][1]) == sorted(numbers)
     return Grade(REWARDS[right], status="correct" if right else "wrong", extracted=extracted)
 
 

@@ -18,7 +18,6 @@ from megatron_rl.environments.grading.text import final_part, last_boxes, marked
 from megatron_rl.types import Grade
 
 REWARDS = (0.0, 1.0)
-NEEDS_WORKER = True
 
 MAX_ANSWER = 400
 """Characters of an answer; the longest of MATH-500 has 53, and parse time grows with the square."""

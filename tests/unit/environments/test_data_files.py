@@ -171,12 +171,10 @@ def test_one_question_with_two_answers_is_dropped(tmp_path):
     assert problems(path) == ["FILE has no usable row; dropped of 2 rows: 2 with two answers"]
 
 
-@pytest.mark.parametrize("offline", [True, False], ids=["offline", "unreachable"])
-def test_a_hub_that_cannot_be_reached_says_which_file_to_pass(monkeypatch, offline):
+def test_a_hub_that_cannot_be_reached_says_which_file_to_pass(monkeypatch):
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as raised:
         Quiz.from_options({}).tasks("train")
     [problem] = raised.value.lines

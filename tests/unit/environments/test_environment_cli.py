@@ -9,7 +9,6 @@ import pytest
 
 from megatron_rl.environments import selftest
 from megatron_rl.environments.__main__ import main
-from megatron_rl.environments.loading import Found
 
 
 def test_list_shows_names_and_descriptions(capsys):
@@ -56,8 +55,8 @@ def test_mistakes_are_one_line(capsys, arguments, message):
 
 
 def test_list_names_a_broken_environment_among_the_others(capsys, monkeypatch):
-    torn = Found({"arithmetic": "Adds."}, {"torn": "cannot be imported: KeyError: 'gold'"}, {"torn": "Traceback ..."})
-    monkeypatch.setattr("megatron_rl.environments.__main__.found", lambda seconds: torn)
+    torn = {"torn": ("cannot be imported: KeyError: 'gold'", "Traceback ...")}
+    monkeypatch.setattr("megatron_rl.environments.__main__.found", lambda seconds: ({"arithmetic": "Adds."}, torn))
     assert main(["list"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "arithmetic  Adds.\ntorn        cannot be imported: KeyError: 'gold'\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments.loader import PACKAGE, discover, find_environment
+from megatron_rl.environments.loader import PACKAGE, discover, find_environment, reason_of
 from megatron_rl.errors import ConfigError
 
 GOOD = """
@@ -40,11 +40,11 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_the_folder_beside_the_library_is_found():
-    assert "arithmetic" in discover().environments
+    assert "arithmetic" in discover()[0]
 
 
 def test_an_installed_package_is_found(installed):
-    assert list(discover().environments) == ["good"]
+    assert list(discover()[0]) == ["good"]
 
 
 def test_the_checkout_that_runs_wins_over_an_installed_one(installed, monkeypatch, tmp_path):
@@ -57,7 +57,7 @@ def test_the_checkout_that_runs_wins_over_an_installed_one(installed, monkeypatc
     monkeypatch.setattr("megatron_rl.__file__", str(tmp_path / "checkout" / "megatron_rl" / "__init__.py"))
     assert find_environment("good").description() == "Is here."
     assert find_environment(f"{PACKAGE}.good:Good").description() == "Is here."
-    assert discover().environments["good"].description() == "Is here."
+    assert discover()[0]["good"].description() == "Is here."
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,10 @@ def test_the_checkout_that_runs_wins_over_an_installed_one(installed, monkeypatc
 )
 def test_a_broken_environment_does_not_hide_the_others(installed, source, shown):
     (installed / "broken.py").write_text(source)
-    discovery = discover()
-    assert list(discovery.environments) == ["good"]
-    [broken] = discovery.broken
-    assert broken.name == "broken"
-    assert "Traceback" in broken.traceback
-    assert shown in broken.reason
+    environments, broken = discover()
+    assert list(environments) == ["good"]
+    assert list(broken) == ["broken"]
+    assert shown in reason_of(broken["broken"])
     assert find_environment("good").name == "good"
     with pytest.raises(ConfigError, match="environment 'broken' cannot be imported: ") as error:
         find_environment("Broken")
@@ -96,7 +94,7 @@ def test_a_folder_may_hold_environments_of_other_names(installed):
     (installed / "pair.py").write_text(
         GOOD.format(name="left") + GOOD.format(name="right").replace("Good", "R")
     )
-    assert list(discover().environments) == ["good", "left", "right"]
+    assert list(discover()[0]) == ["good", "left", "right"]
     assert find_environment("rightAgent").name == "right"
 
 
@@ -114,9 +112,9 @@ def test_entry_points_of_other_packages_are_found(installed, tmp_path):
     (info / "entry_points.txt").write_text(
         "[megatron_rl.environments]\nelsewhere = elsewhere:Good\nlost = elsewhere:Lost\n"
     )
-    discovery = discover()
-    assert list(discovery.environments) == ["elsewhere", "good"]
-    assert [broken.name for broken in discovery.broken] == ["lost"]
+    environments, broken = discover()
+    assert list(environments) == ["elsewhere", "good"]
+    assert list(broken) == ["lost"]
     assert find_environment("elsewhere").description() == "Is elsewhere."
 
 
@@ -162,7 +160,7 @@ def test_the_server_side_imports_no_torch():
     code = (
         "import sys, megatron_rl.environments.server, megatron_rl.environments.__main__\n"
         "from megatron_rl.environments.loader import discover\n"
-        "assert discover().environments\n"
+        "assert discover()[0]\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'aiohttp')))"
     )
     assert (

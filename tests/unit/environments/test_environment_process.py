@@ -76,8 +76,9 @@ def test_a_crashed_server_is_restarted_three_times_although_nobody_asks(config, 
             EnvironmentClient(process.address_file).environments()
 
 
-def test_a_healthy_server_may_be_killed_as_often_as_anyone_likes(config, tmp_path):
-    with EnvironmentServerProcess(config, tmp_path, max_restarts=1) as process:
+def test_a_healthy_server_may_be_killed_as_often_as_anyone_likes(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.process.MAX_RESTARTS", 1)
+    with EnvironmentServerProcess(config, tmp_path) as process:
         for count in range(1, 5):
             kill(process, signal.SIGTERM if count % 2 else signal.SIGKILL)
             assert process.restarts == count
@@ -85,7 +86,8 @@ def test_a_healthy_server_may_be_killed_as_often_as_anyone_likes(config, tmp_pat
 
 def test_restarts_are_counted_anew_after_some_time_of_health(config, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.environments.process.HEALTHY_SECONDS", 0.0)
-    with EnvironmentServerProcess(config, tmp_path, max_restarts=1) as process:
+    monkeypatch.setattr("megatron_rl.environments.process.MAX_RESTARTS", 1)
+    with EnvironmentServerProcess(config, tmp_path) as process:
         for count in (1, 2, 3):
             kill(process, signal.SIGABRT)
             assert process.restarts == count
@@ -109,7 +111,8 @@ def test_a_server_that_dies_at_every_start_is_given_up_with_its_words(config, tm
 
 def test_a_server_that_hangs_is_replaced(config, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.environments.process.PROBE_SECONDS", 0.3)
-    with EnvironmentServerProcess(config, tmp_path, hung_seconds=2.0) as process:
+    monkeypatch.setattr("megatron_rl.environments.process.HUNG_SECONDS", 2.0)
+    with EnvironmentServerProcess(config, tmp_path) as process:
         kill(process, signal.SIGSTOP)
         assert process.restarts == 1
         assert EnvironmentClient(process.address_file).health()

@@ -8,9 +8,10 @@ import threading
 import pytest
 
 from megatron_rl.environments.data import Overlong
-from megatron_rl.environments.grading import grade, grade_many
-from megatron_rl.errors import ConfigError, EnvironmentFault
+from megatron_rl.environments.grading import grade
+from megatron_rl.errors import ConfigError
 from megatron_rl.registry import GRADERS
+from tests.support.graders import grade_many
 
 
 def puzzle(*numbers: int, target: int) -> str:
@@ -68,7 +69,7 @@ def test_math():
     told = [
         (*case, result)
         for case, result in zip(MATH, grades, strict=True)
-        if result.status not in case[2].split("|") or result.reward != (result.status == "correct")
+        if result.verdict not in case[2].split("|") or result.reward != (result.verdict == "correct")
     ]
     assert told == []
 
@@ -204,5 +205,5 @@ def test_any_thread_may_grade():
 
 
 def test_a_gold_answer_that_is_none_is_a_fault_not_a_reward():
-    with pytest.raises(EnvironmentFault, match="gold answer"):
+    with pytest.raises(ValueError, match="gold answer"):
         grade("math", r"\boxed{1}", "")

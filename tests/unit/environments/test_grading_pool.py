@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments.limits import Limits
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import GradeResult, Task, Transcript
@@ -26,9 +25,7 @@ DEADLINE = 1.0
 
 @pytest.fixture(scope="module")
 def pool(hostile_path: None) -> Iterator[WorkerPool]:
-    with WorkerPool(
-        8, deadline_s=DEADLINE, limits=Limits(memory_mb=1024), preload=(), environments=[(FAULTY, {})]
-    ) as pool:
+    with WorkerPool(8, memory_mb=1024, preload=(), environments=[(FAULTY, {})]) as pool:
         yield pool
 
 
@@ -36,8 +33,8 @@ def sample(text: str, mark: Path | str = "") -> tuple[Task, Transcript]:
     return Task("0", "?", {"mark": str(mark)}), Transcript(text, "stop", len(text))
 
 
-def grade(pool: WorkerPool, *texts: str, lowest: float = -1.0) -> list[GradeResult]:
-    return pool.grade(FAULTY, {}, [sample(text) for text in texts], lowest=lowest)
+def grade(pool: WorkerPool, *texts: str, deadline_s: float = 5.0) -> list[GradeResult]:
+    return pool.grade(FAULTY, {}, [sample(text) for text in texts], deadline_s, -1.0)
 
 
 def rise(pool: WorkerPool, before: dict[str, int]) -> dict[str, int]:
@@ -46,7 +43,7 @@ def rise(pool: WorkerPool, before: dict[str, int]) -> dict[str, int]:
 
 
 def test_grades_come_back_in_order_with_options_and_reasons(pool):
-    results = pool.grade(FAULTY, {"bonus": 0.5}, [sample("x" * n) for n in range(40)])
+    results = pool.grade(FAULTY, {"bonus": 0.5}, [sample("x" * n) for n in range(40)], DEADLINE, 0.0)
     assert [result.reward for result in results] == [n + 0.5 for n in range(40)]
     assert (results[3].verdict, results[3].extracted) == ("correct", "xxx")
 
@@ -54,7 +51,7 @@ def test_grades_come_back_in_order_with_options_and_reasons(pool):
 def test_twenty_hangs_in_320_lose_no_good_item(pool):
     before = pool.counters()
     texts = ["hang" if n % 16 == 7 else "g" * n for n in range(320)]
-    results = grade(pool, *texts)
+    results = grade(pool, *texts, deadline_s=DEADLINE)
     for text, result in zip(texts, results, strict=True):
         if text == "hang":
             assert result == GradeResult("ok", -1.0, verdict="timeout")
@@ -98,14 +95,14 @@ def test_what_a_grader_raises_is_tried_again_on_a_fresh_worker_and_reported(pool
 def test_a_fault_that_does_not_come_back_costs_nothing(pool, fault, tmp_path):
     before = pool.counters()
     text = f"once:{fault}"
-    (result,) = pool.grade(FAULTY, {}, [sample(text, tmp_path / "mark")])
+    (result,) = pool.grade(FAULTY, {}, [sample(text, tmp_path / "mark")], DEADLINE, 0.0)
     assert (result.status, result.reward) == ("ok", len(text))
     assert rise(pool, before)["retried"] == 1
     assert "failed" not in rise(pool, before)
 
 
 def test_a_grader_that_swallows_everything_is_killed_all_the_same(pool):
-    assert grade(pool, "spin")[0].verdict == "timeout"
+    assert grade(pool, "spin", deadline_s=DEADLINE)[0].verdict == "timeout"
 
 
 def test_workers_see_no_secrets_and_no_input(hostile_path, monkeypatch):
@@ -189,8 +186,8 @@ def test_no_worker_outlives_a_killed_parent(hostile_path):
         "from megatron_rl.types import Task, Transcript\n"
         "pool = WorkerPool(2, preload=())\n"
         "item = (Task('0', '?'), Transcript('pid', 'stop', 3))\n"
-        "print(*{int(r.reward) for r in pool.grade('faulty_graders:Faulty', {}, [item] * 8)}, flush=True)\n"
-        "pool.grade('faulty_graders:Faulty', {}, [(item[0], Transcript('hang', 'stop', 4))])\n"
+        "print(*{int(r.reward) for r in pool.grade('faulty_graders:Faulty', {}, [item] * 8, 5.0, 0.0)}, flush=True)\n"
+        "pool.grade('faulty_graders:Faulty', {}, [(item[0], Transcript('hang', 'stop', 4))], 5.0, 0.0)\n"
     )
     here = str(Path(__file__).parent)
     parent = subprocess.Popen([sys.executable, "-c", program, here], stdout=subprocess.PIPE, text=True)

@@ -11,7 +11,6 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_rl.environments import grading
 from megatron_rl.environments.checks import survey_tasks
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data import AFTER, BEFORE
@@ -19,7 +18,6 @@ from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Transcript
-from tests.support.graders import needs_graders, stand_in
 from tests.unit.environments.conftest import problems_of
 
 DAPO = "dapo-math-17k/dapo-math-17k.parquet"
@@ -41,11 +39,6 @@ def real(shared_data):
         return find_environment(name).from_options(given)
 
     return make
-
-
-@pytest.fixture
-def stand_in_graders(monkeypatch):
-    monkeypatch.setattr(grading, "grade", stand_in, raising=False)
 
 
 def texts(environment, split):
@@ -89,7 +82,6 @@ class TestDapo:
         kept = texts(real("dapo", path=DAPO, held_out=0, exclude_path="math500/test.jsonl"), "train")
         assert len(kept) == 17_274 - 8  # seven problems of MATH-500, one of them in two spellings
 
-    @pytest.mark.usefixtures("stand_in_graders")
     def test_the_reward_is_plus_or_minus_one(self, real):
         environment = real("dapo", path="dapo-math-17k/sample-200.jsonl")
         task = next(iter(environment.tasks("train")))
@@ -99,14 +91,12 @@ class TestDapo:
         assert (wrong.reward, wrong.metrics["correct"], wrong.metrics["no_answer"]) == (-1.0, 0.0, 0.0)
         assert environment.grade(task, answer("")).metrics["no_answer"] == 1.0
 
-    @pytest.mark.usefixtures("stand_in_graders")
     def test_a_format_reward_goes_to_wrong_answers_alone(self, real):
         environment = real("dapo", path="dapo-math-17k/sample-200.jsonl", format_reward=0.5)
         task = next(iter(environment.tasks("train")))
         rewards = [environment.grade(task, answer(text)).reward for text in ("Answer: 34", "Answer: 35", "hm")]
         assert rewards == [1.0, -0.5, -1.0]
 
-    @pytest.mark.usefixtures("stand_in_graders")
     @pytest.mark.parametrize(
         ("tokens", "penalty"),
         [(1, 0.0), (12, 0.0), (13, -0.25), (14, -0.5), (16, -1.0), (17, -1.0)],  # L_max 16, L_cache 4
@@ -120,7 +110,6 @@ class TestDapo:
         assert (wrong.status, wrong.metrics["correct"]) == ("wrong", 0.0)
         assert right.metrics["overlong_penalty"] == wrong.metrics["overlong_penalty"] == penalty
 
-    @pytest.mark.usefixtures("stand_in_graders")
     def test_the_punishment_has_a_factor_and_is_off_by_default(self, tmp_path):
         options = {"overlong_buffer": 4, "max_response_tokens": 16, "overlong_penalty": 0.5}
         environment, task = overlong(tmp_path, **options)
@@ -328,7 +317,6 @@ def written(folder, name, rows):
     return find_environment(name).from_options({"path": str(path)})
 
 
-@needs_graders
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_the_self_test_passes_on_the_real_data(real, name):
     checks = run_checks(real(name, **REAL[name]), 500)

@@ -186,11 +186,10 @@ def _hammer(address: Address, make, stop: threading.Event, statuses: Counter) ->
 def test_an_environment_that_ends_the_fork_server_is_the_server_s_fault_and_nobody_else_s(tmp_path, monkeypatch):
     """It answers 503: the samples cannot be graded, and none of them is to blame."""
     (tmp_path / "fatal.py").write_text(
-        "import os\n"
+        "import os, sys\n"
         "from megatron_rl.environments.base import Environment\n"
-        "from megatron_rl.environments.limits import in_worker\n"
         "from megatron_rl.types import Task\n"
-        "if in_worker():\n"
+        "if sys.argv[0].endswith('worker.py'):\n"
         "    os._exit(1)\n"
         "class Fatal(Environment):\n"
         "    '''Ends every process that could grade it.'''\n"
@@ -233,7 +232,10 @@ def test_a_unix_socket_is_private_and_works_like_a_port(tmp_path):
         task = client.fetch_tasks("arithmetic", "train")[0]
         answer = Transcript(f"#{task.data['answer']}", "stop", 2)
         assert asyncio.run(client.grade("arithmetic", [(task, answer)]))[0].reward == 1.0
-        assert client.server_counters()["pid"] == server.pid
+        assert client.server_counters()[0] == server.pid
+        refused = subprocess.run(command, capture_output=True, text=True)
+        assert (refused.returncode, "Address already in use" in refused.stderr) == (1, True)
+        assert client.health()
         server.kill()
         server.wait()
         address_file.unlink()

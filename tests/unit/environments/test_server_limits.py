@@ -33,9 +33,9 @@ class Counted(Environment):
         return self._grade()
 
 
-def client_of(grade: Callable[[], object], **options: object):
+def client_of(grade: Callable[[], object]):
     """A test client of an application with one environment, and a function that posts to it."""
-    client = create_app(Service({"steady": Counted(grade)}, "secret", **options)).test_client()
+    client = create_app(Service({"steady": Counted(grade)}, "secret")).test_client()
 
     def post():
         item = {"task": {"id": "t", "prompt": "?", "data": {}}, "transcript": {"text": "", "finish_reason": "stop"}}
@@ -82,6 +82,13 @@ def test_far_too_large_a_body_is_refused_by_its_header_alone(call):
     assert (status, answer["message"][:24]) == (413, "Request Entity Too Large")
 
 
+@pytest.fixture
+def one_place(monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.server.WORKING", 1)
+    monkeypatch.setattr("megatron_rl.environments.server.PATIENCE_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("one_place")
 def test_who_finds_no_place_is_told_to_come_back():
     """Else it would wait behind samples that hang, for longer than its client does."""
     release, entered = threading.Event(), threading.Event()
@@ -91,7 +98,7 @@ def test_who_finds_no_place_is_told_to_come_back():
         release.wait(10)
         return 1.0
 
-    client, post = client_of(grade, working=1, patience_s=0.05)
+    client, post = client_of(grade)
     answers = []
     first = threading.Thread(target=lambda: answers.append(post()))
     first.start()
@@ -106,8 +113,9 @@ def test_who_finds_no_place_is_told_to_come_back():
     assert [post().status_code for _ in range(5)] == [200] * 5  # every place was given back
 
 
+@pytest.mark.usefixtures("one_place")
 def test_refused_requests_keep_no_place():
-    client, post = client_of(lambda: 1.0, working=1, patience_s=0.0)
+    client, post = client_of(lambda: 1.0)
     for _ in range(3):
         assert client.post(GRADE, data=b"{", content_type="application/json", headers=TOKEN).status_code == 400
         assert client.get("/v1/environments/none", headers=TOKEN).status_code == 404

@@ -1,0 +1,61 @@
+"""Child processes for author's code: how they start and what they can import, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+LOAD_SECONDS = 300.0
+"""Default deadline for an import, a set-up or a split's tasks. The published DAPO-Math-17k takes half a minute, after
+its download."""
+_PR_SET_PDEATHSIG = 1
+
+
+def start_child(module: str, environment: Mapping[str, str], **streams: Any) -> tuple[subprocess.Popen, Connection]:
+    """A process that runs ``module``, which finds its ``parent_channel``, and the other end of that channel."""
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**environment, **importable()},
+            # Ctrl-C and a launcher's SIGTERM are for the trainer; and what the child starts is killed with it
+            start_new_session=True,
+            **streams,
+        )
+    return process, ours
+
+
+def parent_channel() -> Connection:
+    """In a child: the channel that it was started with."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    return Connection(descriptor)
+
+
+def importable() -> dict[str, str]:
+    """The variable with which a child imports what this process can, wherever it was started from."""
+    return {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process as soon as the thread of ``parent`` that started it ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def kill_group(pid: int) -> None:
+    """Kills the process with what it started."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
