@@ -8,6 +8,8 @@
     client    asks the server for tasks and grades  process  keeps the server alive as a child process
     server    serves them over loopback HTTP        workers  grades in processes that may hang or die (``worker``)
     wire      what these say to each other          results  what came of a sample
+    checks    looks at tasks, row by row            selftest whether a grader can be trusted
+    child     starts and ends processes
 
 Nothing here imports torch: the server must be up in a fraction of a second.
 """

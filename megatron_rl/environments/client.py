@@ -1,8 +1,7 @@
 """The trainer's side of the environment server: grades while it generates, tasks before it starts.
 
-A sample that cannot be graded is data (``GradeResult`` with a code), never an exception and never a silent 0:
-the caller decides what a failed sample means for a group. A request whose server died is sent again: a grade is a
-function of its arguments.
+A sample that cannot be graded is data (``GradeResult`` with a code), never an exception and never a silent 0. A
+request whose server died is sent again: a grade is a function of its arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import aiohttp
 
@@ -38,8 +36,10 @@ BUSY = (429, 503)
 BUSY_SECONDS = 1.0
 PATIENCE_TIMEOUTS = 20.0
 """A request is sent again for so many timeouts: each of those before it at a busy server may take a whole one."""
-LONGEST_BACKOFF = 2.0
-"""Two dozen attempts then span 40 s, in which even a busy machine has restarted a server."""
+ATTEMPTS = 24
+"""At a server that does not answer; with their pauses they span 40 s, in which even a busy machine has restarted it."""
+BACKOFF_SECONDS, LONGEST_BACKOFF = 0.1, 2.0
+"""The pause doubles from the one to the other."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,22 +69,12 @@ class EnvironmentClient:
     so a server that was restarted elsewhere is found."""
 
     def __init__(
-        self,
-        address_file: str | Path,
-        *,
-        timeout: float = 60.0,
-        list_timeout: float = LOAD_SECONDS,
-        attempts: int = 24,
-        backoff: float = 0.1,
+        self, address_file: str | Path, *, timeout: float = 60.0, list_timeout: float = LOAD_SECONDS
     ) -> None:
         """``timeout`` bounds one grade request from its sending to its answer, ``list_timeout`` the server's reading
-        of a data set. A server that does not answer is tried ``attempts`` times, each server anew, with pauses of
-        ``backoff`` seconds that double up to 2; one that is busy is asked again for twenty timeouts."""
+        of a data set."""
         self._address_file = Path(address_file)
-        self._timeout = timeout
-        self._list_timeout = list_timeout + LIST_MARGIN
-        self._attempts = attempts
-        self._backoff = backoff
+        self._timeout, self._list_timeout = timeout, list_timeout + LIST_MARGIN
         self._counts = Counter({"requests_repeated": 0, "busy_waits": 0, "late_completions": 0})
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
@@ -139,8 +129,7 @@ class EnvironmentClient:
         """The rows of a list, page by page."""
         offset, total = 0, 1
         while offset < total:
-            query = urlencode({"split": split, "offset": offset, "limit": PAGE})
-            page = self._get(f"/v1/environments/{environment}/{what}?{query}")
+            page = self._get(f"/v1/environments/{environment}/{what}?split={split}&offset={offset}&limit={PAGE}")
             total = page["total"]
             yield from page["items"]
             offset += PAGE
@@ -192,9 +181,9 @@ class EnvironmentClient:
             elif status not in (0, 401, *BUSY):  # 401: restarted with another token after its address was read
                 what = f"the environment server refuses {path} ({status}): {problem}"
                 raise RequestFailed("environment_exception", what)
-            elif attempt < self._attempts and in_time:
+            elif attempt < ATTEMPTS and in_time:
                 self._counts["requests_repeated"] += 1
-                await asyncio.sleep(min(self._backoff * 2 ** (attempt - 1), LONGEST_BACKOFF))
+                await asyncio.sleep(min(BACKOFF_SECONDS * 2 ** (attempt - 1), LONGEST_BACKOFF))
             else:
                 logger.warning("no answer from the environment server after %d attempts: %s", attempt, problem)
                 raise RequestFailed("server_unreachable", problem)

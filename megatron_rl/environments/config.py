@@ -11,12 +11,11 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,9 @@ RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]]
     ),
 }
 """Default of a key, the types and values that it may have besides, and how to say so."""
-KEYS = ("environment", "agent_type", "args", "agent_args", *RULES)
+SPELLINGS = (("environment", "agent_type"), ("args", "agent_args"))
+"""Ours and Megatron's."""
+KEYS = (*chain(*SPELLINGS), *RULES)
 
 BeginEntry = Callable[[str, str, str], None]
 """Told, before an author's code runs, the entry's file and line, its name, and what comes next."""
@@ -101,7 +102,7 @@ def load_environment_specs(
         if where in skip:
             continue
         try:
-            specs.append(replace(_parse_entry(entry, partial(begin, where)), where=where))
+            specs.append(_parse_entry(entry, where, partial(begin, where)))
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.lines]
     problems += _duplicates(specs)
@@ -163,9 +164,9 @@ def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
 
 def _read_text(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError([f"cannot read the environment list {path}: it is no file"])
         with path.open("rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError([f"cannot read the environment list {path}: it is no file"])
             data = file.read(MAX_LIST + 1)
         if len(data) > MAX_LIST:
             raise ConfigError([f"the environment list {path} has more than {MAX_LIST // 2**20} MiB; give a short one"])
@@ -187,67 +188,51 @@ def _refuse_repeated_keys(path: Path, node: yaml.SequenceNode) -> None:
         raise ConfigError(problem_lines(problems))
 
 
-def _parse_entry(entry: object, begin: Callable[[str, str], None]) -> EnvironmentSpec:
+def _parse_entry(entry: object, where: str, begin: Callable[[str, str], None]) -> EnvironmentSpec:
     if not isinstance(entry, Mapping):
         raise ConfigError([f"an entry must be a mapping such as 'environment: NAME', not {shorten(entry)}"])
     problems = [f"unknown key {shorten(key)}{suggestion(key, KEYS)}" for key in entry if key not in KEYS]
-    reference = _either(entry, "environment", "agent_type", problems)
-    options = _either(entry, "args", "agent_args", problems) or {}
+    both = [(ours, megatrons) for ours, megatrons in SPELLINGS if ours in entry and megatrons in entry]
+    problems += [f"both {ours!r} and {megatrons!r} are given; keep one" for ours, megatrons in both]
+    reference, options = (entry.get(ours, entry.get(megatrons)) for ours, megatrons in SPELLINGS)
     values: dict[str, Any] = {}
     for key, (default, types, is_right, wanted) in RULES.items():
         values[key] = value = entry.get(key, default)
         if value is not default and not (type(value) in types and is_right(value)):
             problems.append(f"{key} is {shorten(value)}; {wanted}")
-    options = _checked_options(options, problems)
-    environment = _resolve(reference, options, problems, begin)
+    if fault := _fault_of(options := options or {}):
+        problems, options = [*problems, fault], {}
+    environment = None
+    if not isinstance(reference, str) or not reference:
+        problems.append("no environment is named; add 'environment: NAME'")
+    else:
+        try:
+            environment = find_environment(reference, partial(begin, reference))
+            problems += environment.option_problems(options)
+        except ConfigError as error:
+            problems += error.lines
     if environment is not None and environment.evaluation_only and entry.get("evaluation_only") is False:
         why = "models are measured by it"
         problems.append(f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true")
-    if environment is None or problems:
+    if problems:
         raise ConfigError(problems)
     values["evaluation_only"] |= environment.evaluation_only
     named = values["name"] is not None
     values |= {"name": values["name"] or environment.name, "weight": float(values["weight"])}
-    return EnvironmentSpec(reference=reference, options=options, named=named, **values)
+    return EnvironmentSpec(reference=reference, options=options, named=named, where=where, **values)
 
 
-def _checked_options(options: object, problems: list[str]) -> Mapping[str, Any]:
+def _fault_of(options: object) -> str:
     """They travel as JSON to the workers; a date would not, and a few anchors can stand for 10**9 values."""
     if not isinstance(options, Mapping):
-        problems.append(f"args is {shorten(options)}; it must be a mapping of options")
-        return {}
+        return f"args is {shorten(options)}; it must be a mapping of options"
     try:
         check_bounds(options)
         size = len(dumps(options))
     except (TypeError, ValueError) as error:
-        problems.append(f"args is {shorten(options)}; it must be plain JSON values: {one_line(str(error))}")
-        return {}
-    if size > MAX_ARGS:
-        problems.append(f"args has {size:,} characters; at most {MAX_ARGS:,} travel, so put data into a file")
-        return {}
-    return options
-
-
-def _either(entry: Mapping[str, Any], ours: str, megatrons: str, problems: list[str]) -> Any:
-    """The value under either spelling of a key."""
-    if ours in entry and megatrons in entry:
-        problems.append(f"both {ours!r} and {megatrons!r} are given; keep one")
-    return entry.get(ours, entry.get(megatrons))
-
-
-def _resolve(
-    reference: object, options: Mapping, problems: list[str], begin: Callable[[str, str], None]
-) -> type[Environment] | None:
-    if not isinstance(reference, str) or not reference:
-        problems.append("no environment is named; add 'environment: NAME'")
-        return None
-    try:
-        environment = find_environment(reference, partial(begin, reference))
-    except ConfigError as error:
-        problems.extend(error.lines)
-        return None
-    problems.extend(environment.option_problems(options))
-    return environment
+        return f"args is {shorten(options)}; it must be plain JSON values: {one_line(str(error))}"
+    too_many = f"args has {size:,} characters; at most {MAX_ARGS:,} travel, so put data into a file"
+    return too_many if size > MAX_ARGS else ""
 
 
 def _duplicates(specs: list[EnvironmentSpec]) -> list[str]:

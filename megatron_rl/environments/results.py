@@ -32,9 +32,7 @@ def judge(environment: Environment, item: Item) -> GradeResult:
     """The environment's verdict on a sample, checked to be a finite number, or its answer to a turn, with a
     ``continuation`` unless the conversation ends here."""
     try:
-        if len(item) == 2:
-            return _result(environment.grade(*item))
-        return _answer(environment, environment.step(*item))
+        return graded(environment.grade(*item)) if len(item) == 2 else _answer(environment, environment.step(*item))
     except (Exception, SystemExit) as error:  # an author's code may raise anything
         logger.warning("%s: task %r could not be graded", environment.name, item[0].id, exc_info=True)
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -42,18 +40,12 @@ def judge(environment: Environment, item: Item) -> GradeResult:
         return failed("environment_exception", f"{type(error).__name__}: {error} ({place})")
 
 
-def _result(verdict: float | Grade) -> GradeResult:
-    if isinstance(verdict, Grade):
-        return graded(verdict.reward, verdict.metrics, verdict.status, verdict.extracted)
-    return graded(verdict, {})
-
-
 def _answer(environment: Environment, step: Step) -> GradeResult:
     if not isinstance(step, Step):
         return failed("environment_exception", f"step returned a {type(step).__name__}, not a Step")
     if step.done:
-        return _result(step.reward)
-    result = _result(environment.reward_range[0] if step.reward is None else step.reward)
+        return graded(step.reward)
+    result = graded(environment.reward_range[0] if step.reward is None else step.reward)
     if result.status == "error":
         return result
     return replace(result, continuation=continuation_of(step.messages, step.state))
@@ -72,27 +64,25 @@ def continuation_of(messages: object, state: object) -> Continuation:
     return Continuation(kept, state)
 
 
-def graded(reward: object, metrics: object, verdict: object = "", extracted: object = None) -> GradeResult:
-    """The result of a reward, or the error ``invalid_reward`` when it is not a finite number.
+def graded(verdict: object) -> GradeResult:
+    """The result of a reward or ``Grade``, or the error ``invalid_reward`` when it is not a finite number.
 
     A truth value is refused as a reward (it tells of a comparison where a score was meant) and read as 0 or 1
     among the metrics.
     """
-    if isinstance(reward, bool) or not _is_finite(reward):
-        kind = type(reward).__name__
-        return failed("invalid_reward", f"the reward is {reward!r} of type {kind}, no finite number")
-    if not isinstance(metrics, Mapping):
-        return failed("invalid_reward", f"the metrics are of type {type(metrics).__name__}, not a mapping")
-    for name, value in metrics.items():
+    grade = verdict if isinstance(verdict, Grade) else Grade(verdict)
+    if isinstance(grade.reward, bool) or not _is_finite(grade.reward):
+        kind = type(grade.reward).__name__
+        return failed("invalid_reward", f"the reward is {grade.reward!r} of type {kind}, no finite number")
+    if not isinstance(grade.metrics, Mapping):
+        return failed("invalid_reward", f"the metrics are of type {type(grade.metrics).__name__}, not a mapping")
+    for name, value in grade.metrics.items():
         if not isinstance(name, str) or not _is_finite(value):
             return failed("invalid_reward", f"the metric {name!r} is {value!r}, no finite number")
-    return GradeResult(
-        "ok",
-        float(reward),
-        {name: float(value) for name, value in metrics.items()},
-        verdict=str(verdict)[:MAX_EXTRACTED],
-        extracted=None if extracted is None else str(extracted)[:MAX_EXTRACTED],
-    )
+    metrics = {name: float(value) for name, value in grade.metrics.items()}
+    extracted = None if grade.extracted is None else str(grade.extracted)[:MAX_EXTRACTED]
+    verdict = str(grade.status)[:MAX_EXTRACTED]
+    return GradeResult("ok", float(grade.reward), metrics, verdict=verdict, extracted=extracted)
 
 
 def _is_finite(value: object) -> bool:
@@ -122,7 +112,8 @@ def result_from_json(item: object, where: str = "result") -> GradeResult:
     """The result of a JSON object; its reward is checked again, whoever sent it."""
     if read_key(item, "status", str, where) != "ok":
         return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
-    result = graded(item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
+    grade = Grade(item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
+    result = graded(grade)
     if result.status == "ok" and "messages" in item:
         return replace(result, continuation=continuation_of(item["messages"], item.get("state")))
     return result

@@ -12,7 +12,7 @@ from megatron_rl.environments.checks import splits_of, survey_tasks
 from megatron_rl.environments.loader import Begin, ignore
 from megatron_rl.environments.results import judge
 from megatron_rl.errors import shorten
-from megatron_rl.types import GradeResult, Task, Transcript, Turn
+from megatron_rl.types import GradeResult, Task, Turn
 
 TIMED_SECONDS = 2.0
 SLOWEST = 10
@@ -95,15 +95,12 @@ def _speed(environment: Environment, answers: Sequence[Played]) -> Check:
     rate = count / max(time.perf_counter() - start, 1e-9)
     # three digits: a microsecond grader measured over 100 answers gives no more
     shown = f"{float(f'{rate:.3g}'):,.0f} grades a second in one thread"
-    if rate < SLOWEST:
-        return Check("speed", False, f"{shown}; fewer than {SLOWEST} hold up every step")
-    return Check("speed", True, shown)
+    why = "" if rate >= SLOWEST else f"; fewer than {SLOWEST} hold up every step"
+    return Check("speed", rate >= SLOWEST, shown + why)
 
 
 def play(environment: Environment, task: Task, turns: Sequence[str]) -> GradeResult:
-    """The result of a conversation in which the model says ``turns``; of one turn, of a grade."""
-    if environment.max_turns == 1:
-        return judge(environment, (task, Transcript(turns[0], "stop", len(turns[0]))))
+    """The result of a conversation in which the model says ``turns``; a step of a single turn is a grade."""
     result, state = GradeResult("error", code="no_turns"), None
     for number, text in enumerate(turns):
         last = number + 1 == environment.max_turns

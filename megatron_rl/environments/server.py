@@ -1,18 +1,6 @@
 """The environment server: flask-restful under waitress, on the loopback interface or a unix socket.
 
-::
-
-    GET  /v1/health                                                   the only one without a token
-    GET  /v1/counters
-    GET  /v1/environments
-    GET  /v1/environments/<name>
-    GET  /v1/environments/<name>/tasks?split&offset&limit
-    GET  /v1/environments/<name>/demonstrations?split&offset&limit
-    POST /v1/environments/<name>/grade    {"items": [{"task": .., "transcript": ..}]}
-    POST /v1/environments/<name>/step     {"items": [{"task": .., "state": .., "turn": ..}]}
-
-A grade request answers ``{"items": [..]}`` with a status for each item: one bad sample costs no other.
-Errors are JSON: ``{"message": ".."}``. After 429 and 503 the same request may succeed later.
+``create_app`` has the routes, docs/environments.md what they take and give.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 8
 """Nested brackets: the parser's time grows by half with each."""
 MAX_BARS = 12
 MAX_RELATIONS = 12
-MAX_NODES = 250
 MAX_BITS = 20_000
 """Of a number that would be worked out, bounded from above; 2^2019 and 1000! fit."""
 MAX_FACTORIAL = 1_000
@@ -24,8 +24,8 @@ MAX_TERMS = 500
 MAX_BITS_BESIDE_FUNCTIONS, MAX_TERMS_BESIDE_FUNCTIONS = 500, 30
 """The same where the gold answer has functions of symbols, because sympy simplifies the difference: against
 pi/2 + sin(x) it took 14 s for 2^2019 - 1 and 6 s for (1 + x)^100."""
-MAX_FUNCTIONS = 5
-MAX_ROOTS = 8
+MOST = {"nodes": 250, "functions": 5, "roots": 8}
+"""Of an expression."""
 MAX_STEPS = 100
 """Of a finite sum or product."""
 
@@ -93,13 +93,13 @@ class Meter:
     def __init__(self, beside_functions: bool = False) -> None:
         self._most_bits = MAX_BITS_BESIDE_FUNCTIONS if beside_functions else MAX_BITS
         self._most_terms = MAX_TERMS_BESIDE_FUNCTIONS if beside_functions else MAX_TERMS
-        self._nodes = self._functions = self._roots = 0
+        self._seen: Counter[str] = Counter()
 
     def measure(self, expression: Any) -> tuple[float, float]:
         """Bounds from above of the binary digits and of the terms when multiplied out; a symbol counts as 2."""
         from sympy import Basic, MatrixBase, Number
 
-        self._nodes = self._add(self._nodes, MAX_NODES)
+        self._count("nodes")
         if isinstance(expression, MatrixBase):
             return self._largest(expression.flat())
         if not isinstance(expression, Basic):
@@ -130,7 +130,7 @@ class Meter:
         if isinstance(expression, (sympy.factorial, sympy.binomial, sympy.gamma, sympy.factorial2, sympy.subfactorial)):
             return self._factorial(arguments, max(bits))
         if isinstance(expression, sympy.Function):
-            self._functions = self._add(self._functions, MAX_FUNCTIONS)
+            self._count("functions")
             return (1.5 * 2.0 ** min(max(bits), 64) if isinstance(expression, sympy.exp) else max(bits) + 1.0), 1.0
         return max(bits), max(terms)
 
@@ -141,7 +141,7 @@ class Meter:
         exponent_bits, _ = self.measure(exponent)
         size = abs(float(exponent)) if isinstance(exponent, Rational) else 2.0 ** min(exponent_bits, 64)
         if not isinstance(exponent, Integer):
-            self._roots = self._add(self._roots, MAX_ROOTS)
+            self._count("roots")
         if terms > 1 and base.free_symbols:
             if size > MAX_TERMS:
                 raise TooCostly
@@ -176,11 +176,10 @@ class Meter:
         measured = [self.measure(part) for part in parts]
         return max((bits for bits, _ in measured), default=1.0), max((terms for _, terms in measured), default=1.0)
 
-    @staticmethod
-    def _add(count: int, most: int) -> int:
-        if count >= most:
+    def _count(self, what: str) -> None:
+        self._seen[what] += 1
+        if self._seen[what] > MOST[what]:
             raise TooCostly
-        return count + 1
 
 
 def _bits_of(number: Any) -> float:

@@ -72,17 +72,19 @@ class Stub:
 
 
 @pytest.fixture
-def stub(tmp_path):
+def stub(tmp_path, monkeypatch):
     """Makes a stub server and a client of it."""
     made = []
 
     def make(
-        *answers: tuple[int, str] | None, seconds: float = 0.0, **options: object
+        *answers: tuple[int, str] | None, seconds: float = 0.0, attempts: int = 24, **options: object
     ) -> tuple[Stub, EnvironmentClient]:
+        monkeypatch.setattr("megatron_rl.environments.client.BACKOFF_SECONDS", 0.001)
+        monkeypatch.setattr("megatron_rl.environments.client.ATTEMPTS", attempts)
         server = Stub(*answers, seconds=seconds)
         made.append(server)
         write_address(tmp_path / "address.json", server.address)
-        return server, EnvironmentClient(tmp_path / "address.json", backoff=0.001, **options)
+        return server, EnvironmentClient(tmp_path / "address.json", **options)
 
     yield make
     for server in made:
@@ -131,8 +133,9 @@ def test_an_unknown_environment_is_a_fault_with_the_server_s_words(server):
     assert "404" in result.message
 
 
-def test_no_server_gives_results_not_exceptions(tmp_path):
-    client = EnvironmentClient(tmp_path / "absent.json", attempts=3, backoff=0.001)
+def test_no_server_gives_results_not_exceptions(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.client.ATTEMPTS", 3)
+    client = EnvironmentClient(tmp_path / "absent.json")
     results = grade(client, 2)
     assert [(r.status, r.code, r.reward) for r in results] == [("error", "server_unreachable", None)] * 2
     assert not client.health()

@@ -225,7 +225,7 @@ def test_a_unix_socket_is_private_and_works_like_a_port(tmp_path):
     path.unlink()
     for _ in range(2):  # the second finds what the first, killed, has left
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        client = EnvironmentClient(address_file, attempts=100, backoff=0.05)
+        client = EnvironmentClient(address_file)
         assert len(client.fetch_tasks("arithmetic", "train")) == 4
         assert read_address(address_file).url == f"unix:{path}"
         assert path.stat().st_mode & 0o777 == 0o600
