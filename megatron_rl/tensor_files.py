@@ -6,6 +6,7 @@ is 8 bytes with the header's length, the header (JSON: type, shape, first and la
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -197,21 +198,20 @@ class TensorWriter:
 
     def __init__(self, directory: Path, files: Mapping[str, Mapping[str, TensorEntry]]) -> None:
         """``files`` are names and what each holds."""
-        self._files = {}
+        self._files: dict[Path, int] = {}
+        """Their handles."""
         self._places: dict[str, tuple[Path, int, int]] = {}
         """Tensor -> its file, where its next number goes, and its end."""
-        try:
+        with contextlib.ExitStack() as opened:
             for name, entries in files.items():
-                self._begin(directory / name, entries)
-        except CheckpointError:
-            self._close()
-            raise
+                self._begin(directory / name, entries, opened)
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> TensorWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close()
+        self._opened.close()
         unfinished = [name for name, (_, start, end) in self._places.items() if start != end]
         if kind is None and unfinished:
             raise ValueError(f"{unfinished[0]!r} was not written to its end")
@@ -227,7 +227,7 @@ class TensorWriter:
         self._write(path, raw, start)
         self._places[name] = path, start + len(raw), end
 
-    def _begin(self, path: Path, entries: Mapping[str, TensorEntry]) -> None:
+    def _begin(self, path: Path, entries: Mapping[str, TensorEntry], opened: contextlib.ExitStack) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         places, end = {}, 0
         # The largest types first, as the library has it: loaders view the bytes and want them aligned.
@@ -243,6 +243,7 @@ class TensorWriter:
             self._files[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
             raise cannot_write(path, error) from error
+        opened.callback(os.close, self._files[path])
         self._write(path, memoryview(len(text).to_bytes(8, "little") + text), 0)
         self._places |= {name: (path, data + start, data + end) for name, (start, end) in places.items()}
 
@@ -253,11 +254,6 @@ class TensorWriter:
                 raw, offset = raw[written:], offset + written
         except OSError as error:
             raise cannot_write(path, error) from error
-
-    def _close(self) -> None:
-        for handle in self._files.values():
-            os.close(handle)
-        self._files = {}
 
 
 def write_index(directory: Path, files: Mapping[str, Mapping[str, TensorEntry]]) -> None:
