@@ -42,11 +42,11 @@ def _refuse_constant(name: str) -> None:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Of two values of one key nobody can say which is meant."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        seen: set[str] = set()
-        again = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {again[:80]!r} occurs twice")
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"the key {key[:80]!r} occurs twice")
+        value[key] = item
     return value
 
 
@@ -62,19 +62,14 @@ def check_bounds(value: object) -> None:
         below: list[object] = []
         for item in level:
             if isinstance(item, Mapping):
-                below += item.values()
-                below += item
+                below += [*item.values(), *item]
             elif isinstance(item, (list, tuple)):
                 below += item
             elif isinstance(item, str):
-                _check_text(item)
+                try:
+                    item.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"a text holds the lone surrogate U+{ord(item[error.start]):X}") from None
             if len(below) > MAX_VALUES:
                 raise ValueError(f"more than {MAX_VALUES:,} values")
         level, depth = below, depth + 1
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a text holds the lone surrogate U+{ord(text[error.start]):X}") from None

@@ -41,9 +41,7 @@ def gather_vectors(local: torch.Tensor, group: dist.ProcessGroup) -> list[torch.
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """A small JSON value from every rank, in rank order."""
-    raw = bytearray(json.dumps(value).encode())
-    parts = gather_vectors(torch.frombuffer(raw, dtype=torch.uint8), group)
-    return [json.loads(bytes(part.tolist())) for part in parts]
+    return [_value_of(part) for part in gather_vectors(_text_of(value), group)]
 
 
 def collect_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
@@ -51,25 +49,34 @@ def collect_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
 
     Sent from rank to rank: a gather would pad each to the largest, and leave all of them on every rank.
     """
-    raw = bytearray(json.dumps(value).encode())
-    sizes = gather_vectors(torch.tensor([len(raw)]), group)
+    text = _text_of(value)
+    sizes = gather_vectors(torch.tensor([text.numel()]), group)
     if group.rank() > 0:
-        dist.send(torch.frombuffer(raw, dtype=torch.uint8), group=group, group_dst=0)
+        dist.send(text, group=group, group_dst=0)
         return None
     values = [value]
     for peer in range(1, group.size()):
         data = torch.empty(int(sizes[peer]), dtype=torch.uint8)
         dist.recv(data, group=group, group_src=peer)
-        values.append(json.loads(data.numpy().tobytes()))
+        values.append(_value_of(data))
     return values
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """A JSON value from global rank ``source``; the others pass anything."""
     is_source = dist.get_rank() == source
-    raw = bytearray(json.dumps(value).encode()) if is_source else bytearray(1)
-    size = torch.tensor([len(raw)])
+    text = _text_of(value if is_source else None)
+    size = torch.tensor([text.numel()])
     dist.broadcast(size, source, group=group)
-    data = torch.frombuffer(raw, dtype=torch.uint8) if is_source else torch.empty(int(size), dtype=torch.uint8)
+    data = text if is_source else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, source, group=group)
-    return json.loads(data.numpy().tobytes())
+    return _value_of(data)
+
+
+def _text_of(value: Any) -> torch.Tensor:
+    """JSON, [bytes] uint8."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _value_of(text: torch.Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())

@@ -27,8 +27,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank, max_over
 from megatron_rl.phases.cache import CacheResidency, in_words, plan_cache
 from megatron_rl.phases.holdings import Gradients, OptimizerState, Weights, size_of
-from megatron_rl.platform.memory import DeviceMemory
-from megatron_rl.platform.storage import storages_of
+from megatron_rl.platform.memory import DeviceMemory, storages_of
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer import Optimization
 from megatron_rl.types import Request

@@ -30,11 +30,6 @@ class Platform:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def empty_cache(self) -> None:
-        """Return cached device memory to the driver (`--empty-unused-memory-level`)."""
-        if self.is_cuda:
-            torch.cuda.empty_cache()
-
     def memory_metrics(self) -> dict[str, float]:
         """Device memory in bytes, under verl's names; empty on a CPU."""
         if not self.is_cuda:

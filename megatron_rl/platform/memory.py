@@ -1,8 +1,12 @@
-"""How much memory this process may still take, and errors that say there is none left."""
+"""How much memory this process may still take, errors that say there is none left, and storages that go and come back.
+
+Tensors in such a storage, and all views of them, stay the same objects.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -41,9 +45,8 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_cuda = device.type == "cuda"
-        self._sharers = 1 if self._on_cuda else _ranks_on_this_host()
-        self.total = torch.cuda.mem_get_info(device)[1] if self._on_cuda else _physical() // self._sharers
-        """All there is; of a host this rank's share."""
+        # torchrun's number; a job without torchrun has all its ranks here.
+        self._sharers = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
 
     def free(self) -> int:
         """What can be allocated now: free, or cached by torch's allocator."""
@@ -61,17 +64,38 @@ class DeviceMemory:
         return torch.cuda.max_memory_allocated(self._device) if self._on_cuda else None
 
 
-def _ranks_on_this_host() -> int:
-    """torchrun's number; a job without torchrun has all its ranks here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
-
-
-def _physical() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def host_available(table: Path = Path("/proc/meminfo")) -> int:
     """Free, or in caches that the system gives up; where it does not say (macOS), all there is."""
     lines = table.read_text().splitlines() if table.exists() else []
     found = [line for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0].split()[1]) * 1024 if found else _physical()
+    return int(found[0].split()[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def storages_of(
+    tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()
+) -> list[torch.UntypedStorage]:
+    """The storages behind ``tensors``, each once and in order, but none that one of ``without`` lies in."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in without} | {0}
+    found: list[torch.UntypedStorage] = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in taken:
+            taken.add(storage.data_ptr())
+            found.append(storage)
+    return found
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of ``storage`` as a tensor, [bytes] uint8; let go of it before the storage is released."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def release(storage: torch.UntypedStorage) -> None:
+    """Give the memory up. Reading a tensor in it is an error of the caller until it is back."""
+    storage.resize_(0)
+
+
+def take_back(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
+    """Memory of ``size`` bytes, at another address and with anything in it; returned as bytes."""
+    storage.resize_(size)
+    return as_bytes(storage)

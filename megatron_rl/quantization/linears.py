@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
-from megatron_rl.platform.storage import release, storages_of, take_back
+from megatron_rl.platform.memory import release, storages_of, take_back
 from megatron_rl.quantization.formats import smoothing_factors
 from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
 from megatron_rl.quantization.shapes import Split, skipped

@@ -6,7 +6,6 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -29,20 +28,22 @@ class EnvironmentAccess:
     client: EnvironmentClient
     counters: EnvironmentCounters
 
+    @property
+    def _trained_on(self) -> list[ServedEnvironment]:
+        return [spec for spec in self.served if not spec.evaluation_only]
+
     def training_pools(self) -> list[TaskPool]:
         """Training tasks of every environment that may be trained on."""
         return [
             TaskPool(spec.name, self.client.fetch_tasks(spec.name, "train"), spec.weight)
-            for spec in self.served
-            if not spec.evaluation_only
+            for spec in self._trained_on
         ]
 
     def demonstrations(self) -> list[Demonstration]:
         """Demonstrations of all training environments, one environment after the other."""
         return [
             demonstration
-            for spec in self.served
-            if not spec.evaluation_only
+            for spec in self._trained_on
             for demonstration in self.client.fetch_demonstrations(spec.name, "train")
         ]
 
@@ -76,19 +77,17 @@ def open_environments(
     config: RLConfig, groups: ParallelGroups, directory: RunDirectory
 ) -> Iterator[EnvironmentAccess]:
     """The server of this node, started by its first rank and stopped at the end; collective."""
-    path = config.environment.langrl_env_config
+    settings = config.environment
     folder = directory.logs / f"environments_{socket.gethostname()}"
-    server = None
-    if groups.local_rank == 0:
-        server = EnvironmentServerProcess(
-            path,
-            folder,
-            port=config.environment.rl_environment_port,
-            start_timeout=config.environment.rl_environment_load_timeout,
-        )
     with contextlib.ExitStack() as stack:
-        problem = ""
-        if server is not None:
+        server, problem = None, ""
+        if groups.local_rank == 0:
+            server = EnvironmentServerProcess(
+                settings.langrl_env_config,
+                folder,
+                port=settings.rl_environment_port,
+                start_timeout=settings.rl_environment_load_timeout,
+            )
             stack.callback(server.stop)
             try:
                 server.start()
@@ -98,13 +97,8 @@ def open_environments(
         if problem:
             raise EnvironmentFault(problem)
         client = EnvironmentClient(
-            _address_file(folder),
-            timeout=config.environment.rl_grade_timeout_seconds,
-            list_timeout=config.environment.rl_environment_load_timeout,
+            folder.resolve() / "environment_server.json",
+            timeout=settings.rl_grade_timeout_seconds,
+            list_timeout=settings.rl_environment_load_timeout,
         )
-        counters = EnvironmentCounters(client, server)
-        yield EnvironmentAccess(client.environments(), client, counters)
-
-
-def _address_file(folder: Path) -> Path:
-    return folder.resolve() / "environment_server.json"
+        yield EnvironmentAccess(client.environments(), client, EnvironmentCounters(client, server))

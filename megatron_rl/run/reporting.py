@@ -59,10 +59,20 @@ class Reporter:
 
     def open(self, progress: Progress) -> None:
         """Begin to write, after the rows of ``progress``: the program is built and takes its first step."""
-        if self._groups.is_main:
-            config = self._config
-            self._directory.create(to_dict(config), difference_from_defaults(config), self._command)
-            self.log = self._open_log(progress)
+        if not self._groups.is_main:
+            return
+        settings, config = to_dict(self._config), self._config.logging
+        self._directory.create(settings, difference_from_defaults(self._config), self._command)
+        # At step 0 there is nothing to keep: the evaluation before the first step is made again.
+        kept = progress.step or -1
+        displays = [
+            ConsoleWriter(sys.stdout, self._config.total_steps),
+            TensorBoardWriter(Path(config.tensorboard_dir), resume_step=kept),
+        ]
+        if config.wandb_project is not None and wandb_mode(config.wandb_mode) != "disabled":
+            place = config.wandb_project, config.wandb_exp_name, Path(config.wandb_save_dir)
+            displays.append(WandbWriter(*place, settings, config.wandb_mode))
+        self.log = MetricLog(JsonlWriter(self._directory.metrics, resume_step=kept), displays)
 
     def step(self, step: int, metrics: dict[str, float], policy: torch.nn.Module) -> None:
         """Add timings and what the user asked for, and write the row; collective."""
@@ -148,19 +158,6 @@ class Reporter:
         self.log.close()
         self.log = MetricLog()
 
-    def _open_log(self, progress: Progress) -> MetricLog:
-        config = self._config.logging
-        # At step 0 there is nothing to keep: the evaluation before the first step is made again.
-        kept = progress.step or -1
-        displays = [
-            ConsoleWriter(sys.stdout, self._config.total_steps),
-            TensorBoardWriter(Path(config.tensorboard_dir), resume_step=kept),
-        ]
-        if config.wandb_project is not None and wandb_mode(config.wandb_mode) != "disabled":
-            place = config.wandb_project, config.wandb_exp_name, Path(config.wandb_save_dir)
-            displays.append(WandbWriter(*place, to_dict(self._config), config.wandb_mode))
-        return MetricLog(JsonlWriter(self._directory.metrics, resume_step=kept), displays)
-
     def _throughput(self, row: dict[str, float], policy: torch.nn.Module) -> dict[str, float]:
         """verl's tokens a second a rank; model FLOPs on request (6 N per trained, 2 N per drawn token)."""
         seconds, tokens = row.get("timing_s/step"), row.get("perf/total_num_tokens")
@@ -215,10 +212,8 @@ def _batch_record(update: int, batch: TokenBatch) -> dict[str, object]:
 @torch.no_grad()
 def parameter_norm(policy: torch.nn.Module, model_group: dist.ProcessGroup) -> float:
     """L2 norm over all ranks of the model copy; replicated parameters count once."""
-    own = [p for p in policy.parameters() if param_is_not_tensor_parallel_duplicate(p)]
-    device = next(policy.parameters()).device
-    total = torch.zeros([], dtype=torch.float64, device=device)
-    for parameter in own:
+    total = torch.zeros([], dtype=torch.float64, device=next(policy.parameters()).device)
+    for parameter in filter(param_is_not_tensor_parallel_duplicate, policy.parameters()):
         total += parameter.double().square().sum()
     dist.all_reduce(total, group=model_group)
     return math.sqrt(total.item())

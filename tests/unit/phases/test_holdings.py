@@ -13,7 +13,7 @@ from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.phases import holdings
 from megatron_rl.phases.holdings import Gradients, OptimizerState, state_storages
-from megatron_rl.platform import storage as storage_module
+from megatron_rl.platform import memory
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
@@ -36,7 +36,7 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory comes back with NaN in it: a CPU's allocator may well return the very bytes that were given up."""
-    take_back = storage_module.take_back
+    take_back = memory.take_back
 
     def with_garbage(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
         return take_back(storage, size).fill_(255)
@@ -219,7 +219,7 @@ def test_a_return_that_runs_out_of_memory_goes_on_later(
         calls.append(size)
         if len(calls) == 5:
             raise torch.OutOfMemoryError("no more")
-        return storage_module.take_back(storage, size)
+        return memory.take_back(storage, size)
 
     monkeypatch.setattr(holdings, "take_back", scarce)
     with pytest.raises(torch.OutOfMemoryError):

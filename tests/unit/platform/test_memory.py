@@ -59,7 +59,6 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert DeviceMemory(CPU).free() == 250
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert DeviceMemory(CPU).free() == 125
-    assert DeviceMemory(CPU).total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
     assert DeviceMemory(CPU).peak() is DeviceMemory(CPU).allocated() is None
 
 

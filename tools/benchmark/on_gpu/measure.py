@@ -164,7 +164,7 @@ class Bench:
     def forget(self) -> None:
         """Give back the memory of what has gone out of use."""
         gc.collect()
-        self.platform.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def guarded(rows: Iterator[Row], labels: Mapping[str, Any]) -> Iterator[Row]:
