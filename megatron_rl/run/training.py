@@ -62,16 +62,8 @@ class TrainingRun(TrainingParts):
     def committed(self, step: int) -> None:
         """Called on the main rank once a checkpoint of ``step`` counts."""
 
-    def evaluation_is_due(self) -> bool:
-        """After every `--eval-interval` steps and after the last one."""
-        if self.evaluator is None:
-            return False
-        step = self.progress.step
-        return step % self.config.training.eval_interval == 0 or step == self.config.total_steps
-
-    def save_is_due(self) -> bool:
-        """After every `--save-interval` steps and after the last one."""
-        interval = self.config.checkpoint.save_interval
+    def is_due(self, interval: int | None) -> bool:
+        """Whether what happens after every ``interval`` steps, and after the last one, happens now."""
         step = self.progress.step
         return step == self.config.total_steps or (interval is not None and step % interval == 0)
 
@@ -184,7 +176,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
             return _stop(run)
         book(run, result)
         best = False
-        if run.evaluation_is_due():
+        if run.evaluator is not None and run.is_due(run.config.training.eval_interval):
             with run.timer.phase("eval"), finished_steps_kept(run):
                 held_out = evaluate(run, run.evaluator)
             result.metrics.update(held_out or {})
@@ -195,7 +187,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
             run.must_leave(time.monotonic() - started)
         )
         run.checkpoints.poll()
-        if run.save_is_due() or leaves_early or best:
+        if run.is_due(run.config.checkpoint.save_interval) or leaves_early or best:
             with run.timer.phase("save"):
                 run.save(final=leaves_early or progress.step == run.config.total_steps, is_best=best)
         if leaves_early:

@@ -73,16 +73,11 @@ def start_weights(
         origin = read_run_state(directory).origin
     reference = ReferencePolicy(policy, copies) if wants_reference(config) else None
     optimization = Optimization(policy, config, copies)
-    saved = None
-    if directory is not None:
-        saved = checkpoints.resume(
-            directory,
-            policy,
-            optimization,
-            with_optimizer=not config.checkpoint.no_load_optim,
-        )
-    ends = end_tokens_of(origin) if directory is None else read_run_state(directory).end_token_ids
-    return Start(optimization, reference, saved, origin, ends)
+    if directory is None:
+        return Start(optimization, reference, None, origin, end_tokens_of(origin))
+    with_optimizer = not config.checkpoint.no_load_optim
+    saved = checkpoints.resume(directory, policy, optimization, with_optimizer=with_optimizer)
+    return Start(optimization, reference, saved, origin, saved.end_token_ids)
 
 
 def read_first_weights(
