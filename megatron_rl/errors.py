@@ -31,18 +31,14 @@ def shorten(value: object, limit: int = MAX_VALUE) -> str:
         text = short.repr(value)
     except ValueError:  # more digits than sys.get_int_max_str_digits()
         text = f"<{type(value).__name__} with a number of thousands of digits>"
-    return cut(_printable(text), limit)
+    return cut("".join(sign if sign.isprintable() else " " for sign in text), limit)
 
 
 def one_line(text: str, limit: int = MAX_LINE) -> str:
     """``text`` without line breaks and control characters, its middle left out beyond ``limit`` characters."""
     if len(text) > 2 * limit:
         text = f"{text[:limit]} ... {text[-limit:]}"
-    return cut(_printable(" ".join(text.split())), limit)
-
-
-def _printable(text: str) -> str:
-    return "".join(sign if sign.isprintable() else " " for sign in text)
+    return cut("".join(sign if sign.isprintable() else " " for sign in " ".join(text.split())), limit)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.run.base import Run
-from megatron_rl.run.held_out import build_evaluator_alone
+from megatron_rl.run.generation import build_evaluator_alone
 from megatron_rl.run.rescue import naming_memory
 from megatron_rl.run.training import StepResult, TrainingRun, ready, start_training, train
 from megatron_rl.trainer import SupervisedTrainer

@@ -20,8 +20,13 @@ from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
 from megatron_rl.run.base import Run
-from megatron_rl.run.generation import build_engine, build_rollouter, calibration_requests, request_factory
-from megatron_rl.run.held_out import build_evaluator
+from megatron_rl.run.generation import (
+    build_engine,
+    build_evaluator,
+    build_rollouter,
+    calibration_requests,
+    request_factory,
+)
 from megatron_rl.run.training import TrainingParts, TrainingRun, ready, start_training
 from megatron_rl.trainer import PolicyTrainer
 from megatron_rl.trainer.parity import ParityGate

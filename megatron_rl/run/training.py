@@ -17,7 +17,7 @@ from megatron_rl.parallel.collectives import any_rank, broadcast_json
 from megatron_rl.platform.memory import is_out_of_memory
 from megatron_rl.rollout import Evaluator, PromptSource
 from megatron_rl.run.base import Run
-from megatron_rl.run.held_out import evaluate
+from megatron_rl.run.generation import evaluate
 from megatron_rl.run.progress import note_signal
 from megatron_rl.run.weights import start_weights
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
