@@ -123,8 +123,7 @@ class TokenBatch:
 
     def loss_tokens(self) -> Tensor:
         """Loss tokens of each sequence: [B] int64."""
-        in_loss = self.in_loss.long()
-        return in_loss.new_zeros(len(self.lengths)).index_add(0, self.sequence_index, in_loss)
+        return self.sequence_sums(self.loss_mask).long()
 
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor, loss_mask: Tensor) -> Tensor:

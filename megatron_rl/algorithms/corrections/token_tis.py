@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_rl.algorithms import CLIPPED, Extension, Terms, TokenBatch, log_ratio, option
 
@@ -18,6 +19,10 @@ class Correction(Extension):
 
     def __call__(self, batch: TokenBatch) -> Terms:
         """See ``Extension``."""
-        ratio = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()
+        ratio = self.ratio(batch)
         weights = torch.where(batch.in_loss, ratio.clamp_max(self.cap), 0.0)
         return weights, {CLIPPED: batch.in_loss & (ratio > self.cap)}
+
+    def ratio(self, batch: TokenBatch) -> Tensor:
+        """[T] fp32; masked positions may hold anything."""
+        return log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()
