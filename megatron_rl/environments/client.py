@@ -7,6 +7,7 @@ request whose server died is sent again: a grade is a function of its arguments.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -217,12 +218,7 @@ async def _send(address: wire.Address, path: str, timeout: float, body: bytes | 
         aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(timeout), connector=connector) as session,
         session.request("GET" if body is None else "POST", url, data=body) as response,
     ):
-        return response.status, _value(await response.read())
-
-
-def _value(answer: bytes) -> Any:
-    """The JSON of an answer, the text of one that is none."""
-    try:
-        return loads(answer)
-    except ValueError:
-        return answer[:200].decode("utf-8", errors="replace")
+        answer = await response.read()
+        with contextlib.suppress(ValueError):  # what is no JSON is shown as text
+            return response.status, loads(answer)
+        return response.status, answer[:200].decode("utf-8", errors="replace")

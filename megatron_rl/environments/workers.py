@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any
 
 from megatron_rl.environments.child import start_child
 from megatron_rl.environments.results import result_from_json
@@ -31,7 +31,7 @@ COUNTED = ("graded", "worker_timeouts", "worker_deaths", "worker_respawns", "ret
 
 
 class WorkerPool:
-    """Grades in worker processes, for any number of threads; a context manager, or ``close()`` it.
+    """Grades in worker processes, for any number of threads; ``close`` ends it.
 
     A request that exceeds its deadline, or whose worker dies, is tried once more on a fresh worker. If that
     fails too, its result has the code ``timeout`` or ``worker_died``; the other requests go on meanwhile.
@@ -59,12 +59,6 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._closed = False
         self._start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def grade(
         self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from megatron_rl.environments.base import Environment
@@ -29,6 +30,6 @@ class Graded(Environment):
 def grade_many(kind: str, pairs: Sequence[tuple[str, str]], deadline_s: float) -> list[GradeResult]:
     """The results of pairs of completion and gold answer."""
     items = [(Task("0", "?", {"gold": gold}), Transcript(text, "stop", len(text))) for text, gold in pairs]
-    with WorkerPool() as pool:
+    with contextlib.closing(WorkerPool()) as pool:
         lowest = GRADERS.module(kind).REWARDS[0]
         return pool.grade("tests.support.graders:Graded", {"kind": kind}, items, deadline_s, lowest)

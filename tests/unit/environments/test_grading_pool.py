@@ -25,7 +25,7 @@ DEADLINE = 1.0
 
 @pytest.fixture(scope="module")
 def pool(hostile_path: None) -> Iterator[WorkerPool]:
-    with WorkerPool(8, memory_mb=1024, preload=(), environments=[(FAULTY, {})]) as pool:
+    with contextlib.closing(WorkerPool(8, memory_mb=1024, preload=(), environments=[(FAULTY, {})])) as pool:
         yield pool
 
 
@@ -108,7 +108,7 @@ def test_a_grader_that_swallows_everything_is_killed_all_the_same(pool):
 def test_workers_see_no_secrets_and_no_input(hostile_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with WorkerPool(1, preload=()) as pool:
+    with contextlib.closing(WorkerPool(1, preload=())) as pool:
         environ, stdin, interrupt = grade(pool, "environ", "stdin", "interrupt")
     names = set(environ.verdict.split(","))
     assert not {"HF_TOKEN", "WANDB_API_KEY"} & names
@@ -133,7 +133,7 @@ def test_many_threads_share_the_pool(pool):
 
 
 def test_a_killed_fork_server_is_replaced(hostile_path):
-    with WorkerPool(2, preload=()) as pool:
+    with contextlib.closing(WorkerPool(2, preload=())) as pool:
         first = int(grade(pool, "pid")[0].reward)
         server = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(server, signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_a_killed_fork_server_is_replaced(hostile_path):
 
 
 def test_replacing_a_worker_is_fast(hostile_path):
-    with WorkerPool(1) as pool:
+    with contextlib.closing(WorkerPool(1)) as pool:
         grade(pool, "good")
         times = []
         for _ in range(5):
