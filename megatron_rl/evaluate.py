@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.rollout import Evaluator
+from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.run.base import Run
 from megatron_rl.run.generation import build_evaluator_alone, evaluate
 from megatron_rl.run.weights import end_tokens_of, read_first_weights

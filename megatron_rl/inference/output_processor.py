@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as ListOf
 
 import torch
@@ -15,9 +15,7 @@ from megatron_rl.types import FinishReason
 class OutputProcessor:
     """Reads tokens and log-probs of rows, and finds the end of their sequences."""
 
-    def __init__(
-        self, state: BatchState, stop_ids: Collection[int], decode_text: Callable[[ListOf[int]], str]
-    ) -> None:
+    def __init__(self, state: BatchState, stop_ids: Collection[int], decode_text: Callable[[ListOf[int]], str]) -> None:
         self._state = state
         self._stop_ids = frozenset(stop_ids)
         self._decode_text = decode_text
@@ -28,7 +26,7 @@ class OutputProcessor:
         alive, counts = torch.stack((state.alive[:height].long(), state.count[:height])).tolist()
         watched = [s for s in running if s.request.sampling.stop or not alive[s.row]]
         finished = []
-        for sequence, (token_ids, logprobs) in self._read(watched, [counts[s.row] for s in watched]):
+        for sequence, token_ids, logprobs in self._read(watched, [counts[s.row] for s in watched]):
             ids = sequence.output_ids + token_ids
             kept, reason = self._ending(ids, sequence.request.sampling.stop, bool(alive[sequence.row]))
             if reason is not None:
@@ -41,23 +39,19 @@ class OutputProcessor:
 
     def save(self, preempted: ListOf[Sequence]) -> None:
         """Preempted sequences keep what they have drawn, and go on from there when they are admitted again."""
-        for sequence, (token_ids, logprobs) in self._read(preempted, [s.num_unread for s in preempted]):
+        for sequence, token_ids, logprobs in self._read(preempted, [s.num_unread for s in preempted]):
             sequence.append(token_ids, logprobs)
         self._leave(preempted)
 
     def _read(
-        self, sequences: ListOf[Sequence], counts: list[int]
-    ) -> list[tuple[Sequence, tuple[tuple[int, ...], tuple[float, ...]]]]:
+        self, sequences: ListOf[Sequence], counts: ListOf[int]
+    ) -> Iterator[tuple[Sequence, tuple[int, ...], tuple[float, ...]]]:
         """The last ``counts`` tokens of sequences and their log-probs."""
-        if not sequences:
-            return []
-        rows, longest = torch.tensor([s.row for s in sequences], device=self._state.device), max(counts)
-        tokens = self._state.tokens[rows, :longest].tolist()
-        logprobs = self._state.logprobs[rows, :longest].tolist()
-        return [
-            (sequence, (tuple(ids[:count]), tuple(values[:count])))
-            for sequence, count, ids, values in zip(sequences, counts, tokens, logprobs, strict=True)
-        ]
+        if sequences:
+            rows, longest = torch.tensor([s.row for s in sequences], device=self._state.device), max(counts)
+            held = (buffer[rows, :longest].tolist() for buffer in (self._state.tokens, self._state.logprobs))
+            for sequence, count, token_ids, logprobs in zip(sequences, counts, *held, strict=True):
+                yield sequence, tuple(token_ids[:count]), tuple(logprobs[:count])
 
     def _leave(self, sequences: ListOf[Sequence]) -> None:
         if sequences:
@@ -73,9 +67,7 @@ class OutputProcessor:
         return len(ids), "stop" if ids[-1] in self._stop_ids else "length"
 
 
-def truncate_at_stop(
-    token_ids: ListOf[int], stop: ListOf[str], decode: Callable[[ListOf[int]], str]
-) -> int | None:
+def truncate_at_stop(token_ids: ListOf[int], stop: ListOf[str], decode: Callable[[ListOf[int]], str]) -> int | None:
     """How many tokens to keep so that the text just contains a stop string; None without one.
 
     The token that completes the stop string is kept: its log-prob belongs to the policy's choice.

@@ -57,7 +57,16 @@ class BlockPool:
 
     def take(self, number: int) -> list[int]:
         """Blocks to write to; there must be as many `available`."""
-        return [self._take() for _ in range(number)]
+        taken = []
+        for _ in range(number):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._idle.popitem(last=False)
+                del self._known[self._content.pop(block)]
+            self._holders[block] = 1
+            taken.append(block)
+        return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One holder more."""
@@ -103,15 +112,6 @@ class BlockPool:
             found.append(known)
             before = known[0]
         return found
-
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            del self._known[self._content.pop(block)]
-        self._holders[block] = 1
-        return block
 
 
 class PagedBlocks(BlockManager):

@@ -97,9 +97,7 @@ class Sampler:
         return token, logprob
 
 
-def draw(
-    logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: torch.Tensor, numbers: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row.
 
     ``logits`` [N, V] fp32 over the real vocabulary; ``numbers`` [N] are of `uniform`, at the positions

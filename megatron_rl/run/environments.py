@@ -15,7 +15,8 @@ from megatron_rl.environments.process import EnvironmentCounters, EnvironmentSer
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import ConversationSettings, TaskPool
+from megatron_rl.rollout.conversations import ConversationSettings
+from megatron_rl.rollout.prompt_source import TaskPool
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Demonstration, SourcedTask
 

@@ -10,7 +10,9 @@ from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel, kv_cache_dtype
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import Evaluator, PromptSource, RequestFactory, Rollouter
+from megatron_rl.rollout.evaluation import Evaluator
+from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
+from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.rollout.statistics import failures_of, no_results
 from megatron_rl.run.base import Run
 from megatron_rl.run.rescue import naming_memory

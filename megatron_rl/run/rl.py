@@ -15,9 +15,10 @@ from megatron_rl.attention.kv_numbers import rounded_attention
 from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.rollout import PromptSource, RequestFactory, Rollouter, RolloutResult
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
+from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
+from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
 from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
 from megatron_rl.run.base import Run
 from megatron_rl.run.generation import (

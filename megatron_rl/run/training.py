@@ -15,7 +15,8 @@ from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import MemoryExhausted, SaveError
 from megatron_rl.parallel.collectives import any_rank, broadcast_json
 from megatron_rl.platform.memory import is_out_of_memory
-from megatron_rl.rollout import Evaluator, PromptSource
+from megatron_rl.rollout.evaluation import Evaluator
+from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.run.base import Run
 from megatron_rl.run.generation import evaluate
 from megatron_rl.run.progress import note_signal

@@ -8,7 +8,8 @@ from typing import Any
 from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down
-from megatron_rl.rollout import RequestFactory, RolloutResult
+from megatron_rl.rollout.prompt_source import RequestFactory
+from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.run.rl import RLRun
 from megatron_rl.types import Request, SourcedTask
 from tests.distributed.programs import join, toy_config

@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.loop import rl_step
 from megatron_rl.parallel import shut_down
 from megatron_rl.parallel.collectives import gather_json
-from megatron_rl.rollout import ConversationSettings
+from megatron_rl.rollout.conversations import ConversationSettings
 from megatron_rl.types import Continuation, GradeResult, Task, Turn
 from tests.distributed.programs import join, toy_config
 from tests.support.ranks import run_ranks

@@ -14,8 +14,8 @@ from megatron_rl.config import RLConfig
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.phases import Phases
-from megatron_rl.rollout import ConversationSettings, TaskPool
-from megatron_rl.rollout.conversations import GradeFunction
+from megatron_rl.rollout.conversations import ConversationSettings, GradeFunction
+from megatron_rl.rollout.prompt_source import TaskPool
 from megatron_rl.run.base import Run, build_quantization
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer

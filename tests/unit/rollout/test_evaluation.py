@@ -9,8 +9,9 @@ import pytest
 
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import Evaluator, RequestFactory, RolloutResult
-from megatron_rl.rollout.evaluation import is_correct, powers_of_two_up_to
+from megatron_rl.rollout.evaluation import Evaluator, is_correct, powers_of_two_up_to
+from megatron_rl.rollout.prompt_source import RequestFactory
+from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.types import GradeResult, Request, RolloutGroup, SamplingParams, SourcedTask, Task
 from tests.support.rollouts import graded_group
 

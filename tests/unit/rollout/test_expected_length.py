@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.rollout import RequestFactory, expected_length
+from megatron_rl.rollout import expected_length
 from megatron_rl.rollout.expected_length import ExpectedLengths
+from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.run.rl import RLRun
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl import signals
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import Rollouter
+from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.signals import StopRequest
 from tests.support.toy import toy_tokenizer
 from tests.unit.rollout.test_rollouter import ScriptedEngine, grade_at_once, make_requests

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from megatron_rl.errors import ConfigError, EnvironmentFault
-from megatron_rl.rollout import PromptSource, TaskPool
+from megatron_rl.rollout.prompt_source import PromptSource, TaskPool
 from megatron_rl.types import Task
 
 

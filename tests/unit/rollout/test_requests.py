@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.rollout import RequestFactory
+from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.types import SamplingParams, SourcedTask, Task
 
 

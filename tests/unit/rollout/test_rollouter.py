@@ -11,9 +11,9 @@ import pytest
 
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import Rollouter, RolloutResult
 from megatron_rl.rollout.conversations import GradeFunction
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
+from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
 from megatron_rl.signals import StopRequest
 from megatron_rl.types import (
     Completed,

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout import RolloutResult
+from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.rollout.statistics import (
     Failures,
     engine_metrics,
