@@ -171,10 +171,11 @@ def _made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def _before_the_registry(values: Mapping[str, Any]) -> dict[str, State]:
     """The components' states in a file of before November 2026, which had a field for each value."""
-    counters = ("step", "updates", "policy_version", "tokens", "logprob_gap_max", "consecutive_skips", "best")
+    counters = {name: values[name] for name in ("step", "updates", "policy_version")}
+    later = ("tokens", "logprob_gap_max", "consecutive_skips", "best")
     asked, recipe = (values.get(name, "none") for name in ("rollout_recipe_asked", "rollout_recipe"))
     return {
-        "progress": {name: values[name] for name in counters if name in values},
+        "progress": counters | {name: values[name] for name in later if name in values},
         "prompts": values.get("cursor", {}),
         "expected_lengths": values.get("expected_lengths", {}),
         "expected_held_out_lengths": values.get("expected_held_out_lengths", {}),
