@@ -104,7 +104,6 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
     rollout, slots, padded = config.rollout, _cache_slots(config), layout.padded_vocab_size
     offloaded = rollout.rl_offload_optimizer_during_inference
     read = _read_in_rollouts(config, layout)
-    has_reference = config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
     recipe = config.quantization.rl_rollout_quantization.replace("-", "_")
     copies = 3 + int(rollout.rl_temperature != 1.0)  # of a decode step's logits: raw, log-probs, cumulative; tempered
     return Estimate(
@@ -129,7 +128,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
         training_logits=_training_logits(config, layout, number),
         # Gradients are not worth a copy there, the next update begins with zeros.
         optimizer_on_host=kept if offloaded and slots else 0,
-        reference_on_host=2 * held * number if has_reference else 0,
+        reference_on_host=2 * held * number if config.wants_reference else 0,
     )
 
 

@@ -128,6 +128,11 @@ class RLConfig:
         return (algorithm.grpo_prompts_per_step or 0) * (algorithm.grpo_group_size or 0)
 
     @property
+    def wants_reference(self) -> bool:
+        """The run needs a reference policy."""
+        return self.training.perform_rl_step and self.algorithm.grpo_kl_beta > 0
+
+    @property
     def total_steps(self) -> int:
         """Steps of the whole run, from --train-iters or --train-samples."""
         return self._steps(self.training.train_iters, self.training.train_samples)
@@ -242,7 +247,7 @@ def validate(config: RLConfig, world_size: int) -> list[Problem]:
 
 
 def _bounds(config: RLConfig) -> Iterator[Problem]:
-    """Choices and bounds again, for configurations that were built in code and not parsed."""
+    """Choices and bounds again: of what a Hugging Face directory gave, and of what was built in code."""
     for flag in all_flags():
         value = config.value(flag.name)
         why = None if value is None or flag.many else flag.refusal(value)

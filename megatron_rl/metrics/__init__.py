@@ -1,6 +1,5 @@
 """What a run leaves behind: metric writers, timers, rollout records, the run directory and its report.
 
-The lowest layer: it imports only ``megatron_rl.types`` and ``megatron_rl.errors``, and never torch when it
-is imported. Import from the modules themselves; this file re-exports nothing, so that
+It never brings torch when it is imported. Import from the modules themselves; this file re-exports nothing, so that
 ``python -m megatron_rl.metrics.report`` does not load the report twice.
 """

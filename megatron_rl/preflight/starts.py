@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError, Problem, collecting
+from megatron_rl.families import read_model, weight_problems
 from megatron_rl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # megatron-core takes seconds, which --help and wrong flags need not wait for
@@ -111,17 +112,11 @@ def _weights_alone(config: RLConfig) -> list[tuple[str, str]]:
     return [(flag, origin.given)] if origin.kind == "checkpoint" else []
 
 
-def wants_reference(config: RLConfig) -> bool:
-    """Whether the run needs a reference policy."""
-    return config.training.perform_rl_step and config.algorithm.grpo_kl_beta > 0
-
-
 def _reference_problems(config: RLConfig, directory: Path, vocab_size: int | None) -> list[str]:
     from megatron_rl.checkpoint.layout import find_checkpoint
     from megatron_rl.checkpoint.run_state import architecture_problems, read_run_state
-    from megatron_rl.families import read_model, weight_problems
 
-    if not wants_reference(config):
+    if not config.wants_reference:
         return []
     origin = reference_weights(config, directory, read_run_state(directory))
     problems: list[Problem] = []

@@ -21,13 +21,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.families import read_model
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.preflight.starts import (
-    first_weights,
-    reference_weights,
-    resumes,
-    run_to_continue,
-    wants_reference,
-)
+from megatron_rl.preflight.starts import first_weights, reference_weights, resumes, run_to_continue
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.policy import ReferencePolicy
@@ -67,11 +61,11 @@ def start_weights(
     directory = _to_continue(config, checkpoints)
     if directory is None:
         origin = read_first_weights(config, policy, checkpoints, groups)
-    elif wants_reference(config):
+    elif config.wants_reference:
         origin = _read_reference(config, directory, policy, checkpoints, groups)
     else:
         origin = read_run_state(directory).origin
-    reference = ReferencePolicy(policy, copies) if wants_reference(config) else None
+    reference = ReferencePolicy(policy, copies) if config.wants_reference else None
     optimization = Optimization(policy, config, copies)
     if directory is None:
         return Start(optimization, reference, None, origin, end_tokens_of(origin))
