@@ -134,7 +134,7 @@ class Phases:
                     training.leave()
                 if quantized and numbers.wants_calibration:
                     self._calibrate()
-                with numbers.rollout() if quantized else numbers.plain():
+                with numbers.rollout() if quantized else numbers.linears.suspended():
                     if training is not None and quantized:
                         training.leave_weights()
                     self._cache.before_rollout()
@@ -167,7 +167,7 @@ class Phases:
             "weights": size_of(weights if training is None else training.weights.storages),
             "gradients": 0 if training is None else size_of(training.gradients.storages),
             "optimizer": 0 if training is None else size_of(training.state.storages),
-            "quantized": self.quantization.held_bytes,
+            "quantized": self.quantization.linears.held_bytes,
             "kv_cache": 0 if self._engine is None else size_of(storages_of(self._engine.cache_tensors)),
         }
 
@@ -211,7 +211,7 @@ class _Training:
         """Weights that quantised rollouts do not read."""
         if "weights" in self._keeps or not self.weights.can_leave:
             return []
-        return self._quantization.replaced_weights
+        return [layer.module.weight for layer in self._quantization.linears.layers]
 
     def given_back(self) -> int:
         """Bytes that every rollout has more than an update, with nothing away now.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.memory import release, storages_of, take_back
 from megatron_rl.quantization.formats import smoothing_factors
-from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
+from megatron_rl.quantization.recipe import PackedActivations, Packing, Recipe, TensorRanks
 from megatron_rl.quantization.shapes import Split, skipped
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
@@ -53,14 +52,14 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear]:
 class QuantizedLinears:
     """Owns the quantised copies of one model."""
 
-    def __init__(self, model: torch.nn.Module, recipe: Recipe, skip: Sequence[str] = ()) -> None:
-        """``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``."""
-        linears = parallel_linears(model)
+    def __init__(self, model: torch.nn.Module, recipe: Recipe | None, skip: Sequence[str] = ()) -> None:
+        """No copies without a recipe. ``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``."""
         self.recipe = recipe
+        linears = {} if recipe is None else parallel_linears(model)
         self.plain = tuple(name for name in linears if skipped(name, skip, model.config.num_layers))
         """Names of the layers left as they are."""
         self.layers = tuple(
-            _quantized(name, module, recipe) for name, module in linears.items() if name not in self.plain
+            QuantizedLinear(name, module, recipe) for name, module in linears.items() if name not in self.plain
         )
         self._is_installed = False
         self._stale = True
@@ -181,42 +180,22 @@ class QuantizedLinears:
         return shared
 
 
-def _quantized(name: str, module: ParallelLinear, recipe: Recipe) -> QuantizedLinear:
-    rows, columns = module.weight.shape
-    group = module.tp_group if module.tp_group is not None and module.tp_group.size() > 1 else None
-    layer = QuantizedLinear(name, module, recipe, recipe.allocate(rows, columns, module.weight.device), group)
-    gated = name.endswith("linear_fc1") and module.config.gated_linear_unit  # gate and up, each cut by itself
-    unit_rows = rows // 2 if gated else rows
-    problem = recipe.shape_problem(unit_rows, columns, None if group is None else layer.split)
-    if problem is not None:
-        raise QuantizationError(f"{name} [{rows}, {columns}] cannot be {recipe.name}: {problem}")
-    return layer
-
-
-@dataclass(eq=False)
 class QuantizedLinear:
     """A column- or row-parallel linear and its quantised weight."""
 
-    name: str
-    module: ParallelLinear
-    recipe: Recipe
-    weight: QuantizedWeight
-    group: dist.ProcessGroup | None
-    """The tensor-parallel ranks that share the weight; None where this one has all of it."""
-    calls: int = 0
-    """Forward passes through the quantised product; replays of a captured graph are not among them."""
-
-    @property
-    def split(self) -> Split:
-        """Which dimension the ranks share."""
-        return "rows" if isinstance(self.module, RowParallelLinear) else "columns"
-
-    @property
-    def ranks(self) -> TensorRanks | None:
+    def __init__(self, name: str, module: ParallelLinear, recipe: Recipe) -> None:
+        self.name, self.module, self.recipe = name, module, recipe
+        self.weight = recipe.allocate(*module.weight.shape, module.weight.device)
+        group = module.tp_group
+        self.group: dist.ProcessGroup | None = group if group is not None and group.size() > 1 else None
+        """The tensor-parallel ranks that share the weight; None where this one has all of it."""
+        self.split: Split = "rows" if isinstance(module, RowParallelLinear) else "columns"
+        """Which dimension they share."""
+        is_part = self.group is not None and self.split == "rows" and not module.explicit_expert_comm
+        self.ranks = TensorRanks(self.group) if is_part else None
         """Given to the product where it is a part of a sum; experts' outputs are added up by the caller."""
-        if self.group is None or self.split == "columns" or self.module.explicit_expert_comm:
-            return None
-        return TensorRanks(self.group)
+        self.calls = 0
+        """Forward passes through the quantised product; replays of a captured graph are not among them."""
 
     def install(self) -> None:
         """Send the module's calls here: an attribute of the instance hides the class's ``forward``."""

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +26,11 @@ _SMOOTHING = "smoothing."
 
 
 class RolloutQuantization:
-    """Owns the quantised copies; without a recipe it does nothing."""
+    """Owns the quantised copies; without a recipe there are none."""
+
+    linears: QuantizedLinears
+    recipe: str
+    """Name of the recipe in use, or where it lies."""
 
     def __init__(
         self,
@@ -38,53 +41,28 @@ class RolloutQuantization:
         timed: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer."""
-        self._model = model
-        self._copies = functools.partial(QuantizedLinears, model, skip=tuple(skip))
-        self._on_audit = on_audit
+        self._model, self._asked, self._skip = model, recipe, tuple(skip)
+        self._on_audit, self._timed = on_audit, timed
         self._aligned = False
-        self._timed = timed
-        self.linears: QuantizedLinears | None = None
-        self.recipe = NO_RECIPE
-        """Name of the recipe in use, or where it lies."""
-        self._asked = recipe
         self._use(recipe)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of the quantised copies on this rank."""
-        return 0 if self.linears is None else self.linears.stored_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Of the quantised copies, on the device now: without those given up, with what only CPUs need."""
-        return 0 if self.linears is None else self.linears.held_bytes
-
-    @property
-    def replaced_weights(self) -> list[torch.nn.Parameter]:
-        """What a rollout does not read, because it has quantised copies of it."""
-        return [] if self.linears is None else [layer.module.weight for layer in self.linears.layers]
 
     def weights_changed(self) -> None:
         """The copies are of other weights: made anew at once for aligned training, else before they are used again.
 
         At once means collective over the tensor-parallel ranks.
         """
-        if self.linears is not None:
-            self.linears.weights_changed()
-            if self._aligned:
-                self.linears.refresh()
+        self.linears.weights_changed()
+        if self._aligned:
+            self.linears.refresh()
 
     def release(self) -> None:
         """Give the memory of the copies up until they are used again; those of aligned training stay."""
-        if self.linears is not None and not self._aligned:
+        if not self._aligned:
             self.linears.release()
 
     @contextlib.contextmanager
     def aligned(self) -> Iterator[None]:
         """Inside, the trainer's linears run quantised too; the weights must have been read."""
-        if self.linears is None:
-            yield
-            return
         with self.linears.installed():
             self._aligned = True
             try:
@@ -114,7 +92,7 @@ class RolloutQuantization:
             QuantizationError: a weight is not finite, or a layer ran in another format.
         """
         linears = self.linears
-        if linears is None:
+        if not linears.layers:
             yield
             return
         with self._timed("gen/requantize"):
@@ -135,16 +113,12 @@ class RolloutQuantization:
     def emulated(self) -> Iterator[None]:
         """Inside, the trainer's forward pass runs on freshly quantised weights, as a rollout should have."""
         self.weights_changed()
-        with contextlib.nullcontext() if self.linears is None else self.linears.installed():
+        with self.linears.installed():
             yield
-
-    def plain(self) -> AbstractContextManager[None]:
-        """Inside, the linears run in full precision, even where aligned training keeps the copies installed."""
-        return contextlib.nullcontext() if self.linears is None else self.linears.suspended()
 
     def fall_back(self) -> str | None:
         """Go on with the next safer recipe; its name, None if there is none."""
-        if self.linears is None:
+        if self.linears.recipe is None:
             return None
         safer = self.linears.recipe.safer or NO_RECIPE
         self._use(safer)
@@ -152,10 +126,7 @@ class RolloutQuantization:
 
     def state_dict(self) -> dict[str, Any]:
         """The recipe that the flags asked for, the one in use, and its calibration on this rank, [K] fp32 by layer."""
-        smoothing = {}
-        if self.linears is not None and self.linears.recipe.needs_calibration and self._calibrated:
-            smoothing = {_SMOOTHING + layer.name: layer.weight.smoothing for layer in self.linears.layers}
-        return {"asked": self._asked, "recipe": self.recipe, **smoothing}
+        return {"asked": self._asked, "recipe": self.recipe, **(self._smoothing if self._calibrated else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the recipe and the calibration of a checkpoint, so that a resumed run rounds as it would have.
@@ -168,9 +139,9 @@ class RolloutQuantization:
         if state["recipe"] != self.recipe:
             logger.warning("rollouts go on with %s instead of %s, as before the restart", state["recipe"], self.recipe)
             self._use(state["recipe"])
-        if self.linears is None or self._calibrated:
+        if self._calibrated:
             return
-        own = {_SMOOTHING + layer.name: layer.weight.smoothing for layer in self.linears.layers}
+        own = self._smoothing
         saved = {name: value for name, value in state.items() if name.startswith(_SMOOTHING)}
         if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
             return
@@ -179,10 +150,15 @@ class RolloutQuantization:
         self.linears.weights_changed()
         self._calibrated = True
 
+    @property
+    def _smoothing(self) -> dict[str, torch.Tensor]:
+        layers = ((_SMOOTHING + layer.name, layer.weight.smoothing) for layer in self.linears.layers)
+        return {name: factors for name, factors in layers if factors is not None}
+
     def _use(self, name: str) -> None:
         recipe = RECIPES.get(name)
-        self.linears = None  # the old buffers go before the new ones are made
-        self.linears = None if recipe is None else self._copies(recipe=recipe)
+        vars(self).pop("linears", None)  # the old buffers go before the new ones are made
+        self.linears = QuantizedLinears(self._model, recipe, self._skip)
         self.recipe = name if ":" in name or recipe is None else recipe.name
         self._calibrated = recipe is None or not recipe.needs_calibration
         self._audited = False

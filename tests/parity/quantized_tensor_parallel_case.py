@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.platform import current_platform
@@ -20,7 +19,7 @@ from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.trainer.scoring import Scorer
 from tests.distributed.programs import gather_whole
 from tests.support.generation import rollout_engine
-from tests.support.quantized import complete, linears_of, rollout_quantization, short_requests
+from tests.support.quantized import complete, rollout_quantization, short_requests
 from tests.support.scoring import packed
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
 
@@ -138,17 +137,3 @@ def products_of(linears: QuantizedLinears, groups: ParallelGroups) -> dict[str, 
         part = x[:, groups.tensor_rank * columns : (groups.tensor_rank + 1) * columns]
         products[layer.name] = layer.recipe.matmul(part, layer.weight, ranks=layer.ranks).flatten().tolist()
     return products
-
-
-def refused(tensor_size: int) -> str:
-    """What a tiled recipe says to a model whose parts are no multiples of a tile."""
-    single_thread()
-    changes = {"tensor_model_parallel_size": tensor_size}
-    initialize(tiny_config(tensor_size, **changes).parallel, current_platform())
-    message = ""
-    try:
-        linears_of(tiny_policy(tiny_config(tensor_size, **changes)), "fp8_block")
-    except QuantizationError as error:
-        message = str(error)
-    shut_down()
-    return message
