@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 ALIGNED = "aligned"
 """In the place of a correction: the trainer's forward pass runs quantised, too."""
+OWN = {"int4": "examples/fidelity/int4.py:RECIPE"}
+"""Formats that are not the library's, and where they lie."""
 
 MODEL = (
     "--num-layers 3 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention "
@@ -57,7 +59,7 @@ class Setting:
             f"--train-iters {self.steps} "
             f"--lr {self.lr} --min-lr {0.3 * self.lr:g} --lr-decay-style linear --lr-warmup-iters 5 --weight-decay 0.0 "
             f"--eval-interval {max(1, self.steps // 4)} --rl-prompts-per-eval {self.held_out} "
-            f"--rl-samples-per-eval-prompt 8 --log-interval 1 --rl-rollout-quantization {recipe}"
+            f"--rl-samples-per-eval-prompt 8 --log-interval 1 --rl-rollout-quantization {OWN.get(recipe, recipe)}"
         ).split()
         if correction == ALIGNED:
             return [*flags, "--rl-train-forward", "quantized", "--rl-correction", "none"]

@@ -141,8 +141,3 @@ class Backend:
     packed_rank: int = 0
     """The automatic choice takes the highest rank of those that can run; 0 is never taken automatically."""
     cache_rank: int = 0
-
-    @property
-    def parts(self) -> list[PackedKernel | CacheKernel]:
-        """What it computes."""
-        return [part for part in (self.packed, self.cache) if part is not None]

@@ -1,20 +1,30 @@
-"""Chooses among the attention backends."""
+"""Chooses among the attention backends, by flags and device, and tries them out before they are used."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, Numbers, PackedKernel
+from megatron_rl.attention.kv_numbers import FP8
+from megatron_rl.attention.proof import fault_of_cache, fault_of_packed
+from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.families import ModelLayout
+from megatron_rl.parallel.collectives import any_rank
+from megatron_rl.platform import Platform
 from megatron_rl.registry import BACKENDS
 
 AUTO = "auto"
+_PLAIN = ("sdpa", "paged")
+"""torch's own: what the others are compared with."""
+_CACHE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
@@ -51,6 +61,45 @@ class Attention:
         return [Problem(flag, text)] if (page_length or 0) % multiple else []
 
 
+def numbers_of(config: RLConfig) -> Numbers:
+    """bf16 with `--bf16`, otherwise fp32; in the cache `--rl-kv-cache-dtype`, of which ``auto`` is the model's."""
+    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    return Numbers(dtype, _CACHE_TYPES[config.kv_cache_dtype], config.model.kv_channels)
+
+
+def attention_of(
+    config: RLConfig, platform: Platform, faults: Mapping[str, str] = MappingProxyType({})
+) -> Attention:
+    """`choose`, for this model on this device."""
+    return choose(config.kernels.attention_backend, facts_of(platform.device), numbers_of(config), faults)
+
+
+def proven_attention(config: RLConfig, platform: Platform, layout: ModelLayout) -> Attention:
+    """`attention_of`, tried out in the shapes of ``layout``; what fails on one rank is used on none. Collective.
+
+    Nothing is tried, or exchanged, for torch's own.
+
+    Raises:
+        ConfigError: the backend that the user asked for fails.
+    """
+    heads = config.model.num_attention_heads // layout.tensor_size
+    shape = numbers_of(config), heads, layout.layers[0].cache.heads, platform.device
+    faults: dict[str, str] = {}
+    while True:
+        chosen = attention_of(config, platform, faults)
+        found: dict[str, str | None] = {}
+        if chosen.packed_name not in _PLAIN:
+            found[chosen.packed_name] = fault_of_packed(chosen.packed, *shape)
+        if chosen.cache_name not in _PLAIN:
+            found[chosen.cache_name] = found.get(chosen.cache_name) or fault_of_cache(chosen.cache, *shape)
+        if dist.is_initialized():
+            elsewhere = "failed on another rank"
+            found = {name: fault or elsewhere if any_rank(fault is not None) else None for name, fault in found.items()}
+        if not any(found.values()):
+            return chosen
+        faults |= {name: fault for name, fault in found.items() if fault is not None}
+
+
 def choose(
     asked: str, device: DeviceFacts, numbers: Numbers | None = None, faults: Mapping[str, str] = MappingProxyType({})
 ) -> Attention:
@@ -65,12 +114,12 @@ def choose(
     backends = [BACKENDS.get(name) for name in BACKENDS.names()]
     wanted = None if asked == AUTO else BACKENDS.get(asked)
 
-    def problem(backend: Backend, parts: Sequence[PackedKernel | CacheKernel]) -> str | None:
-        unfit = (part.unfit(device, numbers) for part in parts if numbers is not None)
+    def problem(backend: Backend, *parts: PackedKernel | CacheKernel | None) -> str | None:
+        unfit = (part.unfit(device, numbers) for part in parts if part is not None and numbers is not None)
         return backend.problem(device) or next(filter(None, unfit), None) or faults.get(backend.name)
 
-    if wanted is not None and (fault := problem(wanted, wanted.parts)) is not None:
-        others = ", ".join(backend.name for backend in backends if problem(backend, backend.parts) is None)
+    if wanted is not None and (fault := problem(wanted, wanted.packed, wanted.cache)) is not None:
+        others = ", ".join(one.name for one in backends if problem(one, one.packed, one.cache) is None)
         text = f"--attention-backend {asked} {fault}; use auto, or {others}"
         raise ConfigError([Problem("--attention-backend", text)])
     refused: dict[str, None] = {}
@@ -80,7 +129,7 @@ def choose(
             return wanted
         rank = operator.attrgetter(f"{part}_rank")
         for backend in sorted(filter(rank, backends), key=rank, reverse=True):
-            fault = problem(backend, [getattr(backend, part)])
+            fault = problem(backend, getattr(backend, part))
             if fault is None:
                 return backend
             refused[f"{backend.name} {fault}"] = None

@@ -17,11 +17,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.attention import Attention, RopeTable
+from megatron_rl.attention import Attention, RopeTable, numbers_of, proven_attention
 from megatron_rl.config import RLConfig
 from megatron_rl.families import ModelLayout
-from megatron_rl.models.attention_choice import parameter_dtype, proven_attention
-from megatron_rl.models.spec import block_spec, fp8_settings, prepare_for_fp8
+from megatron_rl.models.spec import block_spec, fp8_settings
 from megatron_rl.parallel.groups import pipeline_stage
 from megatron_rl.platform import Platform
 
@@ -81,8 +80,8 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             num_moe_experts=model.num_experts,
             moe_router_dtype=None if model.num_experts is None else "fp32",  # so that near ties fall alike
             use_cpu_initialization=kernels.use_cpu_initialization or not platform.is_cuda,
-            params_dtype=parameter_dtype(config),
-            pipeline_dtype=parameter_dtype(config),
+            params_dtype=numbers_of(config).dtype,
+            pipeline_dtype=numbers_of(config).dtype,
             bf16=config.precision.bf16,
             transformer_impl=kernels.transformer_impl,
             **fp8_settings(config),
@@ -121,7 +120,10 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         post_process=layout.is_last,
         share_embeddings_and_output_weights=layout.is_tied,
     ).to(platform.device)
-    prepare_for_fp8(gpt, transformer_config)
+    if transformer_config.fp8:  # lets products take any number of tokens: Transformer Engine wants multiples of 16
+        from megatron.core.fp8_utils import prepare_model_for_fp8_inference
+
+        prepare_model_for_fp8_inference(gpt)
     gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
     # Sized to what a run can reach, not to the model's advertised context of 131072.
     reach = max(config.training.seq_length, config.rollout.inference_max_seq_length)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -160,10 +160,3 @@ def fp8_settings(config: RLConfig) -> dict[str, Any]:
         "disable_parameter_transpose_cache": True,
     }
 
-
-def prepare_for_fp8(gpt: GPTModel, config: TransformerConfig) -> None:
-    """Let fp8 products take any number of tokens: Transformer Engine wants multiples of 16."""
-    if config.fp8:
-        from megatron.core.fp8_utils import prepare_model_for_fp8_inference
-
-        prepare_model_for_fp8_inference(gpt)

@@ -154,7 +154,7 @@ def attention_problems(config: RLConfig) -> list[Problem]:
     asked = any(name in config.typed for name in _ASKED)
     if not asked or not config.model.is_complete or _is_for_other_machines(config):
         return problems
-    from megatron_rl.models import attention_of  # brings torch and megatron-core, which most runs need not wait for
+    from megatron_rl.attention import attention_of  # brings torch and megatron-core, which most runs need not wait for
     from megatron_rl.platform import current_platform
 
     rollout = config.rollout

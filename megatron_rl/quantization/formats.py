@@ -14,7 +14,6 @@ from megatron_rl.quantization.shapes import TILE
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 INT8_MAX = 127.0
-INT4_MAX = 7.0
 AMAX_FLOOR = 1e-12
 """A group of zeros gets a scale, not a division by 0."""
 _SIGN_AND_CODE = 0x87F00000 - 2**32

@@ -33,7 +33,7 @@ class RowRecipe(Recipe):
     largest: ClassVar[float]
     code_type: ClassVar[torch.dtype]
     one_pass: ClassVar[bool] = True
-    """False where a row's scale needs more than the row, or the kernel does not know the codes."""
+    """False where a row's scale needs more than the row, or the kernel has another largest code."""
 
     @property
     def _integer(self) -> bool:
@@ -94,10 +94,9 @@ class RowRecipe(Recipe):
         """See `Recipe.matmul`."""
         tokens = x.reshape(-1, q.columns)
         if x.is_cuda and ranks is None:
-            from megatron_rl.quantization.kernels.quantize import quantize_rows
+            from megatron_rl.quantization.kernels.quantize import quantize
 
-            codes, scale = quantize_rows(tokens, self.code_type, columns=q.codes.shape[1], smoothing=q.smoothing)
-            product = self.multiply(PackedActivations(codes, scale, x.dtype), q)
+            product = self.multiply(quantize(tokens, Packing(self.code_type, q.codes.shape[1]), q.smoothing), q)
         else:
             product = self._summed(tokens, q, ranks).to(x.dtype)
         return product.view(*x.shape[:-1], q.rows)

@@ -87,7 +87,7 @@ class Run:
             "logprob_gap_max": progress.logprob_gap_max,
             "seconds": {"run": self.reporter.seconds, "by_phase": dict(seconds)},
             "world_size": self.groups.world_size,
-            "rollout_quantization": {"recipe": numbers.recipe, "bytes": numbers.stored_bytes},
+            "rollout_quantization": {"recipe": numbers.recipe, "bytes": numbers.linears.stored_bytes},
             "attention": {
                 "packed": attention.packed_name,
                 "cache": attention.cache_name,
@@ -163,7 +163,7 @@ def build_quantization(
         policy.gpt, settings.rl_rollout_quantization, settings.rl_quantization_skip, report, timer.phase
     )
     linears = quantization.linears
-    if linears is not None and groups.is_main:
+    if linears.layers and groups.is_main:
         logger.info(
             "rollouts run %d linear layers as %s, %d as they are: %.2f MiB beside %.2f MiB of their weights",
             len(linears.layers), linears.recipe.format, len(linears.plain), linears.stored_bytes / 2**20,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from megatron_rl.attention import numbers_of
 from megatron_rl.config import RLConfig
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.models import PolicyModel, kv_cache_dtype
+from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
@@ -75,7 +76,7 @@ def build_engine(
         cache_budget_gb=cache_budget_gb or rollout.inference_dynamic_batching_buffer_size_gb,
         num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
         block_size=rollout.inference_dynamic_batching_block_size,
-        kv_cache_dtype=kv_cache_dtype(config),
+        kv_cache_dtype=numbers_of(config).stored,
     )
     by_id, _ = stop_strings(config, tokenizer)
     ends = [*tokenizer.end_token_ids, *by_id]

@@ -13,7 +13,7 @@ from megatron_rl.registry import RECIPES
 
 SHAPES = [(64, 64), (96, 192), (200, 130), (1, 1), (100, 1500)]
 """[N, K] of weights: usual ones, none of the sizes a multiple of anything, the smallest, a long sum."""
-ERROR_BOUNDS = {"full": 1e-6, "int8": 0.025, "fp8": 0.06, "int4": 0.25}
+ERROR_BOUNDS = {"full": 1e-6, "int8": 0.025, "fp8": 0.06}
 """Relative error of the product of Gaussian numbers, by the first word of ``Recipe.format``."""
 COARSEST = 0.25
 """Of a family that is not listed."""

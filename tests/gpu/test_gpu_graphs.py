@@ -24,7 +24,7 @@ from tests.support.tiny import tiny_config, tiny_policy
 pytestmark = pytest.mark.gpu
 
 SLOTS, LONGEST = 24, 48
-ON_GPU = [name for name in RECIPES.names() if name not in ("none", "int4")]
+ON_GPU = [name for name in RECIPES.names() if name != "none"]
 SAMPLINGS = {"plain": {}, "greedy": {"greedy": True}, "filtered": {"top_k": 5, "top_p": 0.9, "temperature": 0.7}}
 
 

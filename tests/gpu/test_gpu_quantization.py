@@ -15,7 +15,7 @@ from tests.support.tiny import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.gpu
 
-ON_GPU = [name for name in RECIPES.names() if name not in ("none", "int4")]
+ON_GPU = [name for name in RECIPES.names() if name != "none"]
 
 
 def _recipe(name: str):

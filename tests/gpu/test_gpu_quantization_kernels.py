@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from megatron_rl.quantization.formats import FP8
-from tests.unit.quantization.test_kernels import CODE_TYPES, KernelChecks, eager_rows, eager_segments, numbers, same
+from tests.unit.quantization.test_kernels import (
+    CODE_TYPES,
+    KernelChecks,
+    eager_rows,
+    eager_segments,
+    numbers,
+    quantize_rows,
+    quantize_segments,
+    same,
+)
 
 pytestmark = pytest.mark.gpu
 COLUMNS = 4096
@@ -20,7 +29,7 @@ class TestCompiled(KernelChecks):
 
     @CODE_TYPES
     def test_rows_of_a_model(self, code_type):
-        from megatron_rl.quantization.kernels.quantize import quantize_rows, requantize_rows
+        from megatron_rl.quantization.kernels.quantize import requantize_rows
 
         values = numbers(300, COLUMNS, torch.bfloat16, "outliers")
         wanted, wanted_scales = eager_rows(values, code_type)
@@ -32,8 +41,6 @@ class TestCompiled(KernelChecks):
         same(scales, wanted_scales)
 
     def test_segments_of_a_model(self):
-        from megatron_rl.quantization.kernels.quantize import quantize_segments
-
         values = numbers(100, COLUMNS, torch.bfloat16, "wide")
         codes, scales = quantize_segments(values.cuda(), power_of_two=True)
         wanted, wanted_scales = eager_segments(values, True)
@@ -52,7 +59,7 @@ class TestCompiled(KernelChecks):
     def test_a_captured_graph_reads_the_refreshed_weight(self):
         """Quantise and multiply in a graph; new tokens and a re-quantised weight give the new product."""
         from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
-        from megatron_rl.quantization.kernels.quantize import quantize_rows, requantize_rows
+        from megatron_rl.quantization.kernels.quantize import requantize_rows
 
         tokens = numbers(8, COLUMNS, torch.bfloat16).cuda()
         weight = numbers(512, COLUMNS, torch.bfloat16).cuda()
@@ -78,8 +85,6 @@ class TestCompiled(KernelChecks):
             assert (captured.float() - exact).norm() < 0.03 * exact.norm()
 
     def test_a_captured_quantiser_gives_the_eager_codes(self):
-        from megatron_rl.quantization.kernels.quantize import quantize_rows, quantize_segments
-
         first, second = numbers(8, COLUMNS, torch.bfloat16), numbers(8, COLUMNS, torch.bfloat16, "wide")
         tokens = first.cuda()
         quantize_rows(tokens, FP8), quantize_segments(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,8 @@ from tests.support.tiny import tiny_config, tiny_policy
 
 QUANTIZING = tuple(name for name in RECIPES.names() if name != "none")
 """Every recipe that changes a number."""
+INT4 = f"{Path(__file__).parents[2]}/examples/fidelity/int4.py:RECIPE"
+"""Rounds the weights only."""
 LINEARS = tuple(
     f"layers.{layer}.{name}"
     for layer in (0, 1)

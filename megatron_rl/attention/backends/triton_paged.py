@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,34 +30,19 @@ def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) ->
 def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> torch.Tensor:
     from megatron_rl.attention.kernels.paged_decode import decode
 
-    stored = cache.keys[layer], cache.values[layer]
-    return decode(query, *stored, cache.table, plan, *cache.numbers.scales(layer))
+    return decode(query, cache.keys[layer], cache.values[layer], cache.table, plan, *cache.numbers.scales(layer))
 
 
-@dataclass(frozen=True)
-class _Extend:
-    table: torch.Tensor
-    """[S, pages] int32."""
-    cu_seqlens: torch.Tensor
-    first_positions: torch.Tensor
-    longest: int
+def _prepare_extend(cache: KVCache, new: NewTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """As `paged_extend.extend` takes them: table, borders, first positions, and the most new tokens of a sequence."""
+    first = new.position_ids.index_select(0, new.cu_seqlens[:-1].long())
+    return cache.table.index_select(0, new.slots), new.cu_seqlens, first, max(new.lengths)
 
 
-def _prepare_extend(cache: KVCache, new: NewTokens) -> _Extend:
-    return _Extend(
-        cache.table.index_select(0, new.slots),
-        new.cu_seqlens,
-        new.position_ids.index_select(0, new.cu_seqlens[:-1].long()),
-        max(new.lengths),
-    )
-
-
-def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: _Extend) -> torch.Tensor:
+def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: Sequence[Any]) -> torch.Tensor:
     from megatron_rl.attention.kernels.paged_extend import extend
 
-    stored = cache.keys[layer], cache.values[layer]
-    borders = plan.table, plan.cu_seqlens, plan.first_positions, plan.longest
-    return extend(query, *stored, *borders, *cache.numbers.scales(layer))
+    return extend(query, cache.keys[layer], cache.values[layer], *plan, *cache.numbers.scales(layer))
 
 
 def _problem(device: DeviceFacts) -> str | None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from megatron_rl.quantization import formats
+from megatron_rl.quantization.recipe import PackedActivations, Packing
 from megatron_rl.quantization.shapes import TILE
 
 MAX_COLUMNS = 65536
@@ -136,35 +137,18 @@ def blocks_kernel(
     tl.store(codes + row * code_stride + column, codes_of(x, scale, codes.dtype.element_ty), mask=written)
 
 
-def quantize_rows(
-    values: torch.Tensor,
-    code_type: torch.dtype,
-    *,
-    columns: int | None = None,
-    smoothing: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [T, columns] of ``code_type`` (int8 or float8_e4m3fn), and fp32 scales [T, 1], one a token.
+def quantize(values: torch.Tensor, packing: Packing, smoothing: torch.Tensor | None = None) -> PackedActivations:
+    """Activations [T, K], bf16, fp16 or fp32, of any stride, as ``packing`` says.
 
-    ``values`` [T, K] bf16, fp16 or fp32, of any stride; K at most 65536, else ValueError. ``columns`` (K if None) pads
-    the codes with zeros to what a product wants. ``smoothing`` fp32 [K] divides the values first.
+    ``smoothing`` fp32 [K] divides the values first, where a scale is a token's. K is then at most 65536, else
+    ValueError.
     """
-    codes = torch.empty(values.shape[0], columns or values.shape[1], dtype=code_type, device=values.device)
-    scales = torch.empty(values.shape[0], 1, dtype=torch.float32, device=values.device)
-    requantize_rows(values, codes, scales, smoothing=smoothing)
-    return codes, scales
-
-
-def quantize_segments(values: torch.Tensor, *, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 codes [T, S x 128] and fp32 scales [T, S], one a segment of 128 columns; S = ceil(K / 128).
-
-    ``values`` as of `quantize_rows`. Columns of codes from K on are zeros. ``power_of_two`` rounds the scales up. The
-    scales lie column by column (stride 1 along T), which is what cuBLAS takes without a copy.
-    """
-    rows, count = values.shape[0], triton.cdiv(values.shape[1], TILE)
-    codes = torch.empty(rows, count * TILE, dtype=formats.FP8, device=values.device)
-    scales = torch.empty(count, rows, dtype=torch.float32, device=values.device).t()
-    _launch_blocks(values, codes, scales, whole=False, power_of_two=power_of_two)
-    return codes, scales
+    packed = packing.allocate(values.shape[0], values.dtype, values.device)
+    if packing.in_segments:
+        _launch_blocks(values, packed.codes, packed.scales, whole=False, power_of_two=packing.power_of_two)
+    else:
+        requantize_rows(values, packed.codes, packed.scales, smoothing=smoothing)
+    return packed
 
 
 def requantize_rows(
@@ -178,7 +162,7 @@ def requantize_rows(
     """Write ``codes`` [>= N, >= K] (int8 or float8_e4m3fn) and fp32 ``scales`` [>= N, 1], one an output channel.
 
     Nothing is allocated: a captured CUDA graph goes on reading the buffers. ``weight`` [N, K] and ``smoothing`` as of
-    `quantize_rows`. ``given_scales`` fp32 [N, 1] (their amax was shared over ranks) are copied into ``scales``. Code
+    `quantize`. ``given_scales`` fp32 [N, 1] (their amax was shared over ranks) are copied into ``scales``. Code
     columns from K on become zeros, rows from N on stay.
     """
     weight = _with_adjacent_columns(weight)

@@ -79,10 +79,10 @@ class Fp8Block(Recipe):
         """See `Recipe.matmul`."""
         tokens = x.reshape(-1, q.columns)
         if x.is_cuda:
-            from megatron_rl.quantization.kernels.quantize import quantize_segments
+            from megatron_rl.quantization.kernels.quantize import quantize
 
-            codes, scales = quantize_segments(tokens, power_of_two=self.powers_of_two)
-            product = fp8_product(codes, scales, q, x.dtype if ranks is None else torch.float32)
+            packed = quantize(tokens, self.packing(q, None))
+            product = fp8_product(packed.codes, packed.scales, q, x.dtype if ranks is None else torch.float32)
         else:
             product = torch.mm(self.round_trip(tokens.float(), q), q.operand.t())
         if ranks is not None:

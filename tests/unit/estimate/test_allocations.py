@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.objective import MicroLoss
+from megatron_rl.attention import numbers_of
 from megatron_rl.config import RLConfig
 from megatron_rl.estimate import Estimate, estimate
-from megatron_rl.models import kv_cache_dtype
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
@@ -129,7 +129,7 @@ def test_kv_cache(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
         max_batch_size=config.rollout.inference_max_batch_size,
         max_sequence_length=config.rollout.inference_max_seq_length,
         cache_budget_gb=config.rollout.inference_dynamic_batching_buffer_size_gb,
-        kv_cache_dtype=kv_cache_dtype(config),
+        kv_cache_dtype=numbers_of(config).stored,
     )
     result = estimated(config)
     assert result.cache_slots == engine.max_batch_size

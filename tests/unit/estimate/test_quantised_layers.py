@@ -15,7 +15,6 @@ from megatron_rl.quantization.shapes import skipped, stored_bytes, unmatched_pat
         ("fp8_tensor", 112 * 144 + 4 * 112),  # the one scale is written to every row
         ("int8", 112 * 144 + 4 * 112),
         ("int8_smooth", 112 * 144 + 4 * 112 + 4 * 130),
-        ("int4", 112 * 144 + 4 * 112),
         ("fp8_block", 128 * 256 + 4 * 1 * 2),
         ("fp8_block_pow2", 128 * 256 + 4 * 1 * 2),
     ],

@@ -37,7 +37,7 @@ def test_every_command_is_valid(example, name: str, shorten: bool):
     for recipe, correction in setting.pairs:
         config, problems = read_config([*setting.grpo(recipe, correction), *FILES], 1)
         assert problems == []
-        assert config.quantization.rl_rollout_quantization == recipe
+        assert config.quantization.rl_rollout_quantization == settings.OWN.get(recipe, recipe)
         aligned = correction == settings.ALIGNED
         assert (config.quantization.rl_train_forward == "quantized") == aligned
         assert config.algorithm.rl_correction == ("none" if aligned else correction)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl import platform
+from megatron_rl.attention import selection
 from megatron_rl.attention.backend import DeviceFacts
-from megatron_rl.models import attention_choice
 from megatron_rl.preflight.machine import attention_problems
 from tests.support.tiny import tiny_config
 
@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_config
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if on such a GPU, without flash-attn."""
-    monkeypatch.setattr(attention_choice, "facts_of", lambda _: DeviceFacts("cuda", (9, 0)))
+    monkeypatch.setattr(selection, "facts_of", lambda _: DeviceFacts("cuda", (9, 0)))
 
 
 @pytest.mark.parametrize("name", ["flash", "varlen", "te", "triton_paged"])

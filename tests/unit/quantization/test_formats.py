@@ -10,6 +10,7 @@ from megatron_rl.quantization import formats, rowwise
 from megatron_rl.quantization.formats import FP8, TILE
 from megatron_rl.quantization.linears import smoothing_factors
 from megatron_rl.registry import RECIPES
+from tests.support.quantized import INT4
 
 ONE = torch.tensor([[1.0]])
 SMALLEST_NORMAL = 2.0**-126
@@ -198,7 +199,7 @@ class TestSmallMatrices:
         assert recipe.round_trip(self.x, q).tolist() == [[127.0, 0.0]]
 
     def test_int4_leaves_the_activations(self) -> None:
-        recipe = RECIPES.get("int4")
+        recipe = RECIPES.get(INT4)
         q = recipe.quantize(self.weight)
         # -63.4 in steps of 127/7 is -3.49; 1 in steps of 2/7 is 3.5, a tie.
         assert q.codes[:2, :2].tolist()[0] == [7, -3]

@@ -15,6 +15,7 @@ import torch
 
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.formats import FP8
+from megatron_rl.quantization.recipe import Packing
 from tests.support.interpreter import run_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -62,6 +63,23 @@ def eager_segments(values: torch.Tensor, power_of_two: bool) -> tuple[torch.Tens
     return formats.fp8_codes(cut, scale).flatten(1), scale[..., 0]
 
 
+def quantize_rows(
+    values: torch.Tensor, code_type: torch.dtype, columns: int | None = None, smoothing: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from megatron_rl.quantization.kernels.quantize import quantize
+
+    packed = quantize(values, Packing(code_type, columns or values.shape[1]), smoothing)
+    return packed.codes, packed.scales
+
+
+def quantize_segments(values: torch.Tensor, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    from megatron_rl.quantization.kernels.quantize import quantize
+
+    columns = -(-values.shape[1] // 128) * 128
+    packed = quantize(values, Packing(FP8, columns, in_segments=True, power_of_two=power_of_two))
+    return packed.codes, packed.scales
+
+
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Equal to the bit, but for the sign of a zero."""
     assert ours.dtype == theirs.dtype
@@ -105,8 +123,6 @@ class KernelChecks:
         ],
     )
     def test_rows(self, rows, columns, dtype, kind, code_type):
-        from megatron_rl.quantization.kernels.quantize import quantize_rows
-
         values, padded = numbers(rows, columns, dtype, kind), -(-columns // 16) * 16
         codes, scales = quantize_rows(values.to(self.device), code_type, columns=padded)
         wanted, wanted_scales = eager_rows(values, code_type) if rows else (values.to(code_type), scales.cpu())
@@ -119,16 +135,12 @@ class KernelChecks:
         ("values", "code_type"), [(every_e4m3_tie(), FP8), (every_integer_tie(), torch.int8)], ids=["fp8", "int8"]
     )
     def test_rounding_is_to_nearest_even(self, values, code_type):
-        from megatron_rl.quantization.kernels.quantize import quantize_rows
-
         codes, scales = quantize_rows(values.to(self.device), code_type)
         assert scales.item() == 1
         same(codes, eager_codes(values, torch.ones(1, 1), code_type))
 
     @CODE_TYPES
     def test_rows_of_another_stride(self, code_type):
-        from megatron_rl.quantization.kernels.quantize import quantize_rows
-
         values = numbers(6, 90, torch.bfloat16)
         wide, turned = torch.full((6, 128), 1e4, dtype=torch.bfloat16), values.t().contiguous().t()
         wide[:, 3:93] = values
@@ -139,8 +151,6 @@ class KernelChecks:
 
     @CODE_TYPES
     def test_smoothing_divides_first(self, code_type):
-        from megatron_rl.quantization.kernels.quantize import quantize_rows
-
         values, smoothing = numbers(5, 100, torch.bfloat16), numbers(1, 100, torch.float32)[0].abs() + 0.1
         codes, scales = quantize_rows(
             values.to(self.device), code_type, columns=112, smoothing=smoothing.to(self.device)
@@ -151,8 +161,6 @@ class KernelChecks:
         assert not codes[:, 100:].float().any()
 
     def test_what_is_not_finite_reaches_the_scale(self):
-        from megatron_rl.quantization.kernels.quantize import quantize_rows
-
         values = torch.ones(3, 20)
         values[0, 3], values[1, 4] = float("nan"), float("-inf")
         scales = quantize_rows(values.to(self.device), FP8)[1].cpu().flatten()
@@ -170,8 +178,6 @@ class KernelChecks:
         ],
     )
     def test_segments(self, rows, columns, dtype, kind, power_of_two):
-        from megatron_rl.quantization.kernels.quantize import quantize_segments
-
         values = numbers(rows, columns + 5, dtype, kind)[:, :columns]
         codes, scales = quantize_segments(values.to(self.device), power_of_two=power_of_two)
         assert codes.shape == (rows, -(-columns // 128) * 128)
@@ -292,7 +298,6 @@ class KernelChecks:
 
     def test_what_does_not_fit_registers_or_sums_is_refused(self):
         from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
-        from megatron_rl.quantization.kernels.quantize import quantize_rows
 
         with pytest.raises(ValueError, match="at most 65536"):
             quantize_rows(torch.ones(1, 65537, device=self.device), FP8)

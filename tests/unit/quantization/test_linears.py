@@ -22,7 +22,7 @@ from megatron_rl.quantization.audit import AUDITED_TOKENS, observed
 from megatron_rl.quantization.linears import QuantizedLinear, QuantizedLinears, parallel_linears
 from megatron_rl.quantization.shapes import skipped, stored_bytes, unmatched_patterns
 from megatron_rl.registry import RECIPES
-from tests.support.quantized import LINEARS, QUANTIZING, disturb, linears_of, quantizable_policy
+from tests.support.quantized import INT4, LINEARS, QUANTIZING, disturb, linears_of, quantizable_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 TOKENS = torch.arange(24)[None] % 32
@@ -110,7 +110,7 @@ class TestSwitching:
         assert {layer.calls for layer in linears.layers} == {1}
 
     def test_weight_only_quantisation_is_a_model_of_rounded_weights(self, policy: PolicyModel) -> None:
-        linears = linears_of(policy, "int4")
+        linears = linears_of(policy, INT4)
         with linears.installed():
             quantised = logits(policy)
         with torch.no_grad():
@@ -172,7 +172,7 @@ class TestSwitching:
                 assert inside[key].data_ptr() == value.data_ptr(), f"{key} is another tensor"
 
     def test_embedding_head_and_norms_run_as_they_are(self, policy: PolicyModel) -> None:
-        linears, seen = linears_of(policy, "int4"), {}
+        linears, seen = linears_of(policy, INT4), {}
         watched = {
             "embedding": policy.gpt.embedding,
             "head": policy.gpt.output_layer,

@@ -15,6 +15,7 @@ from megatron_rl.models import build_model
 from megatron_rl.parallel import seed_everything
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.linears import QuantizedLinears
+from megatron_rl.quantization.recipe import Packing
 from megatron_rl.registry import BACKENDS, RECIPES
 from tools.benchmark.common import benchmark_config
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded, scaled_product
@@ -121,14 +122,16 @@ def activations(bench: Bench) -> Iterator[Row]:
     if bench.device.type != "cuda":
         yield {"skipped": "a CUDA device is needed"}
         return
-    from megatron_rl.quantization.kernels.quantize import quantize_rows, quantize_segments
+    from megatron_rl.quantization.kernels.quantize import quantize
 
     width = bench.sizes.middle.hidden
+    segments = -(-width // formats.TILE)
+    row, cut = Packing(formats.FP8, width), Packing(formats.FP8, segments * formats.TILE, in_segments=True)
     for tokens in bench.sizes.rows:
         x = torch.randn(tokens, width, device=bench.device, dtype=torch.bfloat16)
         for name, work, scales in (
-            ("row", lambda x=x: quantize_rows(x, formats.FP8), tokens),
-            ("128 columns", lambda x=x: quantize_segments(x), tokens * -(-width // formats.TILE)),
+            ("row", lambda x=x: quantize(x, row), tokens),
+            ("128 columns", lambda x=x: quantize(x, cut), tokens * segments),
         ):
             took, size = bench.kernel_seconds(work, inner=20), 3 * tokens * width + 4 * scales
             least = roofline_ms(size, bench.ceilings.bandwidth)

@@ -1,23 +1,26 @@
-"""INT4 weights, one scale an output channel; activations as they are. A control that must do worse."""
+"""A quantisation recipe of one's own: INT4 weights, one scale an output channel; activations as they are.
+
+    train_rl.py ... --rl-rollout-quantization examples/fidelity/int4.py:RECIPE
+"""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import QuantizedWeight, TensorRanks
 from megatron_rl.quantization.rowwise import RowRecipe
 
 
 class Int4(RowRecipe):
-    """Not for use: there is no kernel for it here, the codes take a byte each. `examples/fidelity` needs a
-    format that is too coarse, to show that its measurements would tell.
+    """The control that must do worse: a format that is too coarse shows that the study's measurements would tell.
+
+    There is no kernel for it, the codes take a byte each.
     """
 
     name = "int4"
     format = "int4 weights only, channel"
     safer = "int8"
-    largest = formats.INT4_MAX
+    largest = 7.0
     code_type = torch.int8
     one_pass = False
 
