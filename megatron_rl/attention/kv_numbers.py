@@ -41,11 +41,6 @@ class KVNumbers:
         """[layers, groups] fp32; None unless codes are stored."""
         self._due = [True] * layers
 
-    @property
-    def is_exact(self) -> bool:
-        """What is read is what was written."""
-        return self.stored == self.dtype
-
     def scales(self, layer: int) -> tuple[torch.Tensor, ...]:
         """[groups] fp32 of keys and of values; empty unless codes are stored."""
         return () if self.key_scales is None else (self.key_scales[layer], self.value_scales[layer])
@@ -80,7 +75,7 @@ class KVNumbers:
 
     def round_trip(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, 1, groups, D]`` written and read again."""
-        if self.is_exact:
+        if self.stored == self.dtype:
             return key, value
         rows = self.pack(layer, key, value)
         keys, values = self.unpack(layer, *(row.transpose(1, 2) for row in rows))

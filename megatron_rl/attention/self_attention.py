@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,6 @@ import torch
 import torch.nn.functional as functional
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
-
-from megatron_rl.attention.plan import AttentionPlan
 
 
 class PlannedSelfAttention(SelfAttention):
@@ -47,18 +46,10 @@ class PlannedSelfAttention(SelfAttention):
         query, key = plan.rotate(query), plan.rotate(key)
         if self.kv_rounding is not None:
             key, value = self.kv_rounding(key, value)
-        return self.linear_proj(self._attend(plan, query, key, value))
-
-    def _attend(
-        self, plan: AttentionPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        if not (self.training and self.checkpoint_core_attention):
-            return plan.attend(self.layer_number, query, key, value)
-
-        def recomputed(*inputs: torch.Tensor) -> torch.Tensor:
-            return plan.attend(self.layer_number, *inputs)
-
-        return tensor_parallel.checkpoint(recomputed, False, query, key, value)
+        attend = functools.partial(plan.attend, self.layer_number)
+        if self.training and self.checkpoint_core_attention:
+            attend = functools.partial(tensor_parallel.checkpoint, attend, False)
+        return self.linear_proj(attend(query, key, value))
 
     def flash_decode_and_prefill(
         self,

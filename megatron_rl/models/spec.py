@@ -49,7 +49,11 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
         layer.self_attention.submodules.q_layernorm = TorchNorm
         layer.self_attention.submodules.k_layernorm = TorchNorm
     if config.tensor_model_parallel_size == 1:
-        _use_whole_linears(spec)
+        attention, mlp = layer.self_attention.submodules, submodules_of(layer.mlp)
+        if isinstance(mlp, MoESubmodules):
+            mlp = submodules_of(mlp.experts)
+        attention.linear_qkv = mlp.linear_fc1 = WholeColumnLinear
+        attention.linear_proj = mlp.linear_fc2 = WholeRowLinear
     return spec
 
 
@@ -72,7 +76,9 @@ class WholeColumnLinear(ColumnParallelLinear):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[T, 1, in]`` -> ``[T, 1, out]`` and the bias if the caller adds it."""
         weight = self.weight if weight is None else weight
-        product = _wide_product(input_, weight) if _is_wide(input_, weight) else torch.matmul(input_, weight.t())
+        in_rollout = input_.dim() == 2 and not torch.is_grad_enabled()
+        is_wide = in_rollout and weight.shape[0] >= WIDE and weight.device.type == "cpu"
+        product = _wide_product(input_, weight) if is_wide else torch.matmul(input_, weight.t())
         return _with_bias(product, self.bias, self.skip_bias_add)
 
 
@@ -84,24 +90,8 @@ class WholeRowLinear(RowParallelLinear):
         return _with_bias(torch.matmul(input_, self.weight.t()), self.bias, self.skip_bias_add)
 
 
-def _use_whole_linears(layer: ModuleSpec) -> None:
-    """Put them into a layer's specification; for one tensor-parallel rank only."""
-    attention, mlp = layer.submodules.self_attention.submodules, submodules_of(layer.submodules.mlp)
-    attention.linear_qkv, attention.linear_proj = WholeColumnLinear, WholeRowLinear
-    if isinstance(mlp, MoESubmodules):
-        mlp = submodules_of(mlp.experts)
-    mlp.linear_fc1, mlp.linear_fc2 = WholeColumnLinear, WholeRowLinear
-
-
-def _is_wide(tokens: torch.Tensor, weight: torch.Tensor) -> bool:
-    """A rollout's product of so many columns that a CPU is faster in strips."""
-    return (
-        weight.shape[0] >= WIDE and tokens.dim() == 2 and weight.device.type == "cpu" and not torch.is_grad_enabled()
-    )
-
-
 def _wide_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``tokens weight^T`` in strips of columns: the same bits in 0.82 to 0.88 of the time at 512 x 3072.
+    """``tokens weight^T`` in strips of columns: on a CPU the same bits in 0.82 to 0.88 of the time at 512 x 3072.
 
     The last strip takes the rest, so that none is narrow enough for another kernel.
     """

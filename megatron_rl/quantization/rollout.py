@@ -31,6 +31,8 @@ class RolloutQuantization:
     linears: QuantizedLinears
     recipe: str
     """Name of the recipe in use, or where it lies."""
+    wants_calibration: bool
+    """Whether the engine has to run a few prompts before the next `rollout`."""
 
     def __init__(
         self,
@@ -70,11 +72,6 @@ class RolloutQuantization:
             finally:
                 self._aligned = False
 
-    @property
-    def wants_calibration(self) -> bool:
-        """Whether the engine has to run a few prompts before the next `rollout`."""
-        return not self._calibrated
-
     @contextlib.contextmanager
     def calibrating(self) -> Iterator[None]:
         """Inside, the linears run as they are and are watched; what they see smooths their copies."""
@@ -82,7 +79,7 @@ class RolloutQuantization:
         with observed(self._model, channels=True) as seen, linears.suspended():
             yield
         linears.calibrate({name: one.channel_amax for name, one in seen.items()})
-        self._calibrated = True
+        self.wants_calibration = False
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
@@ -126,7 +123,7 @@ class RolloutQuantization:
 
     def state_dict(self) -> dict[str, Any]:
         """The recipe that the flags asked for, the one in use, and its calibration on this rank, [K] fp32 by layer."""
-        return {"asked": self._asked, "recipe": self.recipe, **(self._smoothing if self._calibrated else {})}
+        return {"asked": self._asked, "recipe": self.recipe, **({} if self.wants_calibration else self._smoothing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the recipe and the calibration of a checkpoint, so that a resumed run rounds as it would have.
@@ -139,7 +136,7 @@ class RolloutQuantization:
         if state["recipe"] != self.recipe:
             logger.warning("rollouts go on with %s instead of %s, as before the restart", state["recipe"], self.recipe)
             self._use(state["recipe"])
-        if self._calibrated:
+        if not self.wants_calibration:
             return
         own = self._smoothing
         saved = {name: value for name, value in state.items() if name.startswith(_SMOOTHING)}
@@ -148,7 +145,7 @@ class RolloutQuantization:
         for name, factors in own.items():
             factors.copy_(saved[name])
         self.linears.weights_changed()
-        self._calibrated = True
+        self.wants_calibration = False
 
     @property
     def _smoothing(self) -> dict[str, torch.Tensor]:
@@ -160,5 +157,5 @@ class RolloutQuantization:
         vars(self).pop("linears", None)  # the old buffers go before the new ones are made
         self.linears = QuantizedLinears(self._model, recipe, self._skip)
         self.recipe = name if ":" in name or recipe is None else recipe.name
-        self._calibrated = recipe is None or not recipe.needs_calibration
+        self.wants_calibration = recipe is not None and recipe.needs_calibration
         self._audited = False

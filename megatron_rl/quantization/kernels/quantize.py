@@ -145,7 +145,7 @@ def quantize(values: torch.Tensor, packing: Packing, smoothing: torch.Tensor | N
     """
     packed = packing.allocate(values.shape[0], values.dtype, values.device)
     if packing.in_segments:
-        _launch_blocks(values, packed.codes, packed.scales, whole=False, power_of_two=packing.power_of_two)
+        requantize_blocks(values, packed.codes, packed.scales, whole=False, power_of_two=packing.power_of_two)
     else:
         requantize_rows(values, packed.codes, packed.scales, smoothing=smoothing)
     return packed
@@ -175,20 +175,14 @@ def requantize_rows(
     )  # fmt: skip
 
 
-def requantize_tiles(
-    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, power_of_two: bool = False
-) -> None:
-    """Write E4M3 ``codes`` [>= N, >= K] and fp32 ``scales`` [ceil(N / 128), ceil(K / 128)], one a 128 x 128 tile.
-
-    As `requantize_rows`; ``codes`` reach at most to the end of the last tiles, where they become zeros. ``scales`` may
-    be a view of any strides.
-    """
-    _launch_blocks(weight, codes, scales, whole=True, power_of_two=power_of_two)
-
-
-def _launch_blocks(
+def requantize_blocks(
     values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, whole: bool, power_of_two: bool
 ) -> None:
+    """Write E4M3 ``codes`` [>= N, >= K] and fp32 ``scales``, one a 128 x 128 tile (``whole``) or 1 x 128 segment.
+
+    ``values`` as of `quantize`; ``codes`` reach at most to the end of the last blocks, where they become zeros.
+    ``scales`` [ceil(N / 128) or N, ceil(K / 128)] may be a view of any strides. ``power_of_two`` rounds them up.
+    """
     values = _with_adjacent_columns(values)
     block_rows = TILE if whole else _SEGMENT_ROWS
     blocks_kernel[(triton.cdiv(codes.shape[0], block_rows), triton.cdiv(codes.shape[1], TILE))](

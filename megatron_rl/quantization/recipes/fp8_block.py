@@ -54,9 +54,9 @@ class Fp8Block(Recipe):
     def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
         """See `Recipe.encode`."""
         if weight.is_cuda:
-            from megatron_rl.quantization.kernels.quantize import requantize_tiles
+            from megatron_rl.quantization.kernels.quantize import requantize_blocks
 
-            requantize_tiles(weight, into.codes, into.scales, power_of_two=self.powers_of_two)
+            requantize_blocks(weight, into.codes, into.scales, whole=True, power_of_two=self.powers_of_two)
             return
         cut = formats.tiles(weight.float())
         scale = self._scale(self.amax(weight) if amax is None else amax)

@@ -23,7 +23,7 @@ def rows(*by_group: list[float]) -> torch.Tensor:
 
 def test_the_models_own_numbers_are_left_alone() -> None:
     numbers, key = KVNumbers(1, 2, torch.float32, None, CPU), torch.randn(3, 1, 2, 4)
-    assert numbers.is_exact and numbers.key_scales is None
+    assert numbers.stored == numbers.dtype and numbers.key_scales is None
     assert all(x is key for x in numbers.round_trip(0, key, key))
     assert all(x is key for x in numbers.pack(0, key, key))
 

@@ -220,7 +220,7 @@ class KernelChecks:
         ],
     )
     def test_a_weight_by_tile(self, rows, columns, dtype, kind, power_of_two):
-        from megatron_rl.quantization.kernels.quantize import requantize_tiles
+        from megatron_rl.quantization.kernels.quantize import requantize_blocks
 
         weight = numbers(rows, columns, dtype, kind)
         wanted, wanted_scales = eager_tiles(weight, power_of_two)
@@ -228,18 +228,18 @@ class KernelChecks:
         around = torch.full((wanted_scales.shape[0], 4), 7.0, device=self.device)
         scales = around[:, : wanted_scales.shape[1]]
         places = codes.data_ptr(), scales.data_ptr()
-        requantize_tiles(weight.to(self.device), codes, scales, power_of_two=power_of_two)
+        requantize_blocks(weight.to(self.device), codes, scales, whole=True, power_of_two=power_of_two)
         same(codes, wanted)
         same(scales, wanted_scales)
         assert (around[:, wanted_scales.shape[1] :] == 7).all()
         assert places == (codes.data_ptr(), scales.data_ptr())
 
     def test_a_weight_by_tile_into_codes_of_its_own_shape(self):
-        from megatron_rl.quantization.kernels.quantize import requantize_tiles
+        from megatron_rl.quantization.kernels.quantize import requantize_blocks
 
         weight = numbers(130, 200, torch.bfloat16)
         codes, scales = torch.empty(130, 200, device=self.device).to(FP8), torch.empty(2, 2, device=self.device)
-        requantize_tiles(weight.to(self.device), codes, scales, power_of_two=True)
+        requantize_blocks(weight.to(self.device), codes, scales, whole=True, power_of_two=True)
         wanted, wanted_scales = eager_tiles(weight, True)
         same(codes, wanted[:130, :200])
         same(scales, wanted_scales)
