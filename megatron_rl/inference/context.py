@@ -105,7 +105,7 @@ class RolloutContext(BaseInferenceContext):
         self, layer: int, mixed: torch.Tensor, query_norm: torch.nn.Module | None, key_norm: torch.nn.Module | None
     ) -> torch.Tensor:
         """See `RolloutPlan`."""
-        from megatron_rl.models.kernels.rotate_store import rotate_store
+        from megatron_rl.models.kernels import rotate_store
 
         cache, index = self.cache, layer - self._first_layer
         stored = cache.keys[index], cache.values[index], self._slots, *cache.numbers.scales(index)

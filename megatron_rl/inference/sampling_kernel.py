@@ -45,7 +45,7 @@ def draw_by_chunks(
 
 
 # Every other row of an odd number of columns begins at 4 bytes, every other row of a table of numbers at 8: see
-# `attention.kernels.paged_decode`.
+# `attention.kernels`.
 
 
 @triton.jit(

@@ -69,7 +69,7 @@ class RolloutOps:
         """The residual stream with ``pending`` added, in its memory, and its norm as the linear ``reader`` wants it."""
         output, bias = pending or (None, None)
         if self.fused and is_rms(norm):
-            from megatron_rl.models.kernels.rows import add_norm
+            from megatron_rl.models.kernels import add_norm
 
             packing = None if reader is None else packing_for(reader)
             return add_norm(residual, output, bias, norm.weight, norm.eps, packing)
@@ -82,7 +82,7 @@ class RolloutOps:
         if not config.gated_linear_unit:
             return config.activation_func(inner)
         if self.fused and config.activation_func is functional.silu:
-            from megatron_rl.models.kernels.rows import gate_up
+            from megatron_rl.models.kernels import gate_up
 
             return gate_up(inner, packing_for(reader))
         gate, up = inner.chunk(2, -1)

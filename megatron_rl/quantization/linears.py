@@ -159,10 +159,9 @@ class QuantizedLinears:
             self._switch(before)
 
     def _switch(self, to: bool) -> None:
-        if to != self._is_installed:
-            for layer in self.layers:
-                layer.install() if to else layer.remove()
-            self._is_installed = to
+        self._is_installed = to
+        for layer in self.layers:
+            layer.install() if to else layer.remove()
 
     def _shared_amax(self) -> dict[str, torch.Tensor]:
         """The largest magnitudes of groups that lie on several ranks, in one exchange for all layers."""
@@ -203,7 +202,7 @@ class QuantizedLinear:
 
     def remove(self) -> None:
         """Back to the module's own forward."""
-        del self.module.forward
+        vars(self.module).pop("forward", None)
 
     def forward(
         self,

@@ -50,7 +50,6 @@ class RowRecipe(Recipe):
         return formats.row_amax(weight if smoothing is None else weight * smoothing)
 
     def allocate(self, rows: int, columns: int, device: torch.device) -> QuantizedWeight:
-        """See `Recipe.allocate`."""
         stored = stored_shape(self.name, rows, columns)
         q = QuantizedWeight(
             torch.zeros(stored, dtype=self.code_type, device=device), torch.ones(stored[0], 1, device=device),
@@ -63,9 +62,8 @@ class RowRecipe(Recipe):
         return q
 
     def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
-        """See `Recipe.encode`."""
         if weight.is_cuda and into.smoothing is None and self.one_pass:
-            from megatron_rl.quantization.kernels.quantize import requantize_rows
+            from megatron_rl.quantization.kernels import requantize_rows
 
             scales = None if amax is None else formats.scale_of(amax, self.largest)
             requantize_rows(weight, into.codes, into.scales, scales)
@@ -84,17 +82,15 @@ class RowRecipe(Recipe):
             into.operand.copy_(codes)
 
     def dequantize(self, q: QuantizedWeight) -> torch.Tensor:
-        """See `Recipe.dequantize`."""
         weight = q.codes[: q.rows, : q.columns].float() * q.scales[: q.rows]
         return weight if q.smoothing is None else weight / q.smoothing
 
     # -- the product ---------------------------------------------------------------------------
 
     def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
-        """See `Recipe.matmul`."""
         tokens = x.reshape(-1, q.columns)
         if x.is_cuda and ranks is None:
-            from megatron_rl.quantization.kernels.quantize import quantize
+            from megatron_rl.quantization.kernels import quantize
 
             product = self.multiply(quantize(tokens, Packing(self.code_type, q.codes.shape[1]), q.smoothing), q)
         else:
@@ -102,16 +98,15 @@ class RowRecipe(Recipe):
         return product.view(*x.shape[:-1], q.rows)
 
     def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> Packing | None:
-        """See `Recipe.packing`. Scales that ranks share, and smoothing, are not the kernels'."""
+        """Scales that ranks share, and smoothing, are not the kernels'."""
         if ranks is not None or q.smoothing is not None:
             return None
         return Packing(self.code_type, q.codes.shape[1])
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
-        """See `Recipe.multiply`."""
         if not self._integer:
             return fp8_product(x.codes, x.scales, q, x.dtype)
-        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+        from megatron_rl.quantization.kernels import int8_matmul
 
         return int8_matmul(x.codes, q.codes[: q.rows], x.scales, q.scales[: q.rows], x.dtype)
 
@@ -142,7 +137,6 @@ class RowRecipe(Recipe):
         return (scaled.round_() if self._integer else formats.fp8_rounded(scaled)), scale
 
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
-        """See `Recipe.round_trip`."""
         codes, scale = self.activation_codes(x.reshape(-1, q.columns), q, ranks)
         values = codes * scale
         if q.smoothing is not None:
@@ -160,7 +154,7 @@ def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
     codes = functional.pad(codes.to(torch.int8), (0, q.codes.shape[1] - q.columns))
     if not codes.is_cuda:
         return torch._int_mm(codes, q.codes.t())[:, : q.rows]
-    from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+    from megatron_rl.quantization.kernels import int8_matmul
 
     return int8_matmul(codes, q.codes)[:, : q.rows]
 

@@ -29,7 +29,7 @@ class TestCompiled(KernelChecks):
 
     @CODE_TYPES
     def test_rows_of_a_model(self, code_type):
-        from megatron_rl.quantization.kernels.quantize import requantize_rows
+        from megatron_rl.quantization.kernels import requantize_rows
 
         values = numbers(300, COLUMNS, torch.bfloat16, "outliers")
         wanted, wanted_scales = eager_rows(values, code_type)
@@ -49,7 +49,7 @@ class TestCompiled(KernelChecks):
 
     @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 100, 256, 1100])
     def test_products_of_a_model(self, tokens):
-        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+        from megatron_rl.quantization.kernels import int8_matmul
 
         codes, weight = self.int8(tokens, COLUMNS), self.int8(272, COLUMNS)
         ours = int8_matmul(codes.cuda(), weight.cuda())
@@ -58,8 +58,7 @@ class TestCompiled(KernelChecks):
 
     def test_a_captured_graph_reads_the_refreshed_weight(self):
         """Quantise and multiply in a graph; new tokens and a re-quantised weight give the new product."""
-        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
-        from megatron_rl.quantization.kernels.quantize import requantize_rows
+        from megatron_rl.quantization.kernels import int8_matmul, requantize_rows
 
         tokens = numbers(8, COLUMNS, torch.bfloat16).cuda()
         weight = numbers(512, COLUMNS, torch.bfloat16).cuda()

@@ -17,11 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _OURS = (
-    "megatron_rl.attention.kernels.paged_decode",
-    "megatron_rl.models.kernels.rows",
-    "megatron_rl.models.kernels.rotate_store",
-    "megatron_rl.quantization.kernels.int8_matmul",
-    "megatron_rl.quantization.kernels.quantize",
+    "megatron_rl.attention.kernels",
+    "megatron_rl.models.kernels",
+    "megatron_rl.quantization.kernels",
 )
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach"}
 

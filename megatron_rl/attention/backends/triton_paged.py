@@ -12,7 +12,7 @@ from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, KVC
 from megatron_rl.attention.kv_numbers import FP8
 
 if TYPE_CHECKING:
-    from megatron_rl.attention.kernels.paged_decode import Splits
+    from megatron_rl.attention.kernels import Splits
 
 WIDEST_HEAD = 256
 WIDEST_FP32_HEAD = 64
@@ -22,25 +22,25 @@ _FP8_CAPABILITY = (8, 9)
 
 def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> Splits:
     del key_length
-    from megatron_rl.attention.kernels.paged_decode import find_splits
+    from megatron_rl.attention.kernels import find_splits
 
     return find_splits(positions, cache.table.shape[1] * cache.page_length)
 
 
 def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> torch.Tensor:
-    from megatron_rl.attention.kernels.paged_decode import decode
+    from megatron_rl.attention.kernels import decode
 
     return decode(query, cache.keys[layer], cache.values[layer], cache.table, plan, *cache.numbers.scales(layer))
 
 
 def _prepare_extend(cache: KVCache, new: NewTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """As `paged_extend.extend` takes them: table, borders, first positions, and the most new tokens of a sequence."""
+    """As `kernels.extend` takes them: table, borders, first positions, and the most new tokens of a sequence."""
     first = new.position_ids.index_select(0, new.cu_seqlens[:-1].long())
     return cache.table.index_select(0, new.slots), new.cu_seqlens, first, max(new.lengths)
 
 
 def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: Sequence[Any]) -> torch.Tensor:
-    from megatron_rl.attention.kernels.paged_extend import extend
+    from megatron_rl.attention.kernels import extend
 
     return extend(query, cache.keys[layer], cache.values[layer], *plan, *cache.numbers.scales(layer))
 

@@ -41,7 +41,6 @@ class Fp8Block(Recipe):
         return formats.tiles(weight).abs().amax((1, 3), keepdim=True).float()
 
     def allocate(self, rows: int, columns: int, device: torch.device) -> QuantizedWeight:
-        """See `Recipe.allocate`."""
         stored = stored_shape(self.name, rows, columns)
         tiles = stored[0] // TILE, stored[1] // TILE
         codes = torch.zeros(stored, dtype=formats.FP8, device=device)
@@ -52,9 +51,8 @@ class Fp8Block(Recipe):
         return QuantizedWeight(codes, torch.ones(tiles, device=device), rows, columns, operand=operand)
 
     def encode(self, weight: torch.Tensor, amax: torch.Tensor | None, into: QuantizedWeight) -> None:
-        """See `Recipe.encode`."""
         if weight.is_cuda:
-            from megatron_rl.quantization.kernels.quantize import requantize_blocks
+            from megatron_rl.quantization.kernels import requantize_blocks
 
             requantize_blocks(weight, into.codes, into.scales, whole=True, power_of_two=self.powers_of_two)
             return
@@ -71,15 +69,13 @@ class Fp8Block(Recipe):
         return formats.power_of_two(scale) if self.powers_of_two else scale
 
     def dequantize(self, q: QuantizedWeight) -> torch.Tensor:
-        """See `Recipe.dequantize`."""
         weight = formats.tiles(q.codes.float()) * q.scales[:, None, :, None]
         return weight.reshape(q.codes.shape)[: q.rows, : q.columns]
 
     def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
-        """See `Recipe.matmul`."""
         tokens = x.reshape(-1, q.columns)
         if x.is_cuda:
-            from megatron_rl.quantization.kernels.quantize import quantize
+            from megatron_rl.quantization.kernels import quantize
 
             packed = quantize(tokens, self.packing(q, None))
             product = fp8_product(packed.codes, packed.scales, q, x.dtype if ranks is None else torch.float32)
@@ -90,13 +86,11 @@ class Fp8Block(Recipe):
         return product.to(x.dtype).view(*x.shape[:-1], q.rows)
 
     def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> Packing | None:
-        """See `Recipe.packing`."""
         if ranks is not None:  # their products are added up in fp32
             return None
         return Packing(formats.FP8, q.codes.shape[1], in_segments=True, power_of_two=self.powers_of_two)
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:
-        """See `Recipe.multiply`."""
         return fp8_product(x.codes, x.scales, q, x.dtype)
 
     def activation_codes(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +100,6 @@ class Fp8Block(Recipe):
         return formats.fp8_rounded(cut / scale), scale  # past the limit by an ulp at most: rounding takes it back
 
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
-        """See `Recipe.round_trip`."""
         del ranks  # segments lie within one rank
         codes, scale = self.activation_codes(x.reshape(-1, q.columns))
         return (codes * scale).flatten(1)[:, : q.columns].to(x.dtype).view(x.shape)

@@ -70,7 +70,7 @@ class KernelChecks:
     @DTYPES
     @pytest.mark.parametrize("case", ["first", "added", "biased"])
     def test_residual_and_norm(self, dtype, case):
-        from megatron_rl.models.kernels.rows import add_norm
+        from megatron_rl.models.kernels import add_norm
 
         residual, output, bias, weight = self._stream(dtype)
         output, bias = (None if case == "first" else output), (bias if case == "biased" else None)
@@ -83,7 +83,7 @@ class KernelChecks:
 
     @pytest.mark.parametrize("packing", [ROWS_FP8, ROWS_INT8, SEGMENTS, POWERS])
     def test_norm_and_codes(self, packing):
-        from megatron_rl.models.kernels.rows import add_norm
+        from megatron_rl.models.kernels import add_norm
 
         columns = 300 if packing.in_segments else 100
         residual, output, _, weight = self._stream(torch.float32, columns)
@@ -97,7 +97,7 @@ class KernelChecks:
     @DTYPES
     @pytest.mark.parametrize("columns", [100, 1500])
     def test_gate(self, dtype, columns):
-        from megatron_rl.models.kernels.rows import gate_up
+        from megatron_rl.models.kernels import gate_up
 
         inner = 3 * randn(3, 2 * columns, dtype=dtype)
         gate, up = inner.chunk(2, -1)
@@ -107,7 +107,7 @@ class KernelChecks:
         "packing", [ROWS_FP8, ROWS_INT8, SEGMENTS, POWERS, Packing(formats.FP8, 1280, in_segments=True)]
     )
     def test_gate_and_codes(self, packing):
-        from megatron_rl.models.kernels.rows import gate_up
+        from megatron_rl.models.kernels import gate_up
 
         columns = packing.columns - (84 if packing.in_segments else 12)
         inner = 3 * randn(3, 2 * columns)
@@ -132,7 +132,7 @@ class KernelChecks:
         self._check_heads(torch.float32, 4, 16, 16, False, stored=torch.bfloat16)
 
     def test_a_key_that_is_no_number_stays_none(self):
-        from megatron_rl.models.kernels.rotate_store import rotate_store
+        from megatron_rl.models.kernels import rotate_store
 
         mixed, cos, sin = randn(1, 1, 3, 16), randn(1, 1, 1, 16), randn(1, 1, 1, 16)
         mixed[0, 0, 2, 5] = float("nan")
@@ -179,7 +179,7 @@ class KernelChecks:
         return keys, values, cells.to(self.device), *numbers.scales(0)
 
     def _check_heads(self, dtype, share, width, rotated, normed, stored):
-        from megatron_rl.models.kernels.rotate_store import rotate_store
+        from megatron_rl.models.kernels import rotate_store
 
         groups, cells = 2, torch.tensor([33, 0, 62])
         # A slice of a wider product, as projections of several layers in one would give.

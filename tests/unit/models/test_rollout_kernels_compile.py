@@ -36,7 +36,7 @@ def check(text: str, sink: str) -> None:
 
 @pytest.mark.parametrize(("sink", "block"), [("numbers", 4096), ("fp8", 8192), ("int8", 4096), ("segments", 8192)])
 def test_residual_and_norm(sink, block):
-    from megatron_rl.models.kernels.rows import add_norm_kernel
+    from megatron_rl.models.kernels import add_norm_kernel
 
     pointers, constants = SINKS[sink]
     types = dict.fromkeys(("residual", "output", "weight"), "*bf16") | {"scales": "*fp32", "epsilon": "fp32"}
@@ -47,7 +47,7 @@ def test_residual_and_norm(sink, block):
 
 @pytest.mark.parametrize("sink", SINKS)
 def test_gate(sink):
-    from megatron_rl.models.kernels.rows import gate_kernel
+    from megatron_rl.models.kernels import gate_kernel
 
     pointers, constants = SINKS[sink]
     block = 32768 if sink in ("fp8", "int8") else 1024
@@ -60,7 +60,7 @@ def test_gate(sink):
 
 @pytest.mark.parametrize(("codes", "normed"), [(False, False), (True, True)])
 def test_rotation_and_cache(normed, codes):
-    from megatron_rl.models.kernels.rotate_store import rotate_store_kernel
+    from megatron_rl.models.kernels import rotate_store_kernel
 
     stored, scales = ("*u8", "*fp32") if codes else ("*bf16", None)
     types = dict.fromkeys(("mixed", "cos", "sin", "query"), "*bf16") | {"cells": "*i64", "epsilon": "fp32"}

@@ -66,14 +66,14 @@ def eager_segments(values: torch.Tensor, power_of_two: bool) -> tuple[torch.Tens
 def quantize_rows(
     values: torch.Tensor, code_type: torch.dtype, columns: int | None = None, smoothing: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from megatron_rl.quantization.kernels.quantize import quantize
+    from megatron_rl.quantization.kernels import quantize
 
     packed = quantize(values, Packing(code_type, columns or values.shape[1]), smoothing)
     return packed.codes, packed.scales
 
 
 def quantize_segments(values: torch.Tensor, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    from megatron_rl.quantization.kernels.quantize import quantize
+    from megatron_rl.quantization.kernels import quantize
 
     columns = -(-values.shape[1] // 128) * 128
     packed = quantize(values, Packing(FP8, columns, in_segments=True, power_of_two=power_of_two))
@@ -192,7 +192,7 @@ class KernelChecks:
     @CODE_TYPES
     @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared amax"])
     def test_a_weight_by_channel(self, code_type, shared):
-        from megatron_rl.quantization.kernels.quantize import requantize_rows
+        from megatron_rl.quantization.kernels import requantize_rows
 
         weight = numbers(9, 100, torch.bfloat16, "outliers")
         codes = torch.full((16, 112), 3.0, device=self.device).to(code_type)
@@ -220,7 +220,7 @@ class KernelChecks:
         ],
     )
     def test_a_weight_by_tile(self, rows, columns, dtype, kind, power_of_two):
-        from megatron_rl.quantization.kernels.quantize import requantize_blocks
+        from megatron_rl.quantization.kernels import requantize_blocks
 
         weight = numbers(rows, columns, dtype, kind)
         wanted, wanted_scales = eager_tiles(weight, power_of_two)
@@ -235,7 +235,7 @@ class KernelChecks:
         assert places == (codes.data_ptr(), scales.data_ptr())
 
     def test_a_weight_by_tile_into_codes_of_its_own_shape(self):
-        from megatron_rl.quantization.kernels.quantize import requantize_blocks
+        from megatron_rl.quantization.kernels import requantize_blocks
 
         weight = numbers(130, 200, torch.bfloat16)
         codes, scales = torch.empty(130, 200, device=self.device).to(FP8), torch.empty(2, 2, device=self.device)
@@ -251,7 +251,7 @@ class KernelChecks:
         [(1, 48, 112), (5, 33, 256), (17, 40, 100), (40, 70, 128), (70, 20, 16), (140, 130, 144), (0, 16, 16)],
     )
     def test_accumulators_are_exact(self, tokens, channels, columns):
-        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+        from megatron_rl.quantization.kernels import int8_matmul
 
         codes, weight = self.int8(tokens, columns), self.int8(channels, columns)
         ours = int8_matmul(codes.to(self.device), weight.to(self.device))
@@ -261,7 +261,7 @@ class KernelChecks:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     def test_the_epilogue_scales(self, dtype):
         """Each fp32 operation rounds once, as eager torch's do: the numbers are equal."""
-        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+        from megatron_rl.quantization.kernels import int8_matmul
 
         codes, weight = self.int8(5, 100), self.int8(48, 100)
         scales, weight_scales = (numbers(rows, 1, torch.float32).abs() * 0.05 for rows in (5, 48))
@@ -270,7 +270,7 @@ class KernelChecks:
         self.same_product(ours, wanted.to(dtype))
 
     def test_a_product_of_views_without_the_weights_padding_rows(self):
-        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+        from megatron_rl.quantization.kernels import int8_matmul
 
         codes, weight = self.int8(5, 128)[:, :112], self.int8(48, 112)
         scales, weight_scales = (numbers(rows, 1, torch.float32).abs() for rows in (5, 48))
@@ -297,7 +297,7 @@ class KernelChecks:
     # -- refusals ------------------------------------------------------------------------------
 
     def test_what_does_not_fit_registers_or_sums_is_refused(self):
-        from megatron_rl.quantization.kernels.int8_matmul import int8_matmul
+        from megatron_rl.quantization.kernels import int8_matmul
 
         with pytest.raises(ValueError, match="at most 65536"):
             quantize_rows(torch.ones(1, 65537, device=self.device), FP8)

@@ -24,7 +24,7 @@ def _own_cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("codes", ["i8", "fp8e4nv"])
 def test_rows(codes):
-    from megatron_rl.quantization.kernels.quantize import rows_kernel
+    from megatron_rl.quantization.kernels import rows_kernel
 
     pointers = {"values": "*bf16", "codes": f"*{codes}", "scales": "*fp32", "smoothing": "*fp32"}
     constants = {"given_scales": None, "BLOCK": 1024}
@@ -35,7 +35,7 @@ def test_rows(codes):
 
 @pytest.mark.parametrize(("whole", "rows"), [(True, 128), (False, 16)])
 def test_blocks(whole, rows):
-    from megatron_rl.quantization.kernels.quantize import blocks_kernel
+    from megatron_rl.quantization.kernels import blocks_kernel
 
     pointers = {"values": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
     constants = {"POWER_OF_TWO": True, "WHOLE": whole, "ROWS": rows}
@@ -47,7 +47,7 @@ def test_blocks(whole, rows):
 @pytest.mark.parametrize("tokens", [1, 16, 4096])
 def test_any_number_of_tokens_takes_the_same_kernel(tokens):
     """The scales of segments lie column by column, so their stride is the number of tokens."""
-    from megatron_rl.quantization.kernels.quantize import blocks_kernel
+    from megatron_rl.quantization.kernels import blocks_kernel
 
     types = {"values": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
     sizes = dict.fromkeys(("rows", "code_rows", "scale_column_stride"), tokens)
@@ -57,7 +57,7 @@ def test_any_number_of_tokens_takes_the_same_kernel(tokens):
 
 @pytest.mark.parametrize(("tokens", "raw", "even"), [(1, True, True), (64, False, False), (512, False, True)])
 def test_products(tokens, raw, even):
-    from megatron_rl.quantization.kernels.int8_matmul import matmul_kernel, tiles_for
+    from megatron_rl.quantization.kernels import matmul_kernel, tiles_for
 
     tiles = tiles_for(tokens)
     epilogue = ("scales", "weight_scales")

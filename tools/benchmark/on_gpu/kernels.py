@@ -122,7 +122,7 @@ def activations(bench: Bench) -> Iterator[Row]:
     if bench.device.type != "cuda":
         yield {"skipped": "a CUDA device is needed"}
         return
-    from megatron_rl.quantization.kernels.quantize import quantize
+    from megatron_rl.quantization.kernels import quantize
 
     width = bench.sizes.middle.hidden
     segments = -(-width // formats.TILE)

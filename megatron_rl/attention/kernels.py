@@ -1,4 +1,6 @@
-"""One new token a row against its pages, in two steps: a softmax for each split of the keys, then their sum.
+"""Triton kernels over the paged KV cache, on CUDA or in Triton's interpreter; their twin is ``backends/paged.py``.
+
+`decode`: one new token a row against its pages, in two steps: a softmax for each split of the keys, then their sum.
 
     keys 600, 1, 300     splits of 256 keys     items   row 0: 0 1 2   row 1: 0   row 2: 0 1
                                                 programs take items in turn until there are no more
@@ -6,6 +8,8 @@
 How the keys are cut depends on the longest sequence that the cache can hold and on nothing else: a row's result does
 not depend on its neighbours. `find_splits` lists on the device, once a step, the splits that have keys, so one captured
 graph serves all lengths, and no program is started for a split that has none.
+
+`extend`: several new tokens of several sequences against their pages; their own keys and values are there already.
 """
 
 from __future__ import annotations
@@ -16,16 +20,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-
-from megatron_rl.attention.kernels.tiles import (
-    LOG2_E,
-    SMALLEST_TILE,
-    add_block,
-    as_floats,
-    block_of,
-    padded_width,
-    read_block,
-)
 
 MOST_SPLITS = 64
 SHORTEST_SPLIT = 256
@@ -39,6 +33,12 @@ PROGRAMS_PER_PROCESSOR = 3
 """As many as fit at once (test_triton_paged_compile.py): one that had to wait for others would find no work left."""
 STAGES = 3
 """Blocks of keys and values: one is multiplied while the next two are on their way."""
+TILE = 64
+"""Rows a program: new tokens times the query heads of a group, which read the same keys."""
+LOG2_E = 1.4426950408889634
+SMALLEST_TILE = 16
+"""`tl.dot` takes no smaller one."""
+_LARGEST_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -208,3 +208,138 @@ def sum_kernel(
         mixed = mixed * shrink + tl.sum(part * weights[:, None], 0)
         largest = higher
     tl.store(out + head * WIDTH + column, (mixed / total).to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def warps_for(block_d: int) -> int:
+    """Of a program; heads wider than 128 would spill with four."""
+    return 8 if block_d > 128 else 4
+
+
+def extend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    first_positions: torch.Tensor,
+    longest: int,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``query`` [T, 1, heads, D] of S sequences laid end to end -> [T, 1, heads * D].
+
+    ``cu_seqlens`` [S + 1] int32 and ``first_positions`` [S] int64 of the new tokens, at most ``longest`` each;
+    ``table`` [S, pages] int32; the rest as in `decode`.
+    """
+    tokens, _, heads, width = query.shape
+    _, page_length, groups, _ = keys.shape
+    share, block_d = heads // groups, padded_width(width)
+    query = query.contiguous()
+    out = torch.empty(tokens, 1, heads * width, dtype=query.dtype, device=query.device)
+    extend_kernel[(cu_seqlens.shape[0] - 1, groups, triton.cdiv(longest * share, TILE))](
+        query, as_floats(keys, key_scales), as_floats(values, value_scales), table, cu_seqlens, first_positions,
+        key_scales, value_scales, out, width**-0.5 * LOG2_E, table.stride(0),
+        SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length,
+        BLOCK_Q=TILE, BLOCK_K=block_of(page_length), BLOCK_D=block_d,
+        PRECISION="ieee", num_warps=warps_for(block_d), num_stages=STAGES,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["first_positions", "key_scales", "value_scales"],
+)
+def extend_kernel(
+    query, keys, values, table, cu_seqlens, first_positions, key_scales, value_scales, out, scale, table_stride,
+    SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program is (sequence, group, tile); a tile's rows are new tokens, each with all query heads of the group."""
+    sequence, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start_token = tl.load(cu_seqlens + sequence)
+    count = tl.load(cu_seqlens + sequence + 1) - start_token
+    if tile * BLOCK_Q < count * SHARE:
+        first = tl.load(first_positions + sequence).to(tl.int32)
+        row, column = tile * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+        token, member = row // SHARE, row % SHARE
+        real = (token < count)[:, None] & (column < WIDTH)[None, :]
+        head = (start_token + token).to(tl.int64) * GROUPS * SHARE + group * SHARE + member
+        place = head[:, None] * WIDTH + column[None, :]
+        q = tl.load(query + place, mask=real, other=0.0)
+        if key_scales is not None:
+            scale *= tl.load(key_scales + group)
+        largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_Q], tl.float32)
+        mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        reach = first + tl.minimum(count, ((tile + 1) * BLOCK_Q + SHARE - 1) // SHARE)
+        page = tl.load(table + sequence * table_stride)
+        for start in range(0, reach, BLOCK_K):
+            position = start + tl.arange(0, BLOCK_K)
+            inside = position < reach
+            key = read_block(keys, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype)
+            value = read_block(
+                values, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype
+            )
+            # A step ahead: a load that waits for the load of its address is not overlapped.
+            page = tl.load(table + sequence * table_stride + tl.minimum(start + BLOCK_K, reach - 1) // PAGE)
+            visible = position[None, :] <= (first + token)[:, None]
+            largest, total, mixed = add_block(q, key, value, visible, scale, largest, total, mixed, PRECISION)
+        if value_scales is not None:
+            mixed *= tl.load(value_scales + group)
+        tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+def block_of(page_length: int) -> int:
+    """Keys a block: the largest power of two that divides a page, at most 64. ValueError below 16."""
+    block = min(page_length & -page_length, _LARGEST_BLOCK)
+    if block < SMALLEST_TILE:
+        raise ValueError(f"pages of {page_length} tokens are not a multiple of {SMALLEST_TILE}")
+    return block
+
+
+def padded_width(width: int) -> int:
+    """A head's width as a power of two."""
+    return max(SMALLEST_TILE, triton.next_power_of_2(width))
+
+
+def as_floats(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Codes lie in uint8 tensors; with scales they are E4M3."""
+    return codes if scales is None else codes.view(torch.float8_e4m3fn)
+
+
+@triton.jit
+def read_block(
+    cache, page, first, group, inside, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Keys or values ``first .. first + BLOCK_K - 1`` of a page as ``[BLOCK_K, BLOCK_D]`` of ``dtype``.
+
+    Zeros where ``inside`` [BLOCK_K] is false: what another sequence left there may be NaN. The mask is the load's
+    own, because a ``tl.where`` behind it would send the block through registers and shared memory once more.
+    """
+    column = tl.arange(0, BLOCK_D)
+    # One 64-bit address a block: what is added to it is known when the kernel is compiled.
+    block = cache + ((page.to(tl.int64) * PAGE + first) * GROUPS + group) * WIDTH
+    place = block + (tl.arange(0, BLOCK_K) * (GROUPS * WIDTH))[:, None] + column[None, :]
+    if WIDTH == BLOCK_D:
+        numbers = tl.load(place, mask=inside[:, None], other=0.0)
+    else:
+        numbers = tl.load(place, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
+    return numbers.to(dtype)
+
+
+@triton.jit
+def add_block(query, key, value, visible, scale, largest, total, mixed, PRECISION: tl.constexpr):
+    """One step of the running softmax, in fp32 and to the base 2.
+
+    ``query`` [Q, D], ``key`` and ``value`` [K, D], ``visible`` [Q, K]; every query sees a key of its first block.
+    """
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(largest, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(largest - higher)
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    return higher, total, mixed

@@ -1,0 +1,255 @@
+"""Triton kernels for what a decoder layer does between its products, in rollouts on CUDA; twins in `rollout_ops`.
+
+`add_norm` and `gate_up`: a program a row, which goes out as numbers, or as the codes and scales that the next product
+wants. `rotate_store`: a decode step's heads, with norms of query and key, rotation, key and value into the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_rl.quantization import formats
+from megatron_rl.quantization.kernels import codes_of, e4m3_of, magnitude_bits, scale_of
+from megatron_rl.quantization.recipe import PackedActivations, Packing
+
+_TILE, _LARGEST = tl.constexpr(formats.TILE), tl.constexpr(formats.FP8_MAX)
+_PIECE = 1024
+"""Columns of a program where a row may be cut: a decode batch has too few rows to fill a GPU."""
+
+
+def add_norm(
+    residual: torch.Tensor,
+    output: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    packing: Packing | None,
+) -> tuple[torch.Tensor, torch.Tensor | PackedActivations]:
+    """``output + bias + residual``, in the memory of ``output``, and ``rms_norm`` of it; [T, hidden] both.
+
+    Without ``output`` the sum is ``residual`` itself. Rounded to the dtype where eager torch rounds: after each sum
+    and after the norm, whose codes ``packing`` may ask for instead.
+    """
+    rows, columns = residual.shape
+    written, sink = _sink(residual, columns, packing)
+    block = max(triton.next_power_of_2(sink["out_columns"]), 128)
+    add_norm_kernel[(rows,)](
+        residual, output, bias, weight, columns, residual.stride(0), 0 if output is None else output.stride(0), epsilon,
+        **sink, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return residual if output is None else output, written
+
+
+def gate_up(inner: torch.Tensor, packing: Packing | None) -> torch.Tensor | PackedActivations:
+    """``inner`` [T, 2 F], gates first -> [T, F], rounded to the dtype after silu and after the product."""
+    rows, columns = inner.shape[0], inner.shape[1] // 2
+    written, sink = _sink(inner, columns, packing)
+    block = max(triton.next_power_of_2(sink["out_columns"]), 128)
+    if packing is None or packing.in_segments:  # otherwise a program has to see a whole row
+        block = min(block, _PIECE)
+    gate_kernel[(rows, triton.cdiv(sink["out_columns"], block))](
+        inner, columns, inner.stride(0), **sink, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+    )
+    return written
+
+
+def _sink(
+    like: torch.Tensor, columns: int, packing: Packing | None
+) -> tuple[torch.Tensor | PackedActivations, dict[str, Any]]:
+    """Room for [T, columns] numbers of the kind of ``like`` [T, ..], or for their codes; and what `_write_row` asks."""
+    if packing is None:
+        out = like.new_empty(like.shape[0], columns)
+        return out, {
+            "out": out, "scales": None, "out_columns": columns, "scale_stride": 0, "SEGMENTS": False,
+            "POWER_OF_TWO": False,
+        }  # fmt: skip
+    packed = packing.allocate(like.shape[0], like.dtype, like.device)
+    return packed, {
+        "out": packed.codes, "scales": packed.scales, "out_columns": packing.columns,
+        "scale_stride": packed.scales.stride(1), "SEGMENTS": packing.in_segments, "POWER_OF_TWO": packing.power_of_two,
+    }  # fmt: skip
+
+
+# The stride between columns of scales is the number of tokens: no compilation for each kind of number.
+@triton.jit(do_not_specialize=["scale_stride"])
+def add_norm_kernel(
+    residual, output, bias, weight, columns, residual_stride, output_stride, epsilon,
+    out, scales, out_columns, scale_stride, SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row, the whole row in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    dtype = residual.dtype.element_ty
+    x = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if output is not None:
+        place = output + row * output_stride + column
+        added = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+            added = added.to(dtype).to(tl.float32)
+        x = (added + x).to(dtype)
+        tl.store(place, x, mask=inside)
+        x = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / columns + epsilon)
+    normed = x * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    normed = normed.to(dtype).to(tl.float32)
+    _write_row(normed, row, column, out, scales, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO, BLOCK)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def gate_kernel(
+    inner, columns, inner_stride,
+    out, scales, out_columns, scale_stride, SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row, or a stretch of one."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    dtype = inner.dtype.element_ty
+    place = inner + row * inner_stride + column
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
+    opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    product = (opened * up).to(dtype).to(tl.float32)
+    _write_row(product, row, column, out, scales, out_columns, scale_stride, SEGMENTS, POWER_OF_TWO, BLOCK)
+
+
+@triton.jit
+def _write_row(
+    numbers, row, column, out, scales, out_columns, scale_stride,
+    SEGMENTS: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``numbers`` [BLOCK] fp32 of ``row``, 0 beyond its end, at ``column``: a whole row, or whole segments of one.
+
+    ``out`` [T, out_columns] is contiguous, scales lie column by column.
+    """
+    place = out + row * out_columns + column
+    if scales is None:
+        codes = numbers.to(out.dtype.element_ty)
+    elif SEGMENTS:
+        cut = tl.reshape(numbers, (BLOCK // _TILE, _TILE))
+        scale = scale_of(tl.max(magnitude_bits(cut), 1), out.dtype.element_ty, POWER_OF_TWO)
+        codes = tl.reshape(codes_of(cut, scale[:, None], out.dtype.element_ty), (BLOCK,))
+        segment = tl.min(column, 0) // _TILE + tl.arange(0, BLOCK // _TILE)
+        tl.store(scales + row + segment * scale_stride, scale, mask=segment * _TILE < out_columns)
+    else:
+        scale = scale_of(tl.max(magnitude_bits(numbers), 0), out.dtype.element_ty, False)
+        codes = codes_of(numbers, scale, out.dtype.element_ty)
+        tl.store(scales + row, scale)
+    tl.store(place, codes, mask=column < out_columns)
+
+
+def rotate_store(
+    mixed: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    query_norm: torch.nn.Module | None,
+    key_norm: torch.nn.Module | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cells: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``mixed`` [T, groups, share + 2, D], a group's queries, key and value -> query [T, 1, groups x share, D].
+
+    ``cos`` and ``sin`` [T, ..., R] as `RopeTable.at` gives them; the norms are RMSNorms of a head, or both None. One
+    layer's ``keys`` and ``values`` [blocks, block size, groups, D] of the model's dtype, bf16, or E4M3 codes in uint8
+    with fp32 scales [groups]; token t goes to cell ``cells[t]`` of them, [T] int64. Rounded where eager torch rounds.
+    """
+    tokens, groups, heads, width = mixed.shape
+    half, rest = cos.shape[-1] // 2, width - cos.shape[-1]
+    query = mixed.new_empty(tokens, 1, groups * (heads - 2), width)
+    norms = (None, None, 0.0) if query_norm is None else (query_norm.weight, key_norm.weight, query_norm.eps)
+    block = triton.next_power_of_2(heads) * triton.next_power_of_2(width)
+    rotate_store_kernel[(tokens, groups)](
+        mixed, cos, sin, *norms, query, keys, values, cells, key_scales, value_scales, *mixed.stride()[:3], groups,
+        SHARE=heads - 2, WIDTH=width, HALF=half, HEADS=triton.next_power_of_2(heads),
+        HALF_BLOCK=triton.next_power_of_2(half), REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
+        num_warps=min(max(block // 512, 1), 8),
+    )  # fmt: skip
+    return query
+
+
+# A step's cells and a layer's scales come at 8 or 4 bytes: no compilation for each alignment.
+@triton.jit(do_not_specialize_on_alignment=["cells", "key_scales", "value_scales"])
+def rotate_store_kernel(
+    mixed, cos, sin, query_norm, key_norm, epsilon, query, keys, values, cells, key_scales, value_scales,
+    token_stride, group_stride, head_stride, groups,
+    SHARE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a token and group. Heads come in two rotated halves and a rest that is not rotated."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    head = tl.arange(0, HEADS)[:, None]
+    near = tl.arange(0, HALF_BLOCK)[None, :]
+    in_half = near < HALF
+    far = near + HALF
+    beyond = tl.arange(0, REST_BLOCK)[None, :] + 2 * HALF
+    in_rest = beyond < WIDTH
+    is_real = head < SHARE + 2
+    dtype = mixed.dtype.element_ty
+    source = mixed + token * token_stride + group * group_stride + head * head_stride
+    left = tl.load(source + near, mask=is_real & in_half, other=0.0).to(tl.float32)
+    right = tl.load(source + far, mask=is_real & in_half, other=0.0).to(tl.float32)
+    rest = tl.load(source + beyond, mask=is_real & in_rest, other=0.0).to(tl.float32)
+    if query_norm is not None:
+        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1) + tl.sum(rest * rest, 1)
+        inverse = tl.rsqrt(squares / WIDTH + epsilon)[:, None]
+        left = _normed(left, inverse, query_norm, key_norm, near, in_half, mixed, head, SHARE)
+        right = _normed(right, inverse, query_norm, key_norm, far, in_half, mixed, head, SHARE)
+        rest = _normed(rest, inverse, query_norm, key_norm, beyond, in_rest, mixed, head, SHARE)
+    angles = token * 2 * HALF
+    turned_left = _turned(left, right, cos + angles + near, sin + angles + near, in_half, mixed)
+    turned_right = _turned(right, left, cos + angles + far, sin + angles + far, in_half, mixed)
+    is_turned = head <= SHARE
+    left = tl.where(is_turned, turned_left, left).to(dtype)
+    right = tl.where(is_turned, turned_right, right).to(dtype)
+    rest = rest.to(dtype)
+    place = ((token * groups + group) * SHARE + head) * WIDTH
+    _write(left, right, rest, query, place, None, group, head < SHARE, near, far, beyond, in_half, in_rest)
+    cell = (tl.load(cells + token) * groups + group) * WIDTH + head * 0
+    is_key, is_value = head == SHARE, head == SHARE + 1
+    _write(left, right, rest, keys, cell, key_scales, group, is_key, near, far, beyond, in_half, in_rest)
+    _write(left, right, rest, values, cell, value_scales, group, is_value, near, far, beyond, in_half, in_rest)
+
+
+@triton.jit
+def _normed(numbers, inverse, query_norm, key_norm, column, inside, mixed, head, SHARE: tl.constexpr):
+    of_query = tl.load(query_norm + column, mask=inside, other=0.0).to(tl.float32)
+    of_key = tl.load(key_norm + column, mask=inside, other=0.0).to(tl.float32)
+    normed = tl.where(head > SHARE, numbers, numbers * inverse * tl.where(head < SHARE, of_query, of_key))
+    return normed.to(mixed.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _turned(numbers, others, cos, sin, inside, mixed):
+    along = numbers * tl.load(cos, mask=inside, other=0.0).to(tl.float32)
+    across = others * tl.load(sin, mask=inside, other=0.0).to(tl.float32)
+    return along.to(mixed.dtype.element_ty).to(tl.float32) + across
+
+
+@triton.jit
+def _write(left, right, rest, to, place, scales, group, chosen, near, far, beyond, in_half, in_rest):
+    """The heads that are ``chosen``, in the numbers of ``to``."""
+    tl.store(to + place + near, _stored(left, to, scales, group), mask=chosen & in_half)
+    tl.store(to + place + far, _stored(right, to, scales, group), mask=chosen & in_half)
+    tl.store(to + place + beyond, _stored(rest, to, scales, group), mask=chosen & in_rest)
+
+
+@triton.jit
+def _stored(numbers, cache, scales, group):
+    """As `KVNumbers.pack`."""
+    if scales is None:
+        stored = numbers.to(cache.dtype.element_ty)
+    else:
+        scaled = tl.div_rn(numbers.to(tl.float32), tl.load(scales + group))
+        codes = e4m3_of(tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)).to(tl.uint8, bitcast=True)
+        stored = tl.where(scaled == scaled, codes, 0x7F)  # a NaN stays one
+    return stored
