@@ -10,6 +10,8 @@ FEWEST_ROWS = 4
 FEWEST_KEYS = 16
 """The same for the keys of a softmax and of its products; masked keys fill the row up, and the KV cache has room for
 them."""
+TILE = 128
+"""Rows and columns of a quantised weight that share a scale, and inputs of a token."""
 LOGITS_AT_ONCE = 2**26
 """Of the log-prob pass: 256 MiB for each fp32 temporary, whatever the length of the batch."""
 _CPU_FACTS = Path("/proc/cpuinfo")

@@ -99,7 +99,7 @@ def decode(
         SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length, SPLIT=splits.length, SPLITS=most,
         PAGES=triton.next_power_of_2(pages_reached),
         BLOCK_Q=max(SMALLEST_TILE, triton.next_power_of_2(share)), BLOCK_K=block_of(page_length), BLOCK_D=block_d,
-        PRECISION="ieee", num_warps=4, num_stages=STAGES,
+        num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     sum_kernel[(rows, heads)](
         parts, figures[0], figures[1], splits.positions, out,
@@ -142,7 +142,6 @@ def splits_kernel(
     scale, table_stride,
     SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     SPLITS: tl.constexpr, PAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Every program of a group takes every so-manieth item; the query heads of a group are the rows of its tile."""
     group = tl.program_id(1)
@@ -172,9 +171,7 @@ def splits_kernel(
             value = read_block(
                 values, page, start % PAGE, group, inside, GROUPS, WIDTH, PAGE, BLOCK_K, BLOCK_D, q.dtype
             )
-            largest, total, mixed = add_block(
-                q, key, value, inside[None, :], scale, largest, total, mixed, PRECISION
-            )
+            largest, total, mixed = add_block(q, key, value, inside[None, :], scale, largest, total, mixed)
         if value_scales is not None:
             mixed *= tl.load(value_scales + group)
         place = head * SPLITS + split
@@ -241,7 +238,7 @@ def extend(
         key_scales, value_scales, out, width**-0.5 * LOG2_E, table.stride(0),
         SHARE=share, GROUPS=groups, WIDTH=width, PAGE=page_length,
         BLOCK_Q=TILE, BLOCK_K=block_of(page_length), BLOCK_D=block_d,
-        PRECISION="ieee", num_warps=warps_for(block_d), num_stages=STAGES,
+        num_warps=warps_for(block_d), num_stages=STAGES,
     )  # fmt: skip
     return out
 
@@ -253,7 +250,7 @@ def extend(
 def extend_kernel(
     query, keys, values, table, cu_seqlens, first_positions, key_scales, value_scales, out, scale, table_stride,
     SHARE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A program is (sequence, group, tile); a tile's rows are new tokens, each with all query heads of the group."""
     sequence, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -284,7 +281,7 @@ def extend_kernel(
             # A step ahead: a load that waits for the load of its address is not overlapped.
             page = tl.load(table + sequence * table_stride + tl.minimum(start + BLOCK_K, reach - 1) // PAGE)
             visible = position[None, :] <= (first + token)[:, None]
-            largest, total, mixed = add_block(q, key, value, visible, scale, largest, total, mixed, PRECISION)
+            largest, total, mixed = add_block(q, key, value, visible, scale, largest, total, mixed)
         if value_scales is not None:
             mixed *= tl.load(value_scales + group)
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
@@ -330,16 +327,16 @@ def read_block(
 
 
 @triton.jit
-def add_block(query, key, value, visible, scale, largest, total, mixed, PRECISION: tl.constexpr):
+def add_block(query, key, value, visible, scale, largest, total, mixed):
     """One step of the running softmax, in fp32 and to the base 2.
 
     ``query`` [Q, D], ``key`` and ``value`` [K, D], ``visible`` [Q, K]; every query sees a key of its first block.
     """
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(largest, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(largest - higher)
     total = total * shrink + tl.sum(weights, 1)
-    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     return higher, total, mixed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as functional
 
-from megatron_rl.quantization.shapes import TILE
+from megatron_rl.arithmetic import TILE
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_rl.arithmetic import TILE
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing
-from megatron_rl.quantization.shapes import TILE
 
 MAX_COLUMNS = 65536
 """A row is held in the registers of one program; more would spill."""

@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from megatron_rl.arithmetic import TILE
 from megatron_rl.errors import QuantizationError
-from megatron_rl.quantization.shapes import TILE, Split
+from megatron_rl.quantization.shapes import Split
 
 
 class TensorRanks:

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+from megatron_rl.arithmetic import TILE
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import Problem
 
 Split = Literal["columns", "rows"]
 """How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
 (``RowParallelLinear``), where each rank's product is a part of the sum."""
-TILE = 128
 _ALIGNED = 16
 """Products of 8-bit codes want both dimensions in multiples of this."""
 _EDGE = re.compile(r"(first|last):(\d+)")

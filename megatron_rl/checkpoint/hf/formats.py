@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.arithmetic import TILE
 from megatron_rl.errors import ConfigError
-from megatron_rl.quantization.shapes import TILE
 from megatron_rl.registry import unknown
 
 _LINEARS = (

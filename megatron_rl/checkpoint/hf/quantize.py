@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.arithmetic import TILE
 from megatron_rl.atomic import whole_directory
 from megatron_rl.checkpoint.hf.formats import TargetFormat, is_converted, modules_left_alone
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families.hf_config import read_object
-from megatron_rl.quantization.shapes import TILE
 from megatron_rl.registry import RECIPES
 from megatron_rl.tensor_files import (
     INDEX_FILE,

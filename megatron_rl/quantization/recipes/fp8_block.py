@@ -10,9 +10,10 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as functional
 
+from megatron_rl.arithmetic import TILE
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
-from megatron_rl.quantization.shapes import TILE, Split, stored_shape, tile_problem
+from megatron_rl.quantization.shapes import Split, stored_shape, tile_problem
 
 
 class Fp8Block(Recipe):

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled"),
 ]
-SHAPE = {"PAGE": 64, "BLOCK_K": 64, "PRECISION": "ieee"}
+SHAPE = {"PAGE": 64, "BLOCK_K": 64}
 MODELS = pytest.mark.parametrize(
     ("share", "groups", "width", "codes"),
     [
