@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron_rl.errors import QuantizationError
 from megatron_rl.platform.memory import release, storages_of, take_back
 from megatron_rl.quantization.formats import smoothing_factors
-from megatron_rl.quantization.recipe import PackedActivations, Packing, Recipe, TensorRanks
+from megatron_rl.quantization.recipe import PackedActivations, Packing, Recipe, maximum_over
 from megatron_rl.quantization.shapes import Split, skipped
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
@@ -133,7 +133,7 @@ class QuantizedLinears:
             activations, weight = channel_amax.get(layer.name), layer.module.weight
             largest = weight.abs().amax(0).float()
             if layer.group is not None and layer.split == "columns":  # a channel's weights lie on all ranks
-                largest = TensorRanks(layer.group).maximum(largest)
+                largest = maximum_over(largest, layer.group)
             if activations is not None:
                 layer.weight.smoothing.copy_(smoothing_factors(activations, largest))
         self._stale = True
@@ -172,7 +172,7 @@ class QuantizedLinears:
         for group in dict.fromkeys(layer.group for layer in sharing):  # experts may have their own
             layers = [layer for layer in sharing if layer.group is group]
             own = [self.recipe.amax(layer.module.weight, layer.weight.smoothing) for layer in layers]
-            flat = TensorRanks(group).maximum(torch.cat([amax.flatten() for amax in own]))
+            flat = maximum_over(torch.cat([amax.flatten() for amax in own]), group)
             parts = flat.split([amax.numel() for amax in own])
             for layer, part, amax in zip(layers, parts, own, strict=True):
                 shared[layer.name] = part.view_as(amax)
@@ -191,7 +191,7 @@ class QuantizedLinear:
         self.split: Split = "rows" if isinstance(module, RowParallelLinear) else "columns"
         """Which dimension they share."""
         is_part = self.group is not None and self.split == "rows" and not module.explicit_expert_comm
-        self.ranks = TensorRanks(self.group) if is_part else None
+        self.ranks = self.group if is_part else None
         """Given to the product where it is a part of a sum; experts' outputs are added up by the caller."""
         self.calls = 0
         """Forward passes through the quantised product; replays of a captured graph are not among them."""

@@ -18,22 +18,17 @@ from megatron_rl.errors import QuantizationError
 from megatron_rl.quantization.shapes import Split
 
 
-class TensorRanks:
-    """The tensor-parallel ranks that share a weight; collective."""
+def maximum_over(values: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
+    """Elementwise over the ranks, in place; collective, as `sum_over`."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=ranks)
+    return values
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
 
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise over the ranks, in place."""
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
-        return values
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise over the ranks, in place where they are contiguous."""
-        values = values.contiguous()
-        dist.all_reduce(values, group=self._group)
-        return values
+def sum_over(values: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
+    """Elementwise over the ranks, in place where they are contiguous."""
+    values = values.contiguous()
+    dist.all_reduce(values, group=ranks)
+    return values
 
 
 @dataclass
@@ -136,14 +131,14 @@ class Recipe(ABC):
         """fp32 [N, K]; with smoothing it is that of the original weight."""
 
     @abstractmethod
-    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
         """``x W^T`` with both quantised: [..., K] -> [..., N] in the dtype of ``x``.
 
         ``ranks`` are given where each holds a part of K (rows split): scales of activations are
         then shared and products added up over them, so that the result is the one of a single rank.
         """
 
-    def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> Packing | None:
+    def packing(self, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> Packing | None:
         """How a kernel may quantise the activations of ``q`` for `multiply`; None where only `matmul` can.
 
         For products on CUDA.
@@ -156,7 +151,7 @@ class Recipe(ABC):
         raise QuantizationError(f"{self.name} quantises activations itself")
 
     @abstractmethod
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
         """``x`` as ``matmul`` sees it: quantised and back, in its own shape and dtype."""
 
     def quantize(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> QuantizedWeight:

@@ -11,10 +11,11 @@ import functools
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 
 from megatron_rl.quantization import formats
-from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, maximum_over, sum_over
 from megatron_rl.quantization.shapes import Split, stored_shape
 
 EXACT_COLUMNS = 1024
@@ -87,7 +88,7 @@ class RowRecipe(Recipe):
 
     # -- the product ---------------------------------------------------------------------------
 
-    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
         tokens = x.reshape(-1, q.columns)
         if x.is_cuda and ranks is None:
             from megatron_rl.quantization.kernels import quantize
@@ -97,7 +98,7 @@ class RowRecipe(Recipe):
             product = self._summed(tokens, q, ranks).to(x.dtype)
         return product.view(*x.shape[:-1], q.rows)
 
-    def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> Packing | None:
+    def packing(self, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> Packing | None:
         """Scales that ranks share, and smoothing, are not the kernels'."""
         if ranks is not None or q.smoothing is not None:
             return None
@@ -110,19 +111,19 @@ class RowRecipe(Recipe):
 
         return int8_matmul(x.codes, q.codes[: q.rows], x.scales, q.scales[: q.rows], x.dtype)
 
-    def _summed(self, tokens: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None) -> torch.Tensor:
+    def _summed(self, tokens: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> torch.Tensor:
         """fp32 [T, N]: on a CPU, and where ranks share the scales and each has a part of the sum."""
         codes, scale = self.activation_codes(tokens, q, ranks)
         if tokens.is_cuda and not self._integer:
             codes = functional.pad(codes, (0, q.codes.shape[1] - q.columns)).to(self.code_type)
-            return ranks.total(fp8_product(codes, scale, q, torch.float32))
+            return sum_over(fp8_product(codes, scale, q, torch.float32), ranks)
         accumulated = int8_accumulate(codes, q) if self._integer else torch.mm(codes, q.operand.t())
         if ranks is not None:  # whole numbers: the sum is the one rank's to the bit
-            accumulated = ranks.total(accumulated.to(torch.int32) if self._integer else accumulated)
+            accumulated = sum_over(accumulated.to(torch.int32) if self._integer else accumulated, ranks)
         return accumulated.float().mul_(scale).mul_(q.scales[: q.rows].t())
 
     def activation_codes(
-        self, tokens: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None
+        self, tokens: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The codes of ``tokens`` [T, K] as fp32 numbers [T, K], and their scales [T, 1]; eager."""
         values = tokens.float()
@@ -130,13 +131,13 @@ class RowRecipe(Recipe):
             values = values / q.smoothing
         amax = formats.row_amax(values)
         if ranks is not None:
-            amax = ranks.maximum(amax)
+            amax = maximum_over(amax, ranks)
         scale = formats.scale_of(amax, self.largest)
         # No clamp: the quotient passes the limit by an ulp at most, and rounding takes it back.
         scaled = values / scale
         return (scaled.round_() if self._integer else formats.fp8_rounded(scaled)), scale
 
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
         codes, scale = self.activation_codes(x.reshape(-1, q.columns), q, ranks)
         values = codes * scale
         if q.smoothing is not None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 
 from megatron_rl.arithmetic import TILE
 from megatron_rl.quantization import formats
-from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, TensorRanks
+from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, sum_over
 from megatron_rl.quantization.shapes import Split, stored_shape, tile_problem
 
 
@@ -73,7 +74,7 @@ class Fp8Block(Recipe):
         weight = formats.tiles(q.codes.float()) * q.scales[:, None, :, None]
         return weight.reshape(q.codes.shape)[: q.rows, : q.columns]
 
-    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
         tokens = x.reshape(-1, q.columns)
         if x.is_cuda:
             from megatron_rl.quantization.kernels import quantize
@@ -83,10 +84,10 @@ class Fp8Block(Recipe):
         else:
             product = torch.mm(self.round_trip(tokens.float(), q), q.operand.t())
         if ranks is not None:
-            product = ranks.total(product)
+            product = sum_over(product, ranks)
         return product.to(x.dtype).view(*x.shape[:-1], q.rows)
 
-    def packing(self, q: QuantizedWeight, ranks: TensorRanks | None) -> Packing | None:
+    def packing(self, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> Packing | None:
         if ranks is not None:  # their products are added up in fp32
             return None
         return Packing(formats.FP8, q.codes.shape[1], in_segments=True, power_of_two=self.powers_of_two)
@@ -100,7 +101,7 @@ class Fp8Block(Recipe):
         scale = self._scale(formats.row_amax(cut))
         return formats.fp8_rounded(cut / scale), scale  # past the limit by an ulp at most: rounding takes it back
 
-    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: TensorRanks | None = None) -> torch.Tensor:
+    def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
         del ranks  # segments lie within one rank
         codes, scale = self.activation_codes(x.reshape(-1, q.columns))
         return (codes * scale).flatten(1)[:, : q.columns].to(x.dtype).view(x.shape)
