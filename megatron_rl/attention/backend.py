@@ -41,8 +41,8 @@ class Numbers:
 class KVCache(Protocol):
     """The cache as a backend sees it; ``keys`` and ``values`` have one tensor a layer.
 
-    Slots: ``[slots, groups, max_length, D]``. Pages: ``[pages, page_length, groups, D]`` and ``table``
-    [slots, pages of the longest sequence] int32.
+    Rows: ``[rows, groups, max_length, D]``. Blocks: ``[blocks, block_size, groups, D]`` and ``table``
+    [rows, blocks of the longest sequence] int32.
     """
 
     keys: list[torch.Tensor]
@@ -54,17 +54,17 @@ class KVCache(Protocol):
     numbers: KVNumbers
     """What ``keys`` and ``values`` hold; where it is not exact, a kernel reads through it or knows its scales."""
     table: torch.Tensor
-    """Pages only."""
-    page_length: int
-    """Pages only; tokens."""
+    """Blocks only."""
+    block_size: int
+    """Blocks only; tokens."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
     """Several tokens of several sequences, laid end to end."""
 
-    slots: torch.Tensor
-    """[S] int64."""
+    rows: torch.Tensor
+    """[S] int64, of the cache."""
     lengths: Sequence[int]
     """New tokens of each sequence, known to the host."""
     cu_seqlens: torch.Tensor
@@ -97,10 +97,10 @@ class PackedKernel:
 class CacheKernel:
     """Attention over the KV cache. New keys and values are in the cache before it is asked."""
 
-    layout: Literal["slots", "pages"]
-    """``slots``: slot ``s`` is a stretch of memory of its own. ``pages``: a table says where its pieces lie."""
+    layout: Literal["rows", "blocks"]
+    """``rows``: a row is a stretch of memory of its own. ``blocks``: a table says where its pieces, pages, lie."""
     prepare_decode: Callable[[KVCache, torch.Tensor, int], Any]
-    """(cache, positions [N] of the new tokens in slots 0..N-1, key_length above all of them) -> shared by layers."""
+    """(cache, positions [N] of the new tokens in rows 0..N-1, key_length above all of them) -> shared by layers."""
     decode: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
     """(query [N, 1, heads, D], cache, index of the layer, prepared) -> [N, 1, heads * D]."""
     prepare_extend: Callable[[KVCache, NewTokens], Any]
@@ -112,10 +112,10 @@ class CacheKernel:
     prepare_burst: Callable[[KVCache, torch.Tensor, int], Iterator[Any]] | None = None
     """`prepare_decode` for positions [k, N] of k steps, each one further than the last, where that is cheaper. A
     step's result is used up before the next one is asked for."""
-    page_multiple: int = 1
-    """The page length must be a multiple of it."""
-    page_length: int = 64
-    """Tokens a page unless asked otherwise."""
+    block_multiple: int = 1
+    """The block size must be a multiple of it."""
+    block_size: int = 64
+    """Tokens a block unless asked otherwise."""
     unfit: Callable[[DeviceFacts, Numbers], str | None] = anywhere
     """As `PackedKernel.unfit`."""
 

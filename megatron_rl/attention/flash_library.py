@@ -48,7 +48,7 @@ def flash_backend(
     """A backend of one library.
 
     ``absent`` says why it is not there. The others take and give [T, heads, D]; ``packed`` with keys and values as the
-    query, ``paged`` with [pages, page_length, groups, D].
+    query, ``paged`` with [pages, block_size, groups, D].
     """
 
     def problem(device: DeviceFacts) -> str | None:
@@ -65,20 +65,18 @@ def flash_backend(
         return paged(query[:, 0], cache.keys[layer], cache.values[layer], plan).flatten(1)[:, None]
 
     cache = CacheKernel(
-        "pages", _prepare_decode, attend_cached, _prepare_extend, attend_cached, page_multiple=_PAGES,
-        page_length=_PAGES, needs_key_length=False, unfit=_unfit_for_cache,
+        "blocks", _prepare_decode, attend_cached, _prepare_extend, attend_cached, block_multiple=_PAGES,
+        block_size=_PAGES, needs_key_length=False, unfit=_unfit_for_cache,
     )  # fmt: skip
     return Backend(name, problem, PackedKernel(borders_of, attend, _unfit), cache, *ranks)
 
 
 def borders_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> Borders:
     """See `PackedKernel.prepare`."""
-    del position_ids
     return Borders(cu_seqlens, max(lengths))
 
 
 def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> Paged:
-    del key_length
     rows = positions.shape[0]
     borders = torch.arange(rows + 1, dtype=torch.int32, device=positions.device)
     return Paged(borders, 1, cache.table[:rows], (positions + 1).int(), cache.max_length)
@@ -86,13 +84,12 @@ def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) ->
 
 def _prepare_extend(cache: KVCache, new: NewTokens) -> Paged:
     last = new.position_ids.index_select(0, new.cu_seqlens[1:].long() - 1)
-    table = cache.table.index_select(0, new.slots)
+    table = cache.table.index_select(0, new.rows)
     return Paged(new.cu_seqlens, max(new.lengths), table, (last + 1).int(), new.key_length)
 
 
 def half_precision_only(device: DeviceFacts, numbers: Numbers) -> str | None:
     """See `PackedKernel.unfit`."""
-    del device
     if numbers.dtype in (torch.bfloat16, torch.float16):
         return None
     return "computes in 16 bits only (--bf16)"

@@ -10,6 +10,8 @@ not depend on its neighbours. `find_splits` lists on the device, once a step, th
 graph serves all lengths, and no program is started for a split that has none.
 
 `extend`: several new tokens of several sequences against their pages; their own keys and values are there already.
+
+A page is a block of the cache; a block, here, the keys that a program reads at once.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def fault_of_cache(
     kernel: CacheKernel, numbers: Numbers, heads: int, groups: int, device: torch.device
 ) -> str | None:
     """The same for a kernel over pages: one new token a row, and several."""
-    page = kernel.page_length
+    page = kernel.block_size
     lengths = (1, page + 3, 3 * page, 2 * page - 1)
     cache = _filled(lengths, page, numbers, groups, device)
     positions = torch.tensor(lengths, device=device) - 1
@@ -92,7 +92,7 @@ def _filled(lengths: tuple[int, ...], page: int, numbers: Numbers, groups: int, 
     keys, values = ([rows] for rows in stored)
     return SimpleNamespace(
         keys=keys, values=values, dtype=numbers.dtype, max_length=width * page, numbers=kept, table=table,
-        page_length=page,
+        block_size=page,
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def _new_tokens(lengths: tuple[int, ...], device: torch.device) -> NewTokens:
     news = [min(length, 7) for length in lengths]
     positions = [torch.arange(length - new, length, device=device) for length, new in zip(lengths, news, strict=True)]
     return NewTokens(
-        slots=torch.arange(len(lengths), device=device),
+        rows=torch.arange(len(lengths), device=device),
         lengths=news,
         cu_seqlens=torch.tensor([0, *news], device=device).cumsum(0).int(),
         offsets=torch.cat([torch.arange(new, device=device) for new in news]),

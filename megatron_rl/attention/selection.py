@@ -44,10 +44,10 @@ class Attention:
     reason: str
     """One line for the log: what was chosen and why not something else."""
 
-    def page_problems(self, page_length: int | None, overcommit: float) -> list[Problem]:
+    def block_problems(self, block_size: int | None, overcommit: float) -> list[Problem]:
         """What the KV cache does not take: pages of that many tokens, or promising them more than once."""
-        multiple = self.cache.page_multiple
-        if self.cache.layout == "slots":
+        multiple = self.cache.block_multiple
+        if self.cache.layout == "rows":
             text = (
                 f"--rl-kv-overcommit {overcommit:g} needs a KV cache of pages, and the attention backend "
                 f"{self.cache_name} keeps one of slots; leave it out, or use --attention-backend paged"
@@ -55,10 +55,10 @@ class Attention:
             return [Problem("--rl-kv-overcommit", text)] if overcommit > 1 else []
         flag = "--inference-dynamic-batching-block-size"
         text = (
-            f"{flag} {page_length} is not a multiple of {multiple}, as the pages of {self.cache_name} must be; use "
-            f"{-(-(page_length or 0) // multiple) * multiple}"
+            f"{flag} {block_size} is not a multiple of {multiple}, as the pages of {self.cache_name} must be; use "
+            f"{-(-(block_size or 0) // multiple) * multiple}"
         )
-        return [Problem(flag, text)] if (page_length or 0) % multiple else []
+        return [Problem(flag, text)] if (block_size or 0) % multiple else []
 
 
 def numbers_of(config: RLConfig) -> Numbers:

@@ -45,7 +45,7 @@ class RolloutContext(BaseInferenceContext):
         """Several prompts, or with ``cached`` more tokens of sequences whose beginnings are in the cache."""
         borders = new.cu_seqlens.long()
         # The size is given, so that it is not read from the device.
-        rows = torch.repeat_interleave(new.slots, borders[1:] - borders[:-1], output_size=new.position_ids.numel())
+        rows = torch.repeat_interleave(new.rows, borders[1:] - borders[:-1], output_size=new.position_ids.numel())
         self._slots = self.cache.slot_mapping(rows, new.position_ids)
         last = borders[1:] - 1
         self._last_tokens = torch.cat((last, last[-1:].expand(max(0, FEWEST_ROWS - last.numel()))))
@@ -99,7 +99,7 @@ class RolloutContext(BaseInferenceContext):
     @property
     def stores_heads(self) -> bool:
         """See `RolloutPlan`. Prompts attend to their own rotated keys, and may set the cache's scales."""
-        return self.ops.fused and self._last_tokens is None and self._kernels.cache.layout == "pages"
+        return self.ops.fused and self._last_tokens is None and self._kernels.cache.layout == "blocks"
 
     def attend_mixed(
         self, layer: int, mixed: torch.Tensor, query_norm: torch.nn.Module | None, key_norm: torch.nn.Module | None

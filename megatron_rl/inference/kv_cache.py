@@ -131,15 +131,15 @@ class PagedCache(Cache):
             return count + 1, block_size, layer.heads, width
 
         super().__init__(layers, shape, rows, max_length, dtype, device, stored)
-        self.page_length = block_size
+        self.block_size = block_size
         self.table = torch.zeros(rows, per_row, dtype=torch.int32, device=device)
         """[rows, blocks of the longest sequence] int32."""
         if num_blocks is None:
             self.table.copy_(torch.arange(1, count + 1).view(rows, per_row))
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        block = self.table[rows, positions // self.page_length]
-        return block * self.page_length + positions % self.page_length
+        block = self.table[rows, positions // self.block_size]
+        return block * self.block_size + positions % self.block_size
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
         """Whole blocks."""
@@ -162,13 +162,13 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
     layers = [layer.cache for layer in policy.layout.layers]
     rows, stored = options.max_batch_size, options.kv_cache_dtype
     sequence_bytes = policy.layout.cache_numbers(length) * (stored or policy.dtype).itemsize
-    for problem in policy.attention.page_problems(options.block_size, options.kv_overcommit):
+    for problem in policy.attention.block_problems(options.block_size, options.kv_overcommit):
         raise EngineError(problem.text)
-    if kernel.layout == "slots":
+    if kernel.layout == "rows":
         rows = rows_within(options.cache_budget_gb, sequence_bytes, length, rows)
         cache = RowCache(layers, rows, length, policy.dtype, policy.device, stored)
         return cache, RowBlocks(options.reuse_prefixes), rows
-    block_size = options.block_size or kernel.page_length
+    block_size = options.block_size or kernel.block_size
     count = blocks_within(options.cache_budget_gb, sequence_bytes, length, block_size, rows)
     cache = PagedCache(layers, rows, length, block_size, policy.dtype, policy.device, stored, count)
     pool = BlockPool(count, block_size)

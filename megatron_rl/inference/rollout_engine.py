@@ -51,7 +51,7 @@ class RolloutEngine(Engine):
         )
         is_stop = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
         is_stop[list(stop_token_ids)] = True
-        paged = policy.attention.cache.layout == "pages"
+        paged = policy.attention.cache.layout == "blocks"
         state = BatchState(self.max_batch_size, options.max_sequence_length, is_stop, paged)
         context = RolloutContext(policy, self.cache, RolloutOps(fused=policy.device.type == "cuda"))
         self.runner = ModelRunner(context, RolloutForward(policy, context), state, Sampler(tensor_group))

@@ -160,5 +160,5 @@ def attention_problems(config: RLConfig) -> list[Problem]:
     rollout = config.rollout
     with collecting(problems):
         attention = attention_of(config, current_platform())
-        problems += attention.page_problems(rollout.inference_dynamic_batching_block_size, rollout.rl_kv_overcommit)
+        problems += attention.block_problems(rollout.inference_dynamic_batching_block_size, rollout.rl_kv_overcommit)
     return problems

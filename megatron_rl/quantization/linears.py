@@ -268,7 +268,6 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
         """``weight`` is not read: it is here to receive its gradient."""
-        del weight
         ctx.save_for_backward(x)
         ctx.layer = layer
         return layer.recipe.matmul(x, layer.weight, ranks=layer.ranks)

@@ -94,24 +94,21 @@ class Recipe(ABC):
     name: ClassVar[str]
     format: ClassVar[str]
     """Weights and activations in words, for the audit's table."""
-    safer: ClassVar[str | None] = "none"
+    safer: ClassVar[str] = "none"
     """What `--rl-mismatch-action fallback` goes on with."""
     needs_calibration: ClassVar[bool] = False
     """True if it wants the largest activation of every input channel."""
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
         """Why a CUDA device of this compute capability (None: a CPU) cannot run it."""
-        del capability
         return None
 
     def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
         """Why a rank's part [rows, columns] of a weight cannot be quantised like the whole; None if it can."""
-        del rows, columns, split
         return None
 
     def shares_amax(self, split: Split) -> bool:
         """True if a group that shares a scale reaches over ranks that share the weight like this."""
-        del split
         return False
 
     @abstractmethod
@@ -143,7 +140,6 @@ class Recipe(ABC):
 
         For products on CUDA.
         """
-        del q, ranks
         return None
 
     def multiply(self, x: PackedActivations, q: QuantizedWeight) -> torch.Tensor:

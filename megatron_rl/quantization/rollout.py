@@ -21,7 +21,6 @@ from megatron_rl.registry import RECIPES
 
 logger = logging.getLogger(__name__)
 
-NO_RECIPE = "none"
 _SMOOTHING = "smoothing."
 
 
@@ -117,7 +116,7 @@ class RolloutQuantization:
         """Go on with the next safer recipe; its name, None if there is none."""
         if self.linears.recipe is None:
             return None
-        safer = self.linears.recipe.safer or NO_RECIPE
+        safer = self.linears.recipe.safer
         self._use(safer)
         return safer
 

@@ -61,7 +61,7 @@ def build_engine(
     """
     rollout, kernels = config.rollout, config.kernels
     graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
-    if rollout.inference_dynamic_batching_block_size is not None and policy.attention.cache.layout == "slots":
+    if rollout.inference_dynamic_batching_block_size is not None and policy.attention.cache.layout == "rows":
         logger.warning(
             "--inference-dynamic-batching-block-size %d has no effect: %s keeps each sequence in one piece",
             rollout.inference_dynamic_batching_block_size, policy.attention.cache_name,

@@ -62,7 +62,7 @@ def attention(stored: str) -> str:
         return problem or "the tests of the interpreter check it"
     assert problem is None, problem
     pages = FilledPages(
-        lengths, page_length=64, heads=28, groups=4, width=128, dtype=torch.bfloat16, device="cuda",
+        lengths, block_size=64, heads=28, groups=4, width=128, dtype=torch.bfloat16, device="cuda",
         stored=FP8 if stored == "fp8" else None, max_length=16384,
     )  # fmt: skip
     for results in (pages.decoded(backend.cache), pages.extended(backend.cache, [690, 0, 60, 250])):

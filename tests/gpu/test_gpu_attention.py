@@ -35,7 +35,7 @@ def backend_here(name: str, stored: torch.dtype = torch.bfloat16) -> Backend:
 
 def pages_for(backend: Backend, lengths: list[int], **changes: object) -> FilledPages:
     sizes = {"heads": 8, "groups": 2, "width": WIDTH, "dtype": torch.bfloat16, "device": "cuda"}
-    return FilledPages(lengths, page_length=backend.cache.page_length, **sizes | changes)
+    return FilledPages(lengths, block_size=backend.cache.block_size, **sizes | changes)
 
 
 def captured(function: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -59,7 +59,7 @@ class TestCompiled(KernelChecks):
     def test_the_shape_of_a_model(self, stored):
         """32 query heads on 8, and more keys than one program takes."""
         pages = self.pages(
-            [5000, 1, 777, 64], heads=32, groups=8, width=128, page_length=64, dtype=torch.bfloat16, stored=stored
+            [5000, 1, 777, 64], heads=32, groups=8, width=128, block_size=64, dtype=torch.bfloat16, stored=stored
         )
         torch.testing.assert_close(*pages.decoded(self.kernel), **self.low)
         starts = [4990, 0, 700, 63]

@@ -31,7 +31,7 @@ def meta_context(
     layers = [layer.cache for layer in policy.layout.layers]
     cache_kernel = BACKENDS.get(backend).cache
     attention = dataclasses.replace(choose("sdpa", DeviceFacts("cpu")), cache=cache_kernel, cache_name=backend)
-    paged = cache_kernel.layout == "pages"
+    paged = cache_kernel.layout == "blocks"
     cache = (
         PagedCache(layers, 6, 48, 16, policy.dtype, META, stored) if paged
         else RowCache(layers, 6, 48, policy.dtype, META, stored)

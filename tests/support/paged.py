@@ -30,7 +30,7 @@ class FilledPages:
         self,
         lengths: Sequence[int],
         *,
-        page_length: int = 16,
+        block_size: int = 16,
         heads: int = 4,
         groups: int = 2,
         width: int = 16,
@@ -43,7 +43,7 @@ class FilledPages:
         self._random = torch.Generator().manual_seed(seed)
         self.lengths, self.heads, self.width, self.dtype, self.device = list(lengths), heads, width, dtype, device
         layers, longest = [LayerCache(groups, width, width)], max_length or max(lengths)
-        self.cache = PagedCache(layers, len(lengths), longest, page_length, dtype, torch.device(device), stored)
+        self.cache = PagedCache(layers, len(lengths), longest, block_size, dtype, torch.device(device), stored)
         order = torch.randperm(self.cache.table.numel(), generator=self._random).view(self.cache.table.shape)
         self.cache.table.copy_(order + 1)
         self._poison()
@@ -81,7 +81,7 @@ class FilledPages:
         spans = [(starts[slot], self.lengths[slot]) for slot in slots]
         counts = [end - start for start, end in spans]
         new = NewTokens(
-            slots=self._tensor(slots),
+            rows=self._tensor(slots),
             lengths=counts,
             cu_seqlens=torch.tensor([0, *counts], device=self.device).cumsum(0).int(),
             offsets=torch.cat([torch.arange(count, device=self.device) for count in counts]),

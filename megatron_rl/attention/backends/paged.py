@@ -1,4 +1,4 @@
-"""Attention over a paged cache in plain torch, on every device: gathers a slot's pages, then the written-out product.
+"""Attention over a paged cache in plain torch, on every device: gathers a row's blocks, then the written-out product.
 
 The twin that the kernels over pages are compared with, and the way to run the paged scheduler without a GPU.
 It copies the keys and values it reads, so it is never chosen automatically.
@@ -14,17 +14,17 @@ from megatron_rl.attention.backends.sdpa import CachePlan, plan_decode, plan_ext
 
 def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> CachePlan:
     pages = _pages(cache, cache.table[: positions.shape[0]], key_length)
-    return plan_decode(pages, positions, pages.shape[1] * cache.page_length, cache.dtype)
+    return plan_decode(pages, positions, pages.shape[1] * cache.block_size, cache.dtype)
 
 
 def _prepare_extend(cache: KVCache, new: NewTokens) -> CachePlan:
-    pages = _pages(cache, cache.table.index_select(0, new.slots), new.key_length)
-    return plan_extend(pages, new, pages.shape[1] * cache.page_length, cache.dtype)
+    pages = _pages(cache, cache.table.index_select(0, new.rows), new.key_length)
+    return plan_extend(pages, new, pages.shape[1] * cache.block_size, cache.dtype)
 
 
 def _pages(cache: KVCache, table: torch.Tensor, key_length: int) -> torch.Tensor:
     """[N, pages that reach key_length] int64."""
-    return table[:, : -(-key_length // cache.page_length)].long()
+    return table[:, : -(-key_length // cache.block_size)].long()
 
 
 def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
@@ -32,4 +32,4 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) ->
     return plan.attend(query, *cache.numbers.unpack(layer, *kept))
 
 
-BACKEND = Backend("paged", anywhere, None, CacheKernel("pages", _prepare_decode, _attend, _prepare_extend, _attend))
+BACKEND = Backend("paged", anywhere, None, CacheKernel("blocks", _prepare_decode, _attend, _prepare_extend, _attend))

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, on every device, over slots.
+"""torch's scaled_dot_product_attention, on every device, over rows.
 
 A packed batch is laid out as padded rows for the product, sequences of similar length together, and packed again
 after it, so the mask is causal per sequence and never T x T over the whole batch.
@@ -134,7 +134,7 @@ def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) ->
 
 
 def _prepare_extend(cache: KVCache, new: NewTokens) -> CachePlan:
-    return plan_extend(new.slots, new, new.key_length, cache.dtype)
+    return plan_extend(new.rows, new, new.key_length, cache.dtype)
 
 
 def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[CachePlan]:
@@ -149,7 +149,7 @@ def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> 
 
 
 def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) -> torch.Tensor:
-    """Of the first slots the cache is read in its place, of any slots a copy."""
+    """Of the first rows the cache is read in its place, of any rows a copy."""
     length = plan.mask.shape[-1]
     keys, values = cache.keys[layer].narrow(2, 0, length), cache.values[layer].narrow(2, 0, length)
     if plan.rows is None:
@@ -163,7 +163,7 @@ BACKEND = Backend(
     name="sdpa",
     problem=anywhere,
     packed=PackedKernel(Buckets.build, packed_attention),
-    cache=CacheKernel("slots", _prepare_decode, _attend, _prepare_extend, _attend, prepare_burst=_prepare_burst),
+    cache=CacheKernel("rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_burst=_prepare_burst),
     packed_rank=1,
     cache_rank=1,
 )

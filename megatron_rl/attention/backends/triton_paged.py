@@ -21,10 +21,9 @@ _FP8_CAPABILITY = (8, 9)
 
 
 def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> Splits:
-    del key_length
     from megatron_rl.attention.kernels import find_splits
 
-    return find_splits(positions, cache.table.shape[1] * cache.page_length)
+    return find_splits(positions, cache.table.shape[1] * cache.block_size)
 
 
 def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> torch.Tensor:
@@ -36,7 +35,7 @@ def _decode(query: torch.Tensor, cache: KVCache, layer: int, plan: Splits) -> to
 def _prepare_extend(cache: KVCache, new: NewTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """As `kernels.extend` takes them: table, borders, first positions, and the most new tokens of a sequence."""
     first = new.position_ids.index_select(0, new.cu_seqlens[:-1].long())
-    return cache.table.index_select(0, new.slots), new.cu_seqlens, first, max(new.lengths)
+    return cache.table.index_select(0, new.rows), new.cu_seqlens, first, max(new.lengths)
 
 
 def _extend(query: torch.Tensor, cache: KVCache, layer: int, plan: Sequence[Any]) -> torch.Tensor:
@@ -66,7 +65,7 @@ BACKEND = Backend(
     problem=_problem,
     packed=None,
     cache=CacheKernel(
-        "pages", _prepare_decode, _decode, _prepare_extend, _extend, page_multiple=16, needs_key_length=False,
+        "blocks", _prepare_decode, _decode, _prepare_extend, _extend, block_multiple=16, needs_key_length=False,
         unfit=_unfit,
     ),
     cache_rank=3,

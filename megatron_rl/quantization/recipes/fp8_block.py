@@ -39,7 +39,6 @@ class Fp8Block(Recipe):
 
     def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [ceil(N / 128), 1, ceil(K / 128), 1]."""
-        del smoothing
         return formats.tiles(weight).abs().amax((1, 3), keepdim=True).float()
 
     def allocate(self, rows: int, columns: int, device: torch.device) -> QuantizedWeight:
@@ -102,7 +101,7 @@ class Fp8Block(Recipe):
         return formats.fp8_rounded(cut / scale), scale  # past the limit by an ulp at most: rounding takes it back
 
     def round_trip(self, x: torch.Tensor, q: QuantizedWeight, ranks: dist.ProcessGroup | None = None) -> torch.Tensor:
-        del ranks  # segments lie within one rank
+        # Segments lie within one rank.
         codes, scale = self.activation_codes(x.reshape(-1, q.columns))
         return (codes * scale).flatten(1)[:, : q.columns].to(x.dtype).view(x.shape)
 

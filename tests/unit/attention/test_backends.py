@@ -23,7 +23,7 @@ CACHES = [name for name in HERE if BACKENDS.get(name).cache is not None]
 
 def make_cache(backend: Backend, stored: torch.dtype | None) -> Cache:
     layers = [LayerCache(GROUPS, WIDTH, WIDTH)]
-    if backend.cache.layout == "slots":
+    if backend.cache.layout == "rows":
         return RowCache(layers, 5, LENGTH, torch.float32, torch.device("cpu"), stored)
     return PagedCache(layers, 5, LENGTH, 16, torch.float32, torch.device("cpu"), stored)
 
@@ -64,7 +64,7 @@ def test_extend(name: str, spans: list[tuple[int, int]], stored: torch.dtype | N
     known = [written(cache, slot, end) for slot, (_, end) in zip(slots, spans, strict=True)]
     lengths = [end - start for start, end in spans]
     new = NewTokens(
-        slots=torch.tensor(slots),
+        rows=torch.tensor(slots),
         lengths=lengths,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
         offsets=torch.cat([torch.arange(length) for length in lengths]),

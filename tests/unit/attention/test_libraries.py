@@ -66,7 +66,7 @@ def test_cache(backend: Backend, lengths: list[int]) -> None:
     if backend.cache is None:
         assert backend.name == "te"
         return
-    pages = FilledPages(lengths, page_length=backend.cache.page_length, heads=2, groups=1, width=8)
+    pages = FilledPages(lengths, block_size=backend.cache.block_size, heads=2, groups=1, width=8)
     torch.testing.assert_close(*pages.decoded(backend.cache), rtol=1e-5, atol=1e-5)
     starts = [max(0, length - 5) for length in lengths]
     torch.testing.assert_close(*pages.extended(backend.cache, starts), rtol=1e-5, atol=1e-5)

@@ -41,7 +41,7 @@ def raising(*_: object) -> torch.Tensor:
 
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 def test_right_kernels_pass(numbers: Numbers) -> None:
-    own = dataclasses.replace(paged.BACKEND.cache, page_length=32)
+    own = dataclasses.replace(paged.BACKEND.cache, block_size=32)
     assert proof.fault_of_cache(own, numbers, 4, 2, CPU) is None
     assert proof.fault_of_packed(sdpa.BACKEND.packed, numbers, 4, 2, CPU) is None
 

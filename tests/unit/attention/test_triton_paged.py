@@ -42,9 +42,9 @@ class KernelChecks:
         starts = [length * 2 // 3 for length in pages.lengths] if starts is None else starts
         torch.testing.assert_close(*pages.extended(self.kernel, starts), **tolerance)
 
-    @pytest.mark.parametrize("page_length", [16, 48, 64, 256])
-    def test_ragged_lengths_and_page_lengths(self, page_length):
-        self.check(self.pages(RAGGED, page_length=page_length))
+    @pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+    def test_ragged_lengths_and_block_sizes(self, block_size):
+        self.check(self.pages(RAGGED, block_size=block_size))
 
     @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (8, 2), (7, 1), (8, 1), (17, 1)])
     def test_query_heads_a_group(self, heads, groups):
@@ -69,12 +69,12 @@ class KernelChecks:
     @pytest.mark.parametrize("length", [1, 255, 256, 257, 512, 1300])
     def test_splits(self, length):
         """Keys are cut every 256, whatever the row's own length, in the middle of a page too."""
-        page_length = 48 if length == 1300 else 64
-        pages = self.pages([length, 1], page_length=page_length, max_length=1300, heads=2, groups=1)
+        block_size = 48 if length == 1300 else 64
+        pages = self.pages([length, 1], block_size=block_size, max_length=1300, heads=2, groups=1)
         self.check(pages, starts=[max(0, length - 3), 0])
 
     def test_more_splits_than_are_added_up_at_once(self):
-        pages = self.pages([4700, 3], page_length=64, heads=2, groups=1)
+        pages = self.pages([4700, 3], block_size=64, heads=2, groups=1)
         torch.testing.assert_close(*pages.decoded(self.kernel), **self.fp32)
 
     def test_the_splits_that_have_keys_and_no_others(self):
@@ -109,10 +109,10 @@ class KernelChecks:
         self.check(pages, starts=[39, 0, 16])
 
     def test_tiles_of_new_tokens(self):
-        self.check(self.pages([200, 3, 65], page_length=64), starts=[1, 0, 0])
+        self.check(self.pages([200, 3, 65], block_size=64), starts=[1, 0, 0])
 
     def test_a_row_does_not_depend_on_its_neighbours(self):
-        alone, together = (self.pages(lengths, max_length=600, page_length=64) for lengths in ([300], [300, 600, 2]))
+        alone, together = (self.pages(lengths, max_length=600, block_size=64) for lengths in ([300], [300, 600, 2]))
         for mine, theirs in zip(
             (*alone.cache.keys, *alone.cache.values), (*together.cache.keys, *together.cache.values), strict=True
         ):

@@ -203,7 +203,7 @@ def test_a_later_turn_goes_on_from_the_cache(either: PolicyModel, slots: int) ->
     assert largest_gap([turns], [plain]) < 1e-5
     if slots == 8:
         # The reply and the last token said are four; the rest of a page comes with them.
-        whole_pages = 3 if either.attention.cache.layout == "pages" else 0
+        whole_pages = 3 if either.attention.cache.layout == "blocks" else 0
         assert 8 * 4 <= computed <= 8 * (4 + whole_pages)
         assert computed + engine.statistics.reused_tokens == everything
 

@@ -40,7 +40,7 @@ def test_bytes_and_slots(policy: PolicyModel) -> None:
         rollout_engine(policy, max_batch_size=32, block_size=16, cache_budget_gb=budget / 2**30, kv_cache_dtype=d)
         for d in (None, FP8)
     )
-    if policy.attention.cache.layout == "slots":
+    if policy.attention.cache.layout == "rows":
         assert (wide.max_batch_size, narrow.max_batch_size) == (2, 10)
     else:  # a sequence has three pages of 16, and one page is nobody's
         assert (wide.cache.keys[0].shape[0], narrow.cache.keys[0].shape[0]) == (7, 30)

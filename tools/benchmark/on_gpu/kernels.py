@@ -69,9 +69,9 @@ def _cache(
     bench: Bench, kernel: CacheKernel, rows: int, longest: int, dtype: torch.dtype, stored: torch.dtype
 ) -> Cache:
     layers = [LayerCache(bench.sizes.head_groups, bench.sizes.head_width, bench.sizes.head_width)]
-    if kernel.layout == "slots":
+    if kernel.layout == "rows":
         return RowCache(layers, rows, longest, dtype, bench.device, stored)
-    cache = PagedCache(layers, rows, longest, kernel.page_length, dtype, bench.device, stored)
+    cache = PagedCache(layers, rows, longest, kernel.block_size, dtype, bench.device, stored)
     order = torch.randperm(cache.table.numel(), device=bench.device).view(cache.table.shape)
     cache.table.copy_(order + 1)
     return cache
