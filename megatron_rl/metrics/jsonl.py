@@ -35,6 +35,7 @@ class JsonlWriter:
         dropped = path.stat().st_size - keep
         if dropped:
             logger.info("%s: dropped %d bytes", path.name, dropped)
+        self.path = path
         self._file = path.open("r+b")
         self._file.truncate(keep)
         self._file.seek(keep)
