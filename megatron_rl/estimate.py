@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_rl.arithmetic import FEWEST_KEYS, LOGITS_AT_ONCE
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import Problem
-from megatron_rl.families import Layer, Linear, ModelLayout
+from megatron_rl.families import Layer, Linear, ModelLayout, Stages
 from megatron_rl.metrics.table import format_table
 from megatron_rl.quantization.shapes import skipped, stored_bytes
 
@@ -29,7 +29,7 @@ _BUCKET_A_REPLICA = 1_000_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on each rank unless a name says otherwise; all ranks hold as much.
+    """Bytes on each rank unless a name says otherwise; all ranks of a pipeline stage hold as much.
 
     KV cache and quantised copies stay in both phases unless an update has no room beside them.
     """
@@ -89,13 +89,20 @@ class Estimate:
         return own + self.for_rollouts
 
 
-def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
-    """Arithmetic on a resolved configuration without problems; ``vocab_size`` is the tokenizer's."""
-    layout, replicas = config.layout(vocab_size), config.data_parallel_size(world_size)
+def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | None = None) -> Estimate:
+    """Arithmetic on a resolved configuration without problems; ``vocab_size`` is the tokenizer's.
+
+    Of a rank of pipeline stage ``stage``; None: of the one that takes the most.
+    """
+    if stage is None:
+        stages = range(config.stages.count)
+        return max((estimate(config, world_size, vocab_size, one) for one in stages), key=lambda one: one.training)
+    layout, replicas = config.layout(vocab_size, stage), config.data_parallel_size(world_size)
+    whole = ModelLayout.of(layout.architecture, layout.tensor_size, layout.padded_vocab_size)
     sizes = [parameter.size for parameter in layout.parameters]
     number = 2 if config.precision.bf16 else _FP32
     gradient = _FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number
-    held, buffer = sum(sizes), _buffer_elements(sizes, config, replicas)
+    held, buffer = sum(sizes), _buffer_elements(sizes, config, replicas, layout.is_first)
     # Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters.
     updated = min(held, buffer // replicas) if config.parallel.use_distributed_optimizer else held
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
@@ -111,7 +118,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
         replicas=replicas,
         vocab_size=vocab_size,
         padded_vocab_size=padded,
-        parameters=sum(math.prod(parameter.shape) for parameter in layout.parameters),
+        parameters=sum(math.prod(parameter.shape) for parameter in whole.parameters),
         parameters_per_rank=held,
         cache_slots=slots,
         # With the distributed optimizer parameters lie in a buffer that is padded like the gradients'.
@@ -124,7 +131,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
         quantized=sum(stored_bytes(recipe, linear.rows, linear.columns) for linear in _quantized(config, layout)),
         kv_cache=slots * slot_bytes(config),
         rollout_logits=slots * padded * copies * _FP32,
-        activations=activation_elements(config, layout) * number,
+        activations=activation_elements(config, layout, stage) * number,
         training_logits=_training_logits(config, layout, number),
         # Gradients are not worth a copy there, the next update begins with zeros.
         optimizer_on_host=kept if offloaded and slots else 0,
@@ -132,13 +139,15 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int) -> Estimate:
     )
 
 
-def _buffer_elements(sizes: Iterable[int], config: RLConfig, replicas: int) -> int:
+def _buffer_elements(sizes: Iterable[int], config: RLConfig, replicas: int, in_buckets: bool) -> int:
     """Numbers in the contiguous buffer of megatron's DDP; ``sizes`` in the model's order.
 
-    With the distributed optimizer parameters start aligned and buckets can be cut into equal shards.
+    With the distributed optimizer parameters start aligned and buckets can be cut into equal shards. megatron has no
+    buckets but on the first pipeline stage.
     """
     sharded = config.parallel.use_distributed_optimizer
-    bucket = max(_BUCKET, _BUCKET_A_REPLICA * replicas) if config.parallel.overlap_grad_reduce else None
+    in_buckets = in_buckets and config.parallel.overlap_grad_reduce
+    bucket = max(_BUCKET, _BUCKET_A_REPLICA * replicas) if in_buckets else None
     bucket_end = math.lcm(replicas, _BUCKET_END)
     bucket_start = end = 0
     for size in reversed(list(sizes)):
@@ -148,7 +157,7 @@ def _buffer_elements(sizes: Iterable[int], config: RLConfig, replicas: int) -> i
     return _round_up(end, bucket_end) if sharded else end
 
 
-def activation_elements(config: RLConfig, layout: ModelLayout) -> int:
+def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -> int:
     """Numbers alive at the start of the backward pass, logits not among them; of the parameters' type. Approximate.
 
     Numbers kept a layer, with T tokens of the bin, S = T / tensor-parallel size under `--sequence-parallel` (else T),
@@ -163,20 +172,34 @@ def activation_elements(config: RLConfig, layout: ModelLayout) -> int:
           without gate      2 T f
           recomputed        0
 
-    Layers recomputed as a whole keep their input S h, once a group, and one group at a time is alive in full.
+    Layers recomputed as a whole keep their input S h, once a group, and one group at a time is alive in full. What is
+    kept counts once for every micro-batch that a pipeline stage has begun: see `_in_flight`.
     Not in it: padding between sequences of different lengths, statistics of norms and softmax, gradients of
     activations, and what only CPUs keep: the score matrices of short sequences and a second copy at an RMSNorm.
     """
     kernels, parts = config.kernels, layout.tensor_size if config.parallel.sequence_parallel else 1
     border = config.training.rl_sequence_packing_bin_size // parts * config.model.hidden_size
-    ends = 2 * border  # the final norm's input and output
+    ends = 2 * border if layout.is_last else 0  # the final norm's input and output
     layers = [4 * border + _inner_elements(layer, config) for layer in layout.layers]
-    if kernels.recompute_granularity != "full":
-        return sum(layers) + ends
-    count = kernels.recompute_num_layers
-    if kernels.recompute_method == "uniform":
-        return math.ceil(len(layers) / count) * border + count * max(layers) + ends
-    return count * border + max(sum(layers[count:]), max(layers)) + ends
+    kept, alive, count = sum(layers), 0, kernels.recompute_num_layers
+    if kernels.recompute_granularity == "full" and kernels.recompute_method == "uniform":
+        kept, alive = math.ceil(len(layers) / count) * border, count * max(layers)
+    elif kernels.recompute_granularity == "full":
+        count = min(count * config.stages.chunks, len(layers))  # of each chunk
+        kept, alive = count * border + sum(layers[count:]), 0 if layers[count:] else max(layers)
+    return math.ceil(kept * _in_flight(config.stages, stage)) + alive + ends
+
+
+def _in_flight(stages: Stages, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once, where an update has enough of them.
+
+    The first of 4 stages begins 4 before the first comes back. With 2 chunks a stage: 7 half ones for the way to the
+    last stage and back, and 4 for the chunk in between.
+    """
+    after = stages.count - stage - 1
+    if stages.chunks == 1:
+        return after + 1
+    return (2 * after + 1 + (stages.chunks - 1) * stages.count) / stages.chunks
 
 
 def _inner_elements(layer: Layer, config: RLConfig) -> int:
@@ -226,7 +249,9 @@ def _cache_slots(config: RLConfig) -> int:
 
 
 def _training_logits(config: RLConfig, layout: ModelLayout, number: int) -> int:
-    """Of a bin on this rank: saved and their gradient in the model's type, and the fp32 chunks of the pass."""
+    """Of a bin, where the head is: saved and their gradient in the model's type, and the fp32 chunks of the pass."""
+    if not layout.is_last:
+        return 0
     logits = config.training.rl_sequence_packing_bin_size * layout.padded_vocab_size // layout.tensor_size
     temporaries = 4 if config.training.perform_rl_step and config.algorithm.grpo_entropy_term_weight else 2
     return 2 * logits * number + temporaries * min(logits, LOGITS_AT_ONCE) * _FP32
@@ -267,10 +292,12 @@ def report_text(config: RLConfig, result: Estimate) -> str:
         for name, rollout, training, what in _uses(config, result)
         if (most := max(rollout, training))
     ]
+    stages = config.stages.count
+    pipeline, fullest = (f" x pipeline {stages}", " of the fullest stage") if stages > 1 else ("", "")
     lines = [
-        f"{result.parameters:,} parameters, {result.parameters_per_rank:,} a rank; vocabulary "
+        f"{result.parameters:,} parameters, {result.parameters_per_rank:,} a rank{fullest}; vocabulary "
         f"{result.vocab_size:,}, padded to {result.padded_vocab_size:,}; ranks: {result.world_size:,} "
-        f"(tensor {config.parallel.tensor_model_parallel_size} x data {result.replicas})",
+        f"(tensor {config.parallel.tensor_model_parallel_size}{pipeline} x data {result.replicas})",
         "",
         format_table(("memory", "rollout", "training", "all ranks", "what"), rows),
         "",

@@ -32,5 +32,5 @@ def execute(run: EvaluationRun) -> str:
         metrics = evaluate(run, run.evaluator, alone=True)
     if metrics is None:
         return "stopped"
-    run.reporter.step(0, metrics, run.policy.gpt)
+    run.reporter.step(0, metrics, run.policy)
     return "finished"

@@ -36,7 +36,7 @@ def build(base: Run) -> SupervisedRun:
         SupervisedRun(
             **vars(parts),
             source=source,
-            trainer=SupervisedTrainer(parts.optimization, scorer, groups.data_group, parts.timer),
+            trainer=SupervisedTrainer(parts.optimization, scorer, groups.loss_group, parts.timer),
             evaluator=None if config.training.eval_interval is None else build_evaluator_alone(parts),
         )
     )

@@ -70,7 +70,7 @@ class TokenBatch:
     lengths: tuple[int, ...]
     """The B sequence lengths as host integers, so that no kernel launch waits for the device."""
     sample_ids: tuple[int, ...]
-    """The sample of each sequence, the padding sequence left out."""
+    """The sample of each sequence, the padding left out."""
     loss_mask: Tensor
     """[T] fp32, 1 where the policy wrote the token."""
     rewards: Tensor
@@ -80,7 +80,7 @@ class TokenBatch:
     versions: Tensor
     """[T] int64, updates of the policy that drew the token."""
     padding: int = 0
-    """Trailing tokens of a dummy sequence that only rounds T up (last in ``lengths``)."""
+    """Trailing tokens of dummy sequences that only round T up (last in ``lengths``)."""
 
     step: StepRewards | None = None
     old_logprobs: Tensor | None = None

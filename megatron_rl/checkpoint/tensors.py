@@ -15,17 +15,22 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.saving import ResultQueue
-from megatron_rl.checkpoint.torch_files import own_name
 from megatron_rl.errors import CheckpointError, cut
 from megatron_rl.models import PolicyModel
+from megatron_rl.models.parameters import counted_once
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.platform.megatron import asynchronous_writer, step_counters_offered, use_result_queue
+from megatron_rl.platform.megatron import (
+    asynchronous_writer,
+    parameters_where_they_lie,
+    step_counters_offered,
+    use_result_queue,
+)
 from megatron_rl.trainer import Optimization
 
 _METADATA = {
@@ -35,7 +40,6 @@ _METADATA = {
 }
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Bytes of a number -> what its bits are added up as."""
-_OVER_THE_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def save_tensors(
@@ -62,20 +66,32 @@ def load(directory: Path, policy: PolicyModel, optimization: Optimization | None
     if optimization is not None:
         make_room(optimization)
     state = _read(directory, _state(policy, optimization, loading=True))
-    policy.gpt.load_state_dict(state["model"])
+    for name, gpt in _named_chunks(policy).items():
+        gpt.load_state_dict(state[name])
     if optimization is not None:
         load_state(optimization, state["optimizer"])
 
 
 def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool) -> dict[str, Any]:
     metadata = ensure_metadata_has_dp_cp_group(dict(_METADATA))
-    model = policy.gpt.sharded_state_dict(metadata=metadata)
-    state: dict[str, Any] = {"model": model}
+    # Names in the files are those of the whole model: that of a chunk keeps chunks apart in memory alone.
+    state: dict[str, Any] = {
+        name: gpt.sharded_state_dict(metadata=metadata) for name, gpt in _named_chunks(policy).items()
+    }
     if optimization is not None:
-        state["optimizer"] = optimization.optimizer.sharded_state_dict(
-            model, is_loading=loading, metadata=metadata
-        )
+        models = state["model"] if len(policy.chunks) == 1 else dict(state)
+        with parameters_where_they_lie(optimization.optimizer):
+            state["optimizer"] = optimization.optimizer.sharded_state_dict(
+                models, is_loading=loading, metadata=metadata
+            )
     return state
+
+
+def _named_chunks(policy: PolicyModel) -> dict[str, GPTModel]:
+    """By Megatron's names: model, or model0, model1, ..."""
+    if len(policy.chunks) == 1:
+        return {"model": policy.chunks[0]}
+    return {f"model{index}": gpt for index, gpt in enumerate(policy.chunks)}
 
 
 def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -201,21 +217,21 @@ def fingerprints(policy: PolicyModel, groups: ParallelGroups) -> dict[str, str]:
 def weights_fingerprint(policy: PolicyModel, groups: ParallelGroups, dtype: torch.dtype | None = None) -> int:
     """A sum of all weights' bit patterns, modulo 2^64: another update gives another number.
 
-    The same however the weights are sharded, the vocabulary is padded and the norms are called. Collective in a model
+    The same in every parallel layout, however the vocabulary is padded and the norms are called. Collective in a model
     copy. Reads the device once.
 
     Args:
         dtype: numbers are rounded to it first; None takes them as they are.
     """
     total = torch.zeros([], dtype=torch.int64, device=policy.device)
-    for given, parameter in policy.gpt.named_parameters():
-        if param_is_not_tensor_parallel_duplicate(parameter):
-            name, values = own_name(given), parameter.detach()
-            if name in _OVER_THE_VOCABULARY:
-                values = values[: max(0, policy.vocab_size - groups.tensor_rank * len(values))]
-            values = values.to(dtype or values.dtype)
-            bits = values.view(_WHOLE_NUMBERS[values.element_size()])
-            total += (zlib.crc32(name.encode()) | 1) * bits.sum(dtype=torch.int64)
+    over_the_vocabulary = {one.name for one in policy.layout.parameters if one.is_over_the_vocabulary}
+    for name, parameter in counted_once(policy.chunks):
+        values = parameter.detach()
+        if name in over_the_vocabulary:
+            values = values[: max(0, policy.vocab_size - groups.tensor_rank * len(values))]
+        values = values.to(dtype or values.dtype)
+        bits = values.view(_WHOLE_NUMBERS[values.element_size()])
+        total += (zlib.crc32(name.encode()) | 1) * bits.sum(dtype=torch.int64)
     total = total.cpu()
     dist.all_reduce(total, group=groups.model_group)
     return int(total) % 2**64

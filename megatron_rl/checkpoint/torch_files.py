@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.families.layout import own_name
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -150,12 +151,6 @@ def read_model_file(directory: Path, tensor_rank: int, mapped: bool = True) -> d
         raise CheckpointError(f"checkpoint file {str(path)!r} has no 'model': it is not one that Megatron writes")
     tensors = {own_name(str(name)): tensor for name, tensor in model.items() if torch.is_tensor(tensor)}
     return content | {"model": tensors}
-
-
-def own_name(name: str) -> str:
-    """Transformer Engine's fused layers hold the norm before them; without it, norms have names of their own."""
-    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 def read_args(directory: Path) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from megatron_rl.checkpoint.tensors import distributed_parts, load_state, make_r
 from megatron_rl.checkpoint.torch_files import (
     MODEL_FILE,
     OPTIMIZER_FILE,
-    own_name,
     rank_directory,
     read,
     read_model_file,
     topology_problems,
 )
 from megatron_rl.errors import CheckpointError
+from megatron_rl.families.layout import own_name
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer import Optimization

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import Finding, divisors, flag, nearest_multiples
+from megatron_rl.config.flags import Finding, divisors, flag, listed, nearest_multiples
 from megatron_rl.errors import Problem
+from megatron_rl.families.layout import ONE_STAGE, Stages
 
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
 
-_SPREAD = "a model is spread by tensor and data parallelism"
+_SPREAD = "a model is spread by tensor, pipeline and data parallelism"
+
+
+def _virtual_stages(config: RLConfig, _: int) -> int | None:
+    """Megatron's other spelling says how many layers each has."""
+    parallel, layers = config.parallel, config.model.num_layers
+    each = parallel.num_layers_per_virtual_pipeline_stage
+    if each is None or layers is None:
+        return None
+    return max(1, layers // (parallel.pipeline_model_parallel_size * each))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +32,18 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, ge=1, common=True)
     """Ranks that share each layer."""
-    pipeline_model_parallel_size: int = flag(1, ge=1, only=_SPREAD)
-    """Ranks that share the stack of layers; above 1 not built yet."""
+    pipeline_model_parallel_size: int = flag(1, ge=1)
+    """Ranks that share the stack of layers, a stage each: supervised training; rollouts above 1 are not built yet."""
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, ge=1, source="--num-layers-per-virtual-pipeline-stage", derived=_virtual_stages
+    )
+    """Chunks that the layers of a stage are cut into, for a shorter start and end of the pipeline (interleaved)."""
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, ge=1)
+    """The same by the layers of a chunk."""
+    decoder_first_pipeline_num_layers: int | None = flag(None, ge=1)
+    """Layers of the first stage, which has the embedding too; the other stages share the rest evenly."""
+    decoder_last_pipeline_num_layers: int | None = flag(None, ge=1)
+    """Layers of the last stage, which has the output head too."""
     context_parallel_size: int = flag(1, ge=1, only=_SPREAD)
     """Ranks that share each sequence; above 1 not built yet."""
     expert_model_parallel_size: int = flag(1, ge=1, only=_SPREAD)
@@ -58,10 +79,7 @@ class KernelConfig:
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none")
     """Megatron's newer spelling: local is --enable-cuda-graph. Graphs of Transformer Engine's layers are not built."""
     use_cpu_initialization: bool = flag(False)
-    """Draw weights on the CPU: the same numbers at any tensor-parallel size that pads the vocabulary alike.
-
-    Padding goes to a multiple of --make-vocab-size-divisible-by times the size: 128 on one rank and 64 on two agree.
-    """
+    """Draw weights on the CPU: the same numbers on every machine. In any case they are the same in every layout."""
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, derived=lambda config, _: "selective" if config.kernels.recompute_activations else None
     )
@@ -99,9 +117,70 @@ def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
             yield "overlap_param_gather", f"without {other}: it gathers what the other shards; add {other}"
 
 
+def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Layers that stages cannot share, and what stages are not built for."""
+    parallel, layers, stages = config.parallel, config.model.num_layers, config.stages
+    size, chunks = stages.count, stages.chunks
+    uneven = [f"--decoder-{end}-pipeline-num-layers" for end in ("first", "last") if getattr(stages, end) is not None]
+    if size == 1:
+        interleaved = ["--num-virtual-stages-per-pipeline-rank"] if chunks > 1 else []
+        for name in (*uneven, *interleaved):
+            yield Problem(name, f"{name} without --pipeline-model-parallel-size above 1 has no stages; leave it out")
+        return
+    if parallel.num_layers_per_virtual_pipeline_stage is not None and layers:
+        each = layers // (size * chunks)
+        if each != parallel.num_layers_per_virtual_pipeline_stage or layers % (size * chunks):
+            yield "num_layers_per_virtual_pipeline_stage", (
+                f"does not cut --num-layers {layers} into chunks for {size} stages; use --num-layers-per-virtual-"
+                f"pipeline-stage {divisors(layers // size)}, or --num-virtual-stages-per-pipeline-rank"
+            )
+            return
+    if layers:
+        try:
+            stages.sizes(layers)
+        except ValueError:
+            yield "pipeline_model_parallel_size", _cannot_share(layers, stages, uneven)
+    rollouts = [
+        flag
+        for flag, is_given in (
+            ("--perform-rl-step", config.training.perform_rl_step),
+            ("--eval-only", config.training.eval_only),
+            ("--eval-interval", config.training.eval_interval is not None),
+            ("--rl-rollout-quantization", config.quantization.rl_rollout_quantization != "none"),
+        )
+        if is_given
+    ]
+    if rollouts:
+        yield "pipeline_model_parallel_size", (
+            f"with {rollouts[0]}: rollouts are not built for pipeline stages yet; use --tensor-model-parallel-size, or "
+            "train supervised without it"
+        )
+    if config.checkpoint.ckpt_format == "torch":
+        yield "pipeline_model_parallel_size", (
+            "with --ckpt-format torch, which holds tensor-parallel ranks alone; use --ckpt-format torch_dist"
+        )
+
+
+def _cannot_share(layers: int, stages: Stages, uneven: Sequence[str]) -> str:
+    given = " and ".join(
+        f"{name} {size}" for name, size in zip(uneven, (s for s in (stages.first, stages.last) if s), strict=True)
+    )
+    chunks = f" in {stages.chunks} chunks each" if stages.chunks > 1 else ""
+    if given:
+        return (
+            f"does not share --num-layers {layers} evenly{chunks}, with {given}: what is left goes to the other stages "
+            "in equal parts; use other numbers of layers"
+        )
+    return (
+        f"does not share --num-layers {layers} evenly{chunks}; use {divisors(layers // stages.chunks)}, or give the "
+        "first and last stage other numbers with --decoder-first-pipeline-num-layers and "
+        "--decoder-last-pipeline-num-layers"
+    )
+
+
 def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Attention kernels that are refused, and recomputation that does not say of what."""
-    kernels, layers, count = config.kernels, config.model.num_layers, config.kernels.recompute_num_layers
+    kernels, chunks, count = config.kernels, _layers_of_chunks(config), config.kernels.recompute_num_layers
     if kernels.attention_backend in ("fused", "unfused", "local"):
         yield "attention_backend", (
             "is refused: it has no kernel for packed sequences and a KV cache here; use auto, sdpa or flash (with "
@@ -124,10 +203,21 @@ def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             "chooses parts of a layer, which only --recompute-granularity selective recomputes; add it, or leave them "
             "out"
         )
-    if count is not None and layers is not None and count > layers:
-        yield "recompute_num_layers", f"is more than the model's {layers} layers; use at most {layers}"
-    elif kernels.recompute_method == "uniform" and count and layers and layers % count:
+    whose = "model's" if config.stages == ONE_STAGE else "smallest chunk's"
+    if count is not None and chunks and count > min(chunks):
+        yield "recompute_num_layers", f"is more than the {whose} {min(chunks)} layers; use at most {min(chunks)}"
+    elif kernels.recompute_method == "uniform" and count and any(size % count for size in chunks):
+        whose = "model's" if config.stages == ONE_STAGE else "chunks'"
         yield "recompute_num_layers", (
-            f"with --recompute-method uniform does not divide the model's {layers} layers into equal groups; use "
-            f"{divisors(layers)}"
+            f"with --recompute-method uniform does not divide the {whose} {listed(sorted({*chunks}))} layers into "
+            f"equal groups; use {divisors(math.gcd(*chunks))}"
         )
+
+
+def _layers_of_chunks(config: RLConfig) -> list[int]:
+    """Each stage, and each chunk of one, recomputes for itself; empty where they are not known."""
+    layers, stages = config.model.num_layers, config.stages
+    try:
+        return [size // stages.chunks for size in stages.sizes(layers)] if layers else []
+    except ValueError:
+        return []

@@ -15,7 +15,13 @@ from megatron_rl.config.algorithm import AlgorithmConfig, algorithm_problems
 from megatron_rl.config.compatibility import CompatibilityConfig
 from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.config.model import ModelConfig, TokenizerConfig, expert_problems, shape_problems
-from megatron_rl.config.parallel import KernelConfig, ParallelConfig, kernel_problems, parallel_problems
+from megatron_rl.config.parallel import (
+    KernelConfig,
+    ParallelConfig,
+    kernel_problems,
+    parallel_problems,
+    pipeline_problems,
+)
 from megatron_rl.config.precision import (
     PrecisionConfig,
     QuantizationConfig,
@@ -35,12 +41,12 @@ from megatron_rl.config.training import (
     schedule_problems,
 )
 from megatron_rl.errors import Problem
-from megatron_rl.families.layout import Architecture, ModelLayout, padded_vocabulary
+from megatron_rl.families.layout import Architecture, ModelLayout, Stages, padded_vocabulary
 
 RULES = (
-    record_problems, parallel_problems, shape_problems, expert_problems, batch_problems, length_problems,
-    precision_problems, kernel_problems, engine_problems, alignment_problems, cache_problems, optimizer_problems,
-    schedule_problems, sampling_problems, algorithm_problems,
+    record_problems, parallel_problems, pipeline_problems, shape_problems, expert_problems, batch_problems,
+    length_problems, precision_problems, kernel_problems, engine_problems, alignment_problems, cache_problems,
+    optimizer_problems, schedule_problems, sampling_problems, algorithm_problems,
 )  # fmt: skip
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
 _CHANGES_NO_BYTE = ("tokenizer_model", "langrl_env_config", "lr")
@@ -113,7 +119,18 @@ class RLConfig:
         size, rows = self.parallel.tensor_model_parallel_size, max(vocab_size, self.tokenizer.vocab_size or 0)
         padded = padded_vocabulary(rows, self.tokenizer.make_vocab_size_divisible_by, size)
         architecture = Architecture(**shape, vocab_size=rows)
-        return ModelLayout.of(architecture, size, padded, stage, self.parallel.pipeline_model_parallel_size)
+        return ModelLayout.of(architecture, size, padded, stage, self.stages)
+
+    @property
+    def stages(self) -> Stages:
+        """How the pipeline shares the layers."""
+        parallel = self.parallel
+        return Stages(
+            parallel.pipeline_model_parallel_size,
+            parallel.decoder_first_pipeline_num_layers,
+            parallel.decoder_last_pipeline_num_layers,
+            parallel.num_virtual_stages_per_pipeline_rank or 1,
+        )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model among ``world_size`` ranks."""

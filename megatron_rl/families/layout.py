@@ -14,6 +14,14 @@ from typing import Any, Literal
 MOST_LAYERS = 1000
 MOST_EXPERTS = 100_000
 """Of a model, in all its layers: each tensor is listed by name, so more would fill the memory before any check."""
+EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
+
+
+def own_name(name: str) -> str:
+    """Transformer Engine's fused layers hold the norm before them; without it, norms have names of their own."""
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,49 @@ def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int = 1) 
 
 
 @dataclass(frozen=True)
+class Stages:
+    """How pipeline stages share the layers.
+
+    8 layers on two stages with two chunks each (Megatron's virtual stages): 0 1 and 4 5, 2 3 and 6 7.
+    """
+
+    count: int = 1
+    first: int | None = None
+    """Layers of the first stage; None: as many as others."""
+    last: int | None = None
+    chunks: int = 1
+    """Parts of a stage's layers, with those of the other stages in between."""
+
+    def sizes(self, num_layers: int) -> list[int]:
+        """Layers of each stage. Example: 7 layers on 3 stages with 3 on the first are 3, 2 and 2.
+
+        Raises:
+            ValueError: the layers cannot be shared like this.
+        """
+        ends = [size for size in (self.first, self.last) if size is not None]
+        between, left = self.count - len(ends), num_layers - sum(ends)
+        if between < 0 or left < 0 or (left % between if between else left):
+            raise ValueError(f"{num_layers} layers cannot be shared by {self}")
+        sizes = [left // between if between else 0] * self.count
+        if self.first is not None:
+            sizes[0] = self.first
+        if self.last is not None:
+            sizes[-1] = self.last
+        if any(size < self.chunks or size % self.chunks for size in sizes):
+            raise ValueError(f"{num_layers} layers cannot be shared by {self}")
+        return sizes
+
+    def layers_of(self, stage: int, num_layers: int) -> list[range]:
+        """The layers of each chunk of ``stage``, counted over the whole model."""
+        sizes = [size // self.chunks for size in self.sizes(num_layers)]
+        starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(self.chunks)]
+        return [range(start, start + sizes[stage]) for start in starts]
+
+
+ONE_STAGE = Stages()
+
+
+@dataclass(frozen=True)
 class Parameter:
     """A parameter of the whole model, and how tensor-parallel ranks share it."""
 
@@ -72,6 +123,11 @@ class Parameter:
     ranks: int = 1
     blocks: int = 1
     """The rows are so many blocks of one height, each cut by itself: 2 for gate and up projection."""
+
+    @property
+    def is_over_the_vocabulary(self) -> bool:
+        """Its rows are tokens, and padding."""
+        return self.name in (EMBEDDING, _HEAD)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -164,11 +220,11 @@ class ModelLayout:
     """Rows of embedding and head over all tensor-parallel ranks."""
     tensor_size: int
     layers: tuple[Layer, ...]
-    """This stage's."""
+    """This stage's, chunk by chunk."""
     before: tuple[Parameter, ...]
     """The embedding, on the first stage."""
     after: tuple[Parameter, ...]
-    """Final norm and head, on the last stage; a tied head is there only where the embedding is not."""
+    """Final norm and head, on the last stage; a tied head is there, under the embedding's name, where that is not."""
     is_first: bool
     is_last: bool
 
@@ -179,21 +235,22 @@ class ModelLayout:
         tensor_size: int = 1,
         padded_vocab_size: int | None = None,
         stage: int = 0,
-        stages: int = 1,
+        stages: Stages = ONE_STAGE,
     ) -> ModelLayout:
-        """The layers are shared evenly by the pipeline's ``stages``; ``stage`` is counted from 0."""
-        is_first, is_last = stage == 0, stage == stages - 1
+        """Of a rank of pipeline stage ``stage``, counted from 0."""
+        is_first, is_last = stage == 0, stage == stages.count - 1
         rows = padded_vocab_size or model.vocab_size
-        table, count = (rows, model.hidden_size), model.num_layers // stages
+        table, chunks = (rows, model.hidden_size), stages.layers_of(stage, model.num_layers)
         after = list(_norm("decoder.final_layernorm", model.hidden_size, model))
-        if model.untie_embeddings_and_output_weights or not is_first:
-            after.append(Parameter("output_layer.weight", table, "rows", tensor_size))
+        is_untied = model.untie_embeddings_and_output_weights
+        if is_untied or not is_first:
+            after.append(Parameter(_HEAD if is_untied else EMBEDDING, table, "rows", tensor_size))
         return cls(
             architecture=model,
             padded_vocab_size=rows,
             tensor_size=tensor_size,
-            layers=tuple(_layer(index, model, tensor_size) for index in range(stage * count, (stage + 1) * count)),
-            before=(Parameter("embedding.word_embeddings.weight", table, "rows", tensor_size),) if is_first else (),
+            layers=tuple(_layer(index, model, tensor_size) for chunk in chunks for index in chunk),
+            before=(Parameter(EMBEDDING, table, "rows", tensor_size),) if is_first else (),
             after=tuple(after) if is_last else (),
             is_first=is_first,
             is_last=is_last,
@@ -206,7 +263,7 @@ class ModelLayout:
 
     @property
     def parameters(self) -> Iterator[Parameter]:
-        """In the order of ``GPTModel.named_parameters``."""
+        """In the order of ``named_parameters`` of this rank's chunks."""
         yield from self.before
         for layer in self.layers:
             for part in layer.parts:

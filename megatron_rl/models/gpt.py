@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.attention import Attention, RopeTable, numbers_of, proven_attention
 from megatron_rl.config import RLConfig
 from megatron_rl.families import ModelLayout
+from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters
 from megatron_rl.models.spec import block_spec, fp8_settings
-from megatron_rl.parallel.groups import pipeline_stage
+from megatron_rl.parallel.groups import pipeline_stage, tensor_rank
 from megatron_rl.platform import Platform
+from megatron_rl.platform.megatron import pipeline_settings
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,8 @@ class _TrainableRotaryEmbedding(RotaryEmbedding):
 class PolicyModel:
     """The one model of this process: training and rollouts share its parameters."""
 
-    gpt: GPTModel
+    chunks: tuple[GPTModel, ...]
+    """This rank's parts in the order of the forward pass: one, or one for each of its virtual pipeline stages."""
     config: TransformerConfig
     rope: RopeTable
     attention: Attention
@@ -53,6 +56,20 @@ class PolicyModel:
     device: torch.device
 
     @property
+    def gpt(self) -> GPTModel:
+        """The whole model, where one rank has all its layers: what rollouts run."""
+        (whole,) = self.chunks
+        return whole
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """All that this rank holds."""
+        return (parameter for gpt in self.chunks for parameter in gpt.parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """By the names they have in the whole model."""
+        return named_parameters(self.chunks)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding over all tensor-parallel ranks."""
         return self.layout.padded_vocab_size
@@ -60,7 +77,7 @@ class PolicyModel:
     @property
     def num_parameters(self) -> int:
         """Parameters held by this rank."""
-        return sum(parameter.numel() for parameter in self.gpt.parameters())
+        return sum(parameter.numel() for parameter in self.parameters())
 
 
 def build_transformer_config(config: RLConfig, platform: Platform) -> TransformerConfig:
@@ -79,9 +96,12 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             activation_func=functional.silu if model.swiglu else functional.gelu,
             num_moe_experts=model.num_experts,
             moe_router_dtype=None if model.num_experts is None else "fp32",  # so that near ties fall alike
+            init_method=leave_undrawn,
+            output_layer_init_method=leave_undrawn,
+            embedding_init_method=leave_undrawn,
             use_cpu_initialization=kernels.use_cpu_initialization or not platform.is_cuda,
             params_dtype=numbers_of(config).dtype,
-            pipeline_dtype=numbers_of(config).dtype,
+            **pipeline_settings(config.stages, numbers_of(config).dtype, platform.is_cuda),
             bf16=config.precision.bf16,
             transformer_impl=kernels.transformer_impl,
             **fp8_settings(config),
@@ -102,35 +122,27 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
 
 
 def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> PolicyModel:
-    """Build this rank's part of the model with random weights (seed first); ``vocab_size`` is the tokenizer's."""
+    """Build this rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's."""
     transformer_config = build_transformer_config(config, platform)
     layout = config.layout(vocab_size, pipeline_stage())
-    max_length = max(config.model.max_position_embeddings, config.training.seq_length)
-    gpt = GPTModel(
-        transformer_config,
-        block_spec(transformer_config),
-        vocab_size=layout.padded_vocab_size,
-        max_sequence_length=max_length,
-        position_embedding_type=config.model.position_embedding_type,
-        rotary_base=config.model.rotary_base,
-        rotary_percent=config.model.rotary_percent,
-        rope_scaling=config.model.use_rope_scaling,
-        rope_scaling_factor=config.model.rope_scaling_factor,
-        pre_process=layout.is_first,
-        post_process=layout.is_last,
-        share_embeddings_and_output_weights=layout.is_tied,
-    ).to(platform.device)
-    if transformer_config.fp8:  # lets products take any number of tokens: Transformer Engine wants multiples of 16
-        from megatron.core.fp8_utils import prepare_model_for_fp8_inference
+    chunks = tuple(
+        _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
+        for chunk in range(config.stages.chunks)
+    )
+    on_cpu = transformer_config.use_cpu_initialization
+    draw_parameters(chunks, layout, config.model, torch.initial_seed(), tensor_rank(), on_cpu)
+    for gpt in chunks:
+        if transformer_config.fp8:  # lets products take any number of tokens: Transformer Engine wants multiples of 16
+            from megatron.core.fp8_utils import prepare_model_for_fp8_inference
 
-        prepare_model_for_fp8_inference(gpt)
-    gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
+            prepare_model_for_fp8_inference(gpt)
+        gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
     # Sized to what a run can reach, not to the model's advertised context of 131072.
     reach = max(config.training.seq_length, config.rollout.inference_max_seq_length)
     policy = PolicyModel(
-        gpt=gpt,
+        chunks=chunks,
         config=transformer_config,
-        rope=RopeTable(gpt.rotary_pos_emb, reach),
+        rope=RopeTable(chunks[0].rotary_pos_emb, reach),
         attention=proven_attention(config, platform, layout),
         layout=layout,
         vocab_size=vocab_size,
@@ -138,15 +150,36 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
         device=platform.device,
     )
     if config.precision.bf16:
-        gpt.to(torch.bfloat16)
+        for gpt in chunks:
+            gpt.to(torch.bfloat16)
     logger.info("model: %s parameters on this rank, vocabulary %d (padded to %d)",
                 f"{policy.num_parameters:,}", vocab_size, layout.padded_vocab_size)
     logger.info("%s", policy.attention.reason)
     return policy
 
 
+def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLayout, chunk: int) -> GPTModel:
+    model, chunks = config.model, config.stages.chunks
+    number = chunk if chunks > 1 else None
+    return GPTModel(
+        settings,
+        block_spec(settings, number),
+        vocab_size=layout.padded_vocab_size,
+        max_sequence_length=max(model.max_position_embeddings, config.training.seq_length),
+        position_embedding_type=model.position_embedding_type,
+        rotary_base=model.rotary_base,
+        rotary_percent=model.rotary_percent,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        pre_process=layout.is_first and chunk == 0,
+        post_process=layout.is_last and chunk == chunks - 1,
+        share_embeddings_and_output_weights=layout.is_tied,
+        vp_stage=number,
+    )
+
+
 @contextlib.contextmanager
-def rollout_mode(policy: PolicyModel, wrapped: DistributedDataParallel | None = None) -> Iterator[None]:
+def rollout_mode(policy: PolicyModel, wrapped: Sequence[DistributedDataParallel] = ()) -> Iterator[None]:
     """Evaluation mode, all parameters gathered, sequence parallelism off.
 
     Sequence parallelism would cut a decode batch of one token a row into uneven pieces; the
@@ -154,14 +187,16 @@ def rollout_mode(policy: PolicyModel, wrapped: DistributedDataParallel | None = 
     `--overlap-param-gather` the updated parameters are still on their way after the optimizer
     step, and a rollout on half of them would be silently stale.
     """
-    hooked = wrapped is not None and wrapped.ddp_config.overlap_param_gather
-    if hooked:
-        wrapped.disable_forward_pre_hook(param_sync=True)
+    hooked = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=True)
     # megatron's `set_model_to_sequence_parallel` remembers the modules of a model by ``id(model)`` for ever: a model
     # made where another one lay before kept its sequence parallelism, and the modules of the old one were never freed.
-    owners = (policy.config, *policy.gpt.modules()) if policy.config.sequence_parallel else ()
+    modules = [module for gpt in policy.chunks for module in gpt.modules()]
+    owners = (policy.config, *modules) if policy.config.sequence_parallel else ()
     on = [(owner, name) for owner in owners for name in _SWITCHES if getattr(owner, name, None) is True]
-    policy.gpt.eval()
+    for gpt in policy.chunks:
+        gpt.eval()
     try:
         for owner, name in on:
             setattr(owner, name, False)
@@ -169,6 +204,7 @@ def rollout_mode(policy: PolicyModel, wrapped: DistributedDataParallel | None = 
     finally:
         for owner, name in on:
             setattr(owner, name, True)
-        if hooked:
-            wrapped.enable_forward_pre_hook()
-        policy.gpt.train()
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+        for gpt in policy.chunks:
+            gpt.train()

@@ -57,10 +57,10 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """All decoder layers of this pipeline stage and the final norm."""
+def block_spec(config: TransformerConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
+    """All decoder layers of this pipeline stage, or of one ``chunk`` of them, and the final norm."""
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config)] * get_num_layers_to_build(config),
+        layer_specs=[layer_spec(config)] * get_num_layers_to_build(config, vp_stage=chunk),
         layer_norm=TorchNorm,
     )
 
@@ -116,7 +116,7 @@ def _engine_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """One decoder layer of Transformer Engine, with our attention.
 
     The norms before attention and MLP are part of the products that follow them (``linear_qkv.layer_norm_weight``);
-    checkpoints and Hugging Face files know both spellings, see ``checkpoint.torch_files.own_name``.
+    checkpoints and Hugging Face files know both spellings, see `own_name`.
 
     Raises:
         ConfigError: megatron-core found no Transformer Engine that it can use.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import random
 from dataclasses import dataclass
@@ -21,16 +22,33 @@ from megatron_rl.platform.megatron import use_trainable_memory_buffer
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's place in the job. Groups are named after what they split."""
+    """This rank's place in the job. Groups are named after what they split.
+
+    With 2 tensor-parallel ranks, 2 pipeline stages and 2 replicas, Megatron's order is
+
+        rank      0  1  2  3  4  5  6  7
+        tensor    0  1  0  1  0  1  0  1
+        replica   0  0  1  1  0  0  1  1
+        stage     0  0  0  0  1  1  1  1
+    """
 
     rank: int
     world_size: int
     local_rank: int
     tensor_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
+    """The stages of one copy of the model, in the order of its layers."""
     data_group: dist.ProcessGroup
-    """Ranks that hold the same weights and different samples (context parallel included)."""
+    """The training replicas: ranks that hold the same weights and train on different samples."""
+    rollout_group: dist.ProcessGroup
+    """The rollout replicas: ranks that hold the same weights and generate different samples. Context-parallel ranks,
+    which share the samples that they train on, are among them."""
     model_group: dist.ProcessGroup
     """Ranks that hold one copy of the model (tensor and pipeline parallel)."""
+    lockstep_group: dist.ProcessGroup
+    """Ranks that take each step of a rollout together: a copy of the model, and whoever shares experts with it."""
+    loss_group: dist.ProcessGroup
+    """Training replicas and their stages: what the last stages know of a loss, added up over it, all ranks know."""
 
     @property
     def tensor_rank(self) -> int:
@@ -51,6 +69,11 @@ class ParallelGroups:
     def data_size(self) -> int:
         """Number of ranks in `data_group`."""
         return self.data_group.size()
+
+    @property
+    def stage(self) -> int:
+        """Index in `pipeline_group`."""
+        return self.pipeline_group.rank()
 
     @property
     def is_main(self) -> bool:
@@ -91,6 +114,7 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.num_virtual_stages_per_pipeline_rank,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
@@ -106,21 +130,46 @@ def current_groups() -> ParallelGroups:
         world_size=dist.get_world_size(),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
-        data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(),
+        rollout_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
+        lockstep_group=_lockstep_group(),
+        loss_group=_loss_group(),
     )
+
+
+def _lockstep_group() -> dist.ProcessGroup:
+    """Of the two that a step of a rollout needs, the one that contains the other."""
+    experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    return max(parallel_state.get_model_parallel_group(), experts, key=lambda group: group.size())
+
+
+@functools.cache
+def _loss_group() -> dist.ProcessGroup:
+    """megatron has none: the ranks of each tensor-parallel index."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return parallel_state.get_data_parallel_group()
+    size, own = parallel_state.get_tensor_model_parallel_world_size(), tensor_rank()
+    made = [dist.new_group(range(index, dist.get_world_size(), size)) for index in range(size)]
+    return made[own]
 
 
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, torch and megatron's tensor-parallel generators.
 
-    Every rank gets the same seed: replicated weights must start equal, and weights made on the
-    CPU are cut from one master weight. megatron's tracker adds the tensor-parallel offset itself.
+    Every rank gets the same seed, from which each weight is drawn by its name. megatron's tracker adds the
+    tensor-parallel offset itself.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def tensor_rank() -> int:
+    """Which part of each layer this rank holds, from 0."""
+    return parallel_state.get_tensor_model_parallel_rank()
 
 
 def pipeline_stage() -> int:
@@ -132,6 +181,7 @@ def shut_down() -> None:
     """Leave the job; safe to call at any time, also after a failed start."""
     if not dist.is_initialized():
         return
+    _loss_group.cache_clear()
     with contextlib.suppress(AssertionError, AttributeError):
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -41,8 +41,7 @@ def size_of(storages: Iterable[torch.UntypedStorage]) -> int:
 
 
 def _buffers(optimization: Optimization) -> list:
-    wrapped = optimization.wrapped
-    return [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+    return [buffer for chunk in optimization.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def state_storages(optimization: Optimization) -> list[torch.UntypedStorage]:
@@ -59,7 +58,7 @@ def state_storages(optimization: Optimization) -> list[torch.UntypedStorage]:
     # A step counter is one number.
     found = storages_of(
         (tensor for tensor in tensors if tensor.device == device and tensor.numel() > 1),
-        without=[*optimization.wrapped.parameters(), *(buffer.grad_data for buffer in _buffers(optimization))],
+        without=[*optimization.policy.parameters(), *(buffer.grad_data for buffer in _buffers(optimization))],
     )
     return [storage for storage in found if storage.resizable()]
 
@@ -157,7 +156,7 @@ class Weights:
     @property
     def storages(self) -> list[torch.UntypedStorage]:
         """Of all parameters, with copies of some set aside."""
-        return storages_of((*self._optimization.wrapped.parameters(), *self._aside.values()))
+        return storages_of((*self._optimization.policy.parameters(), *self._aside.values()))
 
     def leave(self, unread: Sequence[torch.nn.Parameter]) -> None:
         """Give up all but what is read in rollouts, which is set aside; nothing where they have left already.
@@ -167,7 +166,7 @@ class Weights:
         if self._homes or not self._buffers:
             return
         skipped = set(unread)
-        for parameter in self._optimization.wrapped.parameters():
+        for parameter in self._optimization.policy.parameters():
             home = parameter.data
             if parameter not in skipped:
                 aside = self._aside.get(parameter)

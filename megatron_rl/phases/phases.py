@@ -50,7 +50,7 @@ class Phases:
         self._policy = policy
         self._groups = groups
         self._device = DeviceMemory(policy.device)
-        self._estimate = estimate(config, groups.world_size, policy.vocab_size)
+        self._estimate = estimate(config, groups.world_size, policy.vocab_size, groups.stage)
         self._training: _Training | None = None
         self._engine: Engine | None = None
         self._cache = CacheResidency([], self._device, 0)
@@ -128,7 +128,7 @@ class Phases:
     def rollouts(self, quantized: bool = True) -> Iterator[None]:
         """The model generates in here, on quantised weights if there are any and they are wanted."""
         training, numbers = self._training, self.quantization
-        with rollout_mode(self._policy, None if training is None else training.optimization.wrapped):
+        with rollout_mode(self._policy, () if training is None else training.optimization.wrapped):
             try:
                 if training is not None:
                     training.leave()
@@ -162,7 +162,7 @@ class Phases:
 
     def held(self) -> dict[str, int]:
         """Bytes on this rank's device now, by the estimate's names; without activations and logits."""
-        training, weights = self._training, storages_of(self._policy.gpt.parameters())
+        training, weights = self._training, storages_of(self._policy.parameters())
         return {
             "weights": size_of(weights if training is None else training.weights.storages),
             "gradients": 0 if training is None else size_of(training.gradients.storages),
@@ -220,7 +220,7 @@ class _Training:
         """
         unread, weights = set(self._unread), 0
         if unread and not self._reads_all_weights:
-            read = [parameter for parameter in self.optimization.wrapped.parameters() if parameter not in unread]
+            read = [parameter for parameter in self.optimization.policy.parameters() if parameter not in unread]
             weights = size_of(self.weights.storages) - sum(parameter.nbytes for parameter in read)
         gradients = 0 if "gradients" in self._keeps else size_of(self.gradients.storages)
         return weights + gradients + (size_of(self.state.storages) if self.offloads else 0)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import GlobalMemoryBuffer
+
+from megatron_rl.families import Stages
 
 VERSION = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
 """(0, 16), ..."""
@@ -169,6 +171,34 @@ def step_counters_offered(part: Any) -> Iterator[None]:
         del part._set_main_param_and_optimizer_states  # the class's method again
 
 
+@contextlib.contextmanager
+def parameters_where_they_lie(optimizer: Any) -> Iterator[None]:
+    """Inside, the state of a `DistributedOptimizer` is cut into parameters at the right places.
+
+    megatron gathers it without the padding at the ends of buckets, but counts that padding where it cuts: of what
+    comes after a padded bucket, shifted numbers went into checkpoints, without an error. A tied embedding over pipeline
+    stages has a bucket of its own, and `--overlap-grad-reduce` has many.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
+
+    is_wrong = "issue #504" in inspect.getsource(Optimizer.sharded_param_state_fully_reshardable)
+    parts = [part for part in optimizer.chained_optimizers if isinstance(part, Optimizer)] if is_wrong else []
+    buffers = [(buffer, buffer.param_index_map) for part in parts for buffer in part.buffers]
+    for buffer, places in buffers:
+        sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+        before = [sum(sizes[:number]) for number in range(len(sizes))]
+        padding = [start - unpadded for (start, _), unpadded in zip(buffer.bucket_indices, before, strict=True)]
+        buffer.param_index_map = {
+            parameter: (start - padding[bucket], end - padding[bucket], bucket)
+            for parameter, (start, end, bucket) in places.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, places in buffers:
+            buffer.param_index_map = places
+
+
 class _TrainableMemoryBuffer(GlobalMemoryBuffer):
     def get_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -184,11 +214,28 @@ def use_trainable_memory_buffer() -> None:
     parallel_state._GLOBAL_MEMORY_BUFFER = _TrainableMemoryBuffer()
 
 
-def remake_parameters(optimizer: Any, wrapped: Any) -> None:
+def remake_parameters(optimizer: Any, wrapped: Sequence[Any]) -> None:
     """Write the main parameters into the model's and gather them, as an update ends; collective.
 
     megatron-core has no public call for the first half.
     """
     for part in optimizer.chained_optimizers:
         part._copy_main_params_to_model_params()
-    wrapped.start_param_sync(force_sync=True)
+    for chunk in wrapped:
+        chunk.start_param_sync(force_sync=True)
+
+
+def pipeline_settings(stages: Stages, dtype: torch.dtype, is_cuda: bool) -> dict[str, Any]:
+    """Of the `TransformerConfig`: who has which layers, and how stages hand over what they computed."""
+    interleaved = stages.chunks > 1
+    return {
+        "num_layers_in_first_pipeline_stage": stages.first,
+        "num_layers_in_last_pipeline_stage": stages.last,
+        "virtual_pipeline_model_parallel_size": stages.chunks if interleaved else None,
+        "pipeline_dtype": dtype,
+        # Interleaved on gloo it frees the buffer of a send that is still under way: wrong gradients, at random.
+        "deallocate_pipeline_outputs": stages.count > 1 and (is_cuda or not interleaved),
+        # Interleaved over two stages both neighbours are one rank, and sends in one batch are taken for each other.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }

@@ -160,7 +160,7 @@ def build_quantization(
         logger.info("%s (all in %s):\n%s", title, directory.quantization.name, table)
 
     quantization = RolloutQuantization(
-        policy.gpt, settings.rl_rollout_quantization, settings.rl_quantization_skip, report, timer.phase
+        policy.chunks[0], settings.rl_rollout_quantization, settings.rl_quantization_skip, report, timer.phase
     )
     linears = quantization.linears
     if linears.layers and groups.is_main:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
@@ -26,6 +25,8 @@ from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, WandbWriter, wandb_mode
+from megatron_rl.models import PolicyModel
+from megatron_rl.models.parameters import counted_once
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform
@@ -74,7 +75,7 @@ class Reporter:
             displays.append(WandbWriter(*place, settings, config.wandb_mode))
         self.log = MetricLog(JsonlWriter(self._directory.metrics, resume_step=kept), displays)
 
-    def step(self, step: int, metrics: dict[str, float], policy: torch.nn.Module) -> None:
+    def step(self, step: int, metrics: dict[str, float], policy: PolicyModel) -> None:
         """Add timings and what the user asked for, and write the row; collective."""
         row = dict(metrics)
         row |= self._timer.collect() | self._platform.memory_metrics()
@@ -158,7 +159,7 @@ class Reporter:
         self.log.close()
         self.log = MetricLog()
 
-    def _throughput(self, row: dict[str, float], policy: torch.nn.Module) -> dict[str, float]:
+    def _throughput(self, row: dict[str, float], policy: PolicyModel) -> dict[str, float]:
         """verl's tokens a second a rank; model FLOPs on request (6 N per trained, 2 N per drawn token)."""
         seconds, tokens = row.get("timing_s/step"), row.get("perf/total_num_tokens")
         if not seconds or not tokens:
@@ -168,7 +169,7 @@ class Reporter:
         if generated and generating:
             rates["perf/rollout_tokens_per_s"] = generated / generating
         if self._config.logging.log_throughput:
-            parameters = sum(p.numel() for p in policy.parameters()) * self._groups.model_group.size()
+            parameters = policy.num_parameters * self._groups.model_group.size()
             flops = parameters * (6 * tokens + 2 * generated)
             rates["perf/tflops_per_rank"] = flops / seconds / self._groups.world_size / 1e12
         return rates
@@ -210,10 +211,10 @@ def _batch_record(update: int, batch: TokenBatch) -> dict[str, object]:
 
 
 @torch.no_grad()
-def parameter_norm(policy: torch.nn.Module, model_group: dist.ProcessGroup) -> float:
-    """L2 norm over all ranks of the model copy; replicated parameters count once."""
-    total = torch.zeros([], dtype=torch.float64, device=next(policy.parameters()).device)
-    for parameter in filter(param_is_not_tensor_parallel_duplicate, policy.parameters()):
+def parameter_norm(policy: PolicyModel, model_group: dist.ProcessGroup) -> float:
+    """L2 norm over all ranks of the model copy; what several of them hold counts once."""
+    total = torch.zeros([], dtype=torch.float64, device=policy.device)
+    for _, parameter in counted_once(policy.chunks):
         total += parameter.double().square().sum()
     dist.all_reduce(total, group=model_group)
     return math.sqrt(total.item())

@@ -126,7 +126,8 @@ def build(base: Run) -> RLRun:
     rollouter = build_rollouter(parts, engine)
     evaluates = config.training.eval_interval is not None
     scorer = Scorer(
-        policy, groups.tensor_group, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer
+        policy, groups.tensor_group, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer,
+        groups.pipeline_group,
     )
     advantage = advantage_of(config)
     baseline = getattr(advantage, "BASELINE", "group")
@@ -139,7 +140,7 @@ def build(base: Run) -> RLRun:
             samples=SampleBuilder(baseline, config.algorithm.rl_keep_zero_variance_groups, groups),
             trainer=PolicyTrainer(
                 parts.optimization, scorer, advantage, PolicyObjective.of(config), config.algorithm.grpo_iterations,
-                reference, groups.data_group, parts.timer,
+                reference, groups, parts.timer,
             ),
             parity=_parity_gate(parts, scorer, engine),
             evaluator=build_evaluator(parts, factory, rollouter) if evaluates else None,

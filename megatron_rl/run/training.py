@@ -137,7 +137,7 @@ def start_training(base: Run) -> tuple[TrainingParts, ReferencePolicy | None]:
         optimization=start.optimization,
         origin=start.origin,
         states=states,
-        batches=BatchBuilder(bin_size, round_to, base.policy.device, base.groups),
+        batches=BatchBuilder(bin_size, round_to, base.policy.device, base.groups, config.stages),
     )
     return parts, start.reference
 
@@ -167,7 +167,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
             before = evaluate(run, run.evaluator)
         if before is None:
             return _stop(run)
-        run.reporter.step(0, before, run.policy.gpt)
+        run.reporter.step(0, before, run.policy)
     while progress.step < run.config.total_steps:
         if any_rank(run.stop.requested):
             return _stop(run)
@@ -183,7 +183,7 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
             result.metrics.update(held_out or {})
             best = held_out is not None and run.is_best(held_out)
         result.metrics["checkpoint/failed_saves"] = float(run.checkpoints.failed_saves)
-        run.reporter.step(progress.step, result.metrics, run.policy.gpt)
+        run.reporter.step(progress.step, result.metrics, run.policy)
         leaves_early = progress.step < run.config.total_steps and any_rank(
             run.must_leave(time.monotonic() - started)
         )

@@ -112,9 +112,8 @@ def _read_reference(
 def _another(directory: Path, state: RunState, found: Origin) -> str:
     if found.kind == "drawn":
         return (
-            f"the run of {str(directory)!r} began with random weights (seed {state.seed}, tensor-parallel size "
-            f"{state.world.get('tensor_model_parallel_size')}), which are the reference of --grpo-kl-beta, and this "
-            "start draws others; use the same --seed, layout and number format, or --grpo-kl-beta 0"
+            f"the run of {str(directory)!r} began with random weights (seed {state.seed}), which are the reference of "
+            "--grpo-kl-beta, and this start draws others; use the same --seed and number format, or --grpo-kl-beta 0"
         )
     began_with = state.origin.path or "random weights"
     return (

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms import TokenBatch
+from megatron_rl.families.layout import ONE_STAGE, Stages
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
-from megatron_rl.trainer.packing import balance, collate, pack
+from megatron_rl.trainer.packing import balance, collate, pack, without_loss
 from megatron_rl.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class BatchBuilder:
     round_to: int
     device: torch.device
     groups: ParallelGroups
+    stages: Stages = ONE_STAGE
     told: bool = False
     """That updates are small: once in a launch, because every step's metrics have it."""
 
@@ -73,11 +75,20 @@ class BatchBuilder:
         return [self.pack(part, seed + update) for update, part in enumerate(parts)]
 
     def pack(self, samples: Sequence[Sample], seed: int) -> list[TokenBatch]:
-        """Best-fit bins of at most ``bin_tokens`` tokens, in shuffled order."""
-        bins = pack([sample.length for sample in samples], self.bin_tokens, seed)
-        return [
-            collate([samples[i] for i in members], self.device, self.round_to) for members in bins
-        ]
+        """Best-fit bins of at most ``bin_tokens`` tokens, in shuffled order.
+
+        Pipeline stages must know the size of what they receive: bins are filled up to the fullest, which is little, and
+        for interleaved stages their number to a multiple of the stages.
+        """
+        lengths = [sample.length for sample in samples]
+        bins = pack(lengths, self.bin_tokens, seed)
+        size = self.round_to
+        if self.stages.count > 1 and bins:
+            fullest = max(sum(lengths[i] for i in members) for members in bins)
+            size = -(-fullest // size) * size
+        batches = [collate([samples[i] for i in members], self.device, size) for members in bins]
+        idle = -len(batches) % self.stages.count if self.stages.chunks > 1 else 0
+        return batches + [without_loss(batch) for batch in batches[:1] * idle]
 
     def _tell_small(self, count: int, batch_size: int) -> None:
         if 2 * count >= batch_size or self.told or not self.groups.is_main:

@@ -43,6 +43,7 @@ class Optimization:
         self._count_zeros = config.logging.log_num_zeros_in_grad
         self._empty_cache_level = config.training.empty_unused_memory_level
         self.wrapped = _wrap(policy, config)
+        """One for each of the policy's chunks, in their order."""
         self.optimizer = _build_optimizer(self.wrapped, config, policy.dtype)
         self.schedule = Schedule(self.optimizer, config)
         """Whoever counts the steps moves it on."""
@@ -52,11 +53,15 @@ class Optimization:
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self.optimizer.scale_loss
         if config.parallel.overlap_grad_reduce:
-            settings.no_sync_func = self.wrapped.no_sync
+            no_sync = [chunk.no_sync for chunk in self.wrapped]
+            settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+            if len(no_sync) > 1:
+                settings.grad_sync_func = [chunk.start_grad_sync for chunk in self.wrapped]
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers before the first micro-batch."""
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def release_memory(self, level: int) -> None:
@@ -92,8 +97,22 @@ class Optimization:
         With `--overlap-param-gather` they are on their way until the next forward pass: whoever reads
         parameters in between, a checkpoint for example, would read old ones.
         """
-        if self.wrapped.use_forward_hook:
-            self.wrapped.start_param_sync(force_sync=True)
+        for chunk in self.wrapped:
+            if chunk.use_forward_hook:
+                chunk.start_param_sync(force_sync=True)
+
+    def join_reduction(self) -> None:
+        """Make the collectives of the others' forward and backward passes, without samples: zero gradients, and a
+        denominator of zero. Each of them in the order in which the others come to it.
+        """
+        for chunk in self.wrapped:
+            # The others gather the parameters of the update before as they go forward: last bucket first.
+            for bucket_group in reversed(chunk.bucket_groups) if chunk.use_forward_hook else ():
+                bucket_group.finish_param_sync()
+        for chunk in reversed(self.wrapped):
+            if chunk.ddp_config.overlap_grad_reduce:
+                chunk.start_grad_sync()
+        finalize_model_grads(self.wrapped, torch.zeros([], dtype=torch.int, device=self.policy.device))
 
 
 class Schedule:
@@ -133,7 +152,7 @@ class Schedule:
         self._megatron.step(increment=0)
 
 
-def _wrap(policy: PolicyModel, config: RLConfig) -> DistributedDataParallel:
+def _wrap(policy: PolicyModel, config: RLConfig) -> list[DistributedDataParallel]:
     parallel = config.parallel
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
@@ -143,11 +162,15 @@ def _wrap(policy: PolicyModel, config: RLConfig) -> DistributedDataParallel:
         # Gradients are summed; the loss's global denominator divides them once, at the end.
         average_in_collective=False,
     )
-    return DistributedDataParallel(policy.config, settings, policy.gpt)
+    return [
+        # Of several chunks only the first one's reduction has to begin before its backward pass is over.
+        DistributedDataParallel(policy.config, settings, gpt, disable_bucketing=index > 0)
+        for index, gpt in enumerate(policy.chunks)
+    ]
 
 
 def _build_optimizer(
-    wrapped: DistributedDataParallel, config: RLConfig, dtype: torch.dtype
+    wrapped: list[DistributedDataParallel], config: RLConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
     settings = OptimizerConfig(
         **vars(config.optimizer),
@@ -158,7 +181,7 @@ def _build_optimizer(
         overlap_param_gather=config.parallel.overlap_param_gather,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )
-    built = get_megatron_optimizer(settings, [wrapped])
+    built = get_megatron_optimizer(settings, wrapped)
     for part in built.chained_optimizers:
         # Without Apex and Transformer Engine it is torch's Adam, a dozen calls a parameter. On a GPU it would take all
         # parameters at once instead, and 4 bytes for each of them that nobody has reckoned with.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -91,8 +92,9 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
     Args:
         samples: at least one, on the CPU.
         device: where the tensors of the batch go.
-        round_to: T becomes a multiple of this (tensor- and context-parallel size, kernel tiles) by a dummy
-            sequence; it is the last of ``lengths`` and ``cu_seqlens`` and has no entry in ``sample_ids``.
+        round_to: T becomes a multiple of this (tensor-parallel size, the longest micro-batch of a pipeline) by dummy
+            sequences, none of them longer than the samples; they are the last of ``lengths`` and ``cu_seqlens`` and
+            have no entry in ``sample_ids``.
 
     Raises:
         TrainingError: a sample without a prompt: its first token has no log-prob, nothing precedes it.
@@ -103,8 +105,10 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
                 f"sample {sample.sample_id} has no prompt: nothing precedes its first token; give it 1 token or more"
             )
     padding = -sum(sample.length for sample in samples) % round_to
-    lengths = tuple(sample.length for sample in samples) + ((padding,) if padding else ())
-    prompt_lengths = [sample.prompt_length for sample in samples] + ([padding] if padding else [])
+    own = tuple(sample.length for sample in samples)
+    dummies = _dummies(padding, max(own))
+    lengths = own + dummies
+    prompt_lengths = [*(sample.prompt_length for sample in samples), *dummies]
 
     per_sequence = torch.tensor(lengths)
     cu_seqlens = torch.nn.functional.pad(per_sequence.cumsum(0), (1, 0))
@@ -121,7 +125,7 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
     filler = torch.zeros(padding)
     inference_logprobs = torch.cat([*(sample.inference_logprobs for sample in samples), filler])
     token_ids = torch.cat([*(sample.token_ids for sample in samples), filler.long() + PADDING_TOKEN])
-    versions = torch.tensor([sample.policy_version for sample in samples] + ([0] if padding else []))
+    versions = torch.tensor([sample.policy_version for sample in samples] + [0] * len(dummies))
     return TokenBatch(
         token_ids=token_ids.to(device),
         position_ids=position_ids.to(device),
@@ -135,3 +139,14 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
         versions=versions[sequence].to(device),
         padding=padding,
     )
+
+
+def _dummies(padding: int, longest: int) -> tuple[int, ...]:
+    whole, rest = divmod(padding, longest)
+    return (longest,) * whole + ((rest,) if rest else ())
+
+
+def without_loss(batch: TokenBatch) -> TokenBatch:
+    """One of its size that changes nothing: an interleaved pipeline takes micro-batches by the number of its stages."""
+    nothing = torch.zeros_like(batch.loss_mask)
+    return replace(batch, loss_mask=nothing, rewards=nothing, inference_logprobs=nothing, sample_ids=())

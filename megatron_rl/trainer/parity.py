@@ -101,7 +101,7 @@ class ParityGate:
     def check(self, updates: Sequence[Sequence[TokenBatch]]) -> ParityReport:
         """Score the samples and judge; collective."""
         batches = [batch for update in updates for batch in update]
-        own = [self._scorer.logprobs_and_top(batch) for batch in batches]
+        own = [scored for update in updates for scored in self._scorer.logprobs_and_top(update)]
         sums = self._sums(own, batches)
         tokens = int(sums.get("mismatch/tokens", 0))
         if not tokens:  # every group was without signal: nothing has been checked
@@ -110,7 +110,7 @@ class ParityGate:
         metrics = {name: measured[measure] for name, measure in _MEASURES.items()}
         if self._quantization.linears.layers or self._rounded is not None:
             with self._quantization.emulated(), contextlib.nullcontext() if self._rounded is None else self._rounded():
-                emulated = [self._scorer.logprobs_and_top(batch) for batch in batches]
+                emulated = [scored for update in updates for scored in self._scorer.logprobs_and_top(update)]
             measured = mismatch_metrics(self._sums(emulated, batches))
             metrics["parity/emulation_gap_mean"] = measured["training/rollout_logprob_gap_mean"]
             metrics["parity/emulation_gap_max"] = measured["training/rollout_logprob_gap_max"]

@@ -14,6 +14,7 @@ from megatron_rl.algorithms.extension import Function
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
@@ -46,7 +47,7 @@ class ReferencePolicy:
     def __init__(self, policy: PolicyModel, copies: RolloutQuantization | None = None) -> None:
         """``copies`` of the weights hear of every exchange: aligned training runs on them."""
         self._copies = copies
-        self._parameters = list(policy.gpt.parameters())
+        self._parameters = list(policy.parameters())
         self._frozen = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
     @contextlib.contextmanager
@@ -77,7 +78,7 @@ class PolicyTrainer:
     objective: PolicyObjective
     iterations: int
     reference: ReferencePolicy | None
-    data_group: dist.ProcessGroup
+    groups: ParallelGroups
     timer: PhaseTimer
 
     def step(self, updates: Updates, rewards: StepRewards) -> TrainOutcome:
@@ -92,8 +93,9 @@ class PolicyTrainer:
                 outcome, seen = update(self.optimization, part, self.scorer.forward, self._loss)
                 outcomes.append(outcome)
                 sums += seen
-            totals = reduced(sums, self.data_group, self.optimization.policy.device)
-        metrics = objective_metrics(totals) | outcome_metrics(outcomes) | advantage_metrics(scored, self.data_group)
+            totals = reduced(sums, self.groups.loss_group, self.optimization.policy.device)
+        metrics = objective_metrics(totals) | outcome_metrics(outcomes)
+        metrics |= advantage_metrics(scored, self.groups.data_group)
         return TrainOutcome(metrics, sum(not outcome.applied for outcome in outcomes), scored)
 
     def _score(self, updates: Updates) -> Updates:
@@ -101,11 +103,18 @@ class PolicyTrainer:
         # With a single update old and current log-probs are the same numbers: no pass for them.
         if len(updates) * self.iterations > 1:
             with self.timer.phase("old_log_prob"):
-                updates = _each(updates, lambda batch: replace(batch, old_logprobs=self.scorer.logprobs(batch)))
+                updates = self._with_logprobs(updates, "old_logprobs")
         if self.reference is not None:
             with self.timer.phase("ref"), self.reference.swapped_in():
-                updates = _each(updates, lambda batch: replace(batch, ref_logprobs=self.scorer.logprobs(batch)))
+                updates = self._with_logprobs(updates, "ref_logprobs")
         return _each(updates, self._with_advantages)
+
+    def _with_logprobs(self, updates: Updates, name: str) -> Updates:
+        """Of the model as it is now, under ``name``."""
+        return [
+            [replace(batch, **{name: own}) for batch, own in zip(part, self.scorer.logprobs(part), strict=True)]
+            for part in updates
+        ]
 
     def _with_advantages(self, batch: TokenBatch) -> TokenBatch:
         advantages, sums = self.advantage(batch)

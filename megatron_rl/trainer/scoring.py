@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.logprobs import Entropy, selected_logprobs
 from megatron_rl.attention import PackedPlan
 from megatron_rl.models import PolicyModel
+from megatron_rl.trainer.schedule import Forward, through_schedule
 
 
 class Scorer:
@@ -25,9 +27,16 @@ class Scorer:
     """
 
     def __init__(
-        self, policy: PolicyModel, tensor_group: dist.ProcessGroup, temperature: float, fused: bool = False
+        self,
+        policy: PolicyModel,
+        tensor_group: dist.ProcessGroup,
+        temperature: float,
+        fused: bool = False,
+        pipeline_group: dist.ProcessGroup | None = None,
     ) -> None:
+        """``pipeline_group`` holds the stages of this copy of the model; None where one rank has all layers."""
         self._policy = policy
+        self._pipeline_group = pipeline_group if pipeline_group and pipeline_group.size() > 1 else None
         self._tensor_group = tensor_group if tensor_group.size() > 1 else None
         self._vocab_start = tensor_group.rank() * (policy.padded_vocab_size // tensor_group.size())
         self._temperature = temperature
@@ -41,9 +50,11 @@ class Scorer:
     def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
         """What `select` takes: logits ``[T, V / tensor ranks]``, or fused the hidden states ``[T, H]``.
 
-        ``model`` is the GPTModel or its DDP wrapper.
+        ``model`` is one of the policy's chunks or its DDP wrapper; of another than the last it is what the next takes.
         """
-        with _without_product(self._policy.gpt.output_layer) if self._fused else contextlib.nullcontext():
+        head = self._policy.chunks[-1]
+        skips = self._fused and head.post_process
+        with _without_product(head.output_layer) if skips else contextlib.nullcontext():
             return self._run(model, batch)
 
     def select(
@@ -52,7 +63,7 @@ class Scorer:
         """The batch with current log-probs and entropy; ``output`` is that of `forward`, or ``is_logits``."""
         weight = None
         if self._fused and not is_logits:
-            gpt = self._policy.gpt
+            gpt = self._policy.chunks[-1]
             tied = gpt.share_embeddings_and_output_weights
             weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
         logprobs, entropies = selected_logprobs(
@@ -69,15 +80,41 @@ class Scorer:
         return replace(batch, current_logprobs=logprobs, entropy=entropies)
 
     @torch.no_grad()
-    def logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Log-probs without gradient, by the same forward pass that training uses."""
-        return self.select(self.forward(self._policy.gpt, batch), batch).current_logprobs
+    def logprobs(self, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Of each batch, without gradient, by the same forward pass that training uses.
+
+        On every stage; collective over them. What batches must be, `through_schedule` says.
+        """
+
+        def read(output: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+            return self.select(output, batch).current_logprobs
+
+        return self._shared(self._read_all(batches, self.forward, read), batches, torch.float32)
 
     @torch.no_grad()
-    def logprobs_and_top(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Also the likeliest next token after every position, [T] int64, of the real vocabulary."""
-        logits = self._run(self._policy.gpt, batch)
-        return self.select(logits, batch, is_logits=True).current_logprobs, self._top(logits)
+    def logprobs_and_top(self, batches: Sequence[TokenBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Also the likeliest next token after every position, [T] int64 each, of the real vocabulary."""
+
+        def read(logits: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.select(logits, batch, is_logits=True).current_logprobs, self._top(logits)
+
+        found = self._read_all(batches, self._run, read)
+        logprobs = self._shared([one for one, _ in found], batches, torch.float32)
+        return list(zip(logprobs, self._shared([top for _, top in found], batches, torch.int64), strict=True))
+
+    def _read_all(self, batches: Sequence[TokenBatch], forward: Forward, read: Callable[..., Any]) -> list[Any]:
+        return through_schedule(self._policy.chunks, batches, forward, read, forward_only=True) if batches else []
+
+    def _shared(
+        self, own: Sequence[torch.Tensor], batches: Sequence[TokenBatch], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """What the last stage has, [T] for each batch, on all stages."""
+        if self._pipeline_group is None or not batches:
+            return list(own)
+        shape = len(batches), batches[0].token_ids.numel()
+        values = torch.stack(list(own)) if own else torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(values, group=self._pipeline_group, group_src=self._pipeline_group.size() - 1)
+        return list(values)
 
     def _run(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
         policy = self._policy
@@ -85,7 +122,7 @@ class Scorer:
             batch.lengths, batch.cu_seqlens, batch.position_ids, policy.rope, policy.dtype, policy.attention.packed
         )
         output = model(batch.token_ids[None], batch.position_ids[None], None, packed_seq_params=plan)
-        return output[0]
+        return output[0] if getattr(model, "module", model).post_process else output
 
     def _top(self, logits: torch.Tensor) -> torch.Tensor:
         real = min(max(self._policy.vocab_size - self._vocab_start, 0), logits.shape[-1])

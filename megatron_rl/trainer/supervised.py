@@ -87,14 +87,14 @@ class SupervisedTrainer:
 
     optimization: Optimization
     scorer: Scorer
-    data_group: dist.ProcessGroup
+    loss_group: dist.ProcessGroup
     timer: PhaseTimer
 
     def step(self, micro_batches: Sequence[TokenBatch]) -> TrainOutcome:
         """One update; collective."""
         with self.timer.phase("update_actor"):
             outcome, sums = update(self.optimization, micro_batches, self.scorer.forward, self.loss)
-        totals = reduced(sums, self.data_group, self.optimization.policy.device)
+        totals = reduced(sums, self.loss_group, self.optimization.policy.device)
         tokens = float(totals["tokens"])
         loss = float(totals["loss"]) / max(tokens, 1.0)
         metrics = {

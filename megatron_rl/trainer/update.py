@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
+from megatron_rl.trainer.schedule import Forward, through_schedule
 
-Forward = Callable[[torch.nn.Module, TokenBatch], torch.Tensor]
 Loss = Callable[[torch.Tensor, TokenBatch], MicroLoss]
 Sums = Mapping[str, torch.Tensor]
 
@@ -30,54 +27,23 @@ def update(
     micro-batches, also none.
 
     Returns:
-        What the step did, and each micro-batch's sums.
+        What the step did, and each micro-batch's sums: on the last pipeline stage, elsewhere none.
     """
+
+    def reduce(output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
+        total, denominator, sums = loss(output, batch)
+        return total, denominator.int(), sums
+
     optimization.zero_grad()
+    sums: list[Sums] = []
     if micro_batches:
-        sums = _accumulate(optimization, micro_batches, forward, loss)
+        sums = through_schedule(optimization.wrapped, micro_batches, forward, reduce)
     else:
-        _join_reduction(optimization)
-        sums = []
+        optimization.join_reduction()
     optimization.release_memory(level=1)
     outcome = optimization.step()
     optimization.release_memory(level=2)
     return outcome, sums
-
-
-def _accumulate(
-    optimization: Optimization, micro_batches: Sequence[TokenBatch], forward: Forward, loss: Loss
-) -> list[Sums]:
-    def forward_step(batches: Iterator[TokenBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        batch = next(batches)
-
-        def reduce(output: torch.Tensor) -> MicroLoss:
-            total, denominator, sums = loss(output, batch)
-            return total, denominator.int(), sums
-
-        return forward(model, batch), reduce
-
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=optimization.wrapped,
-        num_microbatches=len(micro_batches),
-        seq_length=1,  # read by pipeline schedules only, to size their receive buffers
-        micro_batch_size=1,
-        forward_only=False,
-    )
-
-
-def _join_reduction(optimization: Optimization) -> None:
-    """A rank without samples makes the others' collectives, with zero gradients and a zero denominator."""
-    wrapped = optimization.wrapped
-    if wrapped.use_forward_hook:
-        # The others gather the parameters of the update before as they go forward: last bucket first.
-        for bucket_group in reversed(wrapped.bucket_groups):
-            bucket_group.finish_param_sync()
-    if wrapped.ddp_config.overlap_grad_reduce:
-        wrapped.start_grad_sync()
-    device = optimization.policy.device
-    finalize_model_grads([wrapped], torch.zeros([], dtype=torch.int, device=device))
 
 
 def reduced(parts: Sequence[Sums], data_group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:

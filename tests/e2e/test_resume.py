@@ -23,6 +23,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "hidden_dropout": 0.1,
         },
     ),
+    "supervised_two_stages": (2, "supervised", {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}),
     "rl_tensor_parallel": (2, "rl", TENSOR_PARALLEL),
     "rl_bf16_two_replicas": (
         2, "rl",  # one group: a replica generates nothing

@@ -133,7 +133,7 @@ def training() -> str:
         state.come_home()
         for optimization in (plain, moved):
             optimization.zero_grad()
-            for buffer in optimization.wrapped.buffers:
+            for buffer in optimization.wrapped[0].buffers:
                 buffer.grad_data.fill_(1e-2)
             assert optimization.step().applied
     assert all(torch.equal(a, b) for a, b in zip(weights_of(plain.policy), weights_of(moved.policy), strict=True))

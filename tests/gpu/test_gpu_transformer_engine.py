@@ -44,7 +44,7 @@ def test_the_same_weights_give_the_log_probs_of_local_layers(
     save_tensors(tmp_path, local, None)
     load(tmp_path, other)
     batch = _batch(local, (40, 3, 17))
-    ours, theirs = (Scorer(policy, one_rank.tensor_group, 1.0).logprobs(batch) for policy in (local, other))
+    ours, theirs = (Scorer(policy, one_rank.tensor_group, 1.0).logprobs([batch])[0] for policy in (local, other))
     assert (ours - theirs).abs().max() < tolerance
 
 
@@ -64,7 +64,7 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank: Parallel
         prompt, answer = len(request.prompt_ids), completions[0].token_ids
         batch = _batch(policy, (prompt + len(answer),))
         batch.token_ids.copy_(torch.tensor(request.prompt_ids + answer))
-        best = scorer.logprobs_and_top(batch)[1][prompt - 1 : -1]
+        best = scorer.logprobs_and_top([batch])[0][1][prompt - 1 : -1]
         assert best.tolist() == list(answer)
 
 
@@ -79,7 +79,7 @@ def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGro
     policy = tiny_policy(config)
     optimization, scorer = Optimization(policy, config), Scorer(policy, one_rank.tensor_group, 1.0)
     batch = _batch(policy, (9, 4))
-    before = scorer.logprobs(batch)
+    before = scorer.logprobs([batch])[0]
 
     def loss(logits: torch.Tensor, batch):
         total = -scorer.select(logits, batch).current_logprobs.sum()
@@ -88,7 +88,7 @@ def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGro
     for _ in range(3):
         outcome, _ = update(optimization, [batch], scorer.forward, loss)
         assert outcome.applied and outcome.grad_norm > 0
-    after = scorer.logprobs(batch)
+    after = scorer.logprobs([batch])[0]
     assert after.isfinite().all()
     assert after.sum() > before.sum(), "the loss went up, or the pass ran on the weights before the updates"
 

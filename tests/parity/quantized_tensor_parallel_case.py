@@ -62,7 +62,7 @@ def report_of(groups: ParallelGroups, recipe: str, parallel: dict[str, Any], fol
     batch = packed(requests, completions)
     scorer = Scorer(policy, groups.tensor_group, 1.0)
     with quantization.emulated():
-        gap = (scorer.logprobs(batch) - batch.inference_logprobs).abs()[batch.loss_mask.bool()]
+        gap = (scorer.logprobs([batch])[0] - batch.inference_logprobs).abs()[batch.loss_mask.bool()]
         report["gap"] = gap.max().item()
         gradients = gradients_of(policy, scorer, batch, groups)
     if groups.is_main:

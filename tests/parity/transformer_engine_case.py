@@ -126,7 +126,7 @@ def _resumed(other: PolicyModel, local: PolicyModel, folder: Path) -> dict[str, 
 def _step(optimization: Optimization, seed: int) -> None:
     """With gradients that depend on a parameter's shape only."""
     optimization.zero_grad()
-    for parameter in optimization.wrapped.parameters():
+    for parameter in optimization.policy.parameters():
         generator = torch.Generator().manual_seed(seed)
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
     optimization.step()
@@ -147,10 +147,10 @@ def _fp8(groups: ParallelGroups) -> dict[str, Any]:
         "gap_of_bf16": gaps(plain, groups, batch, 1.0).mean().item(),
         "finite": all(bool(grad.isfinite().all()) for grad in _gradients(policy, groups, odd).values()),
     }
-    before = Scorer(policy, groups.tensor_group, 1.0).logprobs(batch)
+    before = Scorer(policy, groups.tensor_group, 1.0).logprobs([batch])[0]
     with torch.no_grad():
         policy.gpt.decoder.layers[0].mlp.linear_fc1.weight.mul_(-1)
-    after = Scorer(policy, groups.tensor_group, 1.0).logprobs(batch)
+    after = Scorer(policy, groups.tensor_group, 1.0).logprobs([batch])[0]
     return report | {"moved": (after - before).abs().max().item()}
 
 
@@ -178,7 +178,7 @@ def _hugging_face(groups: ParallelGroups) -> dict[str, Any]:
         for flags in ({}, ENGINE):
             policy = build_model(hf_run(source, **flags), current_platform(), 40)
             load_hf(model, policy, groups)
-            scores.append(Scorer(policy, groups.tensor_group, 1.0).logprobs(batch))
+            scores.append(Scorer(policy, groups.tensor_group, 1.0).logprobs([batch])[0])
         save_hf(policy, model, target, groups)
         with TensorReader(source) as before, TensorReader(target) as after:
             same = all(

@@ -33,5 +33,5 @@ def packed(
 
 def gaps(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, temperature: float) -> torch.Tensor:
     """|trainer - engine| at every sampled token."""
-    trained = Scorer(policy, groups.tensor_group, temperature).logprobs(batch)
+    trained = Scorer(policy, groups.tensor_group, temperature).logprobs([batch])[0]
     return (trained - batch.inference_logprobs).abs()[batch.loss_mask.bool()]

@@ -80,7 +80,7 @@ def make_trainer(
     optimization = Optimization(policy, config)
     scorer = Scorer(policy, groups.tensor_group, temperature=1.0)
     trainer = PolicyTrainer(
-        optimization, scorer, advantage, PolicyObjective.of(config), 1, None, groups.data_group, timer
+        optimization, scorer, advantage, PolicyObjective.of(config), 1, None, groups, timer
     )
     return optimization, trainer
 

@@ -11,7 +11,6 @@ import torch
 from megatron_rl.checkpoint.hf.torch_dist import write_parameters
 from megatron_rl.checkpoint.layout import commit, step_directory, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
-from megatron_rl.checkpoint.torch_files import own_name
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import HfModel, ModelLayout, Parameter, Piece
 from megatron_rl.families.hf_config import end_token_ids
@@ -31,16 +30,15 @@ def load_hf(model: HfModel, policy: PolicyModel, groups: ParallelGroups) -> int:
     Raises:
         CheckpointError: the files are damaged, or are not of this model.
     """
-    weights, filled = model.weights, set()
+    weights = model.weights
     with TensorReader(model.directory) as reader, torch.no_grad():
         shared = {parameter.name: parameter for parameter in policy.layout.parameters}
-        for given, parameter in policy.gpt.named_parameters():
-            name = own_name(given)
+        for name, parameter in policy.named_parameters():
             if name not in weights:
                 raise CheckpointError(f"{model.directory}: {model.family.class_name} has nothing for parameter {name}")
             fill(parameter, weights[name].pieces(shared[name], groups.tensor_rank), reader)
-            filled.add(name)
-    left = [name for name in weights if name not in filled]
+    known = {parameter.name for parameter in ModelLayout.of(policy.layout.architecture).parameters}
+    left = [name for name in weights if name not in known]
     if left:
         raise CheckpointError(f"{model.directory}: this model has no parameter {left[0]} for the tensors of it")
     logger.info("weights from %s: %.1f MiB read by this rank", model.directory, reader.bytes_read / 2**20)

@@ -14,7 +14,7 @@ from megatron_rl.atomic import TEMPORARY, remove, whole_directory
 from megatron_rl.checkpoint.hf.torch_dist import StoredParameters
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import differences, read_run_state
-from megatron_rl.checkpoint.torch_files import is_megatron_layout, own_name, shards_reader, tensor_size
+from megatron_rl.checkpoint.torch_files import is_megatron_layout, shards_reader, tensor_size
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter
 from megatron_rl.models import PolicyModel
@@ -50,7 +50,7 @@ def save_hf(
     """
     if broadcast_json(target.exists() if groups.is_main else None, source=0):
         raise CheckpointError(f"{target} exists; choose another directory")
-    parameters = {own_name(name): parameter for name, parameter in policy.gpt.named_parameters()}
+    parameters = dict(policy.named_parameters())
 
     def gathered(name: str) -> Sequence[torch.Tensor]:
         return _gather(parameters[name].detach(), groups)

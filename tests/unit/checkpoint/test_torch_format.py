@@ -55,7 +55,7 @@ def _built(config: RLConfig, seed: int, updates: int = 0) -> tuple[PolicyModel, 
 def _update(optimization: Optimization, number: int) -> None:
     optimization.zero_grad()
     generator = torch.Generator().manual_seed(number)
-    for parameter in optimization.wrapped.parameters():
+    for parameter in optimization.policy.parameters():
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
     assert optimization.step().applied
 

@@ -98,7 +98,7 @@ def test_weights_gradients_and_optimizer(one_rank: ParallelGroups, shape: str, c
     optimization = after_an_update(config, one_rank)
     result = estimated(config)
     parameters = list(optimization.policy.gpt.parameters())
-    buffers = optimization.wrapped.buffers
+    buffers = optimization.wrapped[0].buffers
     assert result.weights == held(parameters)
     assert result.gradients == sum(buffer.grad_data.nbytes for buffer in buffers)
     known = {t.untyped_storage().data_ptr() for t in (*parameters, *(buffer.grad_data for buffer in buffers))}

@@ -374,7 +374,7 @@ def test_weights_that_moved_are_recorded_anew_with_a_warning(
     one_rank: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = tiny_policy()
-    engine = rollout_engine(policy)
+    engine = rollout_engine(policy, stop_ids=())  # so that other weights make no shorter answers
     recorder = taped(engine, policy)
     wanted = requests_of_a_step()
     generate(policy, engine, wanted)
@@ -383,7 +383,7 @@ def test_weights_that_moved_are_recorded_anew_with_a_warning(
     parameter.data = parameter.data * -2.0
     after = generate(policy, engine, wanted)
     assert recorder.recorded == 2 * recorded
-    assert tokens(after) == tokens(generate(policy, rollout_engine(policy), wanted))
+    assert tokens(after) == tokens(generate(policy, rollout_engine(policy, stop_ids=()), wanted))
     (line,) = [r.message for r in caplog.records]
     assert "moved in memory" in line
 

@@ -85,10 +85,10 @@ def test_norm(normalization: str, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("changes", [{}, OVERLAP])
 def test_rollout_mode_ends_also_by_an_exception(one_rank: ParallelGroups, changes: dict[str, bool]) -> None:
     optimization = tiny_optimization(**changes)
-    policy, wrapped = optimization.policy, optimization.wrapped
+    policy, (wrapped,) = optimization.policy, optimization.wrapped
     hooks = len(wrapped.remove_forward_pre_hook_handles)
     assert (hooks > 0) == bool(changes)
-    with pytest.raises(KeyboardInterrupt), rollout_mode(policy, wrapped):
+    with pytest.raises(KeyboardInterrupt), rollout_mode(policy, [wrapped]):
         assert not policy.gpt.training
         assert len(wrapped.remove_forward_pre_hook_handles) == 0
         raise KeyboardInterrupt

@@ -101,7 +101,7 @@ def test_training_with_and_without_is_the_same_to_the_bit(
     mover = Mover(moved)
     for seed in range(4):
         with mover.away():
-            assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in moved.wrapped.buffers)
+            assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in moved.wrapped[0].buffers)
         for optimization in (plain, moved):
             train(one_rank, optimization, seed)
         assert equal(weights_of(plain.policy), weights_of(moved.policy))
@@ -171,7 +171,7 @@ def test_views_see_what_comes_back(one_rank: ParallelGroups) -> None:
     assert torch.equal(tails[0], before[0] + 1.0), "the view is one of another memory"
     optimization.zero_grad()
     assert not gradient.any(), "the view is one of another memory"
-    optimization.wrapped.buffers[0].grad_data.fill_(2.0)
+    optimization.wrapped[0].buffers[0].grad_data.fill_(2.0)
     assert gradient.eq(2.0).all()
 
 

@@ -75,8 +75,8 @@ def test_the_fused_output_layer_gives_the_same(one_rank: ParallelGroups, model: 
         weight = torch.linspace(-1, 1, selected.current_logprobs.numel())
         total = ((selected.current_logprobs + 0.1 * selected.entropy) * weight).sum()
         results.append((selected, gradients(policy, total)))
-        assert torch.equal(scorer.logprobs(batch), selected.current_logprobs)
-        logprobs, top = scorer.logprobs_and_top(batch)  # needs logits, whichever way select takes
+        assert torch.equal(scorer.logprobs([batch])[0], selected.current_logprobs)
+        ((logprobs, top),) = scorer.logprobs_and_top([batch])  # needs logits, whichever way select takes
         assert top.max() < policy.vocab_size
         torch.testing.assert_close(logprobs, selected.current_logprobs, rtol=1e-6, atol=1e-6)
     (whole, expected), (fused, actual) = results
@@ -90,4 +90,4 @@ def test_the_fused_output_layer_gives_the_same(one_rank: ParallelGroups, model: 
 def test_scoring_leaves_no_graph_behind(one_rank: ParallelGroups) -> None:
     policy = tiny_policy()
     batch = collate(random_samples(2), "cpu")
-    assert not Scorer(policy, one_rank.tensor_group, 1.0).logprobs(batch).requires_grad
+    assert not Scorer(policy, one_rank.tensor_group, 1.0).logprobs([batch])[0].requires_grad

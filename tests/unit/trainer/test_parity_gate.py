@@ -62,7 +62,7 @@ class Case:
         self.gate.emulation_limit = emulation_limit
 
     def roll_out(self) -> TokenBatch:
-        return roll_out(self.policy, self.engine, self.quantization, short_requests())
+        return roll_out(self.policy, self.engine, self.quantization, short_requests(12))
 
     def check(self, *batches: TokenBatch) -> ParityReport:
         return self.gate.check([batches or (self.roll_out(),)])
@@ -110,7 +110,7 @@ class TestAgreement:
     def test_by_hand(self, one_rank: ParallelGroups) -> None:
         case = Case(one_rank)
         batch = case.roll_out()
-        scored, _ = case.scorer.logprobs_and_top(batch)
+        ((scored, _),) = case.scorer.logprobs_and_top([batch])
         batch = replace(batch, inference_logprobs=scored - 0.5 * batch.loss_mask)
         report = case.check(batch)
         k3 = 1.6487213 - 1 - 0.5  # the ratio is e^0.5
@@ -308,7 +308,7 @@ class TestCorrections:
     def test_the_metrics_of_inverted_weights_are_those_that_are_found(self, one_rank: ParallelGroups) -> None:
         case = Case(one_rank, action="stop")
         batch = case.roll_out()
-        scored, _ = case.scorer.logprobs_and_top(batch)
+        ((scored, _),) = case.scorer.logprobs_and_top([batch])
         for direction in (1.0, -1.0):
             weights = torch.exp(direction * (scored - batch.inference_logprobs)) * batch.loss_mask
             nothing_clipped = torch.zeros_like(batch.in_loss)

@@ -59,8 +59,7 @@ class Setup:
         remembering = Remembering(**vars(objective))
         self.given = remembering.given
         self.trainer = PolicyTrainer(
-            self.optimization, self.scorer, advantage, remembering, iterations, reference, groups.data_group,
-            self.timer,
+            self.optimization, self.scorer, advantage, remembering, iterations, reference, groups, self.timer,
         )  # fmt: skip
 
     def phases(self) -> set[str]:
@@ -121,7 +120,7 @@ def test_old_logprobs_are_those_before_the_first_update(
     one_rank: ParallelGroups, iterations: int, updates: list
 ) -> None:
     setup = Setup(one_rank, iterations)
-    before = [setup.scorer.logprobs(batch) for (batch,) in updates]
+    before = [setup.scorer.logprobs([batch])[0] for (batch,) in updates]
     outcome = setup.trainer.step(updates, REWARDS)
     assert len(setup.given) == iterations * len(updates)
     for index, scored in enumerate(setup.given):
@@ -136,7 +135,7 @@ def test_old_logprobs_are_those_before_the_first_update(
 
 def test_reference_logprobs_are_those_of_the_start_of_the_run(one_rank: ParallelGroups) -> None:
     setup = Setup(one_rank, objective=replace(PLAIN, kl_beta=0.1), with_reference=True)
-    start = setup.scorer.logprobs(UPDATES[0][0])
+    start = setup.scorer.logprobs([UPDATES[0][0]])[0]
     first = setup.trainer.step(UPDATES[:1], REWARDS).metrics["actor/kl_loss"]
     for _ in range(3):
         last = setup.trainer.step(UPDATES[:1], REWARDS).metrics["actor/kl_loss"]
@@ -152,10 +151,10 @@ def test_an_update_raises_the_probability_of_what_was_good(one_rank: ParallelGro
     good, bad = random_samples(2, seed=3)
     samples = [replace(good, reward=1.0), replace(bad, reward=-1.0)]
     batch = collate(samples, "cpu")
-    before = setup.scorer.logprobs(batch) * batch.loss_mask
+    before = setup.scorer.logprobs([batch])[0] * batch.loss_mask
     for _ in range(3):
         setup.trainer.step([[batch]], rewards_of(samples))
-    gain = (setup.scorer.logprobs(batch) * batch.loss_mask - before).split(batch.lengths)
+    gain = (setup.scorer.logprobs([batch])[0] * batch.loss_mask - before).split(batch.lengths)
     assert gain[0].sum() > 0.1
     assert gain[1].sum() < -0.1
 

@@ -51,11 +51,11 @@ def test_the_reference_is_the_policy_at_the_start(one_rank: ParallelGroups) -> N
     policy = tiny_optimization().policy
     scorer = Scorer(policy, one_rank.tensor_group, 1.0)
     batch = collate(random_samples(3), "cpu")
-    start = scorer.logprobs(batch)
+    start = scorer.logprobs([batch])[0]
     reference = ReferencePolicy(policy)
     disturb(policy)
-    trained = scorer.logprobs(batch)
+    trained = scorer.logprobs([batch])[0]
     with reference.swapped_in():
-        assert torch.equal(scorer.logprobs(batch), start)
-    assert torch.equal(scorer.logprobs(batch), trained)
+        assert torch.equal(scorer.logprobs([batch])[0], start)
+    assert torch.equal(scorer.logprobs([batch])[0], trained)
     assert not torch.allclose(start, trained)

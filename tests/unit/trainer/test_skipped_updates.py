@@ -31,7 +31,7 @@ OPTIMIZERS = {
 
 def trainer_of(groups: ParallelGroups, optimization: Optimization) -> PolicyTrainer:
     scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
-    return PolicyTrainer(optimization, scorer, own_reward, PLAIN, 1, None, groups.data_group, PhaseTimer())
+    return PolicyTrainer(optimization, scorer, own_reward, PLAIN, 1, None, groups, PhaseTimer())
 
 
 def optimizer_state(optimization: Optimization) -> list[torch.Tensor]:

@@ -1,0 +1,98 @@
+"""Parameters by the names they have in the whole model, and their first values, which depend on the name alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_rl.config import ModelConfig
+from megatron_rl.families import ModelLayout, Parameter
+from megatron_rl.families.layout import EMBEDDING, own_name
+
+_INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2")
+"""What they add, two of them a layer, has a smaller spread the more layers there are."""
+
+
+def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Layers and experts are counted over all ranks, and norms are called as in megatron-core's own layers.
+
+    A tied head on another pipeline stage than the embedding is a copy of it, and has its name.
+    """
+    for gpt in chunks:
+        is_copy = gpt.share_embeddings_and_output_weights and not gpt.pre_process
+        for given, parameter in gpt.named_parameters():
+            name = _global_name(gpt, given)
+            yield (EMBEDDING if is_copy and name == "output_layer.weight" else name), parameter
+
+
+def _global_name(gpt: GPTModel, given: str) -> str:
+    parts = given.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        layer = gpt.decoder.layers[int(parts[2])]
+        parts[2] = str(layer.layer_number - 1)
+        if "local_experts" in parts:
+            place = parts.index("local_experts") + 1
+            parts[place] = str(layer.mlp.local_expert_indices[int(parts[place])])
+    return own_name(".".join(parts))
+
+
+def counted_once(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Those of `named_parameters` of which no other rank of the model copy counts this rank's part."""
+    for name, parameter in named_parameters(chunks):
+        if param_is_not_tensor_parallel_duplicate(parameter) and param_is_not_shared(parameter):
+            yield name, parameter
+
+
+def leave_undrawn(weight: torch.Tensor) -> torch.Tensor:
+    """In place of megatron's initialisation, whose numbers depend on who holds what: `draw_parameters` comes later."""
+    return weight
+
+
+@torch.no_grad()
+def draw_parameters(
+    chunks: Sequence[GPTModel], layout: ModelLayout, model: ModelConfig, seed: int, tensor_rank: int, on_cpu: bool
+) -> None:
+    """Fill the model as Megatron does: normal weights, norms of 1, biases of 0, and 0 where the vocabulary is padded.
+
+    Each weight has random numbers of its own, seeded by ``seed`` and its name, and is drawn whole and cut. So the
+    model is the same in every parallel layout; ``on_cpu`` on every device too.
+    """
+    held = {parameter.name: parameter for parameter in layout.parameters}
+    for name, parameter in named_parameters(chunks):
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif parameter.dim() > 1:
+            device = torch.device("cpu") if on_cpu else parameter.device
+            whole = torch.zeros(held[name].shape, device=device)
+            # With padding among what is drawn, the numbers would depend on the tensor-parallel size.
+            rows = layout.architecture.vocab_size if held[name].is_over_the_vocabulary else len(whole)
+            generator = torch.Generator(device).manual_seed(_seed(seed, name))
+            whole[:rows].normal_(std=_spread(name, model), generator=generator)
+            parameter.copy_(part_of(whole, held[name], tensor_rank))
+
+
+def part_of(whole: torch.Tensor, parameter: Parameter, tensor_rank: int) -> torch.Tensor:
+    """What ``tensor_rank`` holds of a parameter."""
+    if parameter.cut is None:
+        return whole
+    dimension = 0 if parameter.cut == "rows" else 1
+    blocks = whole.chunk(parameter.blocks, dimension)
+    return torch.cat([block.chunk(parameter.ranks, dimension)[tensor_rank] for block in blocks], dimension)
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest())
+
+
+def _spread(name: str, model: ModelConfig) -> float:
+    if name == EMBEDDING:
+        return model.embedding_init_method_std
+    if any(part in name for part in _INTO_THE_RESIDUAL_STREAM):
+        return model.init_method_std / math.sqrt(2 * model.num_layers)
+    return model.init_method_std

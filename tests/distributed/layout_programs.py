@@ -1,0 +1,98 @@
+"""The trainer on any parallel layout, by global names; run on every rank by `test_layouts.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.algorithms.objective import PolicyObjective
+from megatron_rl.config import RLConfig
+from megatron_rl.metrics.timers import PhaseTimer
+from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.platform import current_platform
+from megatron_rl.trainer import Optimization, PolicyTrainer, optimizer
+from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.policy import ReferencePolicy
+from megatron_rl.trainer.scoring import Scorer
+from tests.distributed.programs import gather_whole
+from tests.support.samples import own_reward, random_samples, rewards_of
+from tests.support.tiny import single_thread, tiny_config, tiny_policy
+
+COUNT = 20
+
+
+def train(folder: str, parallel: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Three updates of each case. What this rank knows of gradients, weights and log-probs goes to ``folder``.
+
+    A case's changes of sizes that need no other process groups may stand under ``parallel``, and under ``samples``
+    how many there are.
+    """
+    single_thread()
+    # Several buckets, as in a model of a real size, so that overlapping has something to put in order.
+    optimizer.DistributedDataParallelConfig = partial(optimizer.DistributedDataParallelConfig, bucket_size=4_000)
+    configs = {name: configured(parallel, changes) for name, changes in cases.items()}
+    groups = initialize(next(iter(configs.values())).parallel, current_platform())
+    metrics = {}
+    for name, config in configs.items():
+        metrics[name], tensors = one_case(config, groups, cases[name].get("samples", COUNT))
+        torch.save(tensors, Path(folder) / f"{name}.{groups.rank}.pt")
+    shut_down()
+    return metrics
+
+
+def configured(parallel: Mapping[str, Any], changes: Mapping[str, Any]) -> RLConfig:
+    """`tiny_config` with 4 layers; Adam's epsilon is large, so that it does not blow rounding up to a visible step."""
+    flags = {name: value for name, value in changes.items() if name not in ("parallel", "samples")}
+    usual = {"num_layers": 4, "clip_grad": 0.0, "lr": 1e-3, "adam_eps": 1e-4, "train_iters": 100}
+    config = tiny_config(int(os.environ["WORLD_SIZE"]), **(usual | flags))
+    return replace(config, parallel=replace(config.parallel, **parallel, **changes.get("parallel", {})))
+
+
+def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Metrics of two steps, of one update and of two; and tensors by kind and name."""
+    policy = tiny_policy(config)
+    optimization = Optimization(policy, config)
+    scorer = Scorer(policy, groups.tensor_group, 1.0, config.kernels.rl_fused_output_layer, groups.pipeline_group)
+    trainer = PolicyTrainer(
+        optimization, scorer, own_reward, PolicyObjective.of(config), 1, ReferencePolicy(policy), groups, PhaseTimer()
+    )
+    round_to = groups.tensor_size if config.parallel.sequence_parallel else 1
+    builder = BatchBuilder(48, round_to, policy.device, groups, config.stages)
+    samples = random_samples(count)
+    own = samples[groups.data_rank :: groups.data_size]
+    metrics, tensors = [], {}
+    for batch_size in (COUNT, -(-count // 2)):
+        with rollout_mode(policy, optimization.wrapped):  # as in a run: all parameters of the last update are there
+            updates = builder.updates(own, batch_size, seed=1)
+        metrics.append(trainer.step(updates, rewards_of(samples)).metrics)
+        if "gradients" not in tensors and not config.parallel.use_distributed_optimizer:
+            tensors["gradients"] = whole(policy, groups, lambda parameter: parameter.main_grad)
+    with rollout_mode(policy, optimization.wrapped):
+        tensors["weights"] = whole(policy, groups, lambda parameter: parameter.data)
+        tensors["logprobs"] = {
+            f"{sample}": row
+            for part in updates
+            for batch, rows in zip(part, scorer.logprobs(part), strict=True)
+            for sample, row in zip(batch.sample_ids, rows.split(batch.lengths), strict=False)
+        }
+    return metrics, tensors
+
+
+def whole(
+    policy: PolicyModel, groups: ParallelGroups, read: Callable[[torch.nn.Parameter], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What this rank's stage has, gathered over its tensor-parallel ranks; collective over them."""
+    found = {}
+    for name, parameter in policy.named_parameters():
+        values = torch.nn.Parameter(read(parameter).detach().clone())
+        for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+            setattr(values, attribute, getattr(parameter, attribute, None))
+        found[name] = gather_whole(values, groups.tensor_group)
+    return found

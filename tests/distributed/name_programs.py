@@ -1,0 +1,36 @@
+"""What a model's parameters are in a parallel layout; run on every rank by `test_global_names.py`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_rl.checkpoint.tensors import weights_fingerprint
+from megatron_rl.parallel import initialize, shut_down
+from megatron_rl.platform import current_platform
+from megatron_rl.run.reporting import parameter_norm
+from tests.support.tiny import SHAPES, single_thread, tiny_config, tiny_policy
+
+
+def models(parallel: dict[str, int], shapes: list[str], **changes: object) -> dict[str, Any]:
+    """Of each shape: bits of this rank's parameters added up, fingerprint and norm of the whole model."""
+    single_thread()
+    found = {}
+    configs = {name: tiny_config(int(os.environ["WORLD_SIZE"]), **{**SHAPES[name], **changes}) for name in shapes}
+    configs = {name: replace(one, parallel=replace(one.parallel, **parallel)) for name, one in configs.items()}
+    groups = initialize(configs[shapes[0]].parallel, current_platform())
+    for name, config in configs.items():
+        policy = tiny_policy(config)
+        found[name] = {
+            "parameters": {
+                given: [parameter.view(torch.int32).sum().item(), parameter.numel()]
+                for given, parameter in policy.named_parameters()
+            },
+            "fingerprint": weights_fingerprint(policy, groups),
+            "norm": parameter_norm(policy, groups.model_group),
+        }
+    shut_down()
+    return found

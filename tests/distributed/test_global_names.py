@@ -1,0 +1,48 @@
+"""Random weights depend on a parameter's name in the whole model, and on nothing of the parallel layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+SHAPES = ["grouped, gated, untied", "tied", "all biases", "experts", "odd widths"]
+"""Of the last the vocabulary is padded further on two tensor-parallel ranks than on one."""
+LAYOUTS = {
+    "tensor": (2, {"tensor_model_parallel_size": 2}),
+    "stages": (2, {"pipeline_model_parallel_size": 2}),
+    "both": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+}
+
+
+def run(world_size: int, parallel: dict[str, int]) -> list[dict[str, Any]]:
+    return run_ranks("tests.distributed.name_programs:models", world_size, parallel=parallel, shapes=SHAPES)
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    return run(1, {})[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_is_the_same_in_every_layout(one: dict[str, Any], layout: str) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    ranks = run(world_size, parallel)
+    for shape in SHAPES:
+        models = [rank[shape] for rank in ranks]
+        assert {model["fingerprint"] for model in models} == {one[shape]["fingerprint"]}
+        for model in models:
+            assert model["norm"] == pytest.approx(one[shape]["norm"], rel=1e-12)
+        wanted, found = one[shape]["parameters"], [model["parameters"] for model in models]
+        assert set().union(*found) == set(wanted)
+        if layout == "stages":  # each rank has its parameters whole
+            assert all(values == wanted[name] for parameters in found for name, values in parameters.items())
+
+
+def test_no_two_parameters_have_the_same_numbers(one: dict[str, Any]) -> None:
+    """With one seed for all stages, layers of different stages were copies of each other."""
+    parameters = one["grouped, gated, untied"]["parameters"]
+    weights = {name: tuple(sums) for name, sums in parameters.items() if "norm" not in name and "bias" not in name}
+    assert len(set(weights.values())) == len(weights)

@@ -1,0 +1,112 @@
+"""One rank and every parallel layout train alike: gradients, weights after three updates, log-probs, metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+
+TIED = {"untie_embeddings_and_output_weights": False}
+UNEVEN = {"num_layers": 5}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "add_qkv_bias": False, "qk_layernorm": True}
+FEW = {"samples": 1}
+"""Of two replicas one has no micro-batch."""
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": TIED,
+    "fused": {"rl_fused_output_layer": True, "grpo_entropy_term_weight": 0.01},
+    "recomputed": RECOMPUTED,
+    "experts": EXPERTS,
+    "more on the last": UNEVEN | {"parallel": {"decoder_first_pipeline_num_layers": 2}},
+    "few": FEW,
+    "few, tied": FEW | TIED,
+    "distributed": {"use_distributed_optimizer": True},
+    "overlaps": OVERLAP,
+    "overlaps, few": OVERLAP | FEW,
+    "overlaps, few, tied": OVERLAP | FEW | TIED,
+}
+REFERENCE = {
+    "distributed": "plain", "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
+}  # fmt: skip
+"""Compared with another case on one rank."""
+STAGES = {"pipeline_model_parallel_size": 2}
+VIRTUAL = STAGES | {"num_virtual_stages_per_pipeline_rank": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "PP2": (2, STAGES, ["plain", "tied", "fused", "recomputed", "experts", "more on the last", "few"]),
+    "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few"]),
+    "PP2 x DP2": (4, STAGES, ["plain", "distributed", "overlaps", "overlaps, few", "overlaps, few, tied", "few, tied"]),
+    "TP2 x PP2, sequence-parallel": (
+        4, STAGES | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, ["plain", "tied", "fused"],
+    ),
+    "PP2 x VPP2 x DP2": (4, VIRTUAL, ["overlaps", "overlaps, few", "overlaps, few, tied"]),
+    "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "tied"]),
+}  # fmt: skip
+"""Ranks, sizes, cases."""
+LONG = ("PP2 x VPP2 x DP2", "PP4")
+TOLERANCE = 1e-5
+
+
+class Results:
+    """Runs a layout when a test first asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metrics: dict[str, list[dict[str, Any]]] = {}
+
+    def of(self, layout: str | None, case: str) -> tuple[list[Any], dict[str, dict[str, torch.Tensor]]]:
+        """Metrics of every rank, and the tensors of all ranks together; ``layout`` None is one rank."""
+        world_size, parallel, names = LAYOUTS[layout] if layout else (1, {}, [c for c in CASES if c not in REFERENCE])
+        folder = self._folder / str(layout)
+        if str(layout) not in self._metrics:
+            folder.mkdir()
+            cases = {name: CASES[name] for name in names}
+            if layout is None:
+                cases = {name: {k: v for k, v in changes.items() if k != "parallel"} for name, changes in cases.items()}
+            self._metrics[str(layout)] = run_ranks(
+                "tests.distributed.layout_programs:train", world_size, timeout=600,
+                folder=str(folder), parallel=parallel, cases=cases,
+            )  # fmt: skip
+        together: dict[str, dict[str, torch.Tensor]] = {}
+        for rank in range(world_size):
+            for kind, tensors in torch.load(folder / f"{case}.{rank}.pt", weights_only=True).items():
+                for name, values in tensors.items():
+                    known = together.setdefault(kind, {}).setdefault(name, values)
+                    if kind != "gradients":  # without samples a replica's copy of a tied gradient is the sum, too
+                        torch.testing.assert_close(known, values, rtol=0, atol=1e-6)
+        return [metrics[case] for metrics in self._metrics[str(layout)]], together
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        pytest.param(layout, case, marks=[pytest.mark.long] if layout in LONG else [])
+        for layout, (_, _, cases) in LAYOUTS.items()
+        for case in cases
+    ],
+)
+def test_as_on_one_rank(results: Results, layout: str, case: str) -> None:
+    metrics, tensors = results.of(layout, case)
+    (wanted,), expected = results.of(None, REFERENCE.get(case, case))
+    assert all(rank == metrics[0] for rank in metrics)
+    for own, one in zip(metrics[0], wanted, strict=True):
+        assert own.keys() == one.keys()
+        for name, value in one.items():
+            assert own[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert expected["logprobs"].keys() == tensors["logprobs"].keys()
+    for kind, named in tensors.items():
+        assert named.keys() == expected[kind].keys()
+        for name, values in named.items():
+            difference = (values - expected[kind][name]).abs().max().item()
+            scale = expected[kind][name].abs().max().clamp_min(1e-2).item() if kind == "gradients" else 1.0
+            assert difference <= TOLERANCE * scale, f"{kind} of {name}"
