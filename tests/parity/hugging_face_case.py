@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_l
 from tests.support.tiny import single_thread
 
 
-def on_ranks(tensor_size: int, directories: list[str], folder: str) -> list[dict[str, Any]]:
+def on_ranks(tensor_size: int, directories: list[str], folder: str, stages: int = 1) -> list[dict[str, Any]]:
     """Load each directory, write this rank's logits beside it, and save the model again."""
     single_thread()
     save.MAX_FILE_BYTES = 20_000  # several files each
@@ -30,6 +31,7 @@ def on_ranks(tensor_size: int, directories: list[str], folder: str) -> list[dict
     reports, groups = [], None
     for index, directory in enumerate(directories):
         config = hf_run(Path(directory), int(os.environ["WORLD_SIZE"]), **changes)
+        config = replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=stages))
         groups = groups or initialize(config.parallel, current_platform())
         model = read_model(directory)
         policy, read = loaded_policy(config, model.architecture.vocab_size)
@@ -37,7 +39,7 @@ def on_ranks(tensor_size: int, directories: list[str], folder: str) -> list[dict
         torch.save(logits, Path(folder) / f"logits.{index}.{groups.rank}.pt")
         save.save_hf(policy, model, Path(folder) / f"saved.{index}", groups)
         _save_checkpoint(Path(folder) / f"checkpoints.{index}", config, policy, groups)
-        parameters = {name: parameter.numel() for name, parameter in policy.gpt.named_parameters()}
+        parameters = {name: parameter.numel() for name, parameter in policy.named_parameters()}
         reports.append({"read": read, "parameters": parameters, "rows": policy.padded_vocab_size,
                         "fingerprints": fingerprints(policy, groups)})  # fmt: skip
     shut_down()

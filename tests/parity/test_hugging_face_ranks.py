@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.tensors import fingerprints
 from megatron_rl.families import ModelLayout, read_model
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import INDEX_FILE, stored_tensors
 from tests.support.hugging_face import EXAMPLES, batch_of, hf_run, loaded_policy, reference_logits, write_model
@@ -22,7 +23,7 @@ TOPOLOGIES = {"tensor": (2, 2), "tensor+data": (4, 2)}
 class Loaded:
     """All examples written in several files each, loaded on the ranks of one topology, and saved again."""
 
-    def __init__(self, folder: Path, world_size: int, tensor_size: int) -> None:
+    def __init__(self, folder: Path, world_size: int, tensor_size: int, stages: int = 1) -> None:
         self.folder, self.tensor_size = folder, tensor_size
         self.directories = [folder / f"{name}-{index}" for name, index in EXAMPLES]
         self.references = [
@@ -35,6 +36,7 @@ class Loaded:
             tensor_size=tensor_size,
             directories=[str(directory) for directory in self.directories],
             folder=str(folder),
+            stages=stages,
         )
 
 
@@ -92,6 +94,30 @@ class TestEachExample:
         model = read_model(loaded.directories[index])
         save.export_checkpoint(loaded.folder / f"checkpoints.{index}", model, tmp_path / "back")
         _assert_same(model.directory, tmp_path / "back")
+
+
+@pytest.mark.parametrize("tensor_size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_two_pipeline_stages(
+    tensor_size: int, tmp_path: Path, one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage reads its own layers; what is saved again, from memory or a checkpoint, is the model that was read."""
+    loaded = Loaded(tmp_path, 2 * tensor_size, tensor_size, stages=2)
+    monkeypatch.setattr(save, "MAX_FILE_BYTES", 20_000)
+    for index, directory in enumerate(loaded.directories):
+        model = read_model(directory)
+        vocabulary = model.architecture.vocab_size
+        expected = reference_logits(loaded.references[index], batch_of(vocabulary))
+        last = [tmp_path / f"logits.{index}.{tensor_size + rank}.pt" for rank in range(tensor_size)]
+        logits = torch.cat([torch.load(path, weights_only=True) for path in last], dim=-1)
+        assert (logits[:, :vocabulary] - expected).abs().max() <= 1e-4
+        policy, _ = loaded_policy(hf_run(directory), vocabulary)
+        reports = [report[index] for report in loaded.reports]
+        assert [report["fingerprints"] for report in reports] == [fingerprints(policy, one_rank)] * len(reports)
+        for report in reports:
+            assert report["read"] <= 4 * sum(report["parameters"].values())
+        save.export_checkpoint(tmp_path / f"checkpoints.{index}", model, tmp_path / f"back.{index}")
+        for again in ("saved", "back"):
+            _assert_same(directory, tmp_path / f"{again}.{index}")
 
 
 def _assert_same(before: Path, after: Path) -> None:

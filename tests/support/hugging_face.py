@@ -79,11 +79,14 @@ def reference_logits(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
 
 @torch.no_grad()
 def packed_logits(policy: PolicyModel, batch: TokenBatch) -> torch.Tensor:
-    """This rank's logits by the forward pass that training uses, ``[T, V / ranks]``."""
+    """This rank's logits by the forward pass that training uses, ``[T, V / ranks]``; none but on the last stage."""
     from megatron_rl.parallel.groups import current_groups
+    from megatron_rl.trainer.schedule import through_schedule
     from megatron_rl.trainer.scoring import Scorer
 
-    return Scorer(policy, current_groups().tensor_group, 1.0).forward(policy.gpt, batch)
+    forward = Scorer(policy, current_groups().tensor_group, 1.0).forward
+    found = through_schedule(policy.chunks, [batch], forward, lambda output, _: output, forward_only=True)
+    return found[0] if found else torch.empty(0)
 
 
 def loaded_policy(config: RLConfig, vocabulary: int) -> tuple[PolicyModel, int]:

@@ -19,7 +19,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.parallel.collectives import broadcast_json, gather_json
 from megatron_rl.tensor_files import TensorEntry, TensorWriter, plan_files, write_index, write_json
 
 logger = logging.getLogger(__name__)
@@ -50,16 +50,32 @@ def save_hf(
     """
     if broadcast_json(target.exists() if groups.is_main else None, source=0):
         raise CheckpointError(f"{target} exists; choose another directory")
+    layout = policy.layout
+    whole = ModelLayout.of(layout.architecture, layout.tensor_size, layout.padded_vocab_size)
+    known = {parameter.name: parameter for parameter in whole.parameters}
     parameters = dict(policy.named_parameters())
+    stages = enumerate(gather_json([*parameters], groups.pipeline_group))
+    # A tied one is the first stage's.
+    stage_of = {name: stage for stage, names in reversed([*stages]) for name in names}
 
     def gathered(name: str) -> Sequence[torch.Tensor]:
-        return _gather(parameters[name].detach(), groups)
+        if stage_of[name] == groups.stage:
+            shards = _gather(parameters[name].detach(), groups)
+        else:
+            shape = known[name].local_shape
+            shards = [torch.empty(shape, dtype=policy.dtype, device=policy.device) for _ in range(groups.tensor_size)]
+        for shard in shards if stage_of[name] > 0 and groups.tensor_rank == 0 else ():
+            if groups.stage == 0:
+                dist.recv(shard, group=groups.pipeline_group, group_src=stage_of[name])
+            elif groups.stage == stage_of[name]:
+                dist.send(shard.contiguous(), group=groups.pipeline_group, group_dst=0)
+        return shards
 
     if groups.is_main:
-        write_hf(origin, target, policy.layout, gathered, dtype)
-    elif groups.data_rank == 0:  # the other tensor-parallel ranks of rank 0's copy
-        for parameter in policy.layout.parameters:
-            gathered(parameter.name)
+        write_hf(origin, target, whole, gathered, dtype)
+    elif groups.data_rank == 0:  # the others of rank 0's copy
+        for name in known:
+            gathered(name)
     dist.barrier()
 
 
