@@ -135,11 +135,8 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
                 f"pipeline-stage {divisors(layers // size)}, or --num-virtual-stages-per-pipeline-rank"
             )
             return
-    if layers:
-        try:
-            stages.sizes(layers)
-        except ValueError:
-            yield "pipeline_model_parallel_size", _cannot_share(layers, stages, uneven)
+    if layers and not stages.sizes(layers):
+        yield "pipeline_model_parallel_size", _cannot_share(layers, stages, uneven)
     rollouts = [
         flag
         for flag, is_given in (
@@ -217,7 +214,4 @@ def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 def _layers_of_chunks(config: RLConfig) -> list[int]:
     """Each stage, and each chunk of one, recomputes for itself; empty where they are not known."""
     layers, stages = config.model.num_layers, config.stages
-    try:
-        return [size // stages.chunks for size in stages.sizes(layers)] if layers else []
-    except ValueError:
-        return []
+    return [size // stages.chunks for size in stages.sizes(layers)] if layers else []

@@ -128,7 +128,8 @@ def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             f"cannot hold one sequence of {longest} tokens (--inference-max-seq-length); use at least {longest}"
         )
     given = rollout.inference_dynamic_batching_buffer_size_gb
-    needed = config.kv_cache_bytes(longest) / 2**30 if given is not None and config.model.is_complete else 0.0
+    is_known = config.model.is_complete and config.stages.sizes(config.model.num_layers)
+    needed = config.kv_cache_bytes(longest) / 2**30 if given is not None and is_known else 0.0
     if given is not None and given < needed:
         yield "inference_dynamic_batching_buffer_size_gb", (
             f"cannot hold one sequence: {longest} tokens of this model in {config.kv_cache_dtype} take {needed:.3g} "

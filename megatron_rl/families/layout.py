@@ -82,23 +82,19 @@ class Stages:
     """Parts of a stage's layers, with those of the other stages in between."""
 
     def sizes(self, num_layers: int) -> list[int]:
-        """Layers of each stage. Example: 7 layers on 3 stages with 3 on the first are 3, 2 and 2.
+        """Layers of each stage; nothing where they cannot be shared like this.
 
-        Raises:
-            ValueError: the layers cannot be shared like this.
+        Example: 7 layers on 3 stages with 3 on the first are 3, 2 and 2.
         """
         ends = [size for size in (self.first, self.last) if size is not None]
-        between, left = self.count - len(ends), num_layers - sum(ends)
-        if between < 0 or left < 0 or (left % between if between else left):
-            raise ValueError(f"{num_layers} layers cannot be shared by {self}")
-        sizes = [left // between if between else 0] * self.count
+        between = self.count - len(ends)
+        sizes = [max(0, num_layers - sum(ends)) // max(between, 1)] * self.count
         if self.first is not None:
             sizes[0] = self.first
         if self.last is not None:
             sizes[-1] = self.last
-        if any(size < self.chunks or size % self.chunks for size in sizes):
-            raise ValueError(f"{num_layers} layers cannot be shared by {self}")
-        return sizes
+        are_whole = all(size >= self.chunks and size % self.chunks == 0 for size in sizes)
+        return sizes if are_whole and sum(sizes) == num_layers else []
 
     def layers_of(self, stage: int, num_layers: int) -> list[range]:
         """The layers of each chunk of ``stage``, counted over the whole model."""
