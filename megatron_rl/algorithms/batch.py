@@ -40,6 +40,8 @@ class StepRewards:
     """[number of groups] bool: groups whose advantages can differ from 0."""
     in_loss: Tensor
     """[N] bool: the samples that are trained on."""
+    loss_tokens: Tensor
+    """[N] int64: tokens of the sample that the policy wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)

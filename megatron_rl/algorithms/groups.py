@@ -17,6 +17,8 @@ class GroupStatistics:
 
     count: Tensor
     """Valid samples in the group."""
+    mean: Tensor
+    """Mean reward of the valid samples; 0 without any."""
     centred: Tensor
     """Reward minus the group's mean; 0 where masked, and where no other sample of the group is valid."""
     std: Tensor
@@ -29,9 +31,23 @@ def group_statistics(step: StepRewards) -> GroupStatistics:
     # advantages of 0.007 for a group that has no signal.
     known = torch.where(step.valid, step.rewards, 0.0).double()
     count = _group_sum(step.valid.double(), step.group_index)
-    centred = torch.where(step.valid, known - _group_sum(known, step.group_index) / count.clamp_min(1), 0.0)
+    mean = _group_sum(known, step.group_index) / count.clamp_min(1)
+    centred = torch.where(step.valid, known - mean, 0.0)
     variance = _group_sum(centred.square(), step.group_index) / (count - 1).clamp_min(1)
-    return GroupStatistics(count, centred, variance.sqrt())
+    return GroupStatistics(count, mean, centred, variance.sqrt())
+
+
+def normalised_over_tokens(values: Tensor, step: StepRewards, epsilon: float) -> Tensor:
+    """``(value - mean) / (std + epsilon)`` over the tokens that are trained on, [N] fp64; 0 of other samples.
+
+    Each token has the value of its sample, ``values`` [N], so a sample counts as often as it has loss tokens; std with
+    ddof 1. Over the tokens the result adds up to 0.
+    """
+    tokens = torch.where(step.in_loss, step.loss_tokens, 0).double()
+    known, count = torch.where(step.in_loss, values, 0.0).double(), tokens.sum()
+    centred = torch.where(step.in_loss, known - (known * tokens).sum() / count.clamp_min(1), 0.0)
+    std = ((centred.square() * tokens).sum() / (count - 1).clamp_min(1)).sqrt()
+    return centred / (std + epsilon)
 
 
 def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:

@@ -56,12 +56,12 @@ class AlgorithmConfig:
     grpo_clamp_eps_lower: float | None = flag(None, gt=0, le=1, derived=_of_loss("clamp_eps_lower"))
     """The probability ratio is clipped at 1 - this; 1 leaves that side open (Megatron's default: 0.01).
 
-    Without it what the policy loss states: clip 0.2, cispo 1, gspo 3e-4.
+    Without it what the policy loss states: clip 0.2, cispo 1, gspo 3e-4; sapo has none.
     """
     grpo_clamp_eps_upper: float | None = flag(None, gt=0, derived=_of_loss("clamp_eps_upper"))
     """The probability ratio is clipped at 1 + this (Megatron's default: 0.01).
 
-    Without it what the policy loss states: clip and cispo 0.2, gspo 4e-4.
+    Without it what the policy loss states: clip and cispo 0.2, gspo 4e-4; sapo has none.
     """
     grpo_kl_beta: float = flag(0.0, ge=0, le=1000)
     """Weight of the KL term; 0 also saves the reference pass (Megatron's default: 0.001)."""
@@ -97,12 +97,15 @@ class AlgorithmConfig:
     rl_loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = flag(None, derived=_aggregation)
     """Denominator of the loss over the global batch.
 
-    Without it what the policy loss states: clip and cispo token-mean, gspo sequence-mean.
+    Without it what the policy loss states: clip and cispo token-mean, gspo and sapo sequence-mean.
     """
     calculate_per_token_loss: bool = flag(False)
     """Megatron's spelling of --rl-loss-aggregation token-mean."""
     rl_keep_zero_variance_groups: bool = flag(False)
-    """Keep groups without a signal instead of dropping them: rewards all equal, with batch_norm in the whole step."""
+    """Keep groups without a signal instead of dropping them.
+
+    Those are groups of equal rewards; where the advantage compares with the step, all groups where all are equal.
+    """
 
 
 def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:
@@ -112,7 +115,7 @@ def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if config.training.perform_rl_step and algorithm.grpo_group_size == 1 and compares_groups:
         yield "grpo_group_size", (
             f": the advantage {algorithm.rl_advantage} compares the completions of one prompt, and one alone has none; "
-            "use 2 or more, or --rl-advantage batch_norm"
+            "use 2 or more, or --rl-advantage batch_norm or reinforce_plus_plus"
         )
     if algorithm.calculate_per_token_loss and algorithm.rl_loss_aggregation != "token-mean":
         yield "calculate_per_token_loss", (

@@ -37,12 +37,13 @@ class SampleBuilder:
         rank, and not the same number of them on every rank.
         """
         rows = [
-            (number, r.grade.reward if r.grade.status == "ok" else 0.0, r.grade.status == "ok")
+            (number, r.grade.reward if ok else 0.0, ok, r.completion.num_written)
             for number, group in zip(numbers, rollouts, strict=True)
             for r in group.rollouts
+            for ok in [r.grade.status == "ok"]
         ]
         local = torch.tensor(rows, dtype=torch.float64).view(-1)
-        table = torch.cat(gather_vectors(local, self.groups.data_group)).view(-1, 3)
+        table = torch.cat(gather_vectors(local, self.groups.data_group)).view(-1, 4)
         columns = table[table[:, 0].argsort(stable=True)].unbind(1)  # of all samples of the job, ordered by group
         group_index, rewards, valid = columns[0].long(), columns[1].float(), columns[2].bool()
         signal = groups_with_signal(self.baseline, rewards, valid, group_index)
@@ -54,7 +55,7 @@ class SampleBuilder:
             for sample_id, (group, rollout) in zip(own, rolled, strict=True)
             if in_loss[sample_id] and rollout.completion.token_ids
         )
-        return samples, StepRewards(rewards, valid, group_index, signal, in_loss)
+        return samples, StepRewards(rewards, valid, group_index, signal, in_loss, columns[3].long())
 
 
 def _sample(group: RolloutGroup, rollout: Rollout, sample_id: int) -> Sample:

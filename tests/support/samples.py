@@ -46,7 +46,7 @@ def rewards_of(samples: Sequence[Sample]) -> StepRewards:
     """A step of these samples, numbered from 0, each of a task of its own."""
     rewards = torch.tensor([sample.reward for sample in sorted(samples, key=lambda sample: sample.sample_id)])
     everything = torch.ones(len(samples), dtype=torch.bool)
-    return StepRewards(rewards, everything, torch.arange(len(samples)), everything, everything)
+    return StepRewards(rewards, everything, torch.arange(len(samples)), everything, everything, everything.long())
 
 
 def own_reward(batch: TokenBatch) -> Terms:

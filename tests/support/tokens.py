@@ -35,11 +35,16 @@ def token_batch(
 
 
 def step_rewards(
-    rewards: torch.Tensor, valid: torch.Tensor, group_index: torch.Tensor, baseline: str = "group"
+    rewards: torch.Tensor,
+    valid: torch.Tensor,
+    group_index: torch.Tensor,
+    baseline: str = "group",
+    loss_tokens: torch.Tensor | None = None,
 ) -> StepRewards:
-    """A step of these samples; those of groups without a signal are not in the loss."""
+    """A step of these samples, of one token each unless said; those of groups without a signal are not in the loss."""
     signal = groups_with_signal(baseline, rewards, valid, group_index)
-    return StepRewards(rewards, valid, group_index, signal, valid & signal[group_index])
+    loss_tokens = torch.ones_like(group_index) if loss_tokens is None else loss_tokens
+    return StepRewards(rewards, valid, group_index, signal, valid & signal[group_index], loss_tokens)
 
 
 def one_token_a_sample(step: StepRewards) -> TokenBatch:

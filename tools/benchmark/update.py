@@ -70,7 +70,7 @@ def rewards_of(samples: Sequence[Sample]) -> StepRewards:
     """A step of these samples, each of a task of its own."""
     everything = torch.ones(len(samples), dtype=torch.bool)
     rewards = torch.tensor([sample.reward for sample in samples])
-    return StepRewards(rewards, everything, torch.arange(len(samples)), everything, everything)
+    return StepRewards(rewards, everything, torch.arange(len(samples)), everything, everything, everything.long())
 
 
 def make_trainer(

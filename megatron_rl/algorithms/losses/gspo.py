@@ -13,7 +13,8 @@ class Loss(clip.Loss):
     """``clipped_surrogate`` of ``s = exp(mean of log rho over the sequence's loss tokens)``.
 
     Each token's ratio has the value ``s`` and the gradient ``s * grad log pi`` of that token alone
-    (GSPO-token there); reduced with ``sequence-mean`` this is the gradient of the sequence-level objective.
+    (GSPO-token there, whose tokens may have advantages of their own); with equal ones and reduced with
+    ``sequence-mean`` this is the gradient of the sequence-level objective.
     The ratio is a geometric mean: the paper's clip range, the default, is three orders of magnitude below that of
     token ratios. The clip counts are of tokens in clipped sequences.
     """

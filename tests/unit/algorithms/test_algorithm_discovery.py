@@ -11,8 +11,10 @@ from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES, RECIPES
 
 
 def test_every_file_with_the_class_of_its_kind_is_available() -> None:
-    assert ADVANTAGES.names() == ("batch_norm", "dr_grpo", "grpo", "rloo")
-    assert LOSSES.names() == ("cispo", "clip", "gspo")
+    assert ADVANTAGES.names() == (
+        "batch_norm", "dr_grpo", "grpo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"
+    )  # fmt: skip
+    assert LOSSES.names() == ("cispo", "clip", "gspo", "sapo")
     assert CORRECTIONS.names() == (
         "geometric", "masked_is", "none", "sequence_tis", "token_tis", "veto"
     )  # fmt: skip
@@ -36,9 +38,9 @@ def test_help_lists_what_there_is(flag: str, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", LOSSES.names())
 def test_defaults_read_from_a_file_are_those_of_its_module(name: str) -> None:
     for option in ("clamp_eps_lower", "clamp_eps_upper"):
-        assert LOSSES.stated(name, option) == getattr(LOSSES.get(name)(), option)
+        assert LOSSES.stated(name, option) == getattr(LOSSES.get(name)(), option, None)
     assert (LOSSES.stated(name, "AGGREGATION") or "token-mean") == LOSSES.get(name).AGGREGATION
-    assert name != "gspo" or LOSSES.stated(name, "AGGREGATION") == "sequence-mean"
+    assert name not in ("gspo", "sapo") or LOSSES.stated(name, "AGGREGATION") == "sequence-mean"
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "dr-grpo"])
@@ -49,4 +51,4 @@ def test_a_dash_stands_for_an_underscore(name: str) -> None:
 def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
     with pytest.raises(ConfigError, match="did you mean clip") as refused:
         LOSSES.get("clipp")
-    assert "cispo, clip, gspo" in str(refused.value)
+    assert "cispo, clip, gspo, sapo" in str(refused.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import Extension, Terms, TokenBatch
 from megatron_rl.algorithms.batch import token_weights
-from megatron_rl.algorithms.losses import cispo, clip, gspo
+from megatron_rl.algorithms.losses import cispo, clip, gspo, sapo
 from megatron_rl.errors import ConfigError
 from tests.support.tokens import token_batch
 
@@ -132,6 +133,40 @@ def test_gspo_with_sequence_mean_is_the_gradient_of_the_sequence_objective() -> 
     ratios = [((direct - old)[part]).mean().exp() for part in (slice(1, 3), slice(4, 6))]
     (-(ratios[0] * 1.0 + ratios[1] * -1.0) / 2).backward()
     torch.testing.assert_close(current.grad, direct.grad)
+
+
+def test_gspo_takes_an_advantage_for_each_token() -> None:
+    """GSPO-token, eq. 13 there: the sequence's ratio for the clip, the token's own advantage and gradient."""
+    batch = replace(gspo_batch(), advantages=torch.tensor([9.0, 2.0, -3.0, 9.0, 0.5, -1.0]))
+    per_token, _ = gspo.Loss(**RANGE)(batch)
+    per_token.sum().backward()
+    # Sequence 0: s = exp(0.2) inside the range: -2 s and 3 s.
+    # Sequence 1: s = exp(-0.3) = 0.740818 below 0.8: A > 0 is not clipped, -0.5 s; A < 0 is, 0.8 without gradient.
+    expected_loss = [0.0, -2.442806, 3.664208, 0.0, -0.370409, 0.8]
+    expected_gradient = [0.0, -2.442806, 3.664208, 0.0, -0.370409, 0.0]
+    torch.testing.assert_close(per_token.detach(), torch.tensor(expected_loss), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(batch.current_logprobs.grad, torch.tensor(expected_gradient), rtol=1e-5, atol=1e-6)
+
+
+def test_sapo_gates_each_sign_with_its_own_temperature() -> None:
+    # A = 1, rho = 1.5, tau 1: p = sigmoid(0.5) = 0.622459: loss -4 p; gradient -rho * 4 p (1 - p), the gate 0.940015.
+    # A = -2, rho = 0.5, tau 2: p = sigmoid(-1) = 0.268941: loss 2 * 4 / 2 p; gradient 2 rho * 0.786448.
+    current = (torch.tensor([1.5, 0.5]).log() - 1).requires_grad_()
+    batch = of_tokens([0, 0], current, torch.full((2,), -1.0), torch.tensor([1.0, -2.0]), torch.ones(2))
+    per_token, sums = sapo.Loss(tau_pos=1.0, tau_neg=2.0)(batch)
+    per_token.sum().backward()
+    torch.testing.assert_close(per_token.detach(), torch.tensor([-2.489837, 1.075766]))
+    torch.testing.assert_close(current.grad, torch.tensor([-1.410022, 0.786448]))
+    torch.testing.assert_close(sums["actor/gate"].detach(), torch.tensor([0.940015, 0.786448]))
+
+
+def test_sapo_is_a_mean_over_sequences() -> None:
+    """On policy, one token with A = 1 and three with A = -1: 4 / tau / 2 each, (-2 + 2 / 1.05) / 2."""
+    current = torch.full((4,), -1.0)
+    batch = of_tokens([0, 1, 1, 1], current, current, torch.tensor([1.0, -1, -1, -1]), torch.ones(4))
+    weights, denominator = token_weights(sapo.Loss.AGGREGATION, batch, 1.0)
+    total = (sapo.Loss()(batch)[0] * weights).sum() / denominator
+    assert total.item() == pytest.approx(-0.047619, abs=1e-6)
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:

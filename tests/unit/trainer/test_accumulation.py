@@ -68,7 +68,7 @@ def updated(
     return gradients_of(optimization), metrics, outcome.grad_norm
 
 
-@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sapo"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_layout_does_not_matter(one_rank: ParallelGroups, aggregation: str, loss: str) -> None:
     expected, metrics, norm = updated(one_rank, [[0, 1, 2, 3, 4]], objective(aggregation, loss))

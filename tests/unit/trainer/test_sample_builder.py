@@ -34,6 +34,7 @@ def test_a_sample_carries_its_reward_and_its_own_tokens(one_rank: ParallelGroups
     assert step.group_index.tolist() == [0, 0, 1, 1]
     second = samples[1]
     assert second.token_ids.tolist() == [7, 8, 9, 11, 11]
+    assert step.loss_tokens.tolist() == [1, 2, 1, 2]
     assert second.prompt_length == 3
     assert second.inference_logprobs.tolist() == [0.0, 0.0, 0.0, -1.5, -1.5]
 
@@ -79,7 +80,8 @@ def test_groups_of_one_sample_have_a_baseline_in_the_batch(one_rank: ParallelGro
 
 
 def test_an_empty_completion_is_no_sample(one_rank: ParallelGroups) -> None:
-    samples, _ = build(one_rank, [graded_group([0.0, 1.0], lengths=[0, 2])])
+    samples, step = build(one_rank, [graded_group([0.0, 1.0], lengths=[0, 2])])
+    assert step.loss_tokens.tolist() == [0, 2]
     assert [sample.sample_id for sample in samples] == [1]
 
 

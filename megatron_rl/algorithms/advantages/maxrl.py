@@ -1,0 +1,38 @@
+"""MaxRL: reward normalised by the mean of its group, towards maximum likelihood (arXiv 2602.02710).
+
+With rewards 0 and 1 and a success rate p it weighs a task by 1 / p, as the gradient of log p does: rarely solved tasks
+most. The sum over a sequence's tokens that the paper takes is ``--rl-loss-aggregation constant``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
+from megatron_rl.algorithms.groups import group_statistics
+from megatron_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Extension):
+    """``(r - mean) / (mean - lowest + epsilon)`` over the valid samples of the group."""
+
+    epsilon: float = option(1e-6, gt=0)
+    """Keeps a group without a success from dividing by 0; in units of reward."""
+    lowest: float = option(0.0)
+    """Reward of a failure; the paper's is 0."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``; 0 where the group has no other valid sample.
+
+        Raises:
+            ConfigError: a reward is below ``lowest``: the mean that divides could be negative and turn every sign.
+        """
+        known = batch.step.rewards[batch.step.valid]
+        if known.numel() and float(known.min()) < self.lowest:
+            raise ConfigError([
+                f"--rl-advantage maxrl divides by the mean reward above that of a failure, lowest={self.lowest:g}, "
+                f"but there is a reward of {float(known.min()):g}; use --rl-advantage-args lowest=R, R being the lowest"
+            ])
+        group = group_statistics(batch.step)
+        return batch.of_samples(group.centred / (group.mean - self.lowest + self.epsilon)), {}

@@ -1,0 +1,29 @@
+"""REINFORCE++: reward normalised over the tokens of the whole step (arXiv 2501.03262).
+
+The paper's KL penalty is part of the reward; here it is a term of the loss, ``--grpo-kl-beta``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
+from megatron_rl.algorithms.groups import normalised_over_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Extension):
+    """``(r - mean) / (std + epsilon)`` over all loss tokens of the step, of all ranks; std with ddof 1.
+
+    A long sample counts as often as it has tokens, where ``batch_norm`` counts every sample once.
+    """
+
+    BASELINE = "batch"
+
+    epsilon: float = option(1e-6, gt=0)
+    """Keeps a standard deviation of 0 from dividing; in units of reward."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``; 0 of samples that are not trained on."""
+        step = batch.step
+        return batch.of_samples(normalised_over_tokens(step.rewards, step, self.epsilon)), {}

@@ -1,0 +1,26 @@
+"""REINFORCE++ with baseline: reward minus its group's mean, normalised over the step's tokens (arXiv 2501.03262)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
+from megatron_rl.algorithms.groups import group_statistics, normalised_over_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Extension):
+    """``(c - mean) / (std + epsilon)`` of ``c = r - group mean``; mean and std as in ``reinforce_plus_plus``.
+
+    One standard deviation for all groups: one that is nearly always or nearly never solved is not blown up, as it is by
+    its own. The mean of ``c`` is 0 over samples, not over tokens where right and wrong answers differ in length. Both
+    are of the samples that are trained on, so groups without a signal are in them only where they are kept.
+    """
+
+    epsilon: float = option(1e-6, gt=0)
+    """Keeps a standard deviation of 0 from dividing; in units of reward."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``; 0 of samples that are not trained on."""
+        centred = group_statistics(batch.step).centred
+        return batch.of_samples(normalised_over_tokens(centred, batch.step, self.epsilon)), {}

@@ -1,0 +1,34 @@
+"""SAPO: a smooth gate on the ratio of each token instead of a clip (arXiv 2511.20347)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.algorithms import Extension, Terms, TokenBatch, log_ratio, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(Extension):
+    """``-4 / tau sigmoid(tau (rho - 1)) A``, with ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere.
+
+    Its gradient is that of ``-rho A`` times ``4 p (1 - p)``, p being the sigmoid: 1 at rho = 1, and falling on both
+    sides. Not reduced, so it has no denominator of its own.
+    """
+
+    AGGREGATION = "sequence-mean"
+
+    tau_pos: float = option(1.0, gt=0)
+    """Temperature where the advantage is positive; a larger one lets go earlier."""
+    tau_neg: float = option(1.05, gt=0)
+    """Temperature elsewhere; the paper's is larger, as pushing a token down spreads over all others."""
+
+    def __call__(self, batch: TokenBatch) -> Terms:
+        """See ``Extension``."""
+        in_loss, advantages = batch.in_loss, batch.advantages
+        ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask).exp()
+        tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg)
+        share = torch.sigmoid(tau * (ratio - 1))
+        loss = torch.where(in_loss, -4 / tau * share * advantages, 0.0)
+        return loss, {"actor/gate": torch.where(in_loss, 4 * share * (1 - share), 0.0)}
