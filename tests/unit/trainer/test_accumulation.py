@@ -30,7 +30,7 @@ LAYOUTS = {
 
 def objective(aggregation: str, loss: str = "clip") -> PolicyObjective:
     return PolicyObjective(
-        loss=LOSSES.get(loss)(clamp_eps_lower=0.2, clamp_eps_upper=0.28),
+        loss=LOSSES.get(loss)(**({} if loss == "sapo" else {"clamp_eps_lower": 0.2, "clamp_eps_upper": 0.28})),
         correction=correction("token_tis", cap=2.0),
         aggregation=aggregation,
         aggregation_constant=7.0,
