@@ -77,7 +77,7 @@ def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
     optimization, trainer = make_trainer(rolling.policy, config, groups, timer, advantage)
     tokenizer = number_tokenizer(shape.vocab)
     rollouter = Rollouter(rolling.engine, tokenizer, groups, _dummy_reward, StopRequest())
-    builder = SampleBuilder(advantage.BASELINE, False, groups)
+    builder = SampleBuilder(advantage.BASELINE, True, groups)  # two updates, whatever a random model answers
     batches = BatchBuilder(sizes.bin_tokens, 1, bench.device, groups)
     requests = make_requests(shape.vocab, sizes.prompts, sizes.group, sizes.answer_tokens, sizes.answer_tokens)
     try:
