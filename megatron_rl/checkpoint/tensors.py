@@ -27,6 +27,7 @@ from megatron_rl.models.parameters import counted_once
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.megatron import (
     asynchronous_writer,
+    groups_known_by_what_they_are,
     parameters_where_they_lie,
     step_counters_offered,
     use_result_queue,
@@ -158,6 +159,7 @@ def load_state(optimization: Optimization, state: dict[str, Any], gathered: Sequ
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_settings_kept(optimization))
+        stack.enter_context(groups_known_by_what_they_are())
         for part in distributed_parts(optimization):
             stack.enter_context(step_counters_offered(part))
         optimization.optimizer.load_state_dict(state)

@@ -172,6 +172,24 @@ def step_counters_offered(part: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def groups_known_by_what_they_are() -> Iterator[None]:
+    """Inside, the parameter groups of a loaded state are found by what they hold, as in 0.16.
+
+    A later megatron-core takes rates and decays as part of a group's name, so no run could go on with another ``--lr``.
+    """
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    names = tuple(
+        name for name in optimizer.param_group_identifier_keys if name.endswith("_mult") or name.startswith("is_")
+    )
+    with contextlib.ExitStack() as originals:
+        for module in (optimizer, distrib_optimizer):
+            originals.callback(setattr, module, "param_group_identifier_keys", module.param_group_identifier_keys)
+            module.param_group_identifier_keys = names
+        yield
+
+
+@contextlib.contextmanager
 def parameters_where_they_lie(optimizer: Any) -> Iterator[None]:
     """Inside, the state of a `DistributedOptimizer` is cut into parameters at the right places.
 

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.utils import GlobalMemoryBuffer
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
@@ -121,6 +122,20 @@ def test_a_distributed_optimizer_lacks_the_step_counters_of_torchs_adam(
         monkeypatch.setattr(tensors, "step_counters_offered", contextlib.nullcontext)
     with contextlib.nullcontext() if offered else pytest.raises(KeyError, match="step"):
         tensors.load_state(optimization, state, gathered)
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_state_with_other_rates_is_loaded(one_rank: object, mended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, other = (tiny_optimization(lr=rate, min_lr=rate / 10) for rate in (1e-2, 1e-4))
+    for optimization in (saved, other):
+        tensors.make_room(optimization)
+    if not mended:
+        monkeypatch.setattr(tensors, "groups_known_by_what_they_are", contextlib.nullcontext)
+    by_rates = "max_lr" in megatron_optimizer.param_group_identifier_keys
+    assert by_rates == (megatron.VERSION >= (0, 17))
+    with pytest.raises(ValueError, match="parameter group") if by_rates and not mended else contextlib.nullcontext():
+        tensors.load_state(other, saved.optimizer.state_dict())
+        assert {group["max_lr"] for part in other.optimizer.chained_optimizers for group in part.param_groups} == {1e-4}
 
 
 def test_a_save_is_megatrons_own() -> None:
