@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import RunState
 from megatron_rl.config import RLConfig
-from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer import Optimization
-from tools.benchmark.common import Shape, benchmark_config, command_line, one_rank, record_of, turn_order, write_record
+from tools.benchmark.common import benchmark_config, command_line, compete, one_rank, report, seconds_of
 
 
 class Bench:
@@ -42,8 +40,10 @@ class Bench:
             "copy": self._copy,
             "save": self._save,
             "read": lambda: [path.read_bytes() for path in self.newest.iterdir()],
-            "load": lambda: self._load(self.newest),
-            "verified load": lambda: self._load(self.manager.find(str(folder / "saved"))),
+            "load": lambda: self.manager.resume(self.newest, policy, self._optimization),
+            "verified load": lambda: self.manager.resume(
+                self.manager.find(str(folder / "saved")), policy, self._optimization
+            ),
             "updates": lambda: self._train(None),
             "updates with save": lambda: self._train(False),
             "updates with save in background": lambda: self._train(True),
@@ -81,27 +81,16 @@ class Bench:
                 file.write(path.read_bytes())
                 os.fsync(file.fileno())
 
-    def _load(self, directory: Path) -> None:
-        self.manager.resume(directory, self._policy, self._optimization)
-
-
-def measure(bench: Bench, rounds: int) -> list[dict[str, float]]:
-    """Seconds of everything, once untimed, then in turns."""
-    results = []
-    for index in range(rounds + 1):
-        seconds = {}
-        for name in turn_order(list(bench.ways), index):
-            started = time.perf_counter()
-            bench.ways[name]()
-            seconds[name] = time.perf_counter() - started
-            bench.manager.finish()  # a save in the background goes on for longer than its updates
-        results.append(seconds)
-    return results[1:]
+    def milliseconds(self, way: str, _: int) -> float:
+        """Of one of the ways."""
+        took = seconds_of(self.ways[way])
+        self.manager.finish()  # a save in the background goes on for longer than its updates
+        return 1e3 * took
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, write the record."""
-    parser = command_line("checkpoint", shape=Shape(256, 6), vocab=4096, rounds=7)
+    parser = command_line("checkpoint", shape="256x6", vocab=4096, rounds=7)
     parser.add_argument("--updates", type=int, default=6, help="optimizer steps around the save whose cost is taken")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; without it the system's temporary folder")
     arguments = parser.parse_args(argv)
@@ -109,15 +98,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with one_rank() as (platform, groups), tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         policy = build_model(config, platform, arguments.vocab)
         bench = Bench(config, policy, groups, Path(folder), arguments.updates)
-        rounds = measure(bench, arguments.rounds)
+        rounds = compete({way: partial(bench.milliseconds, way) for way in bench.ways}, arguments.rounds)
         size = sum(path.stat().st_size for path in bench.newest.iterdir())
-    columns = {name: [seconds[name] for seconds in rounds] for name in rounds[0]}
-    medians = {name: statistics.median(values) for name, values in columns.items()}
-    rows = [[name, f"{1e3 * medians[name]:.0f}", f"{1e3 * min(values):.0f} .. {1e3 * max(values):.0f}"]
-            for name, values in columns.items()]  # fmt: skip
     print(f"{size / 1e6:.1f} MB")
-    print(format_table(["way", "ms", "spread"], rows))
-    write_record(arguments.json, record_of("checkpoint", arguments, bytes=size, seconds=medians, rounds=rounds))
+    report("checkpoint", "ms", arguments, rounds, bytes=size)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,54 +24,82 @@ from typing import Any
 import torch
 
 from megatron_rl.config import RLConfig, read_config
+from megatron_rl.families import ModelLayout
 from megatron_rl.metrics.rundir import git_commit, package_versions
 from megatron_rl.metrics.table import format_table
 from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
 from megatron_rl.platform import Platform, current_platform
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
-Round = Mapping[str, float]
-"""What each contender reached in one round, in tokens per CPU second."""
+Round = Mapping[Any, float]
+"""What each contender reached in one round: a speed, or seconds."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``64x3`` is hidden size 64 and 3 layers; the rest follows the quickstart's proportions."""
+    """A Qwen2-like decoder: grouped queries, biased QKV, SwiGLU, RMSNorm."""
 
+    name: str
     hidden: int
+    ffn: int
     layers: int
+    heads: int
+    groups: int
+    vocab: int = 0
+    """0 where the command line says it."""
+    tied: bool = False
+    """One matrix for the embedding and the head."""
+    whole_layers: int = 0
+    """Of the model this one was cut from; 0 where nothing was cut."""
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """``128x4`` -> Shape(128, 4)."""
-        hidden, _, layers = text.partition("x")
-        return cls(int(hidden), int(layers))
+        """``64x3`` is hidden size 64 and 3 layers; the rest follows the quickstart's proportions.
 
-    def __str__(self) -> str:
-        return f"{self.hidden}x{self.layers}"
+        4 heads, more where they would be wider than 64.
+        """
+        hidden, layers = map(int, text.split("x"))
+        heads = max(4, hidden // 64)
+        return cls(text, hidden, 3 * hidden, layers, heads, heads // 2)
+
+    def cut(self, layers: int) -> Shape:
+        """The same model with fewer layers."""
+        return replace(self, layers=layers, whole_layers=self.layers)
 
     @property
-    def heads(self) -> int:
-        """4 heads, more where they would be wider than 64."""
-        return max(4, self.hidden // 64)
+    def whole(self) -> Shape:
+        """The model this one was cut from, or itself."""
+        return replace(self, layers=self.whole_layers or self.layers, whole_layers=0)
+
+    @functools.cached_property
+    def layout(self) -> ModelLayout:
+        """Its parameters, linears and cache."""
+        return benchmark_config(self, 16).layout(self.vocab)
+
+    @property
+    def linear_weights(self) -> int:
+        """Numbers in the linears of all layers."""
+        return sum(linear.outputs * linear.inputs for linear in self.layout.linears)
+
+    @property
+    def head_weights(self) -> int:
+        """Numbers in the output head."""
+        return self.vocab * self.hidden
 
     def flags(self) -> list[str]:
-        """Of the training command."""
-        sizes = decoder_flags(self.hidden, 3 * self.hidden, self.layers, self.heads, self.heads // 2)
-        return [*sizes, f"--init-method-std={self.hidden**-0.5}", "--embedding-init-method-std=0.5"]
+        """Of the training command; with the quickstart's spread, random weights have log-probs that differ."""
+        sizes = {"num-layers": self.layers, "hidden-size": self.hidden, "ffn-hidden-size": self.ffn,
+                 "num-attention-heads": self.heads, "num-query-groups": self.groups, "norm-epsilon": 1e-6,
+                 "make-vocab-size-divisible-by": 16}  # fmt: skip
+        switches = ["group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias"]
+        if not self.tied:
+            sizes |= {"init-method-std": self.hidden**-0.5, "embedding-init-method-std": 0.5}
+            switches.append("untie-embeddings-and-output-weights")
+        return [*(f"--{name}={size}" for name, size in sizes.items()), *(f"--{name}" for name in switches)]
 
 
-def decoder_flags(hidden: int, ffn: int, layers: int, heads: int, groups: int, *, tied: bool = False) -> list[str]:
-    """A Qwen2-like model: grouped queries, biased QKV, SwiGLU, RMSNorm; ``tied`` embedding and head."""
-    switches = ["group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias"]
-    switches += [] if tied else ["untie-embeddings-and-output-weights"]
-    return [f"--num-layers={layers}", f"--hidden-size={hidden}", f"--ffn-hidden-size={ffn}",
-            f"--num-attention-heads={heads}", f"--num-query-groups={groups}", "--norm-epsilon=1e-6",
-            "--make-vocab-size-divisible-by=16", *(f"--{name}" for name in switches)]  # fmt: skip
-
-
-def benchmark_config(shape: Any, seq_length: int, *extra: str) -> RLConfig:
-    """The flags of an RL run on this shape, `Shape` or ``on_gpu``'s; files it would read are never opened."""
+def benchmark_config(shape: Shape, seq_length: int, *extra: str) -> RLConfig:
+    """The flags of an RL run on this shape; files it would read are never opened."""
     files = [f"--{name}=unused" for name in ("tokenizer-model", "langrl-env-config", "run-dir")]
     run = ["--perform-rl-step", f"--seq-length={seq_length}", "--train-iters=1000", "--lr=1e-4"]
     if not any(flag.startswith("--grpo-group-size") for flag in extra):
@@ -81,18 +110,16 @@ def benchmark_config(shape: Any, seq_length: int, *extra: str) -> RLConfig:
     return config
 
 
-def prepare() -> None:
-    """CPU seconds of one thread: comparable between contenders, and on a machine that others use too."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # deprecations inside torch and megatron would drown the table
-
-
 @contextlib.contextmanager
 def one_rank(seed: int = 1) -> Iterator[tuple[Platform, ParallelGroups]]:
-    """The platform and the groups of a job of one rank, one thread each; what it makes is gone afterwards."""
-    prepare()
+    """The platform and the groups of a job of one rank, gone afterwards.
+
+    One thread: its CPU seconds are comparable between contenders, and on a machine that others use too.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # deprecations inside torch and megatron would drown the table
     platform = current_platform()
-    groups = initialize(benchmark_config(Shape(64, 1), 16).parallel, platform)
+    groups = initialize(benchmark_config(Shape.parse("64x1"), 16).parallel, platform)
     try:
         seed_everything(seed)
         yield platform, groups
@@ -100,31 +127,43 @@ def one_rank(seed: int = 1) -> Iterator[tuple[Platform, ParallelGroups]]:
         shut_down()
 
 
-def command_line(module: str, *, shape: Shape, vocab: int, rounds: int = 5) -> argparse.ArgumentParser:
-    """What every benchmark is asked, with its own defaults."""
+def command_line(module: str, *, shape: str | None = None, vocab: int = 0, rounds: int) -> argparse.ArgumentParser:
+    """What every benchmark is asked, with its own defaults; without ``shape`` it has no model."""
     parser = argparse.ArgumentParser(prog=f"python -m tools.benchmark.{module}")
-    parser.add_argument("--shape", type=Shape.parse, default=shape, help="hidden size x layers: 64x3")
-    parser.add_argument("--vocab", type=int, default=vocab)
+    if shape is not None:
+        parser.add_argument("--shape", type=Shape.parse, default=Shape.parse(shape), help="hidden size x layers: 64x3")
+        parser.add_argument("--vocab", type=int, default=vocab)
     parser.add_argument("--rounds", type=int, default=rounds, help="in each of which every contender has a turn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the record here")
     return parser
 
 
+def report(module: str, unit: str, arguments: argparse.Namespace, rounds: Sequence[Round], **found: Any) -> None:
+    """Print a line a contender and write the record."""
+    print(speed_table(module, unit, rounds))
+    write_record(arguments.json, record_of(module, arguments, **summarise(rounds), **found))
+
+
 def record_of(module: str, arguments: argparse.Namespace, **found: Any) -> dict[str, Any]:
     """What was found, the settings it was found with, and `provenance`."""
-    settings = {name: asdict(value) if isinstance(value, Shape) else value for name, value in vars(arguments).items()}
+    settings = {name: value.name if isinstance(value, Shape) else value for name, value in vars(arguments).items()}
     settings = {name: value for name, value in settings.items() if not isinstance(value, Path)}
     return {**found, "settings": settings, **provenance(module)}
 
 
-def speed_table(record: Mapping[str, Any], what: str, first: str, unit: str = "tokens") -> str:
-    """A line a contender: its speed, the extremes, and how many times as fast ``first`` is."""
+def speed_table(what: str, unit: str, rounds: Sequence[Round]) -> str:
+    """A line a contender: its median, the extremes, and how often the first one's figure is as large."""
+    found, first = summarise(rounds), next(iter(rounds[0]))
     rows = [
-        [name, round(speed), "{:.0f} .. {:.0f}".format(*record["spread"][name]), record["ratio"].get(f"{first}/{name}")]
-        for name, speed in record[f"{unit}_per_cpu_second"].items()
+        [name, _digits(median), " .. ".join(map(_digits, found["spread"][name])), found["ratio"].get(f"{first}/{name}")]
+        for name, median in found["median"].items()
     ]
-    return format_table([what, f"{unit} / CPU s", "spread", f"{first} / it"], rows)
+    return format_table([what, unit, "spread", f"{first} / it"], rows)
+
+
+def _digits(figure: float) -> str:
+    return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def turn_order(names: Sequence[str], round_index: int) -> list[str]:
@@ -133,47 +172,48 @@ def turn_order(names: Sequence[str], round_index: int) -> list[str]:
     return [*names[start:], *names[:start]]
 
 
-def compete(contenders: Mapping[str, Callable[[int], int]], rounds: int, turn_seconds: float = 0.5) -> list[Round]:
-    """Every contender has a turn a round, after one untimed run each.
+def compete(contenders: Mapping[Any, Callable[[int], float]], rounds: int) -> list[Round]:
+    """Every contender has a turn a round, after one round that does not count.
 
-    A contender takes a seed and returns how many useful tokens it made.
+    A contender takes the number of the round and returns what it reached: see `tokens_per_cpu_second`, `seconds_of`.
     """
-    for contender in contenders.values():
-        contender(0)
     results: list[Round] = []
-    for index in range(rounds):
-        speeds = {}
+    for index in range(rounds + 1):
+        reached = {}
         for name in turn_order(list(contenders), index):
             gc.collect()  # one contender's garbage must not be paid for by the next
-            speeds[name] = _turn(contenders[name], index + 1, turn_seconds)
-        results.append(speeds)
-    return results
+            reached[name] = contenders[name](index)
+        results.append({name: reached[name] for name in contenders})
+    return results[1:]
 
 
-def _turn(contender: Callable[[int], int], seed: int, at_least: float) -> float:
-    """Tokens per CPU second over as many runs as fill ``at_least`` seconds: one may take only 50 ms."""
+def tokens_per_cpu_second(work: Callable[[int], int], round_index: int, at_least: float = 0.5) -> float:
+    """Of ``work``, which returns its useful tokens, as often as fills ``at_least`` seconds: one may take only 50 ms."""
     tokens, started = 0, time.process_time()
     while True:
-        tokens += contender(seed)
+        tokens += work(round_index)
         seconds = time.process_time() - started
         if seconds >= at_least:
             return tokens / seconds
 
 
-def summarise(rounds: Sequence[Round], first: str, unit: str = "tokens") -> dict[str, Any]:
-    """Medians, extremes, and the speed of ``first`` relative to each other contender.
+def seconds_of(work: Callable[[], object]) -> float:
+    """By the clock on the wall."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Medians, extremes, and the first contender's figure divided by each other's.
 
     A ratio is the median of the rounds' own ratios: what slows a whole round cancels out.
     """
-    names = list(rounds[0])
-    columns = {name: [speeds[name] for speeds in rounds] for name in names}
-    ratios = {
-        f"{first}/{other}": [speeds[first] / speeds[other] for speeds in rounds]
-        for other in names
-        if first in names and other != first
-    }
+    first, *others = rounds[0]
+    columns = {name: [reached[name] for reached in rounds] for name in (first, *others)}
+    ratios = {f"{first}/{other}": [reached[first] / reached[other] for reached in rounds] for other in others}
     return {
-        f"{unit}_per_cpu_second": {name: statistics.median(values) for name, values in columns.items()},
+        "median": {name: statistics.median(values) for name, values in columns.items()},
         "spread": {name: [min(values), max(values)] for name, values in columns.items()},
         "ratio": {pair: statistics.median(values) for pair, values in ratios.items()},
         "ratio_spread": {pair: [min(values), max(values)] for pair, values in ratios.items()},
@@ -204,9 +244,7 @@ def hardware() -> str:
     present = {"VNNI": torch.cpu._is_vnni_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
     instructions = [name if there else f"no {name}" for name, there in present.items()]
     gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    return ", ".join(
-        [model, f"{os.cpu_count()} cores", torch.backends.cpu.get_cpu_capability(), *instructions, *gpu]
-    )
+    return ", ".join([model, f"{os.cpu_count()} cores", torch.backends.cpu.get_cpu_capability(), *instructions, *gpu])
 
 
 def write_record(path: Path | None, record: Mapping[str, Any]) -> None:

@@ -15,14 +15,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from megatron_rl.metrics.table import format_table
-from tools.benchmark.common import one_rank, prepare, provenance, write_record
+from tools.benchmark.common import one_rank, provenance, write_record
 from tools.benchmark.on_gpu import engines, kernels, training
 from tools.benchmark.on_gpu.measure import FULL, REHEARSAL, Bench, Row, guarded, roofline
 
@@ -36,8 +37,7 @@ BATCH = 32
 Sections = Mapping[str, Sequence[Row]]
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """One part of the benchmark."""
 
     measure: Callable[[Bench], Iterator[Row]]
@@ -74,43 +74,28 @@ def measured(section: Section, bench: Bench, until: float) -> Iterator[Row]:
     yield {"skipped": "its time was over"}
 
 
-@dataclass(frozen=True)
-class Target:
-    """One claim and the figure for it."""
-
-    claim: str
-    of: str
-    limit: float
-    measured: float | None
-    """None where it was not measured."""
-    smaller_is_better: bool = True
-
-    @property
-    def verdict(self) -> str:
-        """``pass``, ``FAIL`` or ``not measured``."""
-        if self.measured is None:
-            return "not measured"
-        met = self.measured <= self.limit if self.smaller_is_better else self.measured >= self.limit
-        return "pass" if met else "FAIL"
+def _target(claim: str, of: str, measured: float | None, limit: float, *, at_least: bool = False) -> Row:
+    met = measured is not None and (measured >= limit if at_least else measured <= limit)
+    verdict = "not measured" if measured is None else "pass" if met else "FAIL"
+    return {"verdict": verdict, "target": claim, "of": of, "measured": measured, "limit": limit}
 
 
-def targets(sections: Sections) -> list[Target]:
-    """All of them, measured or not."""
+def targets(sections: Sections) -> list[Row]:
+    """All of them, with ``pass``, ``FAIL`` or ``not measured``."""
     claims = []
     middle = _steps(sections, "decode_7B")
     for kind in _formats(middle):
         ratios = [row["ratio"] for row in middle if row["format"] == kind and row["batch"] == BATCH and row["ratio"]]
         claim = f"7B decode at batch {BATCH}, context 1k: times the roofline"
-        claims.append(Target(claim, kind, ROOFLINE_RATIO, min(ratios, default=None)))
+        claims.append(_target(claim, kind, min(ratios, default=None), ROOFLINE_RATIO))
     for name, speedup in GRAPH_SPEEDUP.items():
         rows = _steps(sections, name)
         for kind in _formats(rows):
             of = f"{name.removeprefix('decode_')} {kind}"
             claim = f"CUDA graphs over eager, the least at batch <= {BATCH}"
-            claims.append(Target(claim, of, speedup, _graph_speedup(rows, kind), smaller_is_better=False))
+            claims.append(_target(claim, of, _graph_speedup(rows, kind), speedup, at_least=True))
     times = [row["ms"] for row in sections.get("requantise", ()) if row.get("recipe") == "fp8" and "ms" in row]
-    claims.append(Target("re-quantisation of the 7B: ms", "fp8", REQUANTISE_MS, min(times, default=None)))
-    return claims
+    return [*claims, _target("re-quantisation of the 7B: ms", "fp8", min(times, default=None), REQUANTISE_MS)]
 
 
 def _steps(sections: Sections, name: str) -> list[Row]:
@@ -178,7 +163,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = {"rehearsal": rehearse, "settings": asdict(sizes), "flags": arguments.flag, **provenance("gpu")}
     wanted = arguments.sections or list(SECTIONS)
     until, sections = time.time() + arguments.seconds, {}
-    prepare()
     with one_rank() as (platform, groups):
         bench = Bench(platform, groups, sizes, tuple(arguments.flag))
         for name in (name for name in SECTIONS if name == "roofline" or name in wanted):  # the others divide by it
@@ -189,11 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             bench.forget()
             show(name, sections[name])
     claims = targets({} if rehearse else sections)
-    print("\ntargets")
-    rows = [[each.verdict, each.claim, each.of, each.measured, each.limit] for each in claims]
-    print(format_table(["verdict", "target", "of", "measured", "limit"], rows))
-    verdicts = [asdict(each) | {"verdict": each.verdict} for each in claims]
-    write_record(arguments.json, record | {"sections": sections, "targets": verdicts})
+    show("targets", claims)
+    write_record(arguments.json, record | {"sections": sections, "targets": claims})
     line, errors = tally(sections)
     print(f"\n{line}")
     if errors and not rehearse:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -92,21 +92,15 @@ class Ended:
     """Its last line."""
 
 
-def run_call(
-    steps: Sequence[Step], log: Path, until: float, places: Mapping[str, str], on_end: Callable[[Ended], object]
-) -> list[Ended]:
+def run_call(steps: Sequence[Step], log: Path, until: float, places: Mapping[str, str]) -> Iterator[Ended]:
     """The steps one after the other, until `time.monotonic` says ``until``."""
-    results = []
     with log.open("w") as file:
         for step in steps:
             left = until - time.monotonic()
             if left >= LEAST:
-                ended = _run(step, min(step.limit, left), log, file, places)
+                yield _run(step, min(step.limit, left), log, file, places)
             else:
-                ended = Ended(step, "not begun", 0.0, "no time was left")
-            results.append(ended)
-            on_end(ended)
-    return results
+                yield Ended(step, "not begun", 0.0, "no time was left")
 
 
 def _run(step: Step, limit: float, log: Path, file: TextIO, places: Mapping[str, str]) -> Ended:
@@ -178,17 +172,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = [step for step in CALLS[arguments.call] if not arguments.only or step.name in arguments.only]
     if not torch.cuda.is_available():
         print("no CUDA device: a rehearsal, whose figures mean nothing", flush=True)
-    places = {"out": str(out), "runs": str(ROOT / "runs")}
-
-    def tell(ended: Ended) -> None:
-        print(f"{ended.verdict}: {ended.step.name}, {ended.seconds:.0f} s: {ended.said}", flush=True)
-
-    results = run_call(steps, out / f"{arguments.call}.log", until, places, tell)
+    places, rows = {"out": str(out), "runs": str(ROOT / "runs")}, []
+    for ended in run_call(steps, out / f"{arguments.call}.log", until, places):
+        rows.append((ended.verdict, ended.step.name, f"{ended.seconds:.0f}", ended.said))
+        print("{}: {}, {} s: {}".format(*rows[-1]), flush=True)
     if torch.cuda.is_available():
         keep_kernels(out / "triton.tar.gz", _kernels())
-    rows = [(ended.verdict, ended.step.name, f"{ended.seconds:.0f}", ended.said) for ended in results]
     print("\n" + format_table(("verdict", "step", "s", "last line"), rows))
-    return sum(ended.verdict != "ok" for ended in results)
+    return sum(verdict != "ok" for verdict, *_ in rows)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
+import functools
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,21 @@ from megatron_rl.environments.data import DatasetEnvironment
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.results import judge
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.metrics.table import format_table
 from megatron_rl.registry import GRADERS
 from megatron_rl.types import Task, Transcript
-from tools.benchmark.common import record_of, turn_order, write_record
+from tools.benchmark.common import (
+    Round,
+    command_line,
+    compete,
+    record_of,
+    seconds_of,
+    speed_table,
+    summarise,
+    write_record,
+)
 from tools.benchmark.grading_texts import ENVIRONMENTS, environment_entry, groups_of, split_of
 
 Group = list[tuple[Task, Transcript]]
-WAYS = {"rest": "REST", "one_by_one": "one by one", "grader": "grader"}
 
 
 class Contest:
@@ -47,39 +54,31 @@ class Contest:
     ) -> None:
         self._environment, self._client = environment, client
         tasks = list(environment.tasks(split_of(environment)))
-        self._groups: Iterator[Group] = groups_of(environment, tasks, sizes.group, sizes.characters, sizes.seed)
-        self._per_turn = sizes.groups
-        self._ways: dict[str, Callable[[Sequence[Group]], list[float]]] = {
-            "rest": lambda groups: asyncio.run(self._together(groups)),
-            "one_by_one": lambda groups: asyncio.run(self._one_by_one(groups)),
+        self._texts = groups_of(environment, tasks, sizes.group, sizes.characters, sizes.seed)
+        self._of_round = functools.cache(lambda index: list(islice(self._texts, sizes.groups)))
+        self.ways: dict[str, Callable[[Sequence[Group]], list[float]]] = {
+            "REST": lambda groups: asyncio.run(self._over_http(groups, at_once=True)),
+            "one by one": lambda groups: asyncio.run(self._over_http(groups, at_once=False)),
             "grader": self._alone,
         }
         self._require_same(kind)
 
-    def round(self, index: int) -> dict[str, float]:
-        """Groups a second by way, all on the same new texts."""
-        groups = list(islice(self._groups, self._per_turn))
-        rates = {}
-        for way in turn_order(list(self._ways), index):
-            started = time.perf_counter()
-            self._ways[way](groups)
-            rates[way] = len(groups) / (time.perf_counter() - started)
-        return rates
+    def groups_per_second(self, way: str, index: int) -> float:
+        """All ways of a round get the same new texts."""
+        groups = self._of_round(index)
+        return len(groups) / seconds_of(lambda: self.ways[way](groups))
 
     def _require_same(self, kind: str) -> None:
-        """The warm-up: the ways must agree on what is right, and most of it must have been graded."""
-        groups = list(islice(self._groups, 2))
-        found = {way: run(groups) for way, run in self._ways.items()}
+        """The ways must agree on what is right, and most of it must have been graded."""
+        groups = list(islice(self._texts, 2))
+        found = {way: run(groups) for way, run in self.ways.items()}
         right = [reward > 0 for reward in found["grader"]]
         if any([reward > 0 for reward in rewards] != right for rewards in found.values()) or len(set(right)) < 2:
             raise MegatronRLError(f"{kind}: the ways of grading do not agree, {found}: speeds mean nothing")
 
-    async def _together(self, groups: Sequence[Group]) -> list[float]:
-        answers = await asyncio.gather(*(self._client.grade(self._environment.name, group) for group in groups))
-        return [_reward(result) for answer in answers for result in answer]
-
-    async def _one_by_one(self, groups: Sequence[Group]) -> list[float]:
-        answers = [await self._client.grade(self._environment.name, group) for group in groups]
+    async def _over_http(self, groups: Sequence[Group], *, at_once: bool) -> list[float]:
+        requests = (self._client.grade(self._environment.name, group) for group in groups)
+        answers = await asyncio.gather(*requests) if at_once else [await request for request in requests]
         return [_reward(result) for answer in answers for result in answer]
 
     def _alone(self, groups: Sequence[Group]) -> list[float]:
@@ -96,7 +95,7 @@ def _reward(result: Any) -> float:
     return result.reward
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, float]]]:
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Round]]:
     """Rounds by kind; within a round the kinds follow each other, so that load falls on all of them."""
     entries = [environment_entry(kind, folder) for kind in arguments.graders]
     path = folder / "list.yaml"
@@ -107,34 +106,31 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[dict[
         contests = {
             kind: Contest(kind, environments[ENVIRONMENTS[kind]], client, arguments) for kind in arguments.graders
         }
-        rounds = [
-            {kind: contests[kind].round(index) for kind in turn_order(arguments.graders, index)}
-            for index in range(arguments.rounds)
-        ]
-    return {kind: [one[kind] for one in rounds] for kind in arguments.graders}
+        turns = {
+            (kind, way): partial(contest.groups_per_second, way)
+            for kind, contest in contests.items()
+            for way in contest.ways
+        }
+        rounds = compete(turns, arguments.rounds)
+    return {kind: [{way: one[of, way] for of, way in turns if of == kind} for one in rounds] for kind in contests}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write the record."""
-    parser = argparse.ArgumentParser(prog="python -m tools.benchmark.grading")
+    """Measure, print a table a kind, write the record."""
+    parser = command_line("grading", rounds=7)
     parser.add_argument("--graders", nargs="+", choices=tuple(ENVIRONMENTS), default=list(ENVIRONMENTS))
     parser.add_argument("--group", type=int, default=16, help="completions a group")
     parser.add_argument("--characters", type=int, default=2000, help="of a completion")
     parser.add_argument("--groups", type=int, default=16, help="groups a turn")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args(argv)
     if arguments.group < 9:
         parser.error("--group below 9 has right answers only; the check of the graders needs wrong ones")
     with tempfile.TemporaryDirectory() as folder:
         rounds = measure(arguments, Path(folder))
-    columns = {kind: {way: [one[way] for one in found] for way in WAYS} for kind, found in rounds.items()}
-    rates = {kind: {way: statistics.median(each) for way, each in ways.items()} for kind, ways in columns.items()}
-    rows = [[kind, *(f"{rates[kind][way]:.1f} ({min(each):.1f} .. {max(each):.1f})" for way, each in ways.items())]
-            for kind, ways in columns.items()]  # fmt: skip
-    print(format_table(["groups / s", *WAYS.values()], rows))
-    write_record(arguments.json, record_of("grading", arguments, groups_per_second=rates, rounds=rounds))
+    for kind, found in rounds.items():
+        print(speed_table(kind, "groups / s", found) + "\n")
+    kinds = {kind: summarise(found) for kind, found in rounds.items()}
+    write_record(arguments.json, record_of("grading", arguments, groups_per_second=kinds))
 
 
 if __name__ == "__main__":

@@ -15,27 +15,27 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
 from megatron_rl.types import SamplingParams
 from tools.benchmark.common import (
-    Shape,
     benchmark_config,
     command_line,
     compete,
     one_rank,
     random_prompts,
-    record_of,
+    report,
     requests_of,
-    speed_table,
-    summarise,
-    write_record,
+    tokens_per_cpu_second,
 )
+from tools.benchmark.twin import hugging_face_twin
 
 Tokens = list[tuple[int, ...]]
 """The answers of all sequences, in the workload's order."""
@@ -117,8 +117,6 @@ def engine_contender(engine: Engine, policy: PolicyModel, workload: Workload) ->
 
 def hugging_face_contender(policy: PolicyModel, workload: Workload, max_length: int) -> Generate:
     """``generate`` with a KV cache; the batch runs until its longest sequence is done."""
-    from tools.benchmark.twin import hugging_face_twin
-
     twin = hugging_face_twin(policy, max_length).eval()
     rows = torch.tensor(workload.rows)
     ends = sorted(workload.end_ids) or None
@@ -146,19 +144,13 @@ def hugging_face_contender(policy: PolicyModel, workload: Workload, max_length: 
 def make_contenders(
     names: Sequence[str], policy: PolicyModel, workload: Workload, options: EngineOptions
 ) -> dict[str, Generate]:
-    """``ours`` and whoever else is asked for and present."""
-    ours = RolloutEngine(policy, options, sorted(workload.end_ids), str)
-    contenders = {"ours": engine_contender(ours, policy, workload)}
+    """``ours`` and whoever else is asked for."""
+    ends = sorted(workload.end_ids)
+    contenders = {"ours": engine_contender(RolloutEngine(policy, options, ends, str), policy, workload)}
     if "hf" in names:
         contenders["hf"] = hugging_face_contender(policy, workload, options.max_sequence_length)
     if "stock" in names:
-        try:
-            from megatron_rl.inference.mcore import McoreEngine
-        except ImportError as missing:
-            print(f"stock: not available ({missing})")
-        else:
-            stock = McoreEngine(policy, options, sorted(workload.end_ids))
-            contenders["stock"] = engine_contender(stock, policy, workload)
+        contenders["stock"] = engine_contender(McoreEngine(policy, options, ends), policy, workload)
     return contenders
 
 
@@ -171,8 +163,8 @@ def agreement(contenders: dict[str, Generate]) -> dict[str, float]:
     }
 
 
-def run(arguments: argparse.Namespace) -> dict[str, object]:
-    """Build, check that all compute the same, measure."""
+def run(arguments: argparse.Namespace) -> None:
+    """Build, check that all compute the same, measure and report."""
     length = arguments.prompt_tokens + arguments.new_tokens
     config = benchmark_config(arguments.shape, length)
     with one_rank(arguments.seed) as (platform, _):
@@ -187,22 +179,21 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         same = agreement(contenders)
         made: dict[str, list[int]] = {name: [] for name in contenders}
 
-        def timed(name: str) -> Callable[[int], int]:
-            def turn(seed: int) -> int:
-                made[name].append(workload.count(name, contenders[name](seed, workload.greedy)))
-                return made[name][-1]
+        def work(name: str, seed: int) -> int:
+            made[name].append(workload.count(name, contenders[name](seed, workload.greedy)))
+            return made[name][-1]
 
-            return turn
-
-        rounds = compete({name: timed(name) for name in contenders}, arguments.rounds)
+        rounds = compete(
+            {name: partial(tokens_per_cpu_second, partial(work, name)) for name in contenders}, arguments.rounds
+        )
     lengths = {name: statistics.mean(counts) / arguments.batch for name, counts in made.items()}
-    return record_of("rollout", arguments, **summarise(rounds, "ours"), mean_length=lengths,
-                     end_tokens=len(workload.end_ids), greedy_agreement=same)  # fmt: skip
+    report("rollout", "tokens / CPU s", arguments, rounds,
+           mean_length=lengths, end_tokens=len(workload.end_ids), greedy_agreement=same)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, write the record."""
-    parser = command_line("rollout", shape=Shape(64, 3), vocab=512)
+    parser = command_line("rollout", shape="64x3", vocab=512, rounds=5)
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=16)
@@ -213,9 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.batch % arguments.group:
         parser.error(f"--batch {arguments.batch} is not a multiple of --group {arguments.group}")
-    record = run(arguments)
-    print(speed_table(record, "engine", "ours"))
-    write_record(arguments.json, record)
+    run(arguments)
 
 
 if __name__ == "__main__":

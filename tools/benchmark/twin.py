@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import replace
 
-import torch
-from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.checkpoint.hf.save import tensors_of
@@ -26,21 +25,11 @@ def hugging_face_twin(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:
             num_key_value_heads=config.num_query_groups,
             max_position_embeddings=max_length,
             rms_norm_eps=config.layernorm_epsilon,
-            tie_word_embeddings=False,
-            use_sliding_window=False,
             attn_implementation="sdpa",
         )
     )
-    twin.load_state_dict(_translate(policy), strict=True)
-    return twin
-
-
-@torch.no_grad()
-def _translate(policy: PolicyModel) -> dict[str, Tensor]:
-    layout, parameters = policy.layout, dict(policy.gpt.named_parameters())
+    layout, parameters = policy.layout, dict(policy.named_parameters())
     weights = decoder_weights(replace(layout.architecture, vocab_size=layout.padded_vocab_size))
-    return {
-        name: tensor
-        for parameter in layout.parameters
-        for name, tensor in tensors_of(weights[parameter.name], parameter, [parameters[parameter.name]]).items()
-    }
+    tensors = [tensors_of(weights[each.name], each, [parameters[each.name].detach()]) for each in layout.parameters]
+    twin.load_state_dict(dict(ChainMap(*tensors)))
+    return twin

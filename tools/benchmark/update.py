@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -30,16 +31,13 @@ from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Sample
 from tools.benchmark.common import (
-    Shape,
     benchmark_config,
     command_line,
     compete,
     one_rank,
     random_prompts,
-    record_of,
-    speed_table,
-    summarise,
-    write_record,
+    report,
+    tokens_per_cpu_second,
 )
 from tools.benchmark.twin import hugging_face_twin
 
@@ -47,22 +45,16 @@ Update = Callable[[Sequence[Sample]], tuple[float, float]]
 """One update; returns its loss and the norm of its gradient before clipping."""
 
 
-def make_samples(arguments: argparse.Namespace) -> list[Sample]:
-    """Answers of 1 to ``--new-tokens`` tokens (``--equal``: all the longest), rewards -1 and 1."""
-    draw = random.Random(arguments.seed)
-    samples = []
-    for index in range(arguments.samples):
-        answer = arguments.new_tokens if arguments.equal else draw.randint(1, arguments.new_tokens)
-        (ids,) = random_prompts(1, arguments.prompt_tokens + answer, arguments.vocab, draw.random())
-        samples.append(
-            Sample(
-                torch.tensor(ids),
-                arguments.prompt_tokens,
-                reward=draw.choice((-1.0, 1.0)),
-                inference_logprobs=torch.zeros(len(ids)),
-                sample_id=index,
-            )
-        )
+def make_samples(
+    count: int, vocab: int, prompt_tokens: int, new_tokens: int, *, equal: bool, seed: int = 1
+) -> list[Sample]:
+    """Answers of 1 to ``new_tokens`` tokens (``equal``: all the longest), rewards -1 and 1."""
+    draw, samples = random.Random(seed), []
+    for index in range(count):
+        answer = new_tokens if equal else draw.randint(1, new_tokens)
+        (ids,) = random_prompts(1, prompt_tokens + answer, vocab, draw.random())
+        reward, logprobs = draw.choice((-1.0, 1.0)), torch.zeros(len(ids))
+        samples.append(Sample(torch.tensor(ids), prompt_tokens, reward, logprobs, sample_id=index))
     return samples
 
 
@@ -75,14 +67,11 @@ def rewards_of(samples: Sequence[Sample]) -> StepRewards:
 
 def make_trainer(
     policy: PolicyModel, config: RLConfig, groups: ParallelGroups, timer: PhaseTimer, advantage: Function
-) -> tuple[Optimization, PolicyTrainer]:
+) -> PolicyTrainer:
     """What a run trains with, built from the same flags."""
-    optimization = Optimization(policy, config)
+    optimization, objective = Optimization(policy, config), PolicyObjective.of(config)
     scorer = Scorer(policy, groups.tensor_group, temperature=1.0)
-    trainer = PolicyTrainer(
-        optimization, scorer, advantage, PolicyObjective.of(config), 1, None, groups, timer
-    )
-    return optimization, trainer
+    return PolicyTrainer(optimization, scorer, advantage, objective, 1, None, groups, timer)
 
 
 def own_reward(batch: TokenBatch) -> Terms:
@@ -92,7 +81,7 @@ def own_reward(batch: TokenBatch) -> Terms:
 
 def our_update(policy: PolicyModel, config: RLConfig, groups: ParallelGroups) -> Update:
     """What `loop.py` does with a rollout's samples."""
-    _, trainer = make_trainer(policy, config, groups, PhaseTimer(), own_reward)
+    trainer = make_trainer(policy, config, groups, PhaseTimer(), own_reward)
     batches = BatchBuilder(config.training.rl_sequence_packing_bin_size, 1, policy.device, groups)
 
     def update(samples: Sequence[Sample]) -> tuple[float, float]:
@@ -154,8 +143,8 @@ class PlainUpdate:
         return torch.where(mask, per_token, 0.0).sum()
 
 
-def run(arguments: argparse.Namespace) -> dict[str, object]:
-    """Build both from the same weights, check that they compute the same update, measure."""
+def run(arguments: argparse.Namespace) -> None:
+    """Build both from the same weights, check that they compute the same update, measure and report."""
     length = arguments.prompt_tokens + arguments.new_tokens
     config = benchmark_config(
         arguments.shape, length, f"--micro-batch-size={arguments.micro_batch}", "--lr-decay-style=constant",
@@ -165,27 +154,29 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         policy = build_model(config, platform, arguments.vocab)
         updates: dict[str, Update] = {"plain": PlainUpdate(policy, config, length)}
         updates["ours"] = our_update(policy, config, groups)
-        samples = make_samples(arguments)
+        samples = make_samples(
+            arguments.samples, arguments.vocab, arguments.prompt_tokens, arguments.new_tokens,
+            equal=arguments.equal, seed=arguments.seed,
+        )  # fmt: skip
         first = {name: update(samples) for name, update in updates.items()}
-        _require_same(first["ours"], first["plain"])
+        if any(abs(a - b) > 1e-3 * max(abs(b), 1e-2) for a, b in zip(first["ours"], first["plain"], strict=True)):
+            raise MegatronRLError(f"loss and gradient norm differ, {first}: speeds mean nothing")
         tokens = sum(sample.length for sample in samples)
 
-        def timed(name: str) -> Callable[[int], int]:
-            return lambda _: (updates[name](samples), tokens)[1]
+        def work(name: str, _: int) -> int:
+            updates[name](samples)
+            return tokens
 
-        rounds = compete({name: timed(name) for name in ("ours", "plain")}, arguments.rounds)
+        rounds = compete(
+            {name: partial(tokens_per_cpu_second, partial(work, name)) for name in ("ours", "plain")}, arguments.rounds
+        )
     shown = {name: {"loss": loss, "grad_norm": norm} for name, (loss, norm) in first.items()}
-    return record_of("update", arguments, **summarise(rounds, "ours"), first_update=shown)
-
-
-def _require_same(ours: tuple[float, float], plain: tuple[float, float]) -> None:
-    if any(abs(a - b) > 1e-3 * max(abs(b), 1e-2) for a, b in zip(ours, plain, strict=True)):
-        raise MegatronRLError(f"loss and gradient norm differ, {ours} and {plain}: speeds mean nothing")
+    report("update", "tokens / CPU s", arguments, rounds, first_update=shown)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, write the record; the defaults are the quickstart's step."""
-    parser = command_line("update", shape=Shape(64, 3), vocab=16)
+    parser = command_line("update", shape="64x3", vocab=16, rounds=5)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument(
         "--micro-batch", type=int, default=64, help="samples a padded micro-batch; ours packs as many tokens"
@@ -194,9 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=44)
     parser.add_argument("--equal", action="store_true", help="all samples of one length: no padding for anybody")
     arguments = parser.parse_args(argv)
-    record = run(arguments)
-    print(speed_table(record, "update", "ours"))
-    write_record(arguments.json, record)
+    run(arguments)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ def test_by_its_path_from_the_command_line(tmp_path: Path) -> None:
     result = run_python("tools/benchmark/checkpoint.py", *small, "--json", record_path)
     assert result.returncode == 0, result.stderr[-3000:]
     record = json.loads(record_path.read_text())
-    assert record["seconds"].keys() >= {"copy", "save", "read", "load", "verified load", "updates with save"}
-    assert all(seconds > 0 for seconds in record["seconds"].values())
+    assert record["median"].keys() >= {"copy", "save", "read", "load", "verified load", "updates with save"}
+    assert all(seconds > 0 for seconds in record["median"].values())
     assert record["bytes"] > 100_000
     assert "updates with save in background" in result.stdout
     assert record["command"].startswith("python -m tools.benchmark.checkpoint --shape 32x1")

@@ -164,14 +164,15 @@ def test_targets_by_hand() -> None:
     ]  # fmt: skip
     times = [{"recipe": "int8", "ms": 3.0}, {"recipe": "fp8", "ms": 7.5}]
     made = {"decode_7B": rows, "requantise": times}
-    found = {(claim.claim.split(",")[0].split(":")[0], claim.of): claim for claim in targets(made)}
+    found = {(claim["target"].split(",")[0].split(":")[0], claim["of"]): claim for claim in targets(made)}
     roofline = found["7B decode at batch 32", "bf16"]
-    assert (roofline.measured, roofline.verdict) == (1.25, "pass")
+    assert (roofline["measured"], roofline["verdict"]) == (1.25, "pass")
     graphs = found["CUDA graphs over eager", "7B bf16"]
-    assert (graphs.measured, graphs.limit, graphs.verdict) == (1.8, 1.2, "pass")  # the least of 9 / 5 and 9 / 3
+    # the least of 9 / 5 and 9 / 3
+    assert (graphs["measured"], graphs["limit"], graphs["verdict"]) == (1.8, 1.2, "pass")
     small = found["CUDA graphs over eager", "0.5B bf16"]
-    assert (small.limit, small.verdict) == (2.0, "not measured")
-    assert found["re-quantisation of the 7B", "fp8"].verdict == "FAIL"
+    assert (small["limit"], small["verdict"]) == (2.0, "not measured")
+    assert found["re-quantisation of the 7B", "fp8"]["verdict"] == "FAIL"
 
 
 def test_the_last_line_counts_by_hand() -> None:

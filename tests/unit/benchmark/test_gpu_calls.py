@@ -55,21 +55,16 @@ def test_a_step_that_fails_or_hangs_costs_its_limit_and_no_more(tmp_path: Path, 
         Step("hangs", (sys.executable, "-c", hangs), 3),
         Step("late", ("-m", "this"), 60),
     ]
-    seen: list[str] = []
-    clock = time.monotonic
-
-    def on_end(ended: gpu_calls.Ended) -> None:
-        seen.append(ended.step.name)
+    clock, results = time.monotonic, []
+    started, log = clock(), tmp_path / "call.log"
+    for ended in run_call(steps, log, started + 90, {"out": "folder"}):
+        results.append(ended)
         if ended.step.name == "hangs":
             monkeypatch.setattr(gpu_calls.time, "monotonic", lambda: clock() + 100)
-
-    started = clock()
-    log = tmp_path / "call.log"
-    results = run_call(steps, log, started + 90, {"out": "folder"}, on_end)
     assert clock() - started < 60
     assert [ended.verdict for ended in results] == ["ok", "FAIL", "out of time", "not begun"]
     assert [ended.said for ended in results[1:]] == ["why", "begun", "no time was left"]
-    assert seen == [step.name for step in steps]
+    assert [ended.step for ended in results] == steps
     assert "===== passes" in log.read_text() and "-m this folder" in log.read_text()
 
 

@@ -10,7 +10,7 @@ from megatron_rl.models import build_model
 from megatron_rl.platform import current_platform
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
 from megatron_rl.registry import RECIPES
-from tools.benchmark.common import benchmark_config
+from tools.benchmark.common import Shape, benchmark_config
 from tools.benchmark.on_gpu.measure import FULL, REHEARSAL
 from tools.benchmark.on_gpu.shapes import (
     BF16,
@@ -19,7 +19,6 @@ from tools.benchmark.on_gpu.shapes import (
     LARGE,
     MIDDLE,
     SMALL,
-    ModelShape,
     decode_bytes,
     forward_flops,
     ratio,
@@ -30,7 +29,7 @@ from tools.benchmark.on_gpu.shapes import (
 )
 
 COPY_RATE = 4.3e12
-HAND = ModelShape("by hand", hidden=8, ffn=16, layers=2, heads=4, groups=2, vocab=10)
+HAND = Shape("by hand", hidden=8, ffn=16, layers=2, heads=4, groups=2, vocab=10)
 # qkv (8 + 2 x 2 x 2) x 8, proj 8 x 8, gate and up 2 x 16 x 8, down 8 x 16
 HAND_LINEARS = 2 * (16 * 8 + 8 * 8 + 32 * 8 + 8 * 16)
 
@@ -64,7 +63,7 @@ def test_products_by_hand() -> None:
         (LARGE, FP8_KV, 8.62, 11.5),
     ],
 )
-def test_the_speed_model(shape: ModelShape, kind: object, least: float, expected: float) -> None:
+def test_the_speed_model(shape: Shape, kind: object, least: float, expected: float) -> None:
     """``least`` is bytes at the copy rate; what the design expects of real kernels is 1.25 to 1.46 times that."""
     ours = roofline_ms(decode_bytes(shape, kind, 32, 1024), COPY_RATE)
     assert ours == pytest.approx(least, abs=0.01)
@@ -86,7 +85,7 @@ def test_a_cut_model_remembers_the_whole() -> None:
 
 
 @pytest.mark.parametrize("shape", [REHEARSAL.small, REHEARSAL.middle])
-def test_the_arithmetic_is_that_of_the_real_model(shape: ModelShape, one_rank: object) -> None:
+def test_the_arithmetic_is_that_of_the_real_model(shape: Shape, one_rank: object) -> None:
     gpt = build_model(benchmark_config(shape, 16, "--bf16"), current_platform(), shape.vocab).gpt
     weights = {name: module.weight for name, module in parallel_linears(gpt).items()}
     assert sum(weight.numel() for weight in weights.values()) == shape.linear_weights

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_rl.attention.selection import facts_of
 from megatron_rl.config import RLConfig
@@ -24,14 +25,13 @@ from megatron_rl.registry import BACKENDS
 from megatron_rl.run.generation import build_engine
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Request, SamplingParams
-from tools.benchmark.common import benchmark_config, random_prompts, requests_of
+from tools.benchmark.common import Shape, benchmark_config, random_prompts, requests_of
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded, without_effect
 from tools.benchmark.on_gpu.shapes import (
     BF16,
     FP8,
     FP8_KV,
     Format,
-    ModelShape,
     decode_bytes,
     forward_flops,
     ratio,
@@ -65,20 +65,16 @@ class _Numbers:
         return " ".join(map(str, ids))
 
 
-def number_tokenizer(vocab: int) -> Tokenizer:
-    """A tokenizer of ``vocab`` tokens that needs no files."""
-    return Tokenizer(_Numbers(vocab), "numbers")
-
-
 @dataclass(frozen=True)
 class Rolling:
     """A model with its engine."""
 
     config: RLConfig
     policy: PolicyModel
+    tokenizer: Tokenizer
     engine: Engine
     quantization: RolloutQuantization
-    shape: ModelShape
+    shape: Shape
 
     @contextlib.contextmanager
     def rollouts(self) -> Iterator[None]:
@@ -96,18 +92,27 @@ class Rolling:
             self._a_little()
 
     def _a_little(self) -> None:
-        self.submit(prompts=1, copies=1, prompt_tokens=8, new_tokens=4)
+        self.generate(prompts=1, copies=1, prompt_tokens=8, new_tokens=4)
+
+    def generate(self, **sizes: int) -> None:
+        """A whole rollout: see `requests`."""
+        self.submit(**sizes)
         while self.engine.has_unfinished:
             self.engine.step()
 
-    def submit(self, *, prompts: int, copies: int, prompt_tokens: int, new_tokens: int) -> None:
-        """Begin a rollout of random prompts."""
+    def submit(self, **sizes: int) -> None:
+        """Begin a rollout: see `requests`."""
         self.engine.begin(seed=1, policy_version=0)
-        for request in make_requests(self.shape.vocab, prompts, copies, prompt_tokens, new_tokens):
+        for request in self.requests(**sizes):
             self.engine.submit(request)
 
+    def requests(self, *, prompts: int, copies: int, prompt_tokens: int, new_tokens: int) -> list[Request]:
+        """One a random prompt, ``copies`` samples each."""
+        sampling = SamplingParams(max_new_tokens=new_tokens)
+        return requests_of(random_prompts(prompts, prompt_tokens, self.shape.vocab, seed=1), copies, sampling)
 
-def open_engine(bench: Bench, shape: ModelShape, *, batch: int, length: int, flags: Sequence[str] = ()) -> Rolling:
+
+def open_engine(bench: Bench, shape: Shape, *, batch: int, length: int, flags: Sequence[str] = ()) -> Rolling:
     """Random weights made on the device, and the engine of these flags; ``length`` is of prompt and answer."""
     config = benchmark_config(
         shape, length, "--bf16", f"--inference-max-batch-size={batch}",
@@ -115,16 +120,11 @@ def open_engine(bench: Bench, shape: ModelShape, *, batch: int, length: int, fla
     )  # fmt: skip
     seed_everything(1)
     policy = build_model(config, bench.platform, shape.vocab)
-    engine = build_engine(config, policy, number_tokenizer(shape.vocab), bench.groups)
+    tokenizer = Tokenizer(_Numbers(shape.vocab), "numbers")
+    engine = build_engine(config, policy, tokenizer, bench.groups)
     recipe = config.quantization.rl_rollout_quantization
     quantization = RolloutQuantization(policy.gpt, recipe, (), lambda audit: None)
-    return Rolling(config, policy, engine, quantization, shape)
-
-
-def make_requests(vocab: int, prompts: int, copies: int, prompt_tokens: int, new_tokens: int) -> list[Request]:
-    """One a random prompt, ``copies`` samples each."""
-    sampling = SamplingParams(max_new_tokens=new_tokens)
-    return requests_of(random_prompts(prompts, prompt_tokens, vocab, seed=1), copies, sampling)
+    return Rolling(config, policy, tokenizer, engine, quantization, shape)
 
 
 def graphs_problem(bench: Bench) -> str | None:
@@ -155,7 +155,7 @@ def decode(bench: Bench, model: str) -> Iterator[Row]:
 
     Of a model with layers cut, ``whole_ms`` takes the same ratio to the roofline for the whole one.
     """
-    shape: ModelShape = getattr(bench.sizes, model)
+    shape: Shape = getattr(bench.sizes, model)
     for kind, graphs in itertools.product((BF16, FP8, FP8_KV), (False, True)):
         labels = {"model": shape.name, "layers": shape.layers, "format": kind.name, "graphs": graphs}
         missing = (graphs_problem(bench) if graphs else None) or without_effect(kind.flags)
@@ -170,7 +170,7 @@ def decode(bench: Bench, model: str) -> Iterator[Row]:
 
 
 def decode_rows(
-    bench: Bench, shape: ModelShape, kind: Format, batches: Sequence[int], context: int, flags: Sequence[str]
+    bench: Bench, shape: Shape, kind: Format, batches: Sequence[int], context: int, flags: Sequence[str]
 ) -> Iterator[Row]:
     """One row a batch size, all by one engine."""
     bench.forget()
@@ -183,7 +183,7 @@ def decode_rows(
     with rolling.rollouts():
         for batch in batches:
             step, rows = _step_seconds(bench, rolling, batch, context, new_tokens)
-            least = roofline_ms(decode_bytes(shape, kind, batch, context), bench.ceilings.bandwidth)
+            least = roofline_ms(decode_bytes(shape, kind, batch, context), bench.bandwidth)
             row = {"batch": batch, "context": context, "step_ms": 1e3 * step, "roofline_ms": least, "rows": rows,
                    "ratio": ratio(1e3 * step, least), "tokens_per_second": batch / step}  # fmt: skip
             if shape.whole_layers:
@@ -192,16 +192,12 @@ def decode_rows(
             yield row
 
 
-def _step_seconds(
-    bench: Bench, rolling: Rolling, batch: int, context: int, new_tokens: int
-) -> tuple[float, float]:
+def _step_seconds(bench: Bench, rolling: Rolling, batch: int, context: int, new_tokens: int) -> tuple[float, float]:
     """Median seconds of a decode step over the bursts, and how many rows were computed in each."""
     engine, prompts = rolling.engine, min(batch, bench.sizes.distinct_prompts)
     # Half of the timed steps come before the context asked for, half after it.
     ahead = min(bench.sizes.steps * (2 + bench.sizes.bursts // 2), context // 2)
-    rolling.submit(
-        prompts=prompts, copies=batch // prompts, prompt_tokens=context - ahead, new_tokens=new_tokens
-    )
+    rolling.submit(prompts=prompts, copies=batch // prompts, prompt_tokens=context - ahead, new_tokens=new_tokens)
     read = -1
     while engine.statistics.prefill_tokens > read:  # ends with a burst of all rows, which is not timed
         read = engine.statistics.prefill_tokens
@@ -227,14 +223,9 @@ def prefill(bench: Bench) -> Iterator[Row]:
         context = bench.sizes.context
         rolling = open_engine(bench, shape, batch=PREFILLED, length=context + 1)
         rolling.warm()
-
-        def read(rolling: Rolling = rolling, context: int = context) -> None:
-            rolling.submit(prompts=PREFILLED, copies=1, prompt_tokens=context, new_tokens=1)
-            while rolling.engine.has_unfinished:
-                rolling.engine.step()
-
+        read = partial(rolling.generate, prompts=PREFILLED, copies=1, prompt_tokens=context, new_tokens=1)
         with rolling.rollouts():
             took = bench.seconds(read)
         tokens, flops = PREFILLED * context, forward_flops(shape, [context] * PREFILLED, head=False)
         yield {"model": shape.name, "tokens": tokens, "ms": 1e3 * took, "tokens_per_second": tokens / took,
-               "mfu": utilisation(flops, took, bench.ceilings.peak)}  # fmt: skip
+               "mfu": utilisation(flops, took, bench.peak)}  # fmt: skip

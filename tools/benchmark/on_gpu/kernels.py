@@ -9,13 +9,12 @@ import torch
 
 from megatron_rl.attention.backend import Backend, CacheKernel, Numbers
 from megatron_rl.attention.selection import facts_of
-from megatron_rl.families.layout import LayerCache
 from megatron_rl.inference.kv_cache import Cache, PagedCache, RowCache
 from megatron_rl.models import build_model
 from megatron_rl.parallel import seed_everything
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.linears import QuantizedLinears
-from megatron_rl.quantization.recipe import Packing
+from megatron_rl.quantization.recipe import Packing, Recipe
 from megatron_rl.registry import BACKENDS, RECIPES
 from tools.benchmark.common import benchmark_config
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded, scaled_product
@@ -30,13 +29,13 @@ def decode_attention(bench: Bench) -> Iterator[Row]:
     Heads of a 7B; lengths equal to the longest, drawn from 1 to it, or short ones in a cache for long ones.
     """
     sizes, dtype = bench.sizes, torch.bfloat16 if bench.platform.is_cuda else torch.float32
-    facts = facts_of(bench.device)
+    facts, width = facts_of(bench.device), sizes.middle.layout.layers[0].cache.key_width
     for name, stored in itertools.product(BACKENDS.names(), (dtype, formats.FP8)):
         backend = BACKENDS.get(name)
         if backend.cache is None:
             continue
         labels = {"backend": name, "cache": str(stored).removeprefix("torch.")}
-        problem = backend.problem(facts) or backend.cache.unfit(facts, Numbers(dtype, stored, sizes.head_width))
+        problem = backend.problem(facts) or backend.cache.unfit(facts, Numbers(dtype, stored, width))
         if problem is not None:
             yield {**labels, "skipped": problem}
             continue
@@ -51,15 +50,15 @@ def _decode_attention(
 ) -> Iterator[Row]:
     """``length`` of all rows; None draws one for each."""
     torch.manual_seed(0)
-    sizes, kernel = bench.sizes, backend.cache
+    sizes, kernel, layer = bench.sizes, backend.cache, bench.sizes.middle.layout.layers[0].cache
     cache = _cache(bench, kernel, rows, longest, dtype, stored)
     lengths = torch.randint(1, longest + 1, (rows,)) if length is None else torch.full((rows,), length)
-    query = torch.randn(rows, 1, sizes.heads, sizes.head_width, device=bench.device).to(dtype)
+    query = torch.randn(rows, 1, sizes.middle.heads, layer.key_width, device=bench.device).to(dtype)
     # What a model's layers share is prepared once a step.
     plan = kernel.prepare_decode(cache, lengths.to(bench.device) - 1, length or longest)
     took = bench.kernel_seconds(lambda: kernel.decode(query, cache, 0, plan), inner=sizes.inner)
-    read = 2 * int(lengths.sum()) * sizes.head_groups * sizes.head_width * stored.itemsize
-    copied = bench.ceilings.bandwidth
+    read = layer.numbers(int(lengths.sum())) * stored.itemsize
+    copied = bench.bandwidth
     shown = {None: "ragged", longest: "equal"}.get(length, f"{length} each")
     yield {"lengths": shown, "us": 1e6 * took, "bytes": read, "bytes_per_second": read / took,
            "of_copy": None if copied is None else read / took / copied}  # fmt: skip
@@ -68,7 +67,7 @@ def _decode_attention(
 def _cache(
     bench: Bench, kernel: CacheKernel, rows: int, longest: int, dtype: torch.dtype, stored: torch.dtype
 ) -> Cache:
-    layers = [LayerCache(bench.sizes.head_groups, bench.sizes.head_width, bench.sizes.head_width)]
+    layers = [bench.sizes.middle.layout.layers[0].cache]
     if kernel.layout == "rows":
         return RowCache(layers, rows, longest, dtype, bench.device, stored)
     cache = PagedCache(layers, rows, longest, kernel.block_size, dtype, bench.device, stored)
@@ -77,10 +76,9 @@ def _cache(
     return cache
 
 
-
 def products(bench: Bench) -> Iterator[Row]:
     """bf16, ``torch._scaled_mm`` by row, and the recipes' whole linears (activations quantised, product, scales)."""
-    for tokens in bench.sizes.rows:
+    for tokens in bench.sizes.batches:
         for linear in bench.sizes.middle.layout.layers[0].linears:
             labels = {"linear": linear.name.rpartition(".")[2], "N": linear.rows, "K": linear.columns, "M": tokens}
             yield from guarded(_products(bench, linear.rows, linear.columns, tokens), labels)
@@ -93,28 +91,23 @@ def _products(bench: Bench, rows: int, columns: int, tokens: int) -> Iterator[Ro
     weights = [torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(count)]
     turns = itertools.cycle(weights)
     plain = bench.kernel_seconds(lambda: x @ next(turns).t(), inner=count)
-    least = roofline_ms(rows * columns, bench.ceilings.bandwidth)
+    least = roofline_ms(rows * columns, bench.bandwidth)
     yield {"product": "bf16", "us": 1e6 * plain, "ratio": ratio(1e3 * plain, None if least is None else 2 * least)}
     codes, turns8 = x.to(formats.FP8), itertools.cycle([weight.to(formats.FP8) for weight in weights])
-    scales = torch.ones(tokens, 1, device=device), torch.ones(1, rows, device=device)
 
     def timed(work: Callable[[], object]) -> Iterator[Row]:
         took = bench.kernel_seconds(work, inner=count)
         yield {"us": 1e6 * took, "ratio": ratio(1e3 * took, least), "speed_over_bf16": plain / took}
 
+    def linear(recipe: Recipe) -> Iterator[Row]:
+        quantised = itertools.cycle([recipe.quantize(weight) for weight in weights])
+        yield from timed(lambda: recipe.matmul(x, next(quantised)))
+
     for fast in (True, False):
-        work = scaled_product(codes, lambda: next(turns8), *scales, fast)
+        work = scaled_product(codes, lambda: next(turns8), rows, fast)
         yield from guarded(timed(work), {"product": f"_scaled_mm, fast accumulation {'on' if fast else 'off'}"})
     for name in MEASURED:
-        yield from guarded(_linear(name, x, weights, timed), {"product": f"linear as {name}"})
-
-
-def _linear(
-    name: str, x: torch.Tensor, weights: list[torch.Tensor], timed: Callable[[Callable[[], object]], Iterator[Row]]
-) -> Iterator[Row]:
-    recipe = RECIPES.get(name)
-    turns = itertools.cycle([recipe.quantize(weight) for weight in weights])
-    yield from timed(lambda: recipe.matmul(x, next(turns)))
+        yield from guarded(linear(RECIPES.get(name)), {"product": f"linear as {name}"})
 
 
 def activations(bench: Bench) -> Iterator[Row]:
@@ -127,14 +120,14 @@ def activations(bench: Bench) -> Iterator[Row]:
     width = bench.sizes.middle.hidden
     segments = -(-width // formats.TILE)
     row, cut = Packing(formats.FP8, width), Packing(formats.FP8, segments * formats.TILE, in_segments=True)
-    for tokens in bench.sizes.rows:
+    for tokens in bench.sizes.batches:
         x = torch.randn(tokens, width, device=bench.device, dtype=torch.bfloat16)
         for name, work, scales in (
             ("row", lambda x=x: quantize(x, row), tokens),
             ("128 columns", lambda x=x: quantize(x, cut), tokens * segments),
         ):
             took, size = bench.kernel_seconds(work, inner=20), 3 * tokens * width + 4 * scales
-            least = roofline_ms(size, bench.ceilings.bandwidth)
+            least = roofline_ms(size, bench.bandwidth)
             yield {"scale": name, "M": tokens, "K": width, "us": 1e6 * took, "ratio": ratio(1e3 * took, least)}
 
 
@@ -152,5 +145,5 @@ def _requantise(bench: Bench, gpt: torch.nn.Module, name: str) -> Iterator[Row]:
     linears = QuantizedLinears(gpt, RECIPES.get(name))
     took = bench.seconds(linears.refresh)
     size = 2 * linears.num_weights + linears.stored_bytes
-    least = roofline_ms(size, bench.ceilings.bandwidth)
+    least = roofline_ms(size, bench.bandwidth)
     yield {"ms": 1e3 * took, "bytes": size, "roofline_ms": least, "ratio": ratio(1e3 * took, least)}

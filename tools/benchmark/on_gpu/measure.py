@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from megatron_rl.inference.graphs import CudaRecorder
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import Platform
 from megatron_rl.quantization import formats
-from tools.benchmark.on_gpu.shapes import LARGE, MIDDLE, SMALL, ModelShape
+from tools.benchmark.common import Shape
+from tools.benchmark.on_gpu.shapes import LARGE, MIDDLE, SMALL
 
 Row = dict[str, Any]
 """One measurement: names and numbers. ``error`` or ``skipped`` stand in place of numbers, in one line."""
@@ -27,11 +28,12 @@ Row = dict[str, Any]
 class Sizes:
     """How much is measured."""
 
-    small: ModelShape = SMALL
-    middle: ModelShape = MIDDLE
-    large: ModelShape = LARGE.cut(16)
-    attention: ModelShape = MIDDLE.cut(4)
+    small: Shape = SMALL
+    middle: Shape = MIDDLE
+    large: Shape = LARGE.cut(16)
+    attention: Shape = MIDDLE.cut(4)
     batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    """Rows of a decode step, and tokens of the single products."""
     largest_eager: int = 32
     """Eager steps wait for the host; more rows show nothing new."""
     distinct_prompts: int = 32
@@ -42,8 +44,6 @@ class Sizes:
     """Timed bursts of decode steps; their median counts."""
     steps: int = 8
     """Decode steps a burst."""
-    rows: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
-    """Tokens of the single products."""
     repeats: int = 9
     copied_bytes: int = 2**30
     rotated_bytes: int = 2**28
@@ -57,11 +57,8 @@ class Sizes:
     group: int = 8
     answer_tokens: int = 256
     """Of the GRPO step, prompts as long as answers."""
-    heads: int = 28
-    """Of the attention measured alone: one layer of Qwen2.5-7B."""
-    head_groups: int = 4
-    head_width: int = 128
     attention_rows: tuple[int, ...] = (1, 8, 32, 128)
+    """Of the attention measured alone, one layer of ``middle``."""
     longest: tuple[int, ...] = (1024, 8192)
     roomy: tuple[tuple[int, int], ...] = ((16384, 1024),)
     """(longest, what all rows have): early in a rollout of long answers."""
@@ -69,55 +66,19 @@ class Sizes:
     """Calls of a kernel in a captured graph."""
 
 
-def _tiny(shape: ModelShape, layers: int = 2) -> ModelShape:
-    """Small enough for a CPU, tied or untied like the original, cut if it was."""
-    cut = 2 * layers if shape.whole_layers else 0
-    return ModelShape(shape.name, 64, 96, layers, 4, 2, 512, shape.tied, cut)
-
-
+_TINY = {"hidden": 64, "ffn": 96, "layers": 2, "heads": 4, "groups": 2, "vocab": 512}
 FULL = Sizes()
 REHEARSAL = Sizes(
-    small=_tiny(SMALL),
-    middle=_tiny(MIDDLE),
-    large=_tiny(FULL.large),
-    attention=_tiny(FULL.attention),
-    batches=(1, 4),
-    distinct_prompts=2,
-    context=16,
-    long_context=32,
-    bursts=1,
-    steps=2,
-    rows=(1, 16),
-    repeats=1,
-    copied_bytes=2**16,
-    rotated_bytes=2**12,
-    cube=64,
-    samples=4,
-    bin_tokens=64,
-    prompts=2,
-    group=4,
-    answer_tokens=6,
-    heads=4,
-    head_groups=2,
-    head_width=16,
-    attention_rows=(2,),
-    longest=(64,),
-    roomy=((128, 32),),
-    inner=1,
-)
+    *(replace(shape, **_TINY) for shape in (SMALL, MIDDLE)),
+    *(replace(shape, **_TINY, whole_layers=4) for shape in (LARGE, MIDDLE)),
+    batches=(1, 4), distinct_prompts=2, context=16, long_context=32, bursts=1, steps=2, repeats=1,
+    copied_bytes=2**16, rotated_bytes=2**12, cube=64, samples=4, bin_tokens=64, prompts=2, group=4, answer_tokens=6,
+    attention_rows=(2,), longest=(64,), roomy=((128, 32),), inner=1,
+)  # fmt: skip
+"""Small enough for a CPU, tied or untied and cut like the originals."""
 
 
 @dataclass
-class Ceilings:
-    """What the machine can do, measured in this run; None until then."""
-
-    bandwidth: float | None = None
-    """Bytes read and written a second by a large copy."""
-    peak: float | None = None
-    """bf16 flop/s of a large product."""
-
-
-@dataclass(frozen=True)
 class Bench:
     """What a section works with."""
 
@@ -126,7 +87,10 @@ class Bench:
     sizes: Sizes
     flags: tuple[str, ...] = ()
     """Of the user, for every model and engine."""
-    ceilings: Ceilings = field(default_factory=Ceilings)
+    bandwidth: float | None = None
+    """Bytes read and written a second by a large copy; None until ``roofline`` has measured it."""
+    peak: float | None = None
+    """bf16 flop/s of a large product; None until then."""
 
     @property
     def device(self) -> torch.device:
@@ -197,17 +161,16 @@ def without_effect(flags: tuple[str, ...]) -> str | None:
 
 
 def roofline(bench: Bench) -> Iterator[Row]:
-    """Fills ``bench.ceilings`` with what it measures."""
+    """Fills ``bench.bandwidth`` and ``bench.peak``."""
     size = bench.sizes.copied_bytes
     source = torch.zeros(size, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    rate = 2 * size / bench.seconds(lambda: target.copy_(source))
-    bench.ceilings.bandwidth = rate
-    yield {"what": "copy, read and written", "rate": rate, "unit": "B/s"}
+    bench.bandwidth = 2 * size / bench.seconds(lambda: target.copy_(source))
+    yield {"what": "copy, read and written", "rate": bench.bandwidth, "unit": "B/s"}
     side = bench.sizes.cube
     a, b = _random(bench, side), _random(bench, side)
-    peak = bench.ceilings.peak = _flops(bench, side, lambda: a @ b.t())
-    yield {"what": f"bf16 product, {side} cubed", "rate": peak, "unit": "flop/s"}
+    bench.peak = _flops(bench, side, lambda: a @ b.t())
+    yield {"what": f"bf16 product, {side} cubed", "rate": bench.peak, "unit": "flop/s"}
     for fast in (True, False):
         label = f"fp8 product by row, {side} cubed, fast accumulation {'on' if fast else 'off'}"
         yield from guarded(_fp8_peak(bench, fast), {"what": label})
@@ -216,17 +179,16 @@ def roofline(bench: Bench) -> Iterator[Row]:
 def _fp8_peak(bench: Bench, fast: bool) -> Iterator[Row]:
     side = bench.sizes.cube
     a, b = _random(bench, side).to(formats.FP8), _random(bench, side).to(formats.FP8)
-    scale_a = torch.ones(side, 1, device=bench.device)
-    work = scaled_product(a, lambda: b, scale_a, torch.ones(1, side, device=bench.device), fast)
-    yield {"rate": _flops(bench, side, work), "unit": "flop/s"}
+    yield {"rate": _flops(bench, side, scaled_product(a, lambda: b, side, fast)), "unit": "flop/s"}
 
 
 def scaled_product(
-    codes: torch.Tensor, weight: Callable[[], torch.Tensor], of_rows: torch.Tensor, of_columns: torch.Tensor, fast: bool
+    codes: torch.Tensor, weight: Callable[[], torch.Tensor], rows: int, fast: bool
 ) -> Callable[[], torch.Tensor]:
-    """``torch._scaled_mm`` with a scale a row of both; ``weight`` gives [N, K] codes, anew each time."""
+    """``torch._scaled_mm`` with a scale a row of both; ``weight`` gives [rows, K] codes, anew each time."""
+    of_tokens, of_rows = (torch.ones(shape, device=codes.device) for shape in ((len(codes), 1), (1, rows)))
     return lambda: torch._scaled_mm(
-        codes, weight().t(), scale_a=of_rows, scale_b=of_columns, out_dtype=torch.bfloat16, use_fast_accum=fast
+        codes, weight().t(), scale_a=of_tokens, scale_b=of_rows, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 

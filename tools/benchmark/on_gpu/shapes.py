@@ -5,64 +5,17 @@ Everything here is arithmetic on sizes; bandwidth and peak are measured by ``roo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron_rl.families import ModelLayout
-from tools.benchmark.common import benchmark_config, decoder_flags
+from tools.benchmark.common import Shape
 
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """A Qwen2.5-like decoder: grouped queries, biased QKV, SwiGLU, RMSNorm."""
-
-    name: str
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    groups: int
-    vocab: int
-    tied: bool = False
-    """One matrix for the embedding and the head."""
-    whole_layers: int = 0
-    """Of the model this one was cut from; 0 where nothing was cut."""
-
-    def cut(self, layers: int) -> ModelShape:
-        """The same model with fewer layers."""
-        return replace(self, layers=layers, whole_layers=self.layers)
-
-    @property
-    def whole(self) -> ModelShape:
-        """The model this one was cut from, or itself."""
-        return replace(self, layers=self.whole_layers or self.layers, whole_layers=0)
-
-    def flags(self) -> list[str]:
-        """Of the training command."""
-        return decoder_flags(self.hidden, self.ffn, self.layers, self.heads, self.groups, tied=self.tied)
-
-    @functools.cached_property
-    def layout(self) -> ModelLayout:
-        """Its parameters, linears and cache."""
-        return benchmark_config(self, 16).layout(self.vocab)
-
-    @property
-    def linear_weights(self) -> int:
-        """Numbers in the linears of all layers."""
-        return sum(linear.outputs * linear.inputs for linear in self.layout.linears)
-
-    @property
-    def head_weights(self) -> int:
-        """Numbers in the output head."""
-        return self.vocab * self.hidden
-
-
-SMALL = ModelShape("0.5B", 896, 4864, 24, 14, 2, 151936, tied=True)
-MIDDLE = ModelShape("7B", 3584, 18944, 28, 28, 4, 152064)
-LARGE = ModelShape("32B", 5120, 27648, 64, 40, 8, 152064)
+SMALL = Shape("0.5B", 896, 4864, 24, 14, 2, 151936, tied=True)
+MIDDLE = Shape("7B", 3584, 18944, 28, 28, 4, 152064)
+LARGE = Shape("32B", 5120, 27648, 64, 40, 8, 152064)
 
 
 @dataclass(frozen=True)
@@ -80,13 +33,13 @@ FP8 = Format("fp8", 1, 2, ("--rl-rollout-quantization=fp8",))
 FP8_KV = Format("fp8 + fp8 KV", 1, 1, (*FP8.flags, "--rl-kv-cache-dtype=fp8"))
 
 
-def weight_bytes(shape: ModelShape, kind: Format) -> int:
+def weight_bytes(shape: Shape, kind: Format) -> int:
     """Weights read by one decode step, scales included; norms and biases are left out."""
     scales = 0 if kind.weight_bytes == 2 else _SCALE_BYTES * sum(linear.outputs for linear in shape.layout.linears)
     return shape.linear_weights * kind.weight_bytes + scales + 2 * shape.head_weights
 
 
-def decode_bytes(shape: ModelShape, kind: Format, batch: int, context: int) -> int:
+def decode_bytes(shape: Shape, kind: Format, batch: int, context: int) -> int:
     """Bytes that a decode step of ``batch`` rows, ``context`` tokens each, has to read."""
     return weight_bytes(shape, kind) + batch * shape.layout.cache_numbers(context) * kind.kv_bytes
 
@@ -101,7 +54,7 @@ def ratio(measured: float, least: float | None) -> float | None:
     return None if least is None else measured / least
 
 
-def forward_flops(shape: ModelShape, lengths: Iterable[int], *, head: bool) -> int:
+def forward_flops(shape: Shape, lengths: Iterable[int], *, head: bool) -> int:
     """Multiplications and additions of a forward pass over sequences of these ``lengths``.
 
     A weight costs 2 a token. Causal attention costs ``length^2 / 2`` products of queries with keys and as many of
@@ -115,7 +68,7 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], *, head: bool) -> i
     return flops
 
 
-def training_flops(shape: ModelShape, lengths: Iterable[int]) -> int:
+def training_flops(shape: Shape, lengths: Iterable[int]) -> int:
     """Forward and backward: the backward pass differentiates by input and by weight, a product each."""
     return 3 * forward_flops(shape, lengths, head=True)
 
