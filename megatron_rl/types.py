@@ -84,14 +84,27 @@ class Turn(Transcript):
 
 @dataclass(frozen=True)
 class Grade:
-    """An environment's verdict. ``reward`` must be a finite number."""
+    """An environment's verdict on a sample, or why there is none: a grade that failed has a code and no reward."""
 
-    reward: float
+    reward: float | None
+    """A finite number; None of a grade that failed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     status: str = ""
     """Why: ``correct | wrong | no_answer | unparsable | timeout``, or an author's own word."""
     extracted: str | None = None
     """The part of the completion that was taken as the answer."""
+    code: str = field(default="", kw_only=True)
+    """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable`` where it failed. What an
+    environment itself writes here and below is not read: it raises an exception."""
+    message: str = field(default="", kw_only=True)
+    """What happened."""
+    continuation: Continuation | None = field(default=None, kw_only=True)
+    """Set when the conversation goes on; ``reward`` is then what it would be worth if it could not."""
+
+    @property
+    def failed(self) -> bool:
+        """True where there is no reward: the sample leaves baseline, loss and counts."""
+        return self.reward is None
 
 
 Item = tuple[Task, Transcript] | tuple[Task, Any, Turn]
@@ -119,23 +132,6 @@ class Continuation:
 
     messages: tuple[Message, ...]
     state: Any = None
-
-
-@dataclass(frozen=True)
-class GradeResult:
-    """A grade as it arrives at the trainer: either a finite reward or an error, never both."""
-
-    status: Literal["ok", "error"]
-    reward: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    code: str = ""
-    """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable``."""
-    message: str = ""
-    verdict: str = ""
-    """The grade's own ``status``; ``timeout`` when the completion ran its grader out of time twice."""
-    extracted: str | None = None
-    continuation: Continuation | None = None
-    """Set when the conversation goes on; ``reward`` is then what it would be worth if it could not."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +214,7 @@ class Rollout:
 
     completion: Completion
     text: str
-    grade: GradeResult
+    grade: Grade
 
 
 @dataclass(frozen=True)
@@ -233,7 +229,7 @@ class RolloutGroup:
     @property
     def is_graded(self) -> bool:
         """False while the grade of a sample has failed."""
-        return all(rollout.grade.status == "ok" for rollout in self.rollouts)
+        return not any(rollout.grade.failed for rollout in self.rollouts)
 
 
 @dataclass(frozen=True)

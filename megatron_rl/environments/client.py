@@ -1,6 +1,6 @@
 """The trainer's side of the environment server: grades while it generates, tasks before it starts.
 
-A sample that cannot be graded is data (``GradeResult`` with a code), never an exception and never a silent 0. A
+A sample that cannot be graded is data (a ``Grade`` with a code), never an exception and never a silent 0. A
 request whose server died is sent again: a grade is a function of its arguments.
 """
 
@@ -23,7 +23,7 @@ from megatron_rl.environments.child import LOAD_SECONDS
 from megatron_rl.environments.results import failed, result_from_json
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.types import Demonstration, GradeResult, Item, Split, Task, Transcript, Turn
+from megatron_rl.types import Demonstration, Grade, Item, Split, Task
 
 PAGE = 2000
 LIST_MARGIN = 30.0
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestFailed(EnvironmentFault):
-    """No answer, or none that is a success; ``code`` is what ``GradeResult.code`` says of the samples."""
+    """No answer, or none that is a success; ``code`` is what ``Grade.code`` says of the samples."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -77,40 +77,26 @@ class EnvironmentClient:
         self._address_file = Path(address_file)
         self._timeout, self._list_timeout = timeout, list_timeout + LIST_MARGIN
         self._counts = Counter({"requests_repeated": 0, "busy_waits": 0, "late_completions": 0})
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._places = asyncio.Semaphore(CONCURRENT)
 
-    async def grade(self, environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
-        """One result per item, in order."""
-        return await self._judge(environment, "grade", items)
-
-    async def step(self, environment: str, items: Sequence[tuple[Task, Any, Turn]]) -> list[GradeResult]:
-        """The environment's answer to each (task, state, turn), in order."""
-        return await self._judge(environment, "step", items)
-
-    async def _judge(self, environment: str, route: str, items: Sequence[Item]) -> list[GradeResult]:
+    async def grade(self, environment: str, items: Sequence[Item]) -> list[Grade]:
+        """One grade for each sample or turn of a conversation, in order; to be awaited on one event loop."""
         if not items:
             return []
         body = dumps({"items": [wire.item_to_json(item) for item in items]}).encode()
         try:
-            async with self._place():
-                answer = await self._ask(f"/v1/environments/{environment}/{route}", self._timeout, body)
+            async with self._places:
+                answer = await self._ask(f"/v1/environments/{environment}/grade", self._timeout, body)
             rows = wire.read_key(answer, "items", list)
             results = [result_from_json(row, f"items[{index}]") for index, row in enumerate(rows)]
             if len(results) != len(items):
                 raise wire.WireError(f"it has {len(results)} items for {len(items)} samples")
-            self._counts["late_completions"] += sum(result.verdict == "timeout" for result in results)
+            self._counts["late_completions"] += sum(result.status == "timeout" for result in results)
             return results
         except RequestFailed as failure:
             return [failed(failure.code, str(failure))] * len(items)
         except ValueError as error:
             return [failed("environment_exception", f"the server's answer cannot be read: {error}")] * len(items)
-
-    def _place(self) -> asyncio.Semaphore:
-        """A semaphore belongs to the event loop that waits on it; a client may be used on several in turn."""
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = (loop, asyncio.Semaphore(CONCURRENT))
-        return self._places[1]
 
     def fetch_tasks(self, environment: str, split: Split) -> list[Task]:
         """All tasks of a split; ``EnvironmentFault`` when they cannot be had."""

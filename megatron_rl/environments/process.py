@@ -19,7 +19,7 @@ from megatron_rl.environments.wire import LOADING, write_private
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps
 
-WATCH_SECONDS = 0.5
+WATCH_SECONDS = 0.05
 MAX_RESTARTS = 3
 """After so many in a row, without ten seconds of health in between, it is given up, and the address file tells every
 client of the node. A healthy server that was killed is restarted however often: nothing says that the next will not
@@ -60,50 +60,33 @@ class EnvironmentServerProcess:
         self.pid: int | None = None
         """Of the server that answers."""
         self._config_path, self._port, self._start_timeout = Path(config_path).resolve(), port, start_timeout
-        self._process: subprocess.Popen | None = None
-        self._thread: threading.Thread | None = None
+        # the thread is the server's parent, which the server follows in death: it lasts as long as the process
+        self._thread = threading.Thread(target=self._supervise, daemon=True)
         self._settled, self._stopped = threading.Event(), threading.Event()
 
     def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
         """Starts the server and waits until it answers; if not, ``EnvironmentFault`` with its log's end."""
-        if self._thread is None:
-            self.address_file.parent.mkdir(parents=True, exist_ok=True)
-            # the thread is the server's parent, which the server follows in death: it lasts as long as the process
-            self._thread = threading.Thread(target=self._supervise, daemon=True)
-            self._thread.start()
+        self.address_file.parent.mkdir(parents=True, exist_ok=True)
+        self._thread.start()
         while self._thread.is_alive() and not self._settled.wait(WATCH_SECONDS):
             pass
         if self.fault is not None:
             raise self.fault
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the server."""
         self._stopped.set()
-        if self._process is not None:
-            self._process.kill()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         self.address_file.unlink(missing_ok=True)
 
     def _supervise(self) -> None:
         """Starts the server, and again when it has ended."""
         in_a_row = 0
         while True:
-            self._process = process = self._launch()
-            what, blameless, begin = self._wait_until_healthy(process), False, time.monotonic()
-            if not what:
-                self.pid = process.pid
-                self._settled.set()
-                what = self._watch(process)
-                blameless = process.returncode in FROM_OUTSIDE
-            lived, self.pid = time.monotonic() - begin, None
+            process = self._launch()
+            what, lived = self._watch(process)
+            blameless, self.pid = lived > 0 and process.returncode in FROM_OUTSIDE, None
             process.kill()
             process.wait()
             self.address_file.unlink(missing_ok=True)
@@ -134,35 +117,28 @@ class EnvironmentServerProcess:
                 start_new_session=True,
             )
 
-    def _wait_until_healthy(self, process: subprocess.Popen) -> str:
-        """Why the server did not start; empty when it listens and has written its address."""
-        deadline = time.monotonic() + self._start_timeout
-        while not self.address_file.exists() and not self._stopped.is_set():
+    def _watch(self, process: subprocess.Popen) -> tuple[str, float]:
+        """How the server ended, or that it is there and answers nothing; and for how long it had been there."""
+        client, begin, heard, what = EnvironmentClient(self.address_file), 0.0, time.monotonic(), ""
+        while not what and not self._stopped.wait(WATCH_SECONDS):
+            if not begin and self.address_file.exists():  # it listens
+                begin = heard = time.monotonic()
+                self.pid = process.pid
+                self._settled.set()
+            silent = time.monotonic() - heard
             if process.poll() is not None:
-                return f"the environment server exited ({process.returncode}) while it started"
-            if time.monotonic() > deadline:
-                return f"the environment server did not answer within {self._start_timeout:g} s"
-            time.sleep(0.02)
-        return ""
-
-    def _watch(self, process: subprocess.Popen) -> str:
-        """How the server ended, or that it is there and answers nothing."""
-        client, last_answer = EnvironmentClient(self.address_file), time.monotonic()
-        while not self._stopped.is_set():
-            try:
-                process.wait(WATCH_SECONDS)
-                return f"the environment server exited ({process.returncode})"
-            except subprocess.TimeoutExpired:
-                silent = time.monotonic() - last_answer
-            if silent > min(PROBE_SECONDS, HUNG_SECONDS / 2):
+                what = f"exited ({process.returncode})" + ("" if begin else " while it started")
+            elif not begin and silent > self._start_timeout:
+                what = f"did not answer within {self._start_timeout:g} s"
+            elif begin and silent > min(PROBE_SECONDS, HUNG_SECONDS / 2):
                 if client.health(PROBE_SECONDS):
-                    last_answer = time.monotonic()
+                    heard = time.monotonic()
                 elif silent > HUNG_SECONDS:
-                    return "the environment server is alive but has hung"
-        return "stopped"
+                    what = "is alive but has hung"
+        return f"the environment server {what}", begin and time.monotonic() - begin
 
     def _give_up(self, what: str) -> None:
-        """Tells ``start`` or, by the address file, every client."""
+        """Tells who starts it or, by the address file, every client."""
         lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()
         # what was loaded is of interest only where nothing came after it
         lines = [line for line in lines[:-1] if LOADING not in line] + lines[-1:]

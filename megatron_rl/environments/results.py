@@ -16,7 +16,7 @@ from typing import Any
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.wire import WireError, messages_of, read_key
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.types import Continuation, Grade, GradeResult, Item, Step
+from megatron_rl.types import Continuation, Grade, Item, Step
 
 MAX_MESSAGE = 2000
 """Longest error text of an item; an author's exception may quote the whole completion."""
@@ -28,7 +28,7 @@ MAX_EXTRACTED = 500
 logger = logging.getLogger(__name__)
 
 
-def judge(environment: Environment, item: Item) -> GradeResult:
+def judge(environment: Environment, item: Item) -> Grade:
     """The environment's verdict on a sample, checked to be a finite number, or its answer to a turn, with a
     ``continuation`` unless the conversation ends here."""
     try:
@@ -40,13 +40,13 @@ def judge(environment: Environment, item: Item) -> GradeResult:
         return failed("environment_exception", f"{type(error).__name__}: {error} ({place})")
 
 
-def _answer(environment: Environment, step: Step) -> GradeResult:
+def _answer(environment: Environment, step: Step) -> Grade:
     if not isinstance(step, Step):
         return failed("environment_exception", f"step returned a {type(step).__name__}, not a Step")
     if step.done:
         return graded(step.reward)
     result = graded(environment.reward_range[0] if step.reward is None else step.reward)
-    if result.status == "error":
+    if result.failed:
         return result
     return replace(result, continuation=continuation_of(step.messages, step.state))
 
@@ -64,7 +64,7 @@ def continuation_of(messages: object, state: object) -> Continuation:
     return Continuation(kept, state)
 
 
-def graded(verdict: object) -> GradeResult:
+def graded(verdict: object) -> Grade:
     """The result of a reward or ``Grade``, or the error ``invalid_reward`` when it is not a finite number.
 
     A truth value is refused as a reward (it tells of a comparison where a score was meant) and read as 0 or 1
@@ -81,8 +81,7 @@ def graded(verdict: object) -> GradeResult:
             return failed("invalid_reward", f"the metric {name!r} is {value!r}, no finite number")
     metrics = {name: float(value) for name, value in grade.metrics.items()}
     extracted = None if grade.extracted is None else str(grade.extracted)[:MAX_EXTRACTED]
-    verdict = str(grade.status)[:MAX_EXTRACTED]
-    return GradeResult("ok", float(grade.reward), metrics, verdict=verdict, extracted=extracted)
+    return Grade(float(grade.reward), metrics, str(grade.status)[:MAX_EXTRACTED], extracted)
 
 
 def _is_finite(value: object) -> bool:
@@ -93,27 +92,27 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-def failed(code: str, message: str) -> GradeResult:
+def failed(code: str, message: str) -> Grade:
     """The result of a sample that could not be graded."""
-    return GradeResult("error", code=code, message=message[:MAX_MESSAGE])
+    return Grade(None, code=code, message=message[:MAX_MESSAGE])
 
 
-def result_to_json(result: GradeResult) -> dict[str, Any]:
+def result_to_json(result: Grade) -> dict[str, Any]:
     """The JSON object of a result."""
-    if result.status == "error":
+    if result.failed:
         return {"status": "error", "code": result.code, "message": result.message}
     shown = {"status": "ok", "reward": result.reward, "metrics": dict(result.metrics)}
-    if result.verdict:
-        shown |= {"verdict": result.verdict, "extracted": result.extracted}
+    if result.status:
+        shown |= {"verdict": result.status, "extracted": result.extracted}
     return shown | ({} if result.continuation is None else asdict(result.continuation))
 
 
-def result_from_json(item: object, where: str = "result") -> GradeResult:
+def result_from_json(item: object, where: str = "result") -> Grade:
     """The result of a JSON object; its reward is checked again, whoever sent it."""
     if read_key(item, "status", str, where) != "ok":
         return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
     grade = Grade(item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
     result = graded(grade)
-    if result.status == "ok" and "messages" in item:
+    if not result.failed and "messages" in item:
         return replace(result, continuation=continuation_of(item["messages"], item.get("state")))
     return result

@@ -12,7 +12,7 @@ from megatron_rl.environments.checks import splits_of, survey_tasks
 from megatron_rl.environments.loader import Begin, ignore
 from megatron_rl.environments.results import judge
 from megatron_rl.errors import shorten
-from megatron_rl.types import GradeResult, Task, Turn
+from megatron_rl.types import Grade, Task, Turn
 
 TIMED_SECONDS = 2.0
 SLOWEST = 10
@@ -20,7 +20,7 @@ SLOWEST = 10
 
 Played = tuple[Task, Sequence[str]]
 """A task and the model's turns."""
-Graded = Callable[[Task, Sequence[str]], GradeResult]
+Graded = Callable[[Task, Sequence[str]], Grade]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore
     empty = [(task, [""]) for task in tasks]
     lowest, highest = environment.reward_range
 
-    def announced(task: Task, turns: Sequence[str]) -> GradeResult:
+    def announced(task: Task, turns: Sequence[str]) -> Grade:
         begin(f"it graded {_shown(turns)} to task {shorten(task.id)}")
         return play(environment, task, turns)
 
@@ -70,7 +70,7 @@ def _rewards(name: str, graded: Graded, answers: Sequence[Played], wanted: float
     for task, turns in answers:
         result = graded(task, turns)
         if result.reward != wanted:
-            got = result.reward if result.status == "ok" else f"{result.code}: {result.message}"
+            got = f"{result.code}: {result.message}" if result.failed else result.reward
             return Check(name, False, f"{_shown(turns)} to task {shorten(task.id)} gets {got}, not {wanted:g}")
     return Check(name, True, f"{len(answers)} at {wanted:g}")
 
@@ -99,9 +99,9 @@ def _speed(environment: Environment, answers: Sequence[Played]) -> Check:
     return Check("speed", rate >= SLOWEST, shown + why)
 
 
-def play(environment: Environment, task: Task, turns: Sequence[str]) -> GradeResult:
+def play(environment: Environment, task: Task, turns: Sequence[str]) -> Grade:
     """The result of a conversation in which the model says ``turns``; a step of a single turn is a grade."""
-    result, state = GradeResult("error", code="no_turns"), None
+    result, state = Grade(None, code="no_turns"), None
     for number, text in enumerate(turns):
         last = number + 1 == environment.max_turns
         result = judge(environment, (task, state, Turn(text, "stop", len(text), number, last)))

@@ -34,7 +34,7 @@ from megatron_rl.environments.results import MAX_MESSAGE, judge, result_to_json
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.json_text import check_bounds, loads
-from megatron_rl.types import GradeResult, Item, Split
+from megatron_rl.types import Grade, Item, Split
 
 WORKING = 8
 """Grade requests worked on at once: enough to keep the workers busy, and few, because one whose samples wait behind
@@ -45,7 +45,6 @@ THREADS = 160
 """Eight ranks send sixteen requests each; those that are left over answer the health route."""
 MAX_BODY_BYTES = 16 * 2**20
 """A group of 64 completions of 32,000 tokens is about half of it."""
-MAX_PAGE = 5000
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class Service:
                     abort(500, message=f"{what} of {name!r}: {fault}")
             return self._lists[key]
 
-    def judge(self, name: str, items: Sequence[Item]) -> list[GradeResult]:
+    def judge(self, name: str, items: Sequence[Item]) -> list[Grade]:
         """One result for each sample or step, in order; ``EnvironmentFault`` when nothing can be graded now."""
         environment = self.environment(name)
         if environment.in_process:
@@ -148,22 +147,22 @@ class Rows(Served):
         if split not in get_args(Split):
             abort(422, message=f"split is {split!r}; use one of {', '.join(get_args(Split))}")
         offset = max(request.args.get("offset", 0, type=int), 0)
-        limit = min(request.args.get("limit", 1000, type=int), MAX_PAGE)
+        limit = request.args.get("limit", 1000, type=int)
         rows = self.service.rows(name, what, split)
         to_json = vars if what == "tasks" else wire.demonstration_to_json
         items = [to_json(row) for row in rows[offset : offset + limit]]
         return {"total": len(rows), "offset": offset, "items": items}
 
 
-class Judged(Served):
-    def post(self, name: str, action: str) -> dict[str, Any]:
-        """A result for each item, in order; a bad sample is a result of its own, never an exception."""
+class Graded(Served):
+    def post(self, name: str) -> dict[str, Any]:
+        """A grade for each item, in order; a bad sample is a result of its own, never an exception."""
         service = self.service
         service.environment(name)
         if not service.places.acquire(timeout=PATIENCE_SECONDS):
             abort(429, message="too many requests wait already; come back later")
         try:
-            results = service.judge(name, _read_items(request.get_data(), action))
+            results = service.judge(name, _read_items(request.get_data()))
         except EnvironmentFault as fault:  # of the server itself: no sample is to blame
             logger.error("%s: %s", request.path, fault)
             abort(503, message=str(fault))
@@ -172,17 +171,16 @@ class Judged(Served):
         return {"items": [result_to_json(result) for result in results]}
 
 
-def _read_items(body: bytes, action: str) -> list[Item]:
+def _read_items(body: bytes) -> list[Item]:
     """The items of a request; answers 400 for what is not JSON, 422 for what is no request."""
     try:
         value = loads(body.decode())  # bytes may be in any encoding of Unicode
         check_bounds(value)
     except ValueError as error:
         abort(400, message=f"the body is not JSON: {error}"[:MAX_MESSAGE])
-    said = "transcript" if action == "grade" else "turn"
     try:
         items = wire.read_key(value, "items", list)
-        return [wire.item_from_json(item, said, f"items[{index}]") for index, item in enumerate(items)]
+        return [wire.item_from_json(item, f"items[{index}]") for index, item in enumerate(items)]
     except wire.WireError as error:
         abort(422, message=str(error)[:MAX_MESSAGE])
 
@@ -214,7 +212,7 @@ def create_app(service: Service) -> Flask:
     add(Counters, "/v1/counters")
     add(Environments, "/v1/environments", one)
     add(Rows, f"{one}/<any(tasks,demonstrations):what>")
-    add(Judged, f"{one}/<any(grade,step):action>")
+    add(Graded, f"{one}/grade")
     return app
 
 

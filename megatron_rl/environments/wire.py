@@ -72,15 +72,16 @@ def demonstration_from_json(value: object, where: str = "demonstration") -> Demo
 
 
 def item_to_json(item: Item) -> dict[str, Any]:
-    """The JSON object of a sample to grade or a step to take."""
+    """The JSON object of a sample or a step."""
     if len(item) == 2:
         return {"task": vars(item[0]), "transcript": vars(item[1])}
     return {"task": vars(item[0]), "state": item[1], "turn": vars(item[2])}
 
 
-def item_from_json(value: object, said: str, where: str = "item") -> Item:
-    """The sample of a JSON object where ``said`` is ``transcript``, the step where it is ``turn``."""
+def item_from_json(value: object, where: str = "item") -> Item:
+    """The sample of a JSON object, or the step where it has a ``turn``."""
     task = task_from_json(read_key(value, "task", dict, where), f"{where}.task")
+    said = "turn" if "turn" in value else "transcript"
     inside = f"{where}.{said}"
     spoken = read_key(value, said, dict, where)
     reason = read_key(spoken, "finish_reason", str, inside)

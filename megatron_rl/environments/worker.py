@@ -28,7 +28,7 @@ from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, judge, result_from_json, result_to_json
 from megatron_rl.environments.wire import item_from_json, receive, send
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.types import GradeResult
+from megatron_rl.types import Grade
 
 MAX_OPEN_FILES = 64
 OUT_OF_MEMORY = 99
@@ -80,7 +80,7 @@ class _Grading:
             while self._waiting and (worker := self._idle_worker()) is not None:
                 worker.begin(self._waiting.popleft())
 
-    def _take(self, worker: _Worker, result: GradeResult) -> None:
+    def _take(self, worker: _Worker, result: Grade) -> None:
         """Hands a result to the pool, unless a fresh worker may find another."""
         job, worker.job = worker.job, None
         events, again = [], result.code in RETRIED and not job.get("retried")
@@ -96,7 +96,7 @@ class _Grading:
             self._waiting.appendleft(job | {"retried": True})
             send(self._pool, {"events": [*events, "retried"]})
         else:
-            events += ["graded", "failed"] if job.get("retried") and result.status == "error" else ["graded"]
+            events += ["graded", "failed"] if job.get("retried") and result.failed else ["graded"]
             send(self._pool, {"events": events, "id": job["id"], "result": result_to_json(result)})
 
     def _idle_worker(self) -> _Worker | None:
@@ -155,7 +155,7 @@ class _Worker:
                 return False
         return True
 
-    def result(self) -> GradeResult:
+    def result(self) -> Grade:
         """What the worker answers, or that it is late or dead."""
         try:
             if not self.channel.poll(0):
@@ -197,15 +197,13 @@ def _work(channel: Connection) -> None:
             gc.collect(0)
 
 
-def _answer(request: Mapping[str, Any]) -> GradeResult:
+def _answer(request: Mapping[str, Any]) -> Grade:
     """The result of one request, whatever the grader does short of killing the process."""
     try:
         environment = _environment(request["environment"], dumps(request["options"]))
-        result = judge(environment, item_from_json(request, "turn" if "turn" in request else "transcript"))
-    except MemoryError:
-        os._exit(OUT_OF_MEMORY)
+        result = judge(environment, item_from_json(request))
     except BaseException as error:  # noqa: BLE001 - also KeyboardInterrupt, raised by an author's code
-        return failed("environment_exception", f"{type(error).__name__}: {error}")
+        result = failed("environment_exception", f"{type(error).__name__}: {error}")
     if result.message.startswith("MemoryError"):
         os._exit(OUT_OF_MEMORY)
     return result

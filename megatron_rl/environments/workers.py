@@ -21,7 +21,7 @@ from megatron_rl.environments.child import start_child
 from megatron_rl.environments.results import result_from_json
 from megatron_rl.environments.wire import item_to_json, receive, send
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.types import GradeResult, Item
+from megatron_rl.types import Grade, Item
 
 MOST_WORKERS = 4
 MEMORY_MB = 4096
@@ -55,14 +55,14 @@ class WorkerPool:
         self._settings = bounds | {"preload": preload, "environments": environments}
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._numbers = itertools.count()
-        self._asked: dict[int, Future[GradeResult]] = {}
+        self._asked: dict[int, Future[Grade]] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._start()
 
     def grade(
         self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float
-    ) -> list[GradeResult]:
+    ) -> list[Grade]:
         """The results of an environment's samples or steps, in order; each try may take ``deadline_s``.
 
         ``reference`` and ``options`` name the environment as a list entry does. A completion that ran its
@@ -72,7 +72,7 @@ class WorkerPool:
         environment = {"environment": reference, "options": dict(options)}
         futures = [self._ask(environment | item_to_json(item), deadline_s) for item in items]
         results = [future.result() for future in futures]
-        late = GradeResult("ok", lowest, verdict="timeout")
+        late = Grade(lowest, status="timeout")
         return [late if result.code == "timeout" else result for result in results]
 
     def counters(self) -> dict[str, int]:
@@ -87,8 +87,8 @@ class WorkerPool:
             self._process.kill()
         self._reader.join()
 
-    def _ask(self, request: Mapping[str, Any], deadline_s: float) -> Future[GradeResult]:
-        future: Future[GradeResult] = Future()
+    def _ask(self, request: Mapping[str, Any], deadline_s: float) -> Future[Grade]:
+        future: Future[Grade] = Future()
         with self._lock:
             if self._closed:
                 raise EnvironmentFault("the grading pool is closed")

@@ -27,6 +27,8 @@ from megatron_rl.atomic import write_text_atomic
 from megatron_rl.metrics.jsonl import to_plain
 from megatron_rl.types import RolloutGroup
 
+GRADE_FIELDS = ("reward", "code", "message", "metrics", "extracted")
+
 
 def training_rows(
     step: int,
@@ -67,7 +69,9 @@ def rows_by_group(
                 "prompt_ids": group.prompt_ids,
                 "completion": rollout.text,
                 **vars(rollout.completion),
-                **{name: value for name, value in vars(rollout.grade).items() if name != "continuation"},
+                "status": "error" if rollout.grade.failed else "ok",
+                "verdict": rollout.grade.status,
+                **{name: getattr(rollout.grade, name) for name in GRADE_FIELDS},
                 "token_texts": list(map(decode, rollout.completion.token_ids)),
             })
             for index, rollout in enumerate(group.rollouts)

@@ -19,12 +19,10 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, GradeResult, Request, Rollout, RolloutGroup, Task, Transcript, Turn
+from megatron_rl.types import Completion, Grade, Item, Request, Rollout, RolloutGroup, Transcript, Turn
 
-GradeFunction = Callable[[str, Sequence[tuple[Task, Transcript]]], Awaitable[Sequence[GradeResult]]]
-"""(environment, [(task, transcript)]) -> one result each; never raises for a bad sample."""
-StepFunction = Callable[[str, Sequence[tuple[Task, Any, Turn]]], Awaitable[Sequence[GradeResult]]]
-"""(environment, [(task, state, turn)]) -> one result each; never raises for a bad sample."""
+GradeFunction = Callable[[str, Sequence[Item]], Awaitable[Sequence[Grade]]]
+"""(environment, samples or turns of a group) -> one grade each; never raises for a bad sample."""
 
 _LOOK_AGAIN_SECONDS = 0.2
 """Longest wait for answers when nothing generates: a request to stop must be noticed."""
@@ -34,7 +32,6 @@ _LOOK_AGAIN_SECONDS = 0.2
 class ConversationSettings:
     """How conversations are led."""
 
-    step: StepFunction
     max_turns: Mapping[str, int]
     """For each environment; one that is not named has single answers."""
     max_sequence_length: int
@@ -87,7 +84,7 @@ class _Answer(NamedTuple):
     """Empty at the end."""
     cut: bool
     """A reply found no room."""
-    grade: GradeResult
+    grade: Grade
 
 
 class Conversations:
@@ -137,10 +134,10 @@ class Conversations:
             return False
         ungraded = []
         for sample, rollout in enumerate(group.rollouts):
-            if rollout.grade.status == "ok":
-                self._keep(request, sample, rollout.completion, rollout.grade)
-            else:
+            if rollout.grade.failed:
                 ungraded.append(self._said(request, sample, rollout.completion))
+            else:
+                self._keep(request, sample, rollout.completion, rollout.grade)
         if ungraded:
             self._ask(ungraded)
         return True
@@ -155,10 +152,10 @@ class Conversations:
             return []
         answers = await self._answers(idle) if self._groups.leads_model else []
         if self._groups.model_group.size() > 1:
-            told = [(*a[:4], a.grade.reward if a.grade.status == "ok" else None) for a in answers]
+            told = [(*a[:4], a.grade.reward, a.grade.code) for a in answers]
             told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
             if not self._groups.leads_model:
-                answers = [_Answer(*said, _verdict(reward)) for *said, reward in told]
+                answers = [_Answer(*said, Grade(reward, code=code)) for *said, reward, code in told]
         self._waiting -= len(answers)
         return [request for answer in answers if (request := self._apply(answer)) is not None]
 
@@ -196,9 +193,10 @@ class Conversations:
         request = conversations[0].request
         environment, task = request.source.environment, request.source.task
         if self.goes_on(request):
-            results = await self._settings.step(environment, [(task, c.state, self._turn(c)) for c in conversations])
+            items = [(task, c.state, self._turn(c)) for c in conversations]
         else:
-            results = await self._grade(environment, [(task, self._transcript(c)) for c in conversations])
+            items = [(task, self._transcript(c)) for c in conversations]
+        results = await self._grade(environment, items)
         return [self._answer(c, result) for c, result in zip(conversations, results, strict=True)]
 
     def _transcript(self, conversation: _Conversation) -> Transcript:
@@ -214,7 +212,7 @@ class Conversations:
         full = conversation.length + 2 > self._settings.max_sequence_length
         return full or len(conversation.spans) + 1 >= self._most_turns(conversation.request)
 
-    def _answer(self, conversation: _Conversation, result: GradeResult) -> _Answer:
+    def _answer(self, conversation: _Conversation, result: Grade) -> _Answer:
         """The reply in tokens, if there is one, and room for it and for something to say after it."""
         index, sample, going_on = conversation.request.index, conversation.sample, result.continuation
         if going_on is None or self._speaks_last(conversation):
@@ -230,7 +228,7 @@ class Conversations:
         if conversation.length + len(reply) >= self._settings.max_sequence_length:
             return _Answer(index, sample, (), True, result)
         if not reply:
-            result = GradeResult("error", code="environment_exception", message=problem)
+            result = Grade(None, code="environment_exception", message=problem)
         conversation.state = going_on.state
         return _Answer(index, sample, reply, False, result)
 
@@ -258,7 +256,7 @@ class Conversations:
             sampling=replace(request.sampling, max_new_tokens=new),
         )
 
-    def _keep(self, request: Request, sample: int, completion: Completion, grade: GradeResult) -> None:
+    def _keep(self, request: Request, sample: int, completion: Completion, grade: Grade) -> None:
         """A sample is complete, and perhaps its group."""
         decode, group = self._tokenizer.decode, self._rollouts.setdefault(request.index, {})
         group[sample] = Rollout(completion, decode(completion.token_ids), grade)
@@ -268,7 +266,3 @@ class Conversations:
             self.finished[request.index] = RolloutGroup(request.source, request.prompt_ids, prompt_text, rollouts)
 
 
-def _verdict(reward: float | None) -> GradeResult:
-    if reward is not None:
-        return GradeResult("ok", reward=reward)
-    return GradeResult("error", code="see_leader", message="the leading rank's record has the reason")

@@ -17,7 +17,7 @@ from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.trainer.packing import balance
-from megatron_rl.types import GradeResult, Request, Rollout, RolloutGroup, SourcedTask
+from megatron_rl.types import Grade, Request, Rollout, RolloutGroup, SourcedTask
 
 VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
 """Of the graders in this library; an environment may have words of its own."""
@@ -118,8 +118,8 @@ class Evaluator:
 
     def _score(self, number: int, sampled: RolloutGroup, greedy: RolloutGroup) -> _TaskScore:
         lengths = [len(r.completion.token_ids) for r in (*sampled.rollouts, *greedy.rollouts)]
-        graded = [r for r in sampled.rollouts if r.grade.status == "ok"]
-        greedy_graded = [r for r in greedy.rollouts if r.grade.status == "ok"]
+        graded = [r for r in sampled.rollouts if not r.grade.failed]
+        greedy_graded = [r for r in greedy.rollouts if not r.grade.failed]
         return _TaskScore(
             number=number,
             mean_length=sum(lengths) / len(lengths),
@@ -159,13 +159,13 @@ class Evaluator:
         return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
 
 
-def is_correct(grade: GradeResult) -> bool:
+def is_correct(grade: Grade) -> bool:
     """The verdict where it is one of the graders' own words, else whether the reward is positive.
 
     The reward alone would count a wrong answer that gets a format reward, and not a right one whose length was
     punished.
     """
-    return grade.verdict == "correct" if grade.verdict in VERDICTS else grade.reward > 0
+    return grade.status == "correct" if grade.status in VERDICTS else grade.reward > 0
 
 
 def majority_is_correct(graded: Sequence[Rollout]) -> bool:

@@ -108,7 +108,7 @@ class Failures:
 
 def failures_of(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> Failures:
     """Counts the failed grades; collective. Only the leader of a model copy has a message, the longest says most."""
-    grades = [r.grade for g in groups for r in g.rollouts if r.grade.status != "ok"]
+    grades = [r.grade for g in groups for r in g.rollouts if r.grade.failed]
     counts = _summed(Counter(grade.code for grade in grades), data_group)
     longest = max((grade.message for grade in grades), key=len, default="")
     return Failures(dict(sorted(counts.items())), max(gather_json(longest, data_group), key=len))

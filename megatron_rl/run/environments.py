@@ -49,9 +49,9 @@ class EnvironmentAccess:
         ]
 
     def conversations(self, max_sequence_length: int) -> ConversationSettings:
-        """How often the model may speak in each environment, and who answers."""
+        """How often the model may speak in each environment."""
         max_turns = {spec.name: spec.max_turns for spec in self.served}
-        return ConversationSettings(self.client.step, max_turns, max_sequence_length)
+        return ConversationSettings(max_turns, max_sequence_length)
 
     def held_out_tasks(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[SourcedTask]:
         """The first ``count`` held-out tasks of every environment whose prompts fit."""
@@ -83,15 +83,14 @@ def open_environments(
     with contextlib.ExitStack() as stack:
         server, problem = None, ""
         if groups.local_rank == 0:
-            server = EnvironmentServerProcess(
+            process = EnvironmentServerProcess(
                 settings.langrl_env_config,
                 folder,
                 port=settings.rl_environment_port,
                 start_timeout=settings.rl_environment_load_timeout,
             )
-            stack.callback(server.stop)
             try:
-                server.start()
+                server = stack.enter_context(process)
             except EnvironmentFault as error:
                 problem = str(error)
         dist.barrier()

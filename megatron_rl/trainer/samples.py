@@ -40,7 +40,7 @@ class SampleBuilder:
             (number, r.grade.reward if ok else 0.0, ok, r.completion.num_written)
             for number, group in zip(numbers, rollouts, strict=True)
             for r in group.rollouts
-            for ok in [r.grade.status == "ok"]
+            for ok in [not r.grade.failed]
         ]
         local = torch.tensor(rows, dtype=torch.float64).view(-1)
         table = torch.cat(gather_vectors(local, self.groups.data_group)).view(-1, 4)

@@ -13,7 +13,7 @@ from megatron_rl.loop import rl_step
 from megatron_rl.parallel import shut_down
 from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.rollout.conversations import ConversationSettings
-from megatron_rl.types import Continuation, GradeResult, Task, Turn
+from megatron_rl.types import Continuation, Grade, Task, Turn
 from tests.distributed.programs import join, toy_config
 from tests.support.ranks import run_ranks
 from tests.support.toy import toy_run
@@ -23,28 +23,28 @@ TURNS = 4
 REPLY = "yes"
 
 
-async def answer(environment: str, items: Sequence[tuple[Task, Any, Turn]]) -> list[GradeResult]:
+async def answer(environment: str, items: Sequence[tuple[Task, Any, Turn]]) -> list[Grade]:
     """Ends about one conversation in three; the others wait for a moment that depends on the text."""
     await asyncio.sleep(0.001 * (zlib.crc32(items[0][2].text.encode()) % 20))
     return [_answer(task, state, turn) for task, state, turn in items]
 
 
-def _answer(task: Task, state: Any, turn: Turn) -> GradeResult:
+def _answer(task: Task, state: Any, turn: Turn) -> Grade:
     assert (state or 0) == turn.number, "the state of another turn"
     checksum = zlib.crc32(f"{task.id}/{turn.number}/{turn.text}".encode())
     reward = sum(letter <= "m" for letter in turn.text) / max(len(turn.text), 1)
     if checksum % 3 == 0:
-        return GradeResult("ok", reward)
+        return Grade(reward)
     reply = {"role": "user", "content": REPLY[: 1 + checksum % 2]}
-    return GradeResult("ok", reward, continuation=Continuation((reply,), turn.number + 1))
+    return Grade(reward, continuation=Continuation((reply,), turn.number + 1))
 
 
 def talk(tensor_size: int) -> dict[str, Any]:
     """Two steps of training on conversations: what was said in them, and the metrics."""
     groups = join(tensor_size)
     config = toy_config(groups, {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2})
-    settings = ConversationSettings(answer, {"toy": TURNS}, config.rollout.inference_max_seq_length)
-    run = toy_run(config, groups, conversations=settings)
+    settings = ConversationSettings({"toy": TURNS}, config.rollout.inference_max_seq_length)
+    run = toy_run(config, groups, answer, settings)
     steps = []
     for step in range(STEPS):
         recorded: list[Any] = []

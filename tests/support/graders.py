@@ -9,7 +9,7 @@ from megatron_rl.environments.base import Environment
 from megatron_rl.environments.grading import grade
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.registry import GRADERS
-from megatron_rl.types import GradeResult, Task, Transcript
+from megatron_rl.types import Grade, Task, Transcript
 
 
 class Graded(Environment):
@@ -27,7 +27,7 @@ class Graded(Environment):
         return grade(self._kind, transcript.text, task.data["gold"])
 
 
-def grade_many(kind: str, pairs: Sequence[tuple[str, str]], deadline_s: float) -> list[GradeResult]:
+def grade_many(kind: str, pairs: Sequence[tuple[str, str]], deadline_s: float) -> list[Grade]:
     """The results of pairs of completion and gold answer."""
     items = [(Task("0", "?", {"gold": gold}), Transcript(text, "stop", len(text))) for text, gold in pairs]
     with contextlib.closing(WorkerPool()) as pool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.types import Completion, FinishReason, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+from megatron_rl.types import Completion, FinishReason, Grade, Rollout, RolloutGroup, SourcedTask, Task
 
-FAILED = GradeResult("error", code="timeout", message="10 s")
+FAILED = Grade(None, code="timeout", message="10 s")
 
 
 def graded_group(
@@ -23,7 +23,7 @@ def graded_group(
     rollouts = []
     for index, (reward, length, reason) in enumerate(zip(rewards, lengths, finish_reasons, strict=True)):
         completion = Completion((10 + index,) * length, (-0.5 - index,) * length, reason, policy_version=0)
-        grade = FAILED if reward is None else GradeResult("ok", reward=reward)
+        grade = FAILED if reward is None else Grade(reward)
         rollouts.append(Rollout(completion, "text", grade))
     source = SourcedTask(environment, Task(task_id, "prompt"))
     return RolloutGroup(source, tuple(prompt_ids), "prompt", tuple(rollouts))

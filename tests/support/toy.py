@@ -19,7 +19,7 @@ from megatron_rl.rollout.prompt_source import TaskPool
 from megatron_rl.run.base import Run, build_quantization
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Demonstration, GradeResult, Task, Transcript
+from megatron_rl.types import Demonstration, Grade, Task, Transcript
 from tests.support.tiny import tiny_policy
 
 LETTERS = "$" + string.ascii_lowercase + "01234"
@@ -63,10 +63,10 @@ def letters_tokenizer(special: Mapping[int, str]) -> Tokenizer:
     return Tokenizer(_Letters(special), "letters")
 
 
-async def vowel_share(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+async def vowel_share(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
     """The reward is the share of letters from the first half of the alphabet: nearly every group has signal."""
     texts = [transcript.text for _, transcript in items]
-    return [GradeResult("ok", reward=sum(c <= "m" for c in text) / max(len(text), 1)) for text in texts]
+    return [Grade(sum(c <= "m" for c in text) / max(len(text), 1)) for text in texts]
 
 
 class ToyEnvironments:

@@ -50,15 +50,20 @@ class Contest:
     """One environment, graded in three ways."""
 
     def __init__(
-        self, kind: str, environment: Environment, client: EnvironmentClient, sizes: argparse.Namespace
+        self,
+        kind: str,
+        environment: Environment,
+        client: EnvironmentClient,
+        runner: asyncio.Runner,
+        sizes: argparse.Namespace,
     ) -> None:
         self._environment, self._client = environment, client
         tasks = list(environment.tasks(split_of(environment)))
         self._texts = groups_of(environment, tasks, sizes.group, sizes.characters, sizes.seed)
         self._of_round = functools.cache(lambda index: list(islice(self._texts, sizes.groups)))
         self.ways: dict[str, Callable[[Sequence[Group]], list[float]]] = {
-            "REST": lambda groups: asyncio.run(self._over_http(groups, at_once=True)),
-            "one by one": lambda groups: asyncio.run(self._over_http(groups, at_once=False)),
+            "REST": lambda groups: runner.run(self._over_http(groups, at_once=True)),
+            "one by one": lambda groups: runner.run(self._over_http(groups, at_once=False)),
             "grader": self._alone,
         }
         self._require_same(kind)
@@ -90,7 +95,7 @@ class Contest:
 
 
 def _reward(result: Any) -> float:
-    if result.status != "ok":
+    if result.failed:
         raise MegatronRLError(f"a sample could not be graded: {result.code}: {result.message}")
     return result.reward
 
@@ -101,10 +106,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Round
     path = folder / "list.yaml"
     path.write_text(yaml.safe_dump(entries))
     environments = {name: survey.environment for name, survey in prepare_environments(path).items()}
-    with EnvironmentServerProcess(path, folder) as server:
+    with EnvironmentServerProcess(path, folder) as server, asyncio.Runner() as runner:
         client = EnvironmentClient(server.address_file, timeout=300.0)
         contests = {
-            kind: Contest(kind, environments[ENVIRONMENTS[kind]], client, arguments) for kind in arguments.graders
+            kind: Contest(kind, environments[ENVIRONMENTS[kind]], client, runner, arguments)
+            for kind in arguments.graders
         }
         turns = {
             (kind, way): partial(contest.groups_per_second, way)

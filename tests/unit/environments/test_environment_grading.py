@@ -12,7 +12,7 @@ from megatron_rl.environments import results, wire
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.results import judge
 from megatron_rl.json_text import dumps
-from megatron_rl.types import Demonstration, Grade, GradeResult, LaterTurn, Task, Transcript, Turn
+from megatron_rl.types import Demonstration, Grade, LaterTurn, Task, Transcript, Turn
 
 TASK = Task("1", "2+2=", {"answer": 4})
 
@@ -32,14 +32,14 @@ class Returns(Environment):
         return self.verdict
 
 
-def grade(verdict: object) -> GradeResult:
+def grade(verdict: object) -> Grade:
     return judge(Returns(verdict), (TASK, Transcript("4", "stop", 1)))
 
 
 @pytest.mark.parametrize("verdict", [1, 1.0, numpy.float32(1), numpy.int64(1), Fraction(1), Grade(1)])
 def test_finite_numbers_are_rewards(verdict):
     result = grade(verdict)
-    assert result == GradeResult("ok", 1.0, {})
+    assert result == Grade(1.0, {})
     assert type(result.reward) is float
 
 
@@ -63,7 +63,7 @@ def test_finite_numbers_are_rewards(verdict):
 )
 def test_everything_else_is_not(verdict):
     result = grade(verdict)
-    assert (result.status, result.code, result.reward) == ("error", "invalid_reward", None)
+    assert (result.failed, result.code, result.reward) == (True, "invalid_reward", None)
 
 
 def test_metrics_may_be_truth_values():
@@ -86,7 +86,7 @@ def test_round_trips(prompt):
     assert wire.task_from_json(through(vars(task))) == task
     assert wire.demonstration_from_json(through(wire.demonstration_to_json(demonstration))) == demonstration
     turn = Turn("a", "stop", 1, number=2, last=True)
-    for said, item in {"transcript": (task, transcript), "turn": (task, {"asked": [1]}, turn)}.items():
-        assert wire.item_from_json(through(wire.item_to_json(item)), said) == item
-    for result in (GradeResult("ok", 0.5, {"m": 1.0}), GradeResult("error", code="timeout", message="late")):
+    for item in ((task, transcript), (task, {"asked": [1]}, turn)):
+        assert wire.item_from_json(through(wire.item_to_json(item))) == item
+    for result in (Grade(0.5, {"m": 1.0}), Grade(None, code="timeout", message="late")):
         assert results.result_from_json(through(results.result_to_json(result))) == result

@@ -125,18 +125,15 @@ def test_a_grade_survives_the_death_of_the_server(config, tmp_path):
         os.kill(process.pid, signal.SIGKILL)
         answer = Transcript(f"#{task.data['answer']}", "stop", 2)
         [result] = asyncio.run(client.grade("arithmetic", [(task, answer)]))
-        assert (result.status, result.reward) == ("ok", 1.0)
+        assert (result.failed, result.reward) == (False, 1.0)
         assert process.restarts == 1
 
 
 def test_stop_leaves_nothing_behind(config, tmp_path):
-    process = EnvironmentServerProcess(config, tmp_path)
-    process.start()
-    pid = process.pid
-    process.stop()
+    with EnvironmentServerProcess(config, tmp_path) as process:
+        pid = process.pid
     assert not psutil.pid_exists(pid)
     assert not process.address_file.exists()
-    process.stop()
 
 
 def test_signals_to_the_trainer_s_group_are_left_to_the_trainer(config, tmp_path):
@@ -152,8 +149,7 @@ def test_the_server_exits_with_its_parent(config, tmp_path, forks):
     script = (
         "import os, sys, time\n"
         "from megatron_rl.environments.process import EnvironmentServerProcess\n"
-        f"process = EnvironmentServerProcess({str(config)!r}, {str(tmp_path)!r})\n"
-        "process.start()\n"
+        f"process = EnvironmentServerProcess({str(config)!r}, {str(tmp_path)!r}).__enter__()\n"
         f"child = os.fork() if {forks} else -1\n"
         "if child == 0:\n"
         "    time.sleep(30)\n"
@@ -183,8 +179,8 @@ def test_a_port_in_use_is_one_clear_line(config, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(EnvironmentFault) as fault:
-            EnvironmentServerProcess(config, tmp_path, port=port).start()
+        with pytest.raises(EnvironmentFault) as fault, EnvironmentServerProcess(config, tmp_path, port=port):
+            pass
     _, *log = str(fault.value).splitlines()
     assert log == [f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another"]
 
@@ -192,9 +188,9 @@ def test_a_port_in_use_is_one_clear_line(config, tmp_path):
 def test_a_wrong_list_is_reported_from_the_log(tmp_path):
     config = tmp_path / "list.yaml"
     config.write_text("- environment: arithmatic\n")
-    process = EnvironmentServerProcess(config, tmp_path)
-    with pytest.raises(EnvironmentFault, match="did you mean 'arithmetic'"):
-        process.start()
+    did_you_mean = pytest.raises(EnvironmentFault, match="did you mean 'arithmetic'")
+    with did_you_mean, EnvironmentServerProcess(config, tmp_path):
+        pass
 
 
 def test_it_starts_fast_without_torch_and_from_anywhere(config, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.results import judge
 from megatron_rl.environments.selftest import run_checks
-from megatron_rl.types import Continuation, GradeResult, Step, Task, Transcript, Turn
+from megatron_rl.types import Continuation, Grade, Step, Task, Transcript, Turn
 
 TASK = Task("37*46", "37*46=", {"expression": "37*46", "answer": "1702"})
 CALL = Turn("<37*46>", "stop", 8, 0, False)
@@ -39,14 +39,14 @@ class Says(ConversationEnvironment):
         return self._step
 
 
-def answer(step: Any) -> GradeResult:
+def answer(step: Any) -> Grade:
     return judge(Says(step), (TASK, None, CALL))
 
 
 def test_an_unfinished_step_is_worth_the_minimum_unless_it_says_otherwise() -> None:
-    assert answer(Step(HELLO)) == GradeResult("ok", -1.0, continuation=Continuation(HELLO, None))
-    assert answer(Step(HELLO, [1], reward=0.5)) == GradeResult("ok", 0.5, continuation=Continuation(HELLO, [1]))
-    assert answer(Step(done=True, reward=1)) == GradeResult("ok", 1.0)
+    assert answer(Step(HELLO)) == Grade(-1.0, continuation=Continuation(HELLO, None))
+    assert answer(Step(HELLO, [1], reward=0.5)) == Grade(0.5, continuation=Continuation(HELLO, [1]))
+    assert answer(Step(done=True, reward=1)) == Grade(1.0)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_an_unfinished_step_is_worth_the_minimum_unless_it_says_otherwise() -> N
 )
 def test_what_is_no_step_is_a_failure_that_says_why(step: Any, code: str, complaint: str) -> None:
     result = answer(step)
-    assert (result.status, result.reward, result.code) == ("error", None, code)
+    assert (result.failed, result.reward, result.code) == (True, None, code)
     assert complaint in result.message
 
 
@@ -94,17 +94,17 @@ def client(request, tmp_path_factory):
 
 
 def test_a_conversation_over_rest(client: EnvironmentClient) -> None:
-    async def talk() -> list[GradeResult]:
-        (first,) = await client.step("calculator", [(TASK, None, CALL)])
+    async def talk() -> list[Grade]:
+        (first,) = await client.grade("calculator", [(TASK, None, CALL)])
         right = Turn("#1702", "stop", 6, 1, False)
         wrong = Turn("#1701", "stop", 6, 1, False)
         state = first.continuation.state
-        return [first, *await client.step("calculator", [(TASK, state, right), (TASK, state, wrong)])]
+        return [first, *await client.grade("calculator", [(TASK, state, right), (TASK, state, wrong)])]
 
     first, right, wrong = asyncio.run(talk())
-    assert (first.reward, first.verdict, first.continuation) == (0.0, "no_answer", REPLY)
-    assert (right.reward, right.verdict, right.extracted, right.continuation) == (1.0, "correct", "1702", None)
-    assert (wrong.reward, wrong.verdict, wrong.metrics) == (0.0, "wrong", {"calls": 1.0})
+    assert (first.reward, first.status, first.continuation) == (0.0, "no_answer", REPLY)
+    assert (right.reward, right.status, right.extracted, right.continuation) == (1.0, "correct", "1702", None)
+    assert (wrong.reward, wrong.status, wrong.metrics) == (0.0, "wrong", {"calls": 1.0})
     [served] = client.environments()
     assert (served.name, served.weight, served.evaluation_only, served.max_turns) == ("calculator", 1.0, False, 3)
 

@@ -69,7 +69,7 @@ def test_math():
     told = [
         (*case, result)
         for case, result in zip(MATH, grades, strict=True)
-        if result.verdict not in case[2].split("|") or result.reward != (result.verdict == "correct")
+        if result.status not in case[2].split("|") or result.reward != (result.status == "correct")
     ]
     assert told == []
 

@@ -109,8 +109,8 @@ def test_hostile_completions_end_in_time_and_win_nothing(kind):
     results = grade_many(kind, [(text, gold) for text in HOSTILE.values()], deadline_s=1.0)
     took = time.monotonic() - start
     assert {name for name, result in zip(HOSTILE, results, strict=True) if result.reward > 0} == set()
-    assert {result.verdict for result in results} <= {"wrong", "no_answer", "unparsable", "timeout"}
-    late = sum(result.verdict == "timeout" for result in results)
+    assert {result.status for result in results} <= {"wrong", "no_answer", "unparsable", "timeout"}
+    late = sum(result.status == "timeout" for result in results)
     assert late <= (8 if kind == "math" else 0)
     assert took < 2 * LONGEST_WAIT * max(late, 1) + 30  # two tries each; the rest is a busy machine
     assert not Path("/tmp/made_by_a_completion").exists()

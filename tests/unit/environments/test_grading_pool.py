@@ -16,7 +16,7 @@ import pytest
 
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.types import GradeResult, Task, Transcript
+from megatron_rl.types import Grade, Task, Transcript
 
 FAULTY = "faulty_graders:Faulty"
 DEADLINE = 1.0
@@ -33,7 +33,7 @@ def sample(text: str, mark: Path | str = "") -> tuple[Task, Transcript]:
     return Task("0", "?", {"mark": str(mark)}), Transcript(text, "stop", len(text))
 
 
-def grade(pool: WorkerPool, *texts: str, deadline_s: float = 5.0) -> list[GradeResult]:
+def grade(pool: WorkerPool, *texts: str, deadline_s: float = 5.0) -> list[Grade]:
     return pool.grade(FAULTY, {}, [sample(text) for text in texts], deadline_s, -1.0)
 
 
@@ -45,7 +45,7 @@ def rise(pool: WorkerPool, before: dict[str, int]) -> dict[str, int]:
 def test_grades_come_back_in_order_with_options_and_reasons(pool):
     results = pool.grade(FAULTY, {"bonus": 0.5}, [sample("x" * n) for n in range(40)], DEADLINE, 0.0)
     assert [result.reward for result in results] == [n + 0.5 for n in range(40)]
-    assert (results[3].verdict, results[3].extracted) == ("correct", "xxx")
+    assert (results[3].status, results[3].extracted) == ("correct", "xxx")
 
 
 def test_twenty_hangs_in_320_lose_no_good_item(pool):
@@ -54,9 +54,9 @@ def test_twenty_hangs_in_320_lose_no_good_item(pool):
     results = grade(pool, *texts, deadline_s=DEADLINE)
     for text, result in zip(texts, results, strict=True):
         if text == "hang":
-            assert result == GradeResult("ok", -1.0, verdict="timeout")
+            assert result == Grade(-1.0, status="timeout")
         else:
-            assert (result.status, result.reward) == ("ok", float(len(text)))
+            assert (result.failed, result.reward) == (False, float(len(text)))
     assert rise(pool, before) == {
         "graded": 320, "worker_timeouts": 40, "worker_respawns": 40, "retried": 20, "failed": 20,
     }  # fmt: skip
@@ -75,7 +75,7 @@ def test_a_worker_that_dies_twice_is_an_error_of_its_item_alone(pool, fault, how
     before = pool.counters()
     good, bad, last = grade(pool, "good", fault, "last")
     assert (good.reward, last.reward) == (4.0, 4.0)
-    assert (bad.status, bad.code, bad.reward) == ("error", "worker_died", None)
+    assert (bad.failed, bad.code, bad.reward) == (True, "worker_died", None)
     assert how in bad.message
     assert rise(pool, before) == {"graded": 3, "worker_deaths": 2, "worker_respawns": 2, "retried": 1, "failed": 1}
 
@@ -96,13 +96,13 @@ def test_a_fault_that_does_not_come_back_costs_nothing(pool, fault, tmp_path):
     before = pool.counters()
     text = f"once:{fault}"
     (result,) = pool.grade(FAULTY, {}, [sample(text, tmp_path / "mark")], DEADLINE, 0.0)
-    assert (result.status, result.reward) == ("ok", len(text))
+    assert (result.failed, result.reward) == (False, len(text))
     assert rise(pool, before)["retried"] == 1
     assert "failed" not in rise(pool, before)
 
 
 def test_a_grader_that_swallows_everything_is_killed_all_the_same(pool):
-    assert grade(pool, "spin", deadline_s=DEADLINE)[0].verdict == "timeout"
+    assert grade(pool, "spin", deadline_s=DEADLINE)[0].status == "timeout"
 
 
 def test_workers_see_no_secrets_and_no_input(hostile_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_workers_see_no_secrets_and_no_input(hostile_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with contextlib.closing(WorkerPool(1, preload=())) as pool:
         environ, stdin, interrupt = grade(pool, "environ", "stdin", "interrupt")
-    names = set(environ.verdict.split(","))
+    names = set(environ.status.split(","))
     assert not {"HF_TOKEN", "WANDB_API_KEY"} & names
     assert len(names) < 16
     assert environ.extracted == ""

@@ -101,8 +101,8 @@ def test_wild_modules_do_not_hide_the_others(wild):
 def test_a_server_that_a_module_ends_leaves_the_modules_name(wild):
     """The preflight of rank 0 has looked at the list; on another node the module may do something else."""
     (wild / "list.yaml").write_text("- environment: good_x:Made\n- environment: exits:Made\n")
-    with pytest.raises(EnvironmentFault) as fault:
-        EnvironmentServerProcess(wild / "list.yaml", wild / "logs").start()
+    with pytest.raises(EnvironmentFault) as fault, EnvironmentServerProcess(wild / "list.yaml", wild / "logs"):
+        pass
     first, line = str(fault.value).splitlines()
     assert first.startswith("the environment server exited (0) while it started; see ")
     assert line.endswith(f"{wild / 'list.yaml'}:2, now loading: environment 'exits:Made' (its module was imported)")

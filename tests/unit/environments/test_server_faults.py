@@ -61,7 +61,7 @@ def _samples(number: int) -> list[tuple[Task, Transcript]]:
 
 
 async def _graded(client: EnvironmentClient, stop: threading.Event, least: int) -> Counter:
-    """(task, text, status, code, reward) of every sample of at least ``least`` groups and until ``stop``."""
+    """(task, text, failed, code, reward) of every sample of at least ``least`` groups and until ``stop``."""
     seen: Counter = Counter()
 
     async def one(number: int) -> None:
@@ -69,7 +69,7 @@ async def _graded(client: EnvironmentClient, stop: threading.Event, least: int) 
         results = await client.grade("faulty", items)
         assert len(results) == GROUP
         for (task, transcript), result in zip(items, results, strict=True):
-            seen[(task.id, transcript.text, result.status, result.code, result.reward)] += 1
+            seen[(task.id, transcript.text, result.failed, result.code, result.reward)] += 1
 
     number = 0
     while number < least or not stop.is_set():
@@ -209,7 +209,7 @@ def test_an_environment_that_ends_the_fork_server_is_the_server_s_fault_and_nobo
         [result] = asyncio.run(client.grade("fatal", [item]))
         assert result.code == "server_unreachable"
         assert "the process of the grading workers ended" in result.message
-        assert asyncio.run(client.grade("arithmetic", [item]))[0].status == "ok"
+        assert not asyncio.run(client.grade("arithmetic", [item]))[0].failed
         assert process.restarts == 0
 
 

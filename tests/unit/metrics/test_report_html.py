@@ -23,7 +23,7 @@ from megatron_rl.metrics.report import (
     write_report,
 )
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
 
 HOSTILE = (
@@ -65,7 +65,7 @@ def embedded_data(page: str) -> Any:
 
 def make_group(text: str, tokens: int = 1) -> RolloutGroup:
     completion = Completion((7,) * tokens, (-0.5,) * tokens, "stop", policy_version=0)
-    rollout = Rollout(completion, text, GradeResult("ok", 1.0))
+    rollout = Rollout(completion, text, Grade(1.0))
     return RolloutGroup(SourcedTask(text, Task(text, text)), (1,), text, (rollout,))
 
 
@@ -178,12 +178,12 @@ def test_missing_values_do_not_break_downsampling() -> None:
 
 def test_verdict_and_extracted_answer_stand_beside_the_reward(run: RunDirectory) -> None:
     grades = [
-        GradeResult("ok", -1.0, verdict="wrong", extracted="35"),
-        GradeResult("ok", 1.0, verdict="correct", extracted="34"),
-        GradeResult("ok", -1.0, verdict="wrong", extracted="<b>36"),
-        GradeResult("ok", -1.0, verdict="no_answer"),
-        GradeResult("error", code="timeout", message="slow"),
-        GradeResult("ok", 0.5),
+        Grade(-1.0, status="wrong", extracted="35"),
+        Grade(1.0, status="correct", extracted="34"),
+        Grade(-1.0, status="wrong", extracted="<b>36"),
+        Grade(-1.0, status="no_answer"),
+        Grade(None, code="timeout", message="slow"),
+        Grade(0.5),
     ]
     group = make_group("2+2")
     rollouts = tuple(replace(group.rollouts[0], grade=grade) for grade in grades)

@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.metrics.jsonl import JsonlWriter
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
 
 PAGE = Path(__file__).parents[2] / "support" / "page.js"
@@ -22,10 +22,10 @@ NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="needs node, to run the page's script")
 
 GRADES = (
-    GradeResult("ok", -1.0, verdict="wrong", extracted="<b>35</b>"),
-    GradeResult("ok", 1.0, verdict="correct", extracted="34"),
-    GradeResult("ok", -1.0, verdict="no_answer"),
-    GradeResult("error", code="timeout", message="slow"),
+    Grade(-1.0, status="wrong", extracted="<b>35</b>"),
+    Grade(1.0, status="correct", extracted="34"),
+    Grade(-1.0, status="no_answer"),
+    Grade(None, code="timeout", message="slow"),
 )
 WORDS = {0: "calls ", 1: "<tool>", 2: "42", 3: "</tool>", 4: "so\n42"}
 

@@ -9,21 +9,21 @@ import pytest
 
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.rollouts import training_rows
-from megatron_rl.types import Completion, GradeResult, Rollout, RolloutGroup, SourcedTask, Task
+from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
 
 VOCABULARY = {5: "4", 6: "<eos>"}
 
 
-def make_group(task: str, *grades: GradeResult) -> RolloutGroup:
+def make_group(task: str, *grades: Grade) -> RolloutGroup:
     completion = Completion((5, 6), (-0.25, float("-inf")), "stop", policy_version=11)
     rollouts = tuple(Rollout(completion, "4 \ud800", grade) for grade in grades)
     return RolloutGroup(SourcedTask("arithmetic", Task(task, "2+2")), (1, 2), "user: 2+2", rollouts)
 
 
 GROUPS = [
-    make_group("a", GradeResult("ok", 1.0, {"length": 2.0}), GradeResult("error", code="timeout", message="slow")),
-    make_group("b", GradeResult("ok", 0.0)),
+    make_group("a", Grade(1.0, {"length": 2.0}), Grade(None, code="timeout", message="slow")),
+    make_group("b", Grade(0.0)),
 ]
 
 
@@ -76,7 +76,7 @@ def test_token_texts_are_decoded_once_per_id(tmp_path: Path) -> None:
 
 def test_rows_of_training_say_what_became_of_each_sample() -> None:
     """Groups 1 and 3 of two samples each are this rank's: samples 2, 3 and 6, 7 of the step."""
-    grade = GradeResult("ok", 1.0)
+    grade = Grade(1.0)
     groups = [make_group("a", grade, grade), make_group("b", grade, grade)]
     use = {0: (0, 1.5), 2: (1, 0.5), 3: (0, -0.5), 6: (1, 2.0)}
     rows = training_rows(12, groups, [1, 3], use, 4, VOCABULARY.__getitem__)

@@ -19,7 +19,7 @@ from megatron_rl.types import (
     Completed,
     Completion,
     Continuation,
-    GradeResult,
+    Grade,
     Request,
     SamplingParams,
     SourcedTask,
@@ -77,7 +77,7 @@ class ScriptedEngine:
         return request, tuple(completions)
 
 
-Answer = Callable[[Task, Any, Turn], GradeResult]
+Answer = Callable[[Task, Any, Turn], Grade]
 
 
 class Harness:
@@ -97,17 +97,14 @@ class Harness:
         max_turns: int = 5,
         journal: StepJournal | None = None,
     ) -> RolloutResult | None:
-        async def step(environment: str, items: Sequence[tuple[Task, Any, Turn]]) -> list[GradeResult]:
+        async def step(environment: str, items: Sequence[tuple[Task, Any, Turn]]) -> list[Grade]:
             await asyncio.sleep(0)
             self.asked += [(state, turn) for _, state, turn in items]
             return [answer(*item) for item in items]
 
-        async def no_grade(environment: str, items: object) -> list[GradeResult]:
-            raise AssertionError("a conversation is stepped, never graded")
-
-        settings = ConversationSettings(step, {"talk": max_turns}, LONGEST)
+        settings = ConversationSettings({"talk": max_turns}, LONGEST)
         self.close()
-        self.rollouter = Rollouter(engine, toy_tokenizer(), self._groups, no_grade, self.stop, 0.0, settings)
+        self.rollouter = Rollouter(engine, toy_tokenizer(), self._groups, step, self.stop, 0.0, settings)
         source = SourcedTask("talk", Task("0", "ab"))
         request = Request(source, PROMPT, samples, SamplingParams(max_new_tokens=6))
         return self.rollouter.run([request], 9, 4, journal)
@@ -127,10 +124,10 @@ def harness(one_rank: ParallelGroups) -> Iterator[Harness]:
 def replying(text: str, until: int) -> Answer:
     """Says ``text`` until turn ``until``, which ends the conversation with that number as its reward."""
 
-    def answer(task: Task, state: Any, turn: Turn) -> GradeResult:
+    def answer(task: Task, state: Any, turn: Turn) -> Grade:
         if turn.number == until:
-            return GradeResult("ok", reward=float(until))
-        return GradeResult("ok", 0.25, continuation=Continuation(({"role": "user", "content": text},), turn.number))
+            return Grade(float(until))
+        return Grade(0.25, continuation=Continuation(({"role": "user", "content": text},), turn.number))
 
     return answer
 
@@ -145,7 +142,7 @@ def test_tokens_logprobs_and_spans_of_two_turns(harness: Harness) -> None:
     assert rollout.completion.environment_spans == ((2, 4),)
     assert (rollout.completion.num_written, rollout.completion.num_turns) == (4, 2)
     assert (rollout.completion.finish_reason, rollout.completion.policy_version) == ("stop", 4)
-    assert rollout.grade == GradeResult("ok", reward=1.0)
+    assert rollout.grade == Grade(1.0)
     assert group.prompt_ids == PROMPT
     assert rollout.text == "cxya"
     # the second turn goes on from the very tokens of the first
@@ -173,7 +170,7 @@ def test_samples_of_a_group_part_ways(harness: Harness) -> None:
     said = {(s, t): (A + s, END) for s in range(3) for t in range(3)}
     ends = {"a": 2, "b": 0, "c": 1}
 
-    def answer(task: Task, state: Any, turn: Turn) -> GradeResult:
+    def answer(task: Task, state: Any, turn: Turn) -> Grade:
         return replying("x", until=ends[turn.text])(task, state, turn)
 
     (group,) = harness.run(ScriptedEngine(said), answer, samples=3).groups
@@ -221,13 +218,13 @@ def test_the_room_that_is_left_bounds_the_next_turn(harness: Harness) -> None:
 def test_a_failed_step_fails_its_sample_alone(harness: Harness) -> None:
     said = {(s, t): (A + s, END) for s in range(2) for t in range(2)}
 
-    def answer(task: Task, state: Any, turn: Turn) -> GradeResult:
+    def answer(task: Task, state: Any, turn: Turn) -> Grade:
         if turn.text == "a" and turn.number == 1:
-            return GradeResult("error", code="worker_died", message="twice")
+            return Grade(None, code="worker_died", message="twice")
         return replying("x", until=1)(task, state, turn)
 
     (group,) = harness.run(ScriptedEngine(said), answer, samples=2).groups
-    assert [r.grade.status for r in group.rollouts] == ["error", "ok"]
+    assert [r.grade.failed for r in group.rollouts] == [True, False]
     assert group.rollouts[0].grade.code == "worker_died"
 
 
@@ -238,8 +235,8 @@ def test_a_conversation_whose_step_failed_is_held_again(
     journal = RolloutJournal(tmp_path, one_rank)
     said = {(0, t): (A, END) for t in range(2)}
 
-    def failing(task: Task, state: Any, turn: Turn) -> GradeResult:
-        return GradeResult("error", code="timeout")
+    def failing(task: Task, state: Any, turn: Turn) -> Grade:
+        return Grade(None, code="timeout")
 
     harness.run(ScriptedEngine(said), failing, journal=journal.open(1, {}))
     first, second = ScriptedEngine(said), ScriptedEngine(said)
@@ -256,7 +253,7 @@ def test_a_reply_of_no_tokens_is_a_failure(harness: Harness) -> None:
 
 
 def test_a_stop_while_the_environment_thinks_cancels_the_step(harness: Harness) -> None:
-    def answer(task: Task, state: Any, turn: Turn) -> GradeResult:
+    def answer(task: Task, state: Any, turn: Turn) -> Grade:
         harness.stop.reason = "SIGTERM"
         return replying("x", until=99)(task, state, turn)
 

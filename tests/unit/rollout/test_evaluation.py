@@ -12,7 +12,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator, is_correct, powers_of_two_up_to
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import RolloutResult
-from megatron_rl.types import GradeResult, Request, RolloutGroup, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Grade, Request, RolloutGroup, SamplingParams, SourcedTask, Task
 from tests.support.rollouts import graded_group
 
 FACTORY = RequestFactory(SamplingParams(max_new_tokens=8), max_sequence_length=16)
@@ -140,7 +140,7 @@ def test_its_answers_come_with_it(one_rank: ParallelGroups) -> None:
     ],
 )
 def test_the_verdict_decides_before_the_reward(reward: float, verdict: str, right: bool) -> None:
-    assert is_correct(GradeResult("ok", reward, verdict=verdict)) == right
+    assert is_correct(Grade(reward, status=verdict)) == right
 
 
 def test_rewards_that_are_not_0_or_1_leave_the_results_alone(one_rank: ParallelGroups) -> None:
@@ -148,10 +148,10 @@ def test_rewards_that_are_not_0_or_1_leave_the_results_alone(one_rank: ParallelG
     sampled, greedy = graded_group([0.0, 0.5]), graded_group([0.5])
     verdicts = [("correct", "4"), ("wrong", "5")]
     rollouts = [
-        replace(rollout, grade=replace(rollout.grade, verdict=verdict, extracted=answer))
+        replace(rollout, grade=replace(rollout.grade, status=verdict, extracted=answer))
         for rollout, (verdict, answer) in zip(sampled.rollouts, verdicts, strict=True)
     ]
-    wrong = replace(greedy.rollouts[0], grade=replace(greedy.rollouts[0].grade, verdict="wrong"))
+    wrong = replace(greedy.rollouts[0], grade=replace(greedy.rollouts[0].grade, status="wrong"))
     groups = [replace(sampled, rollouts=tuple(rollouts)), replace(greedy, rollouts=(wrong,))]
     metrics = evaluator(one_rank, FixedRollouter(groups), [("toy", "0")], samples=2).evaluate(0).metrics
     assert (metrics["val/toy/pass@1"], metrics["val/toy/greedy"], metrics["val/toy/maj@k"]) == (0.5, 0.0, 1.0)

@@ -9,7 +9,7 @@ from megatron_rl.config import read_config
 from megatron_rl.metrics.evaluation import by_environment, last_evaluation, result_table, with_average
 from megatron_rl.metrics.table import format_table
 from megatron_rl.rollout.evaluation import confidence, majority_is_correct
-from megatron_rl.types import Completion, GradeResult, Rollout
+from megatron_rl.types import Completion, Grade, Rollout
 
 FLAGS = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
@@ -79,5 +79,5 @@ def test_the_newest_evaluation_is_shown():
 )
 def test_the_majority_votes_by_extracted_answer(answers, right):
     completion = Completion((1,), (0.0,), "stop", 0)
-    graded = [Rollout(completion, "", GradeResult("ok", reward, extracted=text)) for text, reward in answers]
+    graded = [Rollout(completion, "", Grade(reward, extracted=text)) for text, reward in answers]
     assert majority_is_correct(graded) == right

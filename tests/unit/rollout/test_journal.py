@@ -14,7 +14,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.types import (
     Completion,
-    GradeResult,
+    Grade,
     Request,
     Rollout,
     RolloutGroup,
@@ -37,8 +37,8 @@ def group(index: int) -> RolloutGroup:
     logprobs = tuple((torch.arange(1, 6) / -3.0).tolist())
     talk = Completion((5, 0, 7, 8, 70000), logprobs, "length", 3, ((2, 4),))
     plain = Completion((index, 0), logprobs[:2], "stop", 3)
-    failed = GradeResult("error", code="worker_died", message="twice")
-    good = GradeResult("ok", 0.1, {"calls": 2.0}, verdict="correct", extracted="12")
+    failed = Grade(None, code="worker_died", message="twice")
+    good = Grade(0.1, {"calls": 2.0}, status="correct", extracted="12")
     return RolloutGroup(request(index).source, (1, 2), "", (Rollout(talk, "", failed), Rollout(plain, "", good)))
 
 
@@ -140,7 +140,7 @@ def test_of_two_records_the_one_with_grades_counts(
 ) -> None:
     """A group whose grades failed was dealt to one rank, and to another one when it was graded again."""
     failed = group(0)
-    good = replace(failed, rollouts=tuple(replace(r, grade=GradeResult("ok", 1.0)) for r in failed.rollouts))
+    good = replace(failed, rollouts=tuple(replace(r, grade=Grade(1.0)) for r in failed.rollouts))
     for rank, which in zip(ranks, (failed, good), strict=True):
         place = SimpleNamespace(data_rank=rank, leads_model=True, model_group=one_rank.model_group)
         step = RolloutJournal(tmp_path, place).open(STEP, HEADER)

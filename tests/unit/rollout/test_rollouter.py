@@ -18,7 +18,7 @@ from megatron_rl.signals import StopRequest
 from megatron_rl.types import (
     Completed,
     Completion,
-    GradeResult,
+    Grade,
     Request,
     SamplingParams,
     SourcedTask,
@@ -27,8 +27,8 @@ from megatron_rl.types import (
 )
 from tests.support.toy import toy_tokenizer
 
-GOOD = GradeResult("ok", reward=1.0)
-FAILED = GradeResult("error", code="timeout", message="10 s")
+GOOD = Grade(1.0)
+FAILED = Grade(None, code="timeout", message="10 s")
 
 
 class ScriptedEngine:
@@ -83,8 +83,8 @@ def make_requests(count: int, num_samples: int = 2) -> list[Request]:
     ]
 
 
-async def grade_at_once(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
-    return [GradeResult("ok", reward=float(task.id)) for task, _ in items]
+async def grade_at_once(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
+    return [Grade(float(task.id)) for task, _ in items]
 
 
 class Harness:
@@ -123,7 +123,7 @@ def test_the_engine_steps_while_a_grade_is_pending(harness: Harness) -> None:
     engine = ScriptedEngine(finish_at=[1, 8])
     seen: dict[str, tuple[int, int]] = {}
 
-    async def patient(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def patient(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         started = engine.steps
         for _ in range(1000):
             if engine.steps >= started + 5 or not engine.has_unfinished:
@@ -143,7 +143,7 @@ def test_grading_time_hides_behind_generation(harness: Harness) -> None:
     engine = ScriptedEngine(finish_at=[1, 2, 3, 20], step_seconds=0.01)
     graded_at: dict[str, int] = {}
 
-    async def slow(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def slow(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         task = items[0][0].id
         await asyncio.sleep(0.3 if task == "3" else 0.05)
         graded_at[task] = engine.steps
@@ -168,7 +168,7 @@ def test_groups_come_back_in_the_order_of_the_requests(harness: Harness) -> None
 def test_the_grader_sees_text_ending_and_length(harness: Harness) -> None:
     seen: list[Transcript] = []
 
-    async def look(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def look(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         assert environment == "toy"
         seen.extend(transcript for _, transcript in items)
         return [GOOD] * len(items)
@@ -182,7 +182,7 @@ def test_the_grader_sees_text_ending_and_length(harness: Harness) -> None:
 
 
 def test_failed_grades_are_data(harness: Harness) -> None:
-    async def half(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def half(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         return [GOOD, FAILED]
 
     result = harness.run(ScriptedEngine(finish_at=[1, 2]), half)
@@ -197,13 +197,13 @@ def test_failed_grades_of_an_earlier_start_are_graded_again(
     failures = {"0": (), "1": (1,), "2": (0, 1)}
     asked: list[tuple[str, str]] = []
 
-    async def failing(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def failing(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         graded = await healthy(environment, items)
         return [FAILED if index in failures[items[0][0].id] else grade for index, grade in enumerate(graded)]
 
-    async def healthy(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def healthy(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         asked.extend((task.id, transcript.text) for task, transcript in items)
-        return [GradeResult("ok", reward=float(len(transcript.text))) for _, transcript in items]
+        return [Grade(float(len(transcript.text))) for _, transcript in items]
 
     undisturbed = harness.run(ScriptedEngine(finish_at=[1, 2, 3]), healthy)
     harness.run(ScriptedEngine(finish_at=[1, 2, 3]), failing, journal=journal.open(1, {}))
@@ -216,7 +216,7 @@ def test_failed_grades_of_an_earlier_start_are_graded_again(
 
 
 def test_a_grader_that_returns_too_few_verdicts_is_an_error(harness: Harness) -> None:
-    async def short(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def short(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         return [GOOD]
 
     with pytest.raises(ValueError, match="shorter"):
@@ -227,7 +227,7 @@ def test_a_stop_request_ends_the_rollout_and_its_grades(harness: Harness) -> Non
     engine = ScriptedEngine(finish_at=[1, 10**9])
     cancelled: list[str] = []
 
-    async def endless(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def endless(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         harness.stop.reason = "SIGTERM"
         try:
             await asyncio.sleep(60)
@@ -247,7 +247,7 @@ def test_a_stop_request_is_heard_while_only_grades_are_waited_for(harness: Harne
     """All generation is over; the grader would take another minute."""
     engine = ScriptedEngine(finish_at=[1, 2])
 
-    async def slow(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def slow(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         if items[0][0].id == "1":
             await asyncio.sleep(0.1)
             harness.stop.reason = "SIGTERM"

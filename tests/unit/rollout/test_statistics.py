@@ -18,7 +18,7 @@ from megatron_rl.rollout.statistics import (
     lengths_and_seconds,
     rollout_metrics,
 )
-from megatron_rl.types import GradeResult, Request, RolloutGroup, SamplingParams
+from megatron_rl.types import Grade, Request, RolloutGroup, SamplingParams
 from tests.support.rollouts import graded_group
 
 
@@ -82,7 +82,7 @@ def test_what_the_engine_did(one_rank: ParallelGroups) -> None:
 def test_failures_are_counted_by_code(one_rank: ParallelGroups) -> None:
     group = graded_group([None, None, 1.0])
     rollouts = list(group.rollouts)
-    rollouts[1] = replace(rollouts[1], grade=GradeResult("error", code="worker_died", message="killed"))
+    rollouts[1] = replace(rollouts[1], grade=Grade(None, code="worker_died", message="killed"))
     failures = failures_of([group, replace(group, rollouts=tuple(rollouts))], one_rank.data_group)
     assert failures.counts == {"timeout": 3, "worker_died": 1}
     assert failures.example == "killed"

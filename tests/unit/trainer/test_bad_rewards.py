@@ -24,7 +24,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.rl import RLRun
 from megatron_rl.run.training import StepResult
 from megatron_rl.trainer.policy import sample_advantages
-from megatron_rl.types import GradeResult, RolloutGroup, Task, Transcript
+from megatron_rl.types import Grade, RolloutGroup, Task, Transcript
 from tests.support.bad_rewards import FORGED, KINDS, forged_answer
 from tests.support.rollouts import graded_group
 from tests.support.samples import all_equal, weights_of
@@ -37,7 +37,7 @@ CASES = tuple(product(KINDS, PLACES))
 NAME = "bad_rewards"
 SAMPLES = 16
 ANSWER = Transcript("a", "stop", 1)
-Grading = Callable[[Sequence[float | None]], Awaitable[list[GradeResult]]]
+Grading = Callable[[Sequence[float | None]], Awaitable[list[Grade]]]
 """One result a reward; None asks for the bad one."""
 
 
@@ -59,11 +59,11 @@ def grading(client: EnvironmentClient, kind: str, place: str, folder: Path) -> G
     """The grader of the case: the real server for what an environment returns, a lying one for the wire."""
     bad = {"kind": kind, "place": place}
 
-    async def returned(rewards: Sequence[float | None]) -> list[GradeResult]:
+    async def returned(rewards: Sequence[float | None]) -> list[Grade]:
         tasks = [Task("1", "p", bad if reward is None else {"reward": reward}) for reward in rewards]
         return await client.grade(NAME, [(task, ANSWER) for task in tasks])
 
-    async def forged(rewards: Sequence[float | None]) -> list[GradeResult]:
+    async def forged(rewards: Sequence[float | None]) -> list[Grade]:
         stub = Stub((200, forged_answer(FORGED[kind], rewards)))
         try:
             write_address(folder / "forged.json", stub.address)
@@ -92,11 +92,11 @@ def bench(one_rank: ParallelGroups) -> Iterator[Bench]:
     """One for all cases: none of them may leave a trace."""
     config = tiny_config(rl_max_failed_share=1, rl_keep_zero_variance_groups=True)
 
-    async def ask(_: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+    async def ask(_: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
         return await bench.grade([text.text for _, text in items])
 
-    async def good(texts: Sequence[str]) -> list[GradeResult]:
-        return [GradeResult("ok", float(len(set(text)))) for text in texts]
+    async def good(texts: Sequence[str]) -> list[Grade]:
+        return [Grade(float(len(set(text)))) for text in texts]
 
     bench = Bench(toy_run(config, one_rank, ask), good, StepResult(), [], [])
     bench.run.reporter.records = lambda step, groups, *_: bench.seen.extend(groups)
@@ -129,7 +129,7 @@ def test_a_step_of_nothing_else_changes_no_weight(
     result = rl_step(bench.run, 2)
     grades = [rollout.grade for group in bench.seen for rollout in group.rollouts]
     assert len(grades) == SAMPLES
-    assert {(g.status, g.code, g.reward) for g in grades} == {("error", code_of(kind, place), None)}
+    assert {(g.failed, g.code, g.reward) for g in grades} == {(True, code_of(kind, place), None)}
     assert all(grade.message for grade in grades)
     assert result.metrics["training/failed_grades"] == SAMPLES
     assert (result.applied_updates, result.skipped_updates) == (0, 0)
@@ -152,7 +152,7 @@ def test_the_same_step_stops_a_run_that_tolerates_no_failures(
     assert all_equal(before, weights_of(bench.run.policy))
 
 
-def group_of(grades: Sequence[GradeResult], keep: Sequence[int], prompt: int) -> RolloutGroup:
+def group_of(grades: Sequence[Grade], keep: Sequence[int], prompt: int) -> RolloutGroup:
     """The rollouts ``keep`` of a group with these grades."""
     group = graded_group([0.0] * len(grades), prompt_ids=(prompt, 2))
     rollouts = [replace(rollout, grade=grade) for rollout, grade in zip(group.rollouts, grades, strict=True)]
@@ -180,7 +180,7 @@ def without_the_sample(one_rank: ParallelGroups) -> dict[bool, tuple[list[float]
 
     Baselines by hand: of 1 and 0 it is 0.5, of 1 and 0.25 it is 0.625; an invented 0 would make that 0.4167.
     """
-    ok = [GradeResult("ok", reward) for reward in (1.0, 0.0, 0.25)]
+    ok = [Grade(reward) for reward in (1.0, 0.0, 0.25)]
     first = group_of([ok[0], ok[1]], (0, 1), prompt=1)
     second = group_of([ok[0], ok[1], ok[2]], (0, 2), prompt=3)
     return {True: updated(one_rank, [first]), False: updated(one_rank, [first, second])}
@@ -198,10 +198,9 @@ def test_among_good_ones_it_is_as_if_it_were_not_there(
     """Rewards 1, bad and 0.25 give advantages +-0.375; the update is bit for bit that of 1 and 0.25."""
     grades = asyncio.run(grading(client, kind, place, tmp_path)([1.0, None, 0.25]))
     lost = place == "wire" and FORGED[kind].spoils_the_answer
-    statuses = ["error"] * 3 if lost else ["ok", "error", "ok"]
-    assert [grade.status for grade in grades] == statuses
+    assert [grade.failed for grade in grades] == ([True] * 3 if lost else [False, True, False])
     assert grades[1].code == code_of(kind, place)
-    first = group_of([GradeResult("ok", 1.0), GradeResult("ok", 0.0)], (0, 1), prompt=1)
+    first = group_of([Grade(1.0), Grade(0.0)], (0, 1), prompt=1)
     advantages, weights = updated(one_rank, [first, group_of(grades, (0, 1, 2), prompt=3)])
     assert advantages == ([0.5, -0.5] if lost else [0.5, -0.5, 0.375, -0.375])
     assert all_equal(weights, without_the_sample[lost][1])
@@ -211,7 +210,7 @@ def test_a_good_sample_in_its_place_would_have_changed_the_update(
     one_rank: ParallelGroups, without_the_sample: dict[bool, tuple[list[float], list[torch.Tensor]]]
 ) -> None:
     """The control of the comparison above."""
-    ok = [GradeResult("ok", reward) for reward in (1.0, 0.0, 0.25)]
+    ok = [Grade(reward) for reward in (1.0, 0.0, 0.25)]
     first = group_of(ok[:2], (0, 1), prompt=1)
     _, weights = updated(one_rank, [first, group_of(ok, (0, 1, 2), prompt=3)])
     assert not all_equal(weights, without_the_sample[False][1])

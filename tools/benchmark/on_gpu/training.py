@@ -13,7 +13,7 @@ from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.signals import StopRequest
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.samples import SampleBuilder
-from megatron_rl.types import GradeResult, Task, Transcript
+from megatron_rl.types import Grade, Task, Transcript
 from tools.benchmark.common import benchmark_config
 from tools.benchmark.on_gpu.engines import GRAPHS, graphs_problem, open_engine
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded
@@ -51,10 +51,10 @@ def grpo(bench: Bench) -> Iterator[Row]:
         yield from guarded(_grpo(bench, flags), labels)
 
 
-async def _dummy_reward(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[GradeResult]:
+async def _dummy_reward(environment: str, items: Sequence[tuple[Task, Transcript]]) -> list[Grade]:
     """0 and 1 in turns: every group has a signal, so that all answers are trained on."""
     del environment
-    return [GradeResult("ok", reward=float(place % 2)) for place, _ in enumerate(items)]
+    return [Grade(float(place % 2)) for place, _ in enumerate(items)]
 
 
 def _grpo(bench: Bench, flags: Sequence[str]) -> Iterator[Row]:
