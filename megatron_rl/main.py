@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_config
 from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
-from megatron_rl.estimate import estimate, report_text, size_problems
+from megatron_rl.estimate import estimate, size_problems
+from megatron_rl.estimate_table import report_text
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory, typed_command
 from megatron_rl.preflight import preflight

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config import read_config
-from megatron_rl.estimate import estimate, report_text
+from megatron_rl.estimate import estimate
+from megatron_rl.estimate_table import report_text
 from megatron_rl.families import Stages
 
 SUPERVISED = [

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import RLConfig, read_config
-from megatron_rl.estimate import Estimate, estimate, report_text
+from megatron_rl.estimate import Estimate, estimate
+from megatron_rl.estimate_table import report_text
 from tests.unit.config.test_config_examples import script_flags
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo" / "run.sh"
