@@ -210,7 +210,7 @@ def best_checkpoint(root: Path) -> Path | None:
 
 def remove_old(root: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` checkpoints (0 keeps all) and the best, and leftovers of killed saves."""
-    for leftover in (*root.glob("step_*.tmp"), *root.glob("iter_*.tmp")):
+    for leftover in (*root.glob("step_*.tmp"), *root.glob("iter_*.tmp"), *root.glob(".*.tmp")):
         remove(leftover)
     best = best_checkpoint(root)
     for directory in list_checkpoints(root)[:-keep] if keep > 0 else []:
