@@ -10,6 +10,8 @@ STEPS = 50
 WARM = slice(10, 20)
 """By then caches that fill once are full: kernels, buffers as long as the longest batch, names of metrics."""
 LATE = slice(40, STEPS)
+FEWER_TENSORS = LATE.start - WARM.stop
+"""A leak is a tensor a step or more. megatron keeps rotary tables of the last 32 lengths, and late steps meet new ones."""
 MOST_RESIDENT = 16 * 2**20
 """Bytes by which the process may grow in thirty steps; the allocator itself moves some MiB to and fro."""
 CHANGES = {
@@ -41,6 +43,6 @@ def test_fifty_steps(workshop, flags: dict[str, object]) -> None:
     seen = found["steps"][-STEPS:]  # an evaluation before the first step is one more
     assert len(seen) == STEPS
     warm, late = ({what: max(step[what] for step in seen[part]) for what in seen[0]} for part in (WARM, LATE))
-    assert late["tensors"] <= warm["tensors"]
+    assert late["tensors"] < warm["tensors"] + FEWER_TENSORS
     assert late["bytes"] <= 1.02 * warm["bytes"]
     assert late["resident"] <= warm["resident"] + MOST_RESIDENT
