@@ -11,7 +11,7 @@ WARM = slice(10, 20)
 """By then caches that fill once are full: kernels, buffers as long as the longest batch, names of metrics."""
 LATE = slice(40, STEPS)
 FEWER_TENSORS = LATE.start - WARM.stop
-"""A leak is a tensor a step or more. megatron keeps rotary tables of the last 32 lengths, and late steps meet new ones."""
+"""A leak is a tensor a step. megatron keeps rotary tables of the last 32 lengths, and late steps meet new ones."""
 MOST_RESIDENT = 16 * 2**20
 """Bytes by which the process may grow in thirty steps; the allocator itself moves some MiB to and fro."""
 CHANGES = {
