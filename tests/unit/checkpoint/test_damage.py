@@ -142,7 +142,9 @@ def test_a_run_whose_only_checkpoint_is_a_file_does_not_start_anew(pair, tmp_pat
 
 def test_leftovers_that_are_files_are_removed(copied) -> None:
     (copied / "step_0000003.tmp").write_text("not a folder")
+    (copied / ".latest.4242.tmp").write_text("a pointer that a kill left half written")
     remove_old(copied, keep=1)
+    assert not list(copied.glob("*.tmp"))
     assert list(copied.glob("step_*")) == list_checkpoints(copied) == [step_directory(copied, 2)]
 
 
