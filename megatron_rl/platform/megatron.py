@@ -199,8 +199,7 @@ def parameters_where_they_lie(optimizer: Any) -> Iterator[None]:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
 
-    is_wrong = "issue #504" in inspect.getsource(Optimizer.sharded_param_state_fully_reshardable)
-    parts = [part for part in optimizer.chained_optimizers if isinstance(part, Optimizer)] if is_wrong else []
+    parts = [part for part in optimizer.chained_optimizers if isinstance(part, Optimizer)]
     buffers = [(buffer, buffer.param_index_map) for part in parts for buffer in part.buffers]
     for buffer, places in buffers:
         sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
