@@ -37,10 +37,9 @@ class SampleBuilder:
         rank, and not the same number of them on every rank.
         """
         rows = [
-            (number, r.grade.reward if ok else 0.0, ok, r.completion.num_written)
+            (number, 0.0 if r.grade.failed else r.grade.reward, not r.grade.failed, r.completion.num_written)
             for number, group in zip(numbers, rollouts, strict=True)
             for r in group.rollouts
-            for ok in [not r.grade.failed]
         ]
         local = torch.tensor(rows, dtype=torch.float64).view(-1)
         table = torch.cat(gather_vectors(local, self.groups.data_group)).view(-1, 4)
