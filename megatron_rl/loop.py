@@ -36,7 +36,7 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
     with run.timer.phase("advantages"):
         numbers = [request.index for request in requests]
         samples, rewards = run.samples.build(rollouts.groups, numbers)
-        failures = failures_of(rollouts.groups, run.groups.data_group)
+        failures = failures_of(rollouts.groups, run.groups.rollout_group)
         refuse_failures(rewards, failures.counts, run.config.environment.rl_max_failed_share, failures.example)
         updates = run.batches.updates(samples, run.config.training.global_batch_size, seed)
     parity: dict[str, float] = {}
@@ -55,8 +55,8 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, outcome.updates)
     run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token, numbers, outcome.updates)
-    metrics = rollout_metrics(rollouts.groups, run.groups.data_group)
-    metrics |= engine_metrics(rollouts.statistics, run.groups.data_group)
+    metrics = rollout_metrics(rollouts.groups, run.groups.rollout_group)
+    metrics |= engine_metrics(rollouts.statistics, run.groups.rollout_group)
     metrics |= reward_metrics(rewards) | outcome.metrics | parity
     metrics |= environment_metrics(run.environments.counters.since_last_call(), failures)
     metrics |= run.learn_lengths(drawn, requests, rollouts)

@@ -136,6 +136,10 @@ class RLConfig:
         """Copies of the model among ``world_size`` ranks."""
         return max(1, world_size // self.model_parallel_size)
 
+    def rollout_replicas(self, world_size: int) -> int:
+        """Copies of the weights among ``world_size`` ranks: those that share a sequence in training have one each."""
+        return self.data_parallel_size(world_size) * self.parallel.context_parallel_size
+
     @property
     def samples_per_step(self) -> int:
         """Samples that one step brings: a rollout in RL, one global batch in supervised training."""

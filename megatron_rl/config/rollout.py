@@ -27,7 +27,7 @@ def _decoded_at_once(config: RLConfig, world_size: int) -> int:
     prompts, samples = environment.rl_prompts_per_eval, environment.rl_samples_per_eval_prompt
     if config.training.perform_rl_step:
         prompts, samples = algorithm.grpo_prompts_per_step or 0, algorithm.grpo_group_size or 0
-    share = math.ceil(prompts / config.data_parallel_size(world_size)) * samples  # a group stays on one rank
+    share = math.ceil(prompts / config.rollout_replicas(world_size)) * samples  # a group stays on one rank
     return max(1, min(share, MOST_DECODED_AT_ONCE))
 
 

@@ -71,6 +71,16 @@ class ParallelGroups:
         return self.data_group.size()
 
     @property
+    def rollout_rank(self) -> int:
+        """Index in `rollout_group`."""
+        return self.rollout_group.rank()
+
+    @property
+    def rollout_size(self) -> int:
+        """Number of ranks in `rollout_group`."""
+        return self.rollout_group.size()
+
+    @property
     def stage(self) -> int:
         """Index in `pipeline_group`."""
         return self.pipeline_group.rank()

@@ -85,14 +85,14 @@ class Evaluator:
 
     def evaluate(self, policy_version: int) -> EvaluationResult | None:
         """Metrics and answers; None when the run was asked to stop. Collective over the whole job."""
-        requests = self.requests(self._groups.data_rank, self._groups.data_size)
+        requests = self.requests(self._groups.rollout_rank, self._groups.rollout_size)
         result = self._rollouter.run(requests, self._seed, policy_version)
         if result is None:
             return None
         numbers = [request.index // 2 for request in requests[::2]]
         trios = zip(numbers, result.groups[::2], result.groups[1::2], strict=True)
         rows = [value for number, sampled, greedy in trios for value in self._score(number, sampled, greedy)]
-        gathered = gather_vectors(torch.tensor(rows, dtype=torch.float64), self._groups.data_group)
+        gathered = gather_vectors(torch.tensor(rows, dtype=torch.float64), self._groups.rollout_group)
         table = torch.cat(gathered).view(-1, len(_TaskScore._fields)).numpy()
         table = table[table[:, 0].argsort()]
         scores = _TaskScore(*table.T)
@@ -104,7 +104,7 @@ class Evaluator:
         return EvaluationResult(metrics, result.groups, ungraded)
 
     def requests(self, rank: int, ranks: int) -> list[Request]:
-        """A data-parallel rank's share by expected tokens; each task is sampled, then answered greedily."""
+        """A rollout replica's share by expected tokens; each task is sampled, then answered greedily."""
         pairs = [
             (
                 self._factory.request(source, self._samples, 2 * number),

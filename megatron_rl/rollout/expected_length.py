@@ -1,6 +1,6 @@
 """Expected lengths: how many tokens a group will probably take, from what was seen of its task.
 
-Groups are dealt to the data-parallel ranks by it before they are generated. All ranks learn the same numbers in the
+Groups are dealt to the rollout replicas by it before they are generated. All ranks learn the same numbers in the
 same order, so all deal alike; the state is in the checkpoint, so a resumed run does, too. Which rank generates a group
 does not change its tokens: a wrong estimate costs time and nothing else.
 """
@@ -72,7 +72,7 @@ class ExpectedLengths:
 
 
 def deal(requests: Sequence[Request], expected: ExpectedLengths, num_ranks: int) -> list[int]:
-    """The data-parallel rank of each group, with about the same expected tokens on all ranks: longest first.
+    """The rollout replica of each group, with about the same expected tokens on all ranks: longest first.
 
     Of groups that are expected to be alike every rank gets some of each environment: environments are drawn by
     turns, and two ranks that took the groups by turns would have one each. Every rank gets a group if there are enough.

@@ -4,7 +4,7 @@ A run that is killed goes on from its newest checkpoint. The steps after it are 
 all their answers would be generated and graded again. With it a group that was finished comes back as it was. Of
 grades that failed the completions count, and the rollouter has them graded again.
 
-    journal/step_0000013.rank_0.journal      one file a step and data-parallel rank; deleted once a checkpoint covers it
+    journal/step_0000013.rank_0.journal      one file a step and rollout replica; deleted once a checkpoint covers it
 
 A file is a header and the groups, a line each: a CRC and JSON, with arrays of numbers in base64. A torn last line is
 cut away. A file counts only if its header fits: the same random numbers, sampling and graders, the very same weights.
@@ -52,7 +52,7 @@ class RolloutJournal:
         found: dict[int, Record] = {}
         stream = None
         if self._groups.leads_model:
-            own = self._folder / f"step_{step:07d}.rank_{self._groups.data_rank}.journal"
+            own = self._folder / f"step_{step:07d}.rank_{self._groups.rollout_rank}.journal"
             read = {path: _read(path, wanted) for path in sorted(self._folder.glob(f"step_{step:07d}.rank_*.journal"))}
             for record in (record for records, _ in read.values() for record in records):
                 # Graded again on another rank, a group is in two files: the grades that failed do not count.

@@ -79,7 +79,7 @@ class Rollouter:
         every rank of the job when one of them was asked to stop.
 
         Raises:
-            OutOfMemoryTogether: a rank without tensor-parallel companions ran out of memory.
+            OutOfMemoryTogether: a rank that steps alone ran out of memory.
         """
         self._engine.begin(seed, policy_version)
         result, shortage = None, ""
@@ -88,8 +88,8 @@ class Rollouter:
             # that nobody sees, 5 ms for 128 short answers and seconds for a batch of long ones.
             result = self._runner.get_loop().run_until_complete(self._run(requests, journal))
         except (RuntimeError, MemoryError) as error:
-            # The companions of a model copy wait inside the engine; ranks without any have met nobody yet.
-            if not is_out_of_memory(error) or self._groups.model_group.size() > 1:
+            # Those that step together wait inside the engine; ranks that step alone have met nobody yet.
+            if not is_out_of_memory(error) or self._groups.lockstep_group.size() > 1:
                 raise
             traceback.clear_frames(error.__traceback__)
             shortage = reason_of(error) or "no memory"
@@ -114,12 +114,15 @@ class Rollouter:
         for request in new:
             engine.submit(replace(request, goes_on=conversations.goes_on(request)))
         steps, cancelled, generated = 0, False, time.perf_counter()
-        while (engine.has_unfinished or conversations.waiting) and not cancelled:
-            if engine.has_unfinished:
+        while not cancelled:
+            generating, waiting = self._together(engine.has_unfinished, conversations.waiting)
+            if not generating and not waiting:
+                break
+            if generating:
                 for request, completions in engine.step():
                     conversations.add_turn(request, completions)
                 generated = time.perf_counter()
-            for turn in await conversations.replies(idle=not engine.has_unfinished):
+            for turn in await conversations.replies(idle=not generating):
                 engine.submit(turn)
             steps += 1
             cancelled = self._must_stop(steps)
@@ -131,9 +134,17 @@ class Rollouter:
         groups = tuple(conversations.finished[request.index] for request in requests)
         return RolloutResult(groups, engine.statistics, generated - started, time.perf_counter() - generated)
 
+    def _together(self, generating: bool, waiting: bool) -> tuple[bool, bool]:
+        """Whether any of the model copies that share experts is; the ranks of one copy know the same."""
+        groups = self._groups
+        if groups.lockstep_group.size() == groups.model_group.size():
+            return generating, waiting
+        agreed = max_over({"generating": generating, "waiting": waiting}, groups.lockstep_group)
+        return bool(agreed["generating"]), bool(agreed["waiting"])
+
     def _must_stop(self, steps: int) -> bool:
-        """The ranks of one model copy step together, so they must also stop together."""
+        """Ranks that step together must also stop together."""
         due = self._stop.requested and self._stop.seconds >= self._grace_seconds
-        if self._groups.model_group.size() == 1:
+        if self._groups.lockstep_group.size() == 1:
             return due
-        return steps % _STOP_CHECK_EVERY == 0 and any_rank(due, self._groups.model_group)
+        return steps % _STOP_CHECK_EVERY == 0 and any_rank(due, self._groups.lockstep_group)

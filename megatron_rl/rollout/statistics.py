@@ -1,4 +1,4 @@
-"""Numbers about a step's rollouts, over all data-parallel ranks."""
+"""Numbers about a step's rollouts, over all rollout replicas."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.types import Request, RolloutGroup
 
 _MOST_RANKS_SHOWN = 32
-"""With more data-parallel ranks a step's row would consist of their idle shares: the mean alone is kept."""
+"""With more replicas a step's row would consist of their idle shares: the mean alone is kept."""
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> dict[str, float]:
     """Lengths and endings under verl's names, and the mean of every metric the graders report."""
     answers = [(group, rollout.completion) for group in groups for rollout in group.rollouts]
     rows = [
@@ -27,13 +27,13 @@ def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGrou
         for g, c in answers
     ]
     local = torch.tensor(rows, dtype=torch.float64).view(-1)
-    table = torch.cat(gather_vectors(local, data_group)).view(-1, 5)
+    table = torch.cat(gather_vectors(local, rollout_group)).view(-1, 5)
     if not table.numel():
         return {}
     prompt, response, answer, cut, turns = table.unbind(1)
     logprob_sum = sum(sum(completion.inference_logprobs) for _, completion in answers)
     sums = torch.tensor([logprob_sum], dtype=torch.float64)
-    dist.all_reduce(sums, group=data_group)
+    dist.all_reduce(sums, group=rollout_group)
     return {
         "prompt_length/mean": prompt.mean().item(),
         "response_length/mean": response.mean().item(),
@@ -44,7 +44,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], data_group: dist.ProcessGrou
         "rollout/turns_mean": turns.mean().item(),
         "perf/total_num_tokens": (prompt.sum() + answer.sum()).item(),
         "perf/generated_tokens": response.sum().item(),
-        **_grader_means(groups, data_group),
+        **_grader_means(groups, rollout_group),
     }
 
 
@@ -52,24 +52,24 @@ def lengths_and_seconds(
     requests: Sequence[Request],
     rollouts: RolloutResult,
     num_groups: int,
-    data_group: dist.ProcessGroup,
+    rollout_group: dist.ProcessGroup,
 ) -> tuple[list[float], list[float]]:
     """Mean completion length of each of the step's groups, and each rank's seconds of generation.
 
-    One sum over the data-parallel group: every number is of one rank, which the others add 0 to.
+    One sum over the replicas: every number is of one of them, which the others add 0 to.
     """
-    numbers = torch.zeros(num_groups + data_group.size(), dtype=torch.float64)
+    numbers = torch.zeros(num_groups + rollout_group.size(), dtype=torch.float64)
     for request, group in zip(requests, rollouts.groups, strict=True):
         lengths = [len(rollout.completion.token_ids) for rollout in group.rollouts]
         numbers[request.index] = sum(lengths) / len(lengths)
-    numbers[num_groups + data_group.rank()] = rollouts.generate_seconds
-    if data_group.size() > 1:
-        dist.all_reduce(numbers, group=data_group)
+    numbers[num_groups + rollout_group.rank()] = rollouts.generate_seconds
+    if rollout_group.size() > 1:
+        dist.all_reduce(numbers, group=rollout_group)
     return numbers[:num_groups].tolist(), numbers[num_groups:].tolist()
 
 
 def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
-    """Share of the slowest rank's generation that each data-parallel rank did not generate in, and their mean.
+    """Share of the slowest rank's generation that each replica did not generate in, and their mean.
 
     Empty on one rank, which waits for nobody.
     """
@@ -82,10 +82,10 @@ def idle_metrics(seconds: Sequence[float]) -> dict[str, float]:
     return {name: sum(shares) / len(shares), **(by_rank if len(shares) <= _MOST_RANKS_SHOWN else {})}
 
 
-def engine_metrics(statistics: EngineStatistics, data_group: dist.ProcessGroup) -> dict[str, float]:
-    """What the engines did, summed over all data-parallel ranks."""
+def engine_metrics(statistics: EngineStatistics, rollout_group: dist.ProcessGroup) -> dict[str, float]:
+    """What the engines did, summed over all rollout replicas."""
     sums = torch.tensor(list(vars(statistics).values()), dtype=torch.float64)
-    dist.all_reduce(sums, group=data_group)
+    dist.all_reduce(sums, group=rollout_group)
     total = EngineStatistics(*sums.tolist())
     return {
         "engine/prefill_tokens": total.prefill_tokens,
@@ -98,7 +98,7 @@ def engine_metrics(statistics: EngineStatistics, data_group: dist.ProcessGroup) 
 
 @dataclass(frozen=True)
 class Failures:
-    """Grades of a step that failed, over all data-parallel ranks."""
+    """Grades of a step that failed, over all rollout replicas."""
 
     counts: dict[str, int]
     """By error code."""
@@ -106,12 +106,12 @@ class Failures:
     """The message of one of them: of a server that died, the end of its log."""
 
 
-def failures_of(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> Failures:
+def failures_of(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> Failures:
     """Counts the failed grades; collective. Only the leader of a model copy has a message, the longest says most."""
     grades = [r.grade for g in groups for r in g.rollouts if r.grade.failed]
-    counts = _summed(Counter(grade.code for grade in grades), data_group)
+    counts = _summed(Counter(grade.code for grade in grades), rollout_group)
     longest = max((grade.message for grade in grades), key=len, default="")
-    return Failures(dict(sorted(counts.items())), max(gather_json(longest, data_group), key=len))
+    return Failures(dict(sorted(counts.items())), max(gather_json(longest, rollout_group), key=len))
 
 
 def no_results(environments: Sequence[str], failures: Failures) -> EnvironmentFault:
@@ -132,7 +132,7 @@ def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[s
     return metrics | {f"training/failed_grades/{code}": float(n) for code, n in failures.counts.items()}
 
 
-def _grader_means(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup) -> dict[str, float]:
+def _grader_means(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> dict[str, float]:
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for group in groups:
@@ -140,7 +140,7 @@ def _grader_means(groups: Sequence[RolloutGroup], data_group: dist.ProcessGroup)
             named = {f"grade/{group.source.environment}/{name}": v for name, v in rollout.grade.metrics.items()}
             sums.update(named)
             counts.update(named.keys())
-    sums, counts = _summed(sums, data_group), _summed(counts, data_group)
+    sums, counts = _summed(sums, rollout_group), _summed(counts, rollout_group)
     return {name: sums[name] / counts[name] for name in sorted(counts)}
 
 

@@ -142,7 +142,7 @@ def evaluate(run: Run, evaluator: Evaluator, alone: bool = False) -> dict[str, f
         return None
     run.reporter.evaluation_records(run.progress.step, outcome.groups, run.tokenizer.decode_token)
     if outcome.ungraded:
-        fault = no_results(outcome.ungraded, failures_of(outcome.groups, run.groups.data_group))
+        fault = no_results(outcome.ungraded, failures_of(outcome.groups, run.groups.rollout_group))
         if alone:
             raise fault
         if run.groups.is_main:

@@ -102,7 +102,7 @@ class Reporter:
 
         ``numbers`` are those of this rank's ``groups``, ``updates`` what it trained on, with advantages.
         """
-        wanted, data_group = self._config.logging.rl_log_rollouts, self._groups.data_group
+        wanted, replicas = self._config.logging.rl_log_rollouts, self._groups.rollout_group
         if not wanted or not self._groups.leads_model:
             return
         trained = [
@@ -111,9 +111,9 @@ class Reporter:
             for batch in batches
             for sample, advantage in sample_advantages(batch).items()
         ]
-        everywhere = gather_json(trained, data_group)
+        everywhere = gather_json(trained, replicas)
         use = {sample: (update, advantage) for part in everywhere for sample, update, advantage in part}
-        parts = collect_json(training_rows(step, groups, numbers, use, wanted, decode_token), data_group)
+        parts = collect_json(training_rows(step, groups, numbers, use, wanted, decode_token), replicas)
         if parts is not None:
             rows = sorted((row for part in parts for row in part), key=lambda row: row["group"])
             write_rows(self._directory.rollouts_path(step), rows)

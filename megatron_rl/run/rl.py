@@ -52,15 +52,15 @@ class RLRun(TrainingRun):
     """Of the training tasks; the evaluator has its own."""
 
     def requests_of_this_rank(self, drawn: Sequence[SourcedTask]) -> list[Request]:
-        """This data-parallel rank's groups, in the order drawn; every rank has drawn the same list.
+        """This rollout replica's groups, in the order drawn; every rank has drawn the same list.
 
-        Ranks get about the same expected tokens, so not the same number of groups. The index of a request is its
+        Replicas get about the same expected tokens, so not the same number of groups. The index of a request is its
         group's number: the place in ``drawn``.
         """
         size = self.config.algorithm.grpo_group_size
         requests = [self.factory.request(source, size, number) for number, source in enumerate(drawn)]
-        ranks = deal(requests, self.expected_lengths, self.groups.data_size)
-        mine = [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.data_rank]
+        ranks = deal(requests, self.expected_lengths, self.groups.rollout_size)
+        mine = [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.rollout_rank]
         return [
             dataclasses.replace(request, expected_tokens=max(1, round(self.expected_lengths.completion(request))))
             for request in mine
@@ -71,9 +71,9 @@ class RLRun(TrainingRun):
     ) -> dict[str, float]:
         """Remember how long the groups of a step became, wherever they were generated; how idle the ranks were.
 
-        Collective over the data-parallel group.
+        Collective over the rollout replicas.
         """
-        lengths, seconds = lengths_and_seconds(requests, rollouts, len(drawn), self.groups.data_group)
+        lengths, seconds = lengths_and_seconds(requests, rollouts, len(drawn), self.groups.rollout_group)
         self.expected_lengths.learn(zip(drawn, lengths, strict=True))
         return idle_metrics(seconds)
 

@@ -31,7 +31,7 @@ class SampleBuilder:
     def build(
         self, rollouts: Sequence[RolloutGroup], numbers: Sequence[int]
     ) -> tuple[tuple[Sample, ...], StepRewards]:
-        """This rank's samples for training, and the rewards of all; collective over the data-parallel group.
+        """This rank's samples for training, and the rewards of all; collective over the rollout replicas.
 
         ``numbers`` are those of this rank's groups among the G groups of the step, ascending: 0 .. G - 1, each on one
         rank, and not the same number of them on every rank.
@@ -42,7 +42,7 @@ class SampleBuilder:
             for r in group.rollouts
         ]
         local = torch.tensor(rows, dtype=torch.float64).view(-1)
-        table = torch.cat(gather_vectors(local, self.groups.data_group)).view(-1, 4)
+        table = torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 4)
         columns = table[table[:, 0].argsort(stable=True)].unbind(1)  # of all samples of the job, ordered by group
         group_index, rewards, valid = columns[0].long(), columns[1].float(), columns[2].bool()
         signal = groups_with_signal(self.baseline, rewards, valid, group_index)

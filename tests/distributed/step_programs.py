@@ -18,12 +18,15 @@ from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down
+from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.run.progress import Progress
 from megatron_rl.run.rl import RLRun
+from megatron_rl.signals import StopRequest
 from megatron_rl.supervised import supervised_step
-from megatron_rl.types import Sample
+from megatron_rl.types import Grade, Sample
 from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
-from tests.support.toy import toy_run
+from tests.support.toy import toy_run, toy_tokenizer
+from tests.unit.rollout.test_rollouter import ScriptedEngine, make_requests
 
 FEW = (5,)
 """Ids of samples: fewer than there are ranks."""
@@ -110,6 +113,22 @@ def stop_on_one_rank(tensor_size: int, stopped_rank: int) -> dict[str, Any]:
     run.closing.close()
     shut_down()
     return {"result": interrupted is None, "cursor": before == after, "loss": again.metrics["actor/pg_loss"]}
+
+
+def one_copy_generates() -> dict[str, int]:
+    """A rollout of two model copies that share experts; the second has nothing to generate."""
+    groups = join(tensor_size=1)
+    groups = replace(groups, lockstep_group=dist.group.WORLD)
+    engine = ScriptedEngine(finish_at=[3])
+
+    async def graded(_: str, items: Sequence[Any]) -> list[Grade]:
+        return [Grade(1.0)] * len(items)
+
+    rollouter = Rollouter(engine, toy_tokenizer(), groups, graded, StopRequest())
+    result = rollouter.run(make_requests(1 - groups.rank), seed=1, policy_version=0)
+    rollouter.close()
+    shut_down()
+    return {"steps": engine.steps, "groups": len(result.groups)}
 
 
 def keep_the_best() -> list[bool]:

@@ -16,3 +16,9 @@ def test_all_ranks_stop(tensor_size: int) -> None:
     assert [report["cursor"] for report in reports] == [True, True]
     assert [report["result"] for report in undisturbed] == [False, False]
     assert reports[0]["loss"] == reports[1]["loss"] != undisturbed[0]["loss"]  # a first step, a second one
+
+
+def test_copies_that_share_experts_take_the_same_steps() -> None:
+    """Megatron's groups of one size have none such yet: the group is put in, and a rank without work steps along."""
+    reports = run_ranks("tests.distributed.step_programs:one_copy_generates", 2, timeout=600)
+    assert reports == [{"steps": 3, "groups": 1}, {"steps": 3, "groups": 0}]

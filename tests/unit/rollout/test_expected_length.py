@@ -93,7 +93,7 @@ def dealt(lengths: dict[str, float], tasks: str, ranks: int, environments: str =
             config=SimpleNamespace(algorithm=SimpleNamespace(grpo_group_size=2)),
             factory=RequestFactory(SamplingParams(max_new_tokens=LIMIT), 200),
             expected_lengths=expected,
-            groups=SimpleNamespace(data_rank=rank, data_size=ranks),
+            groups=SimpleNamespace(rollout_rank=rank, rollout_size=ranks),
         )
         requests = RLRun.requests_of_this_rank(run, draws)
         assert [r.source.task.id for r in requests] == [tasks[r.index] for r in requests]

@@ -124,7 +124,7 @@ def test_a_step_that_is_covered_is_forgotten(journal: RolloutJournal, tmp_path: 
 def test_another_number_of_ranks_finds_the_groups(journal: RolloutJournal, tmp_path: Path, one_rank) -> None:
     """Group 5 of the step, of one rank, is dealt to the second of two; there it goes by the same number."""
     record(journal, 5)
-    second = SimpleNamespace(data_rank=1, data_size=2, leads_model=True, model_group=one_rank.model_group)
+    second = SimpleNamespace(rollout_rank=1, leads_model=True, model_group=one_rank.model_group)
     moved = RolloutJournal(tmp_path, second).open(STEP, HEADER)
     assert moved.group_for(request(5)) == group(5)
     moved.add(4, group(4))
@@ -142,7 +142,7 @@ def test_of_two_records_the_one_with_grades_counts(
     failed = group(0)
     good = replace(failed, rollouts=tuple(replace(r, grade=Grade(1.0)) for r in failed.rollouts))
     for rank, which in zip(ranks, (failed, good), strict=True):
-        place = SimpleNamespace(data_rank=rank, leads_model=True, model_group=one_rank.model_group)
+        place = SimpleNamespace(rollout_rank=rank, leads_model=True, model_group=one_rank.model_group)
         step = RolloutJournal(tmp_path, place).open(STEP, HEADER)
         step.add(0, which)
         step.close()

@@ -36,7 +36,7 @@ def test_lengths_and_logprobs(one_rank: ParallelGroups) -> None:
         graded_group([0.0, 1.0], prompt_ids=(1, 2, 3), lengths=[2, 6], finish_reasons=["stop", "length"]),
         graded_group([0.0, 1.0], prompt_ids=(1,), lengths=[3, 1]),
     ]
-    metrics = rollout_metrics(groups, one_rank.data_group)
+    metrics = rollout_metrics(groups, one_rank.rollout_group)
     assert metrics == pytest.approx(
         {
             "prompt_length/mean": 2.0,
@@ -56,7 +56,7 @@ def test_lengths_and_logprobs(one_rank: ParallelGroups) -> None:
 def test_grader_metrics_are_means_over_those_that_report_them(one_rank: ParallelGroups) -> None:
     first = with_metrics(graded_group([0.0, 1.0]), {"steps": 2.0}, {"steps": 4.0, "format": 1.0})
     second = with_metrics(graded_group([0.0], environment="other"), {"steps": 7.0})
-    metrics = rollout_metrics([first, second], one_rank.data_group)
+    metrics = rollout_metrics([first, second], one_rank.rollout_group)
     assert {name: value for name, value in metrics.items() if name.startswith("grade/")} == {
         "grade/toy/steps": 3.0,
         "grade/toy/format": 1.0,
@@ -69,21 +69,21 @@ def test_what_the_engine_did(one_rank: ParallelGroups) -> None:
         decode_rows=40, prefill_tokens=30, reused_tokens=10, preemptions=2, recomputed_tokens=7, generated_tokens=32,
         completions=4,
     )  # fmt: skip
-    assert engine_metrics(statistics, one_rank.data_group) == {
+    assert engine_metrics(statistics, one_rank.rollout_group) == {
         "engine/prefill_tokens": 30.0,
         "engine/reused_share": 0.25,
         "engine/preemptions": 2.0,
         "engine/recomputed_tokens": 7.0,
         "engine/useful_rows_share": 0.7,  # the first token of a completion comes from the prefill
     }
-    assert set(engine_metrics(EngineStatistics(), one_rank.data_group).values()) == {0.0}
+    assert set(engine_metrics(EngineStatistics(), one_rank.rollout_group).values()) == {0.0}
 
 
 def test_failures_are_counted_by_code(one_rank: ParallelGroups) -> None:
     group = graded_group([None, None, 1.0])
     rollouts = list(group.rollouts)
     rollouts[1] = replace(rollouts[1], grade=Grade(None, code="worker_died", message="killed"))
-    failures = failures_of([group, replace(group, rollouts=tuple(rollouts))], one_rank.data_group)
+    failures = failures_of([group, replace(group, rollouts=tuple(rollouts))], one_rank.rollout_group)
     assert failures.counts == {"timeout": 3, "worker_died": 1}
     assert failures.example == "killed"
     assert environment_metrics({"restarts": 2, "busy_waits": 0}, failures) == {
@@ -95,8 +95,8 @@ def test_failures_are_counted_by_code(one_rank: ParallelGroups) -> None:
 
 
 def test_nothing_was_rolled_out(one_rank: ParallelGroups) -> None:
-    assert rollout_metrics([], one_rank.data_group) == {}
-    assert failures_of([], one_rank.data_group) == Failures({}, "")
+    assert rollout_metrics([], one_rank.rollout_group) == {}
+    assert failures_of([], one_rank.rollout_group) == Failures({}, "")
 
 
 def test_lengths_go_by_the_number_of_their_group(one_rank: ParallelGroups) -> None:
@@ -110,7 +110,7 @@ def test_lengths_go_by_the_number_of_their_group(one_rank: ParallelGroups) -> No
         for group, index in zip(groups, (0, 2), strict=True)
     ]
     result = RolloutResult(groups, EngineStatistics(), 1.25, 0.5)
-    assert lengths_and_seconds(requests, result, 3, one_rank.data_group) == ([1.5, 0.0, 6.5], [1.25])
+    assert lengths_and_seconds(requests, result, 3, one_rank.rollout_group) == ([1.5, 0.0, 6.5], [1.25])
 
 
 def test_a_rank_is_idle_while_the_slowest_generates() -> None:
