@@ -3,6 +3,7 @@
     packed   sequences laid end to end, nothing cached: training, and prompts that fit one prefill
     decode   one new token a row against the KV cache
     extend   several new tokens of several sequences, their beginnings already in the KV cache
+    spans    as packed, on context-parallel ranks: pieces of sequences against the keys up to their ends
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.attention.kv_numbers import KVNumbers
 
 
@@ -36,6 +38,8 @@ class Numbers:
     """Of the KV cache."""
     width: int
     """Of a head."""
+    context_size: int = 1
+    """Ranks that share each sequence of a packed batch."""
 
 
 class KVCache(Protocol):
@@ -82,6 +86,17 @@ def anywhere(device: DeviceFacts, numbers: Numbers | None = None) -> None:
 
 
 @dataclass(frozen=True)
+class SpanKernel:
+    """Attention of a context-parallel rank's spans, each to its sequence's keys up to its own end; differentiable."""
+
+    prepare: Callable[[ContextShare], Any]
+    """What all layers share."""
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+    """(query [W, 1, heads, D], key and value [K, 1, groups, D], prepared) -> [W, 1, heads * D]: K are the keys of each
+    span end to end, of which a span's last token sees all, the one before it all but the last."""
+
+
+@dataclass(frozen=True)
 class PackedKernel:
     """Causal self-attention within each sequence of a packed batch; differentiable."""
 
@@ -91,6 +106,8 @@ class PackedKernel:
     """(query [T, 1, heads, D], key and value [T, 1, groups, D], prepared) -> [T, 1, heads * D]."""
     unfit: Callable[[DeviceFacts, Numbers], str | None] = anywhere
     """Why it cannot compute with those numbers, in words that follow its name; None if it can."""
+    spans: SpanKernel | None = None
+    """None: it cannot share sequences over context-parallel ranks."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, KVCache, NewTokens, Numbers, PackedKernel
+from megatron_rl.algorithms.context import ContextShare
+from megatron_rl.attention.backend import (
+    Backend,
+    CacheKernel,
+    DeviceFacts,
+    KVCache,
+    NewTokens,
+    Numbers,
+    PackedKernel,
+    SpanKernel,
+)
 
 _PAGES = 256
 """They take pages of a multiple of it."""
@@ -24,6 +34,15 @@ class Borders:
     cu_seqlens: torch.Tensor
     """[S + 1] int32."""
     longest: int
+
+
+@dataclass(frozen=True)
+class Spans(Borders):
+    """Each has the end of its keys in sight; the kernels align the causal mask there, at the lower right."""
+
+    key_cu_seqlens: torch.Tensor
+    """[S + 1] int32."""
+    key_longest: int
 
 
 @dataclass(frozen=True)
@@ -41,14 +60,14 @@ class Paged(Borders):
 def flash_backend(
     name: str,
     absent: Callable[[], str | None],
-    packed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders], torch.Tensor],
+    packed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spans], torch.Tensor],
     paged: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Paged], torch.Tensor],
     ranks: tuple[int, int],
 ) -> Backend:
     """A backend of one library.
 
-    ``absent`` says why it is not there. The others take and give [T, heads, D]; ``packed`` with keys and values as the
-    query, ``paged`` with [pages, block_size, groups, D].
+    ``absent`` says why it is not there. The others take and give [T, heads, D]; ``packed`` with keys and values [K,
+    groups, D], ``paged`` with [pages, block_size, groups, D].
     """
 
     def problem(device: DeviceFacts) -> str | None:
@@ -58,7 +77,7 @@ def flash_backend(
             return "needs a GPU of capability 8.0 or later"
         return absent()
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Borders) -> torch.Tensor:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Spans) -> torch.Tensor:
         return packed(query[:, 0], key[:, 0], value[:, 0], plan).flatten(1)[:, None]
 
     def attend_cached(query: torch.Tensor, cache: KVCache, layer: int, plan: Paged) -> torch.Tensor:
@@ -68,12 +87,21 @@ def flash_backend(
         "blocks", _prepare_decode, attend_cached, _prepare_extend, attend_cached, block_multiple=_PAGES,
         block_size=_PAGES, needs_key_length=False, unfit=_unfit_for_cache,
     )  # fmt: skip
-    return Backend(name, problem, PackedKernel(borders_of, attend, _unfit), cache, *ranks)
+    kernel = PackedKernel(_whole_sequences, attend, _unfit, SpanKernel(_spans, attend))
+    return Backend(name, problem, kernel, cache, *ranks)
 
 
 def borders_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> Borders:
     """See `PackedKernel.prepare`."""
     return Borders(cu_seqlens, max(lengths))
+
+
+def _whole_sequences(lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> Spans:
+    return Spans(cu_seqlens, max(lengths), cu_seqlens, max(lengths))
+
+
+def _spans(share: ContextShare) -> Spans:
+    return Spans(share.query_borders, max(share.query_lengths), share.key_borders, max(share.key_lengths))
 
 
 def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> Paged:

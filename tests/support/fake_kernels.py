@@ -39,10 +39,11 @@ def paged(query, key, value, borders, lengths, table) -> torch.Tensor:
     ])
 
 
-def packed(query, key, value, borders) -> torch.Tensor:
-    """Sequences of new tokens against themselves."""
-    spans = list(zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True))
-    return torch.cat([one_sequence(query[a:b], key[a:b], value[a:b]) for a, b in spans])
+def packed(query, key, value, borders, key_borders=None) -> torch.Tensor:
+    """Sequences of new tokens against themselves, or against keys of their own number."""
+    queries = query.split(borders.diff().tolist())
+    keys, values = (x.split((borders if key_borders is None else key_borders).diff().tolist()) for x in (key, value))
+    return torch.cat([one_sequence(*one) for one in zip(queries, keys, values, strict=True)])
 
 
 def flash_attn() -> ModuleType:
@@ -55,7 +56,7 @@ def flash_attn() -> ModuleType:
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         assert max_seqlen_k >= lengths.max() and cu_seqlens_k.dtype == torch.int32
         if block_table is None:
-            return packed(q, k, v, cu_seqlens_q)
+            return packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
         return paged(q, k, v, cu_seqlens_q, lengths, block_table)
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
@@ -73,8 +74,10 @@ def flash_attn_interface(with_sums: bool = False) -> ModuleType:
         return (out, None) if with_sums else out
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal):
-        assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
-        return answer(packed(q, k, v, cu_seqlens_q))
+        for borders, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
+            assert borders.dtype == torch.int32 and longest == borders.diff().max()
+        assert causal
+        return answer(packed(q, k, v, cu_seqlens_q, cu_seqlens_k))
 
     def flash_attn_with_kvcache(
         q, k_cache, v_cache, *, cache_seqlens, page_table, causal, cu_seqlens_q=None, max_seqlen_q=None
@@ -96,8 +99,8 @@ def varlen_attn(
     assert window_size == (-1, 0) and enable_gqa and return_aux is None and scale is None
     assert max_q == (cu_seq_q[1:] - cu_seq_q[:-1]).max()
     if block_table is None:
-        assert torch.equal(cu_seq_q, cu_seq_k) and seqused_k is None
-        return packed(query, key, value, cu_seq_q)
+        assert max_k == cu_seq_k.diff().max() and cu_seq_k.dtype == torch.int32 and seqused_k is None
+        return packed(query, key, value, cu_seq_q, cu_seq_k)
     assert cu_seq_k is None and max_k >= seqused_k.max() and num_splits == 1
     return paged(query, key, value, cu_seq_q, seqused_k, block_table)
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_rl.attention.flash_library import Borders, Paged, flash_backend
+from megatron_rl.attention.flash_library import Paged, Spans, flash_backend
 
 _THIRD, _SECOND = "flash_attn_interface", "flash_attn"
 
@@ -24,10 +24,11 @@ def _library() -> ModuleType:
     return importlib.import_module(installed())
 
 
-def _packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Borders) -> torch.Tensor:
-    borders, longest = plan.cu_seqlens, plan.longest
+def _packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Spans) -> torch.Tensor:
     return _alone(
-        _library().flash_attn_varlen_func(query, key, value, borders, borders, longest, longest, causal=True)
+        _library().flash_attn_varlen_func(
+            query, key, value, plan.cu_seqlens, plan.key_cu_seqlens, plan.longest, plan.key_longest, causal=True
+        )
     )
 
 

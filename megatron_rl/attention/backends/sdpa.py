@@ -10,19 +10,23 @@ tokens of a sharp model (docs/decisions/001).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.arithmetic import FEWEST_ROWS
-from megatron_rl.attention.backend import Backend, CacheKernel, KVCache, NewTokens, PackedKernel, anywhere
-from megatron_rl.attention.padded import Buckets, PaddedRows
+from megatron_rl.attention.backend import Backend, CacheKernel, KVCache, NewTokens, PackedKernel, SpanKernel, anywhere
+from megatron_rl.attention.padded import BUCKET_CELLS, CUDA_BUCKET_CELLS, Buckets, PaddedRows, cheapest_borders
 
 EXPLICIT_LENGTH = 256
 """Longest row for which the CPU spells the product out; beyond it the flash kernel wins time and memory."""
+QUERIES_AT_ONCE = 512
+"""Of a long span: the mask has as many rows, and keys beyond the last of them are not looked at. Not tuned."""
 
 
 def packed_attention(
@@ -129,6 +133,79 @@ def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype) -> Ca
     return CachePlan(where, mask.view(rows.count, 1, rows.longest, keys), rows)
 
 
+@dataclass(frozen=True)
+class _Spans:
+    """Neighbouring spans of a context-parallel rank that are computed together."""
+
+    queries: int
+    """Tokens."""
+    keys: int
+    padded: CachePlan | None = None
+    """Of short ones; None: a single long one."""
+    key_rows: PaddedRows | None = None
+    mask: torch.Tensor | None = None
+    """Of a long one: fp32, 0 or -inf, for the last queries and keys there are in any span."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """``query`` [queries, 1, heads, D], ``key`` and ``value`` [keys, 1, groups, D] -> [queries, 1, heads * D]."""
+        if self.padded is not None:
+            return self.padded.attend(query, self.key_rows.pad(key), self.key_rows.pad(value))
+        query, key, value = (packed.permute(1, 2, 0, 3) for packed in (query, key, value))
+        done, parts = 0, []
+        for part in query.split(self.mask.shape[0], dim=2):
+            done += part.shape[2]
+            seen = self.keys - self.queries + done
+            mask = self.mask[-part.shape[2] :, -seen:].to(query.dtype)
+            parts.append(
+                functional.scaled_dot_product_attention(
+                    part, key[:, :, :seen], value[:, :, :seen], attn_mask=mask, enable_gqa=True
+                )
+            )
+        return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
+
+
+def prepare_spans(share: ContextShare) -> list[_Spans]:
+    """Long spans one by one, short ones of similar length together, padded."""
+    device, spans = share.keys.device, list(zip(share.query_lengths, share.key_lengths, strict=True))
+    longest = max(share.key_lengths)
+    height = min(QUERIES_AT_ONCE, max(share.query_lengths))
+    corner = hide_later_keys(torch.arange(longest - height, longest, device=device), longest, torch.float32)
+    found, cells = [], CUDA_BUCKET_CELLS if share.keys.is_cuda else BUCKET_CELLS
+    for are_short, run in itertools.groupby(spans, lambda span: span[1] <= EXPLICIT_LENGTH):
+        queries, keys = zip(*run, strict=True)
+        if are_short:
+            borders = cheapest_borders(keys, cells)
+            parts = zip(borders, borders[1:], strict=False)
+            found += [_short_spans(queries[first:end], keys[first:end], device) for first, end in parts]
+        else:
+            found += [_Spans(*sizes, mask=corner) for sizes in zip(queries, keys, strict=True)]
+    return found
+
+
+def _short_spans(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> _Spans:
+    rows, key_rows = (_rows_of(lengths, device) for lengths in (queries, keys))
+    seen_by_first = torch.tensor([key - query for query, key in zip(queries, keys, strict=True)], device=device)
+    positions = seen_by_first[:, None] + torch.arange(rows.longest, device=device)
+    mask = hide_later_keys(positions.view(-1), key_rows.longest, torch.float32)
+    mask = mask.view(rows.count, 1, rows.longest, key_rows.longest)
+    return _Spans(sum(queries), sum(keys), CachePlan(None, mask, rows), key_rows)
+
+
+def _rows_of(lengths: Sequence[int], device: torch.device) -> PaddedRows:
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    offsets = torch.cat([torch.arange(length, device=device) for length in lengths])
+    return PaddedRows.build(lengths, borders, offsets)
+
+
+def attend_spans(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[_Spans]
+) -> torch.Tensor:
+    """See `SpanKernel.attend`."""
+    queries = query.split([part.queries for part in spans])
+    keys, values = (packed.split([part.keys for part in spans]) for packed in (key, value))
+    return torch.cat([part.attend(*own) for part, *own in zip(spans, queries, keys, values, strict=True)])
+
+
 def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> CachePlan:
     return plan_decode(positions.shape[0], positions, key_length, cache.dtype)
 
@@ -162,7 +239,7 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) ->
 BACKEND = Backend(
     name="sdpa",
     problem=anywhere,
-    packed=PackedKernel(Buckets.build, packed_attention),
+    packed=PackedKernel(Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans)),
     cache=CacheKernel("rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_burst=_prepare_burst),
     packed_rank=1,
     cache_rank=1,

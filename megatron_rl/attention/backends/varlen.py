@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_rl.attention.flash_library import Borders, Paged, flash_backend
+from megatron_rl.attention.flash_library import Paged, Spans, flash_backend
 
 _MODULE = "torch.nn.attention.varlen"
 _CAUSAL = (-1, 0)
@@ -27,11 +27,11 @@ def is_paged() -> bool:
     return "block_table" in inspect.signature(_varlen_attn()).parameters
 
 
-def _packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Borders) -> torch.Tensor:
-    borders, longest = plan.cu_seqlens, plan.longest
+def _packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Spans) -> torch.Tensor:
     return _varlen_attn()(
-        query, key, value, borders, borders, longest, longest, window_size=_CAUSAL, enable_gqa=True
-    )
+        query, key, value, plan.cu_seqlens, plan.key_cu_seqlens, plan.longest, plan.key_longest, window_size=_CAUSAL,
+        enable_gqa=True,
+    )  # fmt: skip
 
 
 def _paged(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Paged) -> torch.Tensor:

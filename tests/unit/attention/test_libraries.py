@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.attention.backend import Backend, DeviceFacts, Numbers
 from megatron_rl.attention.backends import flash, te, varlen
 from megatron_rl.attention.kv_numbers import FP8
@@ -57,6 +58,23 @@ def test_packed(backend: Backend) -> None:
         out = one.packed.attend(*tensors, one.packed.prepare(lengths, borders, positions))
         results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
     assert results[0][0].shape == (size, 1, 64)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_spans_of_a_context_parallel_rank(backend: Backend) -> None:
+    """Results and gradients are those of sdpa; what cannot says so."""
+    if backend.packed.spans is None:
+        assert backend.name == "te"
+        return
+    share, generator = ContextShare.of([3, 1, 40], 1, 2), torch.Generator().manual_seed(0)
+    sizes = ((22, 4), (sum(share.key_lengths), 2), (sum(share.key_lengths), 2))
+    tensors = [torch.randn(size, 1, heads, 16, generator=generator).requires_grad_() for size, heads in sizes]
+    results = []
+    for kernel in (backend.packed.spans, BACKENDS.get("sdpa").packed.spans):
+        out = kernel.attend(*tensors, kernel.prepare(share))
+        results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+    assert results[0][0].shape == (22, 1, 64)
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 

@@ -1,0 +1,123 @@
+"""Which tokens of a packed batch a context-parallel rank has, and numbers of all tokens from those that each computed.
+
+Every sequence, and not the packed batch, is cut into 2 C chunks for C ranks. Rank r has the chunks r and 2 C - 1 - r:
+early tokens see few keys and late ones many, so each rank has its share of the work of every sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class ContextShare:
+    """One rank's tokens of a packed batch of T tokens: W = T / C *cells* on each of C ranks.
+
+    Sequences of 5 and 3 tokens on two ranks, tokens numbered through the batch::
+
+        chunks     0 1 | 2 | 3 | 4       5 | 6 | 7 |
+        rank 0     0 1 5 4               first chunks of all sequences, then second ones
+        rank 1     2 6 3 7
+        restore    0 1 4 6 3 2 5 7       of tokens 0 to 7, among 0 1 5 4 2 6 3 7
+
+        spans of rank 0 see keys         (0 1): 0 1     (5): 5     (4): 0 1 2 3 4
+    """
+
+    rank: int
+    local: Tensor
+    """[W] int64: the tokens of this rank."""
+    restore: Tensor
+    """[T] int64: where each token lies in the cells of all ranks, end to end."""
+    query_lengths: tuple[int, ...]
+    """Tokens of each span, a chunk that is not empty, in the order of ``local``."""
+    key_lengths: tuple[int, ...]
+    """What a span sees: its sequence up to the span's last token."""
+    query_borders: Tensor
+    """[spans + 1] int32."""
+    key_borders: Tensor
+    """[spans + 1] int32."""
+    keys: Tensor
+    """[sum of ``key_lengths``] int64: where the keys of each span lie in the cells of all ranks."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], rank: int, size: int, device: torch.device | str = "cpu") -> ContextShare:
+        """Of sequences of ``lengths`` tokens, whose sum ``size`` ranks divide.
+
+        The tokens of a sequence that its chunks do not share evenly go to the ranks in turn, on from where the sequence
+        before stopped: then all ranks have equally many of the batch.
+
+        Raises:
+            ValueError: ``size`` does not divide their sum.
+        """
+        total = sum(lengths)
+        if total % size:
+            raise ValueError(f"{total} tokens for {size} context-parallel ranks; fill them up to a multiple of {size}")
+        borders = _borders(torch.tensor(lengths, dtype=torch.int64))
+        chunks = _chunks(borders.diff(), size)
+        starts = borders[:-1, None] + chunks.cumsum(1) - chunks
+        mine = torch.stack((torch.arange(size), torch.arange(2 * size - 1, size - 1, -1)), 1)  # of rank r: [size, 2]
+        tokens = _ranges(starts.t()[mine].flatten(), chunks.t()[mine].flatten())  # [T], as the ranks have them
+        restore = torch.empty_like(tokens).scatter_(0, tokens, torch.arange(total))
+        queries = chunks.t()[mine[rank]].flatten()
+        is_span = queries > 0
+        first = borders[:-1].repeat(2)[is_span]  # token of its sequence
+        seen = (starts.t()[mine[rank]].flatten() + queries)[is_span] - first
+        width = total // size
+        return cls(
+            rank=rank,
+            local=tokens[rank * width : (rank + 1) * width].to(device),
+            restore=restore.to(device),
+            query_lengths=tuple(queries[is_span].tolist()),
+            key_lengths=tuple(seen.tolist()),
+            query_borders=_borders(queries[is_span]).int().to(device),
+            key_borders=_borders(seen).int().to(device),
+            keys=restore[_ranges(first, seen)].to(device),
+        )
+
+    def whole(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Numbers of this rank's tokens, [W], to those of all, [T]; collective over the context-parallel ``group``.
+
+        Every rank computes the same loss of them, so each takes the gradient of its own back.
+        """
+        return _GatheredTokens.apply(own, group).index_select(0, self.restore)
+
+
+def _chunks(lengths: Tensor, size: int) -> Tensor:
+    """[S] -> [S, 2 ``size``]: tokens of each chunk of each sequence."""
+    even, rest = lengths // (2 * size), lengths % (2 * size)
+    turn = (torch.arange(size) - (rest.cumsum(0) - rest)[:, None]) % size  # of each rank, [S, size]
+    first, second = (even[:, None] + (turn + before < rest[:, None]) for before in (0, size))
+    return torch.cat((first, second.flip(1)), 1)
+
+
+def _borders(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """``starts[0], starts[0] + 1, ...``, ``lengths[0]`` of them, and so on."""
+    borders = _borders(lengths)
+    return (starts - borders[:-1]).repeat_interleave(lengths) + torch.arange(int(borders[-1]))
+
+
+class _GatheredTokens(torch.autograd.Function):
+    """[W, ...] -> [C W, ...] in the order of the ranks; the gradient of a rank is that of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        every = own.new_empty(own.shape[0] * group.size(), *own.shape[1:])
+        dist.all_gather_into_tensor(every, own.contiguous(), group=group)
+        return every
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
