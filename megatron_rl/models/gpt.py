@@ -96,6 +96,7 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             activation_func=functional.silu if model.swiglu else functional.gelu,
             num_moe_experts=model.num_experts,
             moe_router_dtype=None if model.num_experts is None else "fp32",  # so that near ties fall alike
+            moe_token_dispatcher_type="alltoall",  # the other one wants as many tokens on every rank
             init_method=leave_undrawn,
             output_layer_init_method=leave_undrawn,
             embedding_init_method=leave_undrawn,

@@ -52,7 +52,7 @@ class RolloutLayer(TransformerLayer):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         attention, config = self.self_attention, self.config
-        self._has_plain_mlp = isinstance(self.mlp, MLP)  # experts are left to megatron
+        self._has_plain_mlp = isinstance(self.mlp, MLP)  # and not experts
         # So are norms of query and key, and fewer groups than ranks, which then exchange their parts.
         has_whole_groups = config.num_query_groups >= attention.world_size
         self._has_plain_heads = not config.qk_layernorm and has_whole_groups
@@ -77,8 +77,7 @@ class RolloutLayer(TransformerLayer):
             hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, self.mlp.linear_fc1)
             return hidden, Pending(*self._plain_mlp(normed, ops))
         hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, None)
-        output, bias = self.mlp(normed[:, None])
-        return hidden, Pending(output.view(hidden.shape), bias)
+        return hidden, Pending(self.mlp.decode(normed, plan), None)
 
     def _attended(self, normed: LinearInput, plan: RolloutPlan) -> torch.Tensor:
         """The normed ``[T, hidden]`` -> ``[T, 1, heads * D]``."""

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.attention import PlannedSelfAttention
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.models.experts import ExpertLayer
 from megatron_rl.models.rollout import RolloutLayer
 from megatron_rl.models.rollout_ops import TorchNorm
 from megatron_rl.platform.megatron import submodules_of
@@ -48,12 +49,15 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     if config.qk_layernorm:
         layer.self_attention.submodules.q_layernorm = TorchNorm
         layer.self_attention.submodules.k_layernorm = TorchNorm
-    if config.tensor_model_parallel_size == 1:
-        attention, mlp = layer.self_attention.submodules, submodules_of(layer.mlp)
-        if isinstance(mlp, MoESubmodules):
-            mlp = submodules_of(mlp.experts)
-        attention.linear_qkv = mlp.linear_fc1 = WholeColumnLinear
-        attention.linear_proj = mlp.linear_fc2 = WholeRowLinear
+    mlp, ranks = submodules_of(layer.mlp), config.tensor_model_parallel_size
+    if ranks == 1:
+        layer.self_attention.submodules.linear_qkv = WholeColumnLinear
+        layer.self_attention.submodules.linear_proj = WholeRowLinear
+    if isinstance(mlp, MoESubmodules):
+        layer.mlp = ModuleSpec(module=ExpertLayer, submodules=mlp)
+        mlp, ranks = submodules_of(mlp.experts), config.expert_tensor_parallel_size
+    if ranks == 1:
+        mlp.linear_fc1, mlp.linear_fc2 = WholeColumnLinear, WholeRowLinear
     return spec
 
 
