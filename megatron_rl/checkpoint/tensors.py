@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rl.checkpoint.saving import ResultQueue
 from megatron_rl.errors import CheckpointError, cut
 from megatron_rl.models import PolicyModel
-from megatron_rl.models.parameters import counted_once
+from megatron_rl.models.parameters import sum_over_model
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.megatron import (
     asynchronous_writer,
@@ -225,15 +224,13 @@ def weights_fingerprint(policy: PolicyModel, groups: ParallelGroups, dtype: torc
     Args:
         dtype: numbers are rounded to it first; None takes them as they are.
     """
-    total = torch.zeros([], dtype=torch.int64, device=policy.device)
     over_the_vocabulary = {one.name for one in policy.layout.parameters if one.is_over_the_vocabulary}
-    for name, parameter in counted_once(policy.chunks):
-        values = parameter.detach()
+
+    def share(name: str, values: torch.Tensor) -> torch.Tensor:
         if name in over_the_vocabulary:
             values = values[: max(0, policy.vocab_size - groups.tensor_rank * len(values))]
         values = values.to(dtype or values.dtype)
         bits = values.view(_WHOLE_NUMBERS[values.element_size()])
-        total += (zlib.crc32(name.encode()) | 1) * bits.sum(dtype=torch.int64)
-    total = total.cpu()
-    dist.all_reduce(total, group=groups.model_group)
-    return int(total) % 2**64
+        return (zlib.crc32(name.encode()) | 1) * bits.sum(dtype=torch.int64)
+
+    return int(sum_over_model(policy.chunks, groups, share)) % 2**64

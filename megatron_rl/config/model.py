@@ -147,10 +147,14 @@ def shape_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         )
     if heads is not None and groups is not None:
         yield from _group_problems(config, heads, groups)
-    for name in ("ffn_hidden_size", "moe_ffn_hidden_size"):
-        width = getattr(model, name)
-        if width is not None and width % parts:
-            yield name, f"{not_divisible} an equal share; use {nearest_multiples(width, parts)}"
+    if width is not None and width % parts:
+        yield "ffn_hidden_size", f"{not_divisible} an equal share; use {nearest_multiples(width, parts)}"
+    width, cut = model.moe_ffn_hidden_size, config.parallel.expert_tensor_parallel_size
+    if width is not None and width % cut:
+        yield "moe_ffn_hidden_size", (
+            f"is not divisible by expert-tensor-parallel size {cut}: each rank holds an equal share; use "
+            f"{nearest_multiples(width, cut)}"
+        )
     rotated = int((model.kv_channels or 2) * model.rotary_percent)
     if model.kv_channels is not None and (rotated < 2 or rotated % 2):  # rotary positions turn pairs of numbers
         share = f"at --rotary-percent {model.rotary_percent:g} " if model.rotary_percent < 1 else ""

@@ -46,8 +46,15 @@ class ParallelConfig:
     """Layers of the last stage, which has the output head too."""
     context_parallel_size: int = flag(1, ge=1, only=_SPREAD)
     """Ranks that share each sequence; above 1 not built yet."""
-    expert_model_parallel_size: int = flag(1, ge=1, only=_SPREAD)
-    """Ranks that share the experts; above 1 not built yet."""
+    expert_model_parallel_size: int = flag(1, ge=1)
+    """Ranks that share the experts of each layer; supervised training; rollouts above 1 are not built yet."""
+    expert_tensor_parallel_size: int | None = flag(
+        None,
+        ge=1,
+        derived=lambda config, _: config.parallel.tensor_model_parallel_size,
+        source="--tensor-model-parallel-size",
+    )
+    """Ranks that cut each of their experts. Without it --tensor-model-parallel-size."""
     sequence_parallel: bool = flag(False)
     """Spread norms and dropout over the tensor-parallel ranks; off, with a note, without such ranks."""
     use_distributed_optimizer: bool = flag(False)
@@ -99,11 +106,18 @@ class KernelConfig:
 def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
     """Sizes that do not divide what they share, and overlap without what it overlaps."""
     parallel, size, parts = config.parallel, config.model_parallel_size, config.parallel.tensor_model_parallel_size
+    needed = math.lcm(size, config.expert_parallel_ranks)
     if world_size % size:
         yield Problem(
             "--tensor-model-parallel-size",
             f"world size {world_size} is not divisible by {size}, the ranks of one copy of the model (tensor x "
-            f"pipeline x context parallel size); start {nearest_multiples(world_size, size)} ranks",
+            f"pipeline x context parallel size); start {nearest_multiples(world_size, needed)} ranks",
+        )
+    elif world_size % needed and config.model.num_experts is not None:
+        yield "expert_model_parallel_size", (
+            f"does not fit world size {world_size}, which is not divisible by {config.expert_parallel_ranks}, the "
+            "ranks that hold all experts (expert x expert tensor x pipeline parallel size); start "
+            f"{nearest_multiples(world_size, needed)} ranks"
         )
     bin_size = config.training.rl_sequence_packing_bin_size
     if parallel.sequence_parallel and bin_size is not None and bin_size % parts:
@@ -137,25 +151,62 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             return
     if layers and not stages.sizes(layers):
         yield "pipeline_model_parallel_size", _cannot_share(layers, stages, uneven)
-    rollouts = [
-        flag
-        for flag, is_given in (
-            ("--perform-rl-step", config.training.perform_rl_step),
-            ("--eval-only", config.training.eval_only),
-            ("--eval-interval", config.training.eval_interval is not None),
-            ("--rl-rollout-quantization", config.quantization.rl_rollout_quantization != "none"),
+    yield from _without_rollouts(config, "pipeline_model_parallel_size", "pipeline stages")
+    yield from _without_torch_format(config, "pipeline_model_parallel_size")
+
+
+def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Experts that ranks cannot share, and what sharing them is not built for."""
+    parallel, experts = config.parallel, config.model.num_experts
+    size, cut, parts = (
+        parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, parallel.tensor_model_parallel_size
+    )  # fmt: skip
+    if experts is None:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if config.typed.get(name, 1) > 1:
+                yield name, "without --num-experts: dense layers have no experts to share; leave it out"
+        return
+    if experts % size:
+        yield "expert_model_parallel_size", f"does not divide --num-experts {experts}; use {divisors(experts)}"
+    if parts % cut:
+        yield "expert_tensor_parallel_size", (
+            f"does not divide --tensor-model-parallel-size {parts}: ranks that cut an expert are some of those that "
+            f"cut the other layers; use {divisors(parts)}"
         )
-        if is_given
-    ]
-    if rollouts:
-        yield "pipeline_model_parallel_size", (
-            f"with {rollouts[0]}: rollouts are not built for pipeline stages yet; use --tensor-model-parallel-size, or "
-            "train supervised without it"
+    elif size == 1 and cut != parts:
+        yield "expert_tensor_parallel_size", (
+            "with --expert-model-parallel-size 1: megatron-core would not add up the gradients of the experts' copies; "
+            f"use {parts}, or --expert-model-parallel-size {parts // cut}"
         )
+    elif parts % (size * cut) and (size * cut) % parts:
+        yield "expert_model_parallel_size", (
+            f"x --expert-tensor-parallel-size {cut} does not fit --tensor-model-parallel-size {parts}: one must divide "
+            f"the other; use {divisors(parts // cut)}, or a multiple of {parts // cut}"
+        )
+    if size == 1:
+        return
+    yield from _without_rollouts(config, "expert_model_parallel_size", "shared experts")
+    yield from _without_torch_format(config, "expert_model_parallel_size")
+
+
+def _without_rollouts(config: RLConfig, name: str, what: str) -> Iterator[Finding]:
+    given = (
+        ("--perform-rl-step", config.training.perform_rl_step),
+        ("--eval-only", config.training.eval_only),
+        ("--eval-interval", config.training.eval_interval is not None),
+        ("--rl-rollout-quantization", config.quantization.rl_rollout_quantization != "none"),
+    )
+    found = [typed for typed, is_given in given if is_given]
+    if found:
+        yield name, (
+            f"with {found[0]}: rollouts are not built for {what} yet; use --tensor-model-parallel-size, or train "
+            "supervised without it"
+        )
+
+
+def _without_torch_format(config: RLConfig, name: str) -> Iterator[Finding]:
     if config.checkpoint.ckpt_format == "torch":
-        yield "pipeline_model_parallel_size", (
-            "with --ckpt-format torch, which holds tensor-parallel ranks alone; use --ckpt-format torch_dist"
-        )
+        yield name, "with --ckpt-format torch, which holds tensor-parallel ranks alone; use --ckpt-format torch_dist"
 
 
 def _cannot_share(layers: int, stages: Stages, uneven: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from megatron_rl.config.model import ModelConfig, TokenizerConfig, expert_proble
 from megatron_rl.config.parallel import (
     KernelConfig,
     ParallelConfig,
+    expert_parallel_problems,
     kernel_problems,
     parallel_problems,
     pipeline_problems,
@@ -41,12 +42,12 @@ from megatron_rl.config.training import (
     schedule_problems,
 )
 from megatron_rl.errors import Problem
-from megatron_rl.families.layout import Architecture, ModelLayout, Stages, padded_vocabulary
+from megatron_rl.families.layout import Architecture, ExpertShare, ModelLayout, Stages, padded_vocabulary
 
 RULES = (
-    record_problems, parallel_problems, pipeline_problems, shape_problems, expert_problems, batch_problems,
-    length_problems, precision_problems, kernel_problems, engine_problems, alignment_problems, cache_problems,
-    optimizer_problems, schedule_problems, sampling_problems, algorithm_problems,
+    record_problems, parallel_problems, pipeline_problems, expert_parallel_problems, shape_problems, expert_problems,
+    batch_problems, length_problems, precision_problems, kernel_problems, engine_problems, alignment_problems,
+    cache_problems, optimizer_problems, schedule_problems, sampling_problems, algorithm_problems,
 )  # fmt: skip
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
 _CHANGES_NO_BYTE = ("tokenizer_model", "langrl_env_config", "lr")
@@ -110,16 +111,25 @@ class RLConfig:
             * parallel.context_parallel_size
         )
 
-    def layout(self, vocab_size: int = 1, stage: int = 0) -> ModelLayout:
+    @property
+    def expert_parallel_ranks(self) -> int:
+        """Ranks that hold all experts of the model once."""
+        parallel = self.parallel
+        cut = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+        return parallel.expert_model_parallel_size * cut * parallel.pipeline_model_parallel_size
+
+    def layout(self, vocab_size: int = 1, stage: int = 0, expert_rank: int = 0) -> ModelLayout:
         """The model's structure on a rank of pipeline stage ``stage``, of a resolved configuration without problems.
 
         ``vocab_size`` is the tokenizer's. The embedding has that many rows, or --vocab-size if that is more, padded.
         """
         shape = {name: value for name, value in vars(self.model).items() if name in Architecture.__dataclass_fields__}
-        size, rows = self.parallel.tensor_model_parallel_size, max(vocab_size, self.tokenizer.vocab_size or 0)
+        parallel, rows = self.parallel, max(vocab_size, self.tokenizer.vocab_size or 0)
+        size = parallel.tensor_model_parallel_size
         padded = padded_vocabulary(rows, self.tokenizer.make_vocab_size_divisible_by, size)
         architecture = Architecture(**shape, vocab_size=rows)
-        return ModelLayout.of(architecture, size, padded, stage, self.stages)
+        experts = ExpertShare(parallel.expert_model_parallel_size, expert_rank, parallel.expert_tensor_parallel_size)
+        return ModelLayout.of(architecture, size, padded, stage, self.stages, experts)
 
     @property
     def stages(self) -> Stages:

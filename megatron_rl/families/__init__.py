@@ -5,10 +5,19 @@ tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it
 """
 
 from megatron_rl.families.family import Family, HfModel, read_model, weight_problems
-from megatron_rl.families.layout import Architecture, Layer, LayerCache, Linear, ModelLayout, Parameter, Stages
+from megatron_rl.families.layout import (
+    Architecture,
+    ExpertShare,
+    Layer,
+    LayerCache,
+    Linear,
+    ModelLayout,
+    Parameter,
+    Stages,
+)
 from megatron_rl.families.weights import Entry, Piece, WeightMap
 
 __all__ = [
-    "Architecture", "Entry", "Family", "HfModel", "Layer", "LayerCache", "Linear", "ModelLayout", "Parameter", "Piece",
-    "Stages", "WeightMap", "read_model", "weight_problems",
+    "Architecture", "Entry", "ExpertShare", "Family", "HfModel", "Layer", "LayerCache", "Linear", "ModelLayout",
+    "Parameter", "Piece", "Stages", "WeightMap", "read_model", "weight_problems",
 ]  # fmt: skip

@@ -107,6 +107,28 @@ ONE_STAGE = Stages()
 
 
 @dataclass(frozen=True)
+class ExpertShare:
+    """What one rank has of the experts of each layer.
+
+    Of 4 experts on 2 expert-parallel ranks the second, `rank` 1, has experts 2 and 3.
+    """
+
+    ranks: int = 1
+    """Expert-parallel ranks: each has equally many experts."""
+    rank: int = 0
+    tensor_size: int | None = None
+    """Ranks that cut each of their experts; None: as many as cut the other linears."""
+
+    def of(self, num_experts: int) -> range:
+        """Experts of this rank, counted over the whole layer."""
+        count = num_experts // self.ranks
+        return range(self.rank * count, (self.rank + 1) * count)
+
+
+ALL_EXPERTS = ExpertShare()
+
+
+@dataclass(frozen=True)
 class Parameter:
     """A parameter of the whole model, and how tensor-parallel ranks share it."""
 
@@ -124,6 +146,11 @@ class Parameter:
     def is_over_the_vocabulary(self) -> bool:
         """Its rows are tokens, and padding."""
         return self.name in (EMBEDDING, _HEAD)
+
+    @property
+    def is_of_an_expert(self) -> bool:
+        """`ranks` are the expert-tensor-parallel ones."""
+        return ".experts." in self.name
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -209,7 +236,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """What one rank holds of a model. All tensor-parallel ranks of a stage hold as much."""
+    """What one rank holds of a model. All ranks of a stage hold as much."""
 
     architecture: Architecture
     padded_vocab_size: int
@@ -232,6 +259,7 @@ class ModelLayout:
         padded_vocab_size: int | None = None,
         stage: int = 0,
         stages: Stages = ONE_STAGE,
+        experts: ExpertShare = ALL_EXPERTS,
     ) -> ModelLayout:
         """Of a rank of pipeline stage ``stage``, counted from 0."""
         is_first, is_last = stage == 0, stage == stages.count - 1
@@ -245,7 +273,7 @@ class ModelLayout:
             architecture=model,
             padded_vocab_size=rows,
             tensor_size=tensor_size,
-            layers=tuple(_layer(index, model, tensor_size) for chunk in chunks for index in chunk),
+            layers=tuple(_layer(index, model, tensor_size, experts) for chunk in chunks for index in chunk),
             before=(Parameter(EMBEDDING, table, "rows", tensor_size),) if is_first else (),
             after=tuple(after) if is_last else (),
             is_first=is_first,
@@ -276,7 +304,7 @@ class ModelLayout:
         return sum(layer.cache.numbers(tokens) for layer in self.layers)
 
 
-def _layer(index: int, model: Architecture, ranks: int) -> Layer:
+def _layer(index: int, model: Architecture, ranks: int, experts: ExpertShare) -> Layer:
     name, hidden = f"layers.{index}", model.hidden_size
     query, key = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     attention, bias = f"{name}.self_attention", model.add_bias_linear
@@ -290,18 +318,18 @@ def _layer(index: int, model: Architecture, ranks: int) -> Layer:
         parts += _norm(f"decoder.{attention}.q_layernorm", model.kv_channels, model)
         parts += _norm(f"decoder.{attention}.k_layernorm", model.kv_channels, model)
     parts += _norm(f"decoder.{name}.pre_mlp_layernorm", hidden, model)
-    parts += _mlp(f"{name}.mlp", model, ranks)
+    parts += _mlp(f"{name}.mlp", model, ranks, experts)
     # With fewer groups than ranks a rank stores part of one, which megatron gathers, and caches all of it.
     heads = max(1, model.num_query_groups // ranks)
     return Layer(index, tuple(parts), LayerCache(heads, model.kv_channels, model.kv_channels))
 
 
-def _mlp(name: str, model: Architecture, ranks: int) -> Iterator[Parameter | Linear]:
+def _mlp(name: str, model: Architecture, ranks: int, experts: ExpertShare) -> Iterator[Parameter | Linear]:
     names, width = [name], model.ffn_hidden_size
     if model.num_experts is not None:
         yield Parameter(f"decoder.{name}.router.weight", (model.num_experts, model.hidden_size))
-        names = [f"{name}.experts.local_experts.{expert}" for expert in range(model.num_experts)]
-        width = model.moe_ffn_hidden_size
+        names = [f"{name}.experts.local_experts.{expert}" for expert in experts.of(model.num_experts)]
+        width, ranks = model.moe_ffn_hidden_size, experts.tensor_size or ranks
     halves = 2 if model.swiglu else 1
     for mlp in names:
         yield Linear(

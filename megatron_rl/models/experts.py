@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ExpertLayer(MoELayer):
-    """megatron's layer: each token goes through the experts that the router chooses for it, on whatever rank they are."""
+    """megatron's layer: each token goes through the experts that the router chooses, on whatever ranks they are."""
 
     def decode(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
         """``[T, hidden]`` -> ``[T, hidden]``; in evaluation mode, without gradients."""

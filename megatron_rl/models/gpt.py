@@ -22,7 +22,7 @@ from megatron_rl.config import RLConfig
 from megatron_rl.families import ModelLayout
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters
 from megatron_rl.models.spec import block_spec, fp8_settings
-from megatron_rl.parallel.groups import pipeline_stage, tensor_rank
+from megatron_rl.parallel.groups import current_groups
 from megatron_rl.platform import Platform
 from megatron_rl.platform.megatron import pipeline_settings
 
@@ -125,13 +125,14 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
 def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> PolicyModel:
     """Build this rank's part of the model with random weights, by torch's seed; ``vocab_size`` is the tokenizer's."""
     transformer_config = build_transformer_config(config, platform)
-    layout = config.layout(vocab_size, pipeline_stage())
+    groups = current_groups()
+    layout = config.layout(vocab_size, groups.stage, groups.expert_parallel_group.rank())
     chunks = tuple(
         _build_chunk(config, transformer_config, layout, chunk).to(platform.device)
         for chunk in range(config.stages.chunks)
     )
     on_cpu = transformer_config.use_cpu_initialization
-    draw_parameters(chunks, layout, config.model, torch.initial_seed(), tensor_rank(), on_cpu)
+    draw_parameters(chunks, layout, config.model, torch.initial_seed(), groups.part_of, on_cpu)
     for gpt in chunks:
         if transformer_config.fp8:  # lets products take any number of tokens: Transformer Engine wants multiples of 16
             from megatron.core.fp8_utils import prepare_model_for_fp8_inference

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -14,6 +15,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_rl.config import ModelConfig
 from megatron_rl.families import ModelLayout, Parameter
 from megatron_rl.families.layout import EMBEDDING, own_name
+from megatron_rl.parallel import ParallelGroups
 
 _INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2")
 """What they add, two of them a layer, has a smaller spread the more layers there are."""
@@ -43,10 +45,28 @@ def _global_name(gpt: GPTModel, given: str) -> str:
 
 
 def counted_once(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Those of `named_parameters` of which no other rank of the model copy counts this rank's part."""
+    """Those of `named_parameters` of which no other rank of the model copy, or of its experts, counts this part."""
     for name, parameter in named_parameters(chunks):
         if param_is_not_tensor_parallel_duplicate(parameter) and param_is_not_shared(parameter):
             yield name, parameter
+
+
+def sum_over_model(
+    chunks: Sequence[GPTModel], groups: ParallelGroups, share: Callable[[str, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """``share(name, values)``, a number, added up over the parameters of the whole model; on every rank's host.
+
+    Collective over a copy of the model and whoever shares experts with it. Reads the device once.
+    """
+    shares = [(".experts." in name, share(name, parameter.detach())) for name, parameter in counted_once(chunks)]
+    of_experts, others = (
+        sum((number for is_an_experts, number in shares if is_an_experts == kind), torch.zeros_like(shares[0][1]))
+        for kind in (True, False)
+    )
+    totals = torch.stack([of_experts, others]).cpu()
+    dist.all_reduce(totals[0], group=groups.expert_group)
+    dist.all_reduce(totals[1], group=groups.model_group)
+    return totals.sum()
 
 
 def leave_undrawn(weight: torch.Tensor) -> torch.Tensor:
@@ -56,12 +76,17 @@ def leave_undrawn(weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def draw_parameters(
-    chunks: Sequence[GPTModel], layout: ModelLayout, model: ModelConfig, seed: int, tensor_rank: int, on_cpu: bool
+    chunks: Sequence[GPTModel],
+    layout: ModelLayout,
+    model: ModelConfig,
+    seed: int,
+    part: Callable[[Parameter], int],
+    on_cpu: bool,
 ) -> None:
     """Fill the model as Megatron does: normal weights, norms of 1, biases of 0, and 0 where the vocabulary is padded.
 
     Each weight has random numbers of its own, seeded by ``seed`` and its name, and is drawn whole and cut. So the
-    model is the same in every parallel layout; ``on_cpu`` on every device too.
+    model is the same in every parallel layout; ``on_cpu`` on every device too. ``part`` says which one this rank has.
     """
     held = {parameter.name: parameter for parameter in layout.parameters}
     for name, parameter in named_parameters(chunks):
@@ -74,16 +99,16 @@ def draw_parameters(
             rows = layout.architecture.vocab_size if held[name].is_over_the_vocabulary else len(whole)
             generator = torch.Generator(device).manual_seed(_seed(seed, name))
             whole[:rows].normal_(std=_spread(name, model), generator=generator)
-            parameter.copy_(part_of(whole, held[name], tensor_rank))
+            parameter.copy_(part_of(whole, held[name], part(held[name])))
 
 
-def part_of(whole: torch.Tensor, parameter: Parameter, tensor_rank: int) -> torch.Tensor:
-    """What ``tensor_rank`` holds of a parameter."""
+def part_of(whole: torch.Tensor, parameter: Parameter, rank: int) -> torch.Tensor:
+    """What ``rank`` of those that share a parameter holds of it."""
     if parameter.cut is None:
         return whole
     dimension = 0 if parameter.cut == "rows" else 1
     blocks = whole.chunk(parameter.blocks, dimension)
-    return torch.cat([block.chunk(parameter.ranks, dimension)[tensor_rank] for block in blocks], dimension)
+    return torch.cat([block.chunk(parameter.ranks, dimension)[rank] for block in blocks], dimension)
 
 
 def _seed(seed: int, name: str) -> int:

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.families import Parameter
 from megatron_rl.platform import Platform
 from megatron_rl.platform.megatron import use_trainable_memory_buffer
 
@@ -45,8 +46,14 @@ class ParallelGroups:
     which share the samples that they train on, are among them."""
     model_group: dist.ProcessGroup
     """Ranks that hold one copy of the model (tensor and pipeline parallel)."""
+    expert_parallel_group: dist.ProcessGroup
+    """Ranks that share the experts of each layer: equally many each."""
+    expert_tensor_group: dist.ProcessGroup
+    """Ranks that share each of their experts, as those of `tensor_group` share the other linears."""
+    expert_group: dist.ProcessGroup
+    """Ranks that hold the experts of all layers once (expert, expert tensor and pipeline parallel)."""
     lockstep_group: dist.ProcessGroup
-    """Ranks that take each step of a rollout together: a copy of the model, and whoever shares experts with it."""
+    """Ranks whose forward and backward passes go together: a copy of the model, and whoever shares experts with it."""
     loss_group: dist.ProcessGroup
     """Training replicas and their stages: what the last stages know of a loss, added up over it, all ranks know."""
 
@@ -69,6 +76,10 @@ class ParallelGroups:
     def data_size(self) -> int:
         """Number of ranks in `data_group`."""
         return self.data_group.size()
+
+    def part_of(self, parameter: Parameter) -> int:
+        """Which of the parts of a parameter this rank has, from 0."""
+        return (self.expert_tensor_group if parameter.is_of_an_expert else self.tensor_group).rank()
 
     @property
     def rollout_rank(self) -> int:
@@ -94,6 +105,11 @@ class ParallelGroups:
     def leads_model(self) -> bool:
         """True on the one rank of a model copy that talks to the environments."""
         return self.model_group.rank() == 0
+
+    @property
+    def shares_experts(self) -> bool:
+        """Other copies of the model run some of its tokens through their experts: passes must be equally many."""
+        return self.lockstep_group.size() > self.model_group.size()
 
     def model_leader(self) -> int:
         """Global rank of this model copy's leader: the source of its broadcasts."""
@@ -127,6 +143,7 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
         virtual_pipeline_model_parallel_size=config.num_virtual_stages_per_pipeline_rank,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
     )
     use_trainable_memory_buffer()
@@ -144,13 +161,16 @@ def current_groups() -> ParallelGroups:
         data_group=parallel_state.get_data_parallel_group(),
         rollout_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
+        expert_parallel_group=parallel_state.get_expert_model_parallel_group(),
+        expert_tensor_group=parallel_state.get_expert_tensor_parallel_group(),
+        expert_group=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
         lockstep_group=_lockstep_group(),
         loss_group=_loss_group(),
     )
 
 
 def _lockstep_group() -> dist.ProcessGroup:
-    """Of the two that a step of a rollout needs, the one that contains the other."""
+    """Of the two that a pass needs, the one that contains the other."""
     experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     return max(parallel_state.get_model_parallel_group(), experts, key=lambda group: group.size())
 
@@ -160,9 +180,10 @@ def _loss_group() -> dist.ProcessGroup:
     """megatron has none: the ranks of each tensor-parallel index."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return parallel_state.get_data_parallel_group()
-    size, own = parallel_state.get_tensor_model_parallel_world_size(), tensor_rank()
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    size = tensor_group.size()
     made = [dist.new_group(range(index, dist.get_world_size(), size)) for index in range(size)]
-    return made[own]
+    return made[tensor_group.rank()]
 
 
 def seed_everything(seed: int) -> None:
@@ -175,16 +196,6 @@ def seed_everything(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-
-
-def tensor_rank() -> int:
-    """Which part of each layer this rank holds, from 0."""
-    return parallel_state.get_tensor_model_parallel_rank()
-
-
-def pipeline_stage() -> int:
-    """Which part of the layers this rank holds, from 0."""
-    return parallel_state.get_pipeline_model_parallel_rank()
 
 
 def shut_down() -> None:

@@ -11,10 +11,11 @@ import contextlib
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange", "zeros_like")
@@ -140,6 +141,7 @@ def _patch_megatron() -> None:
     import megatron.core.inference.communication_utils as inference_communication
     import megatron.core.inference.contexts.dynamic_context as dynamic_context
     import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
 
     # Otherwise the state to set is queued for a CUDA start that never comes (a leak).
@@ -150,6 +152,40 @@ def _patch_megatron() -> None:
     # Where Triton is installed, its kernel refuses CPU tensors; None chooses the indexed assignment.
     dynamic_context.triton_append_key_value_cache = None
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+    mappings._gather_along_first_dim = _gather_uneven(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
+
+
+def _gather_uneven(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """gloo gathers equal parts alone. Experts cut over ranks (--expert-tensor-parallel-size) gather what they got."""
+
+    def gathered(
+        part: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, *given: Any, **named: Any
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return even(part, group, sizes, *given, **named)
+        whole = part.new_empty([sum(sizes), *part.shape[1:]])
+        copies = part.repeat(group.size(), *[1] * (part.dim() - 1))
+        dist.all_to_all_single(whole, copies, list(sizes), [len(part)] * group.size(), group=group)
+        return whole
+
+    return functools.update_wrapper(gathered, even)
+
+
+def _reduce_scatter_uneven(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same for the way back: each rank gets the sum of its part."""
+
+    def scattered(
+        whole: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, *given: Any, **named: Any
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return even(whole, group, sizes, *given, **named)
+        own = sizes[group.rank()]
+        parts = whole.new_empty([group.size() * own, *whole.shape[1:]])
+        dist.all_to_all_single(parts, whole.contiguous(), [own] * group.size(), list(sizes), group=group)
+        return parts.view(group.size(), own, *whole.shape[1:]).sum(0)
+
+    return functools.update_wrapper(scattered, even)
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -26,7 +26,7 @@ from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, WandbWriter, wandb_mode
 from megatron_rl.models import PolicyModel
-from megatron_rl.models.parameters import counted_once
+from megatron_rl.models.parameters import sum_over_model
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform
@@ -84,7 +84,7 @@ class Reporter:
         if logging_config.log_straggler:
             row |= self._straggler(row)
         if logging_config.log_params_norm:
-            row["actor/params_norm"] = parameter_norm(policy, self._groups.model_group)
+            row["actor/params_norm"] = parameter_norm(policy, self._groups)
         evaluated = any(name.startswith("val/") for name in row)
         due = step % logging_config.log_interval == 0 or step == self._config.total_steps
         if self._groups.is_main and (due or evaluated):
@@ -211,10 +211,6 @@ def _batch_record(update: int, batch: TokenBatch) -> dict[str, object]:
 
 
 @torch.no_grad()
-def parameter_norm(policy: PolicyModel, model_group: dist.ProcessGroup) -> float:
-    """L2 norm over all ranks of the model copy; what several of them hold counts once."""
-    total = torch.zeros([], dtype=torch.float64, device=policy.device)
-    for _, parameter in counted_once(policy.chunks):
-        total += parameter.double().square().sum()
-    dist.all_reduce(total, group=model_group)
-    return math.sqrt(total.item())
+def parameter_norm(policy: PolicyModel, groups: ParallelGroups) -> float:
+    """L2 norm over the whole model; what several ranks hold counts once."""
+    return math.sqrt(sum_over_model(policy.chunks, groups, lambda _, values: values.double().square().sum()).item())

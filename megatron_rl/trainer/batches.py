@@ -14,12 +14,14 @@ from torch import Tensor
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.families.layout import ONE_STAGE, Stages
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import gather_vectors
+from megatron_rl.parallel.collectives import gather_vectors, max_over
 from megatron_rl.trainer.packing import balance, collate, pack, without_loss
 from megatron_rl.types import Sample
 
 logger = logging.getLogger(__name__)
 
+_NOBODYS = Sample(torch.zeros(2, dtype=torch.int64), 1, 0.0, torch.zeros(2), sample_id=-1)
+"""What a rank without samples runs through the experts that it shares."""
 HEADER = 5
 """Integers that go ahead of a sample's tokens: sample_id, policy_version, length, prompt_length, number of spans."""
 
@@ -75,10 +77,11 @@ class BatchBuilder:
         return [self.pack(part, seed + update) for update, part in enumerate(parts)]
 
     def pack(self, samples: Sequence[Sample], seed: int) -> list[TokenBatch]:
-        """Best-fit bins of at most ``bin_tokens`` tokens, in shuffled order.
+        """Best-fit bins of at most ``bin_tokens`` tokens, in shuffled order; collective where ranks share experts.
 
-        Pipeline stages must know the size of what they receive: bins are filled up to the fullest, which is little, and
-        for interleaved stages their number to a multiple of the stages.
+        Pipeline stages must know the size of what they receive: bins are filled up to the fullest, which is little.
+        There are more of them, without loss, for interleaved stages, which want a multiple of their number, and for
+        ranks that share experts, of which none may stay away from a pass.
         """
         lengths = [sample.length for sample in samples]
         bins = pack(lengths, self.bin_tokens, seed)
@@ -87,8 +90,15 @@ class BatchBuilder:
             fullest = max(sum(lengths[i] for i in members) for members in bins)
             size = -(-fullest // size) * size
         batches = [collate([samples[i] for i in members], self.device, size) for members in bins]
-        idle = -len(batches) % self.stages.count if self.stages.chunks > 1 else 0
-        return batches + [without_loss(batch) for batch in batches[:1] * idle]
+        count = len(batches)
+        if self.stages.chunks > 1:
+            count = -(-count // self.stages.count) * self.stages.count
+        if self.groups.shares_experts:
+            count = int(max_over({"batches": count}, self.groups.lockstep_group)["batches"])
+        if count > len(batches):
+            idle = batches[0] if batches else collate([_NOBODYS], self.device, size)
+            batches += [without_loss(idle)] * (count - len(batches))
+        return batches
 
     def _tell_small(self, count: int, batch_size: int) -> None:
         if 2 * count >= batch_size or self.told or not self.groups.is_main:

@@ -107,8 +107,9 @@ class Optimization:
         """
         for chunk in self.wrapped:
             # The others gather the parameters of the update before as they go forward: last bucket first.
-            for bucket_group in reversed(chunk.bucket_groups) if chunk.use_forward_hook else ():
-                bucket_group.finish_param_sync()
+            for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups) if chunk.use_forward_hook else ():
+                for bucket_group in reversed(groups):
+                    bucket_group.finish_param_sync()
         for chunk in reversed(self.wrapped):
             if chunk.ddp_config.overlap_grad_reduce:
                 chunk.start_grad_sync()

@@ -147,6 +147,6 @@ def _dummies(padding: int, longest: int) -> tuple[int, ...]:
 
 
 def without_loss(batch: TokenBatch) -> TokenBatch:
-    """One of its size that changes nothing: an interleaved pipeline takes micro-batches by the number of its stages."""
+    """One of its size that changes nothing."""
     nothing = torch.zeros_like(batch.loss_mask)
     return replace(batch, loss_mask=nothing, rewards=nothing, inference_logprobs=nothing, sample_ids=())

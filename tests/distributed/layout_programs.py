@@ -52,7 +52,8 @@ def configured(parallel: Mapping[str, Any], changes: Mapping[str, Any]) -> RLCon
     flags = {name: value for name, value in changes.items() if name not in ("parallel", "samples")}
     usual = {"num_layers": 4, "clip_grad": 0.0, "lr": 1e-3, "adam_eps": 1e-4, "train_iters": 100}
     config = tiny_config(int(os.environ["WORLD_SIZE"]), **(usual | flags))
-    return replace(config, parallel=replace(config.parallel, **parallel, **changes.get("parallel", {})))
+    sizes = {"expert_tensor_parallel_size": None} | parallel | changes.get("parallel", {})
+    return replace(config, parallel=replace(config.parallel, **sizes))
 
 
 def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list[dict[str, float]], dict[str, Any]]:
@@ -88,11 +89,12 @@ def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list
 def whole(
     policy: PolicyModel, groups: ParallelGroups, read: Callable[[torch.nn.Parameter], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What this rank's stage has, gathered over its tensor-parallel ranks; collective over them."""
+    """What this rank's stage has, and its experts, gathered over its tensor-parallel ranks; collective over them."""
     found = {}
     for name, parameter in policy.named_parameters():
         values = torch.nn.Parameter(read(parameter).detach().clone())
         for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
             setattr(values, attribute, getattr(parameter, attribute, None))
-        found[name] = gather_whole(values, groups.tensor_group)
+        group = groups.expert_tensor_group if ".experts." in name else groups.tensor_group
+        found[name] = gather_whole(values, group)
     return found

@@ -20,7 +20,8 @@ def models(parallel: dict[str, int], shapes: list[str], **changes: object) -> di
     single_thread()
     found = {}
     configs = {name: tiny_config(int(os.environ["WORLD_SIZE"]), **{**SHAPES[name], **changes}) for name in shapes}
-    configs = {name: replace(one, parallel=replace(one.parallel, **parallel)) for name, one in configs.items()}
+    sizes = {"expert_tensor_parallel_size": None} | parallel
+    configs = {name: replace(one, parallel=replace(one.parallel, **sizes)) for name, one in configs.items()}
     groups = initialize(configs[shapes[0]].parallel, current_platform())
     for name, config in configs.items():
         policy = tiny_policy(config)
@@ -30,7 +31,7 @@ def models(parallel: dict[str, int], shapes: list[str], **changes: object) -> di
                 for given, parameter in policy.named_parameters()
             },
             "fingerprint": weights_fingerprint(policy, groups),
-            "norm": parameter_norm(policy, groups.model_group),
+            "norm": parameter_norm(policy, groups),
         }
     shut_down()
     return found

@@ -13,12 +13,14 @@ SHAPES = ["grouped, gated, untied", "tied", "all biases", "experts", "odd widths
 LAYOUTS = {
     "tensor": (2, {"tensor_model_parallel_size": 2}),
     "stages": (2, {"pipeline_model_parallel_size": 2}),
+    "experts": (2, {"expert_model_parallel_size": 2}),
+    "cut experts": (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
     "both": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
 }
 
 
-def run(world_size: int, parallel: dict[str, int]) -> list[dict[str, Any]]:
-    return run_ranks("tests.distributed.name_programs:models", world_size, parallel=parallel, shapes=SHAPES)
+def run(world_size: int, parallel: dict[str, int], shapes: list[str] = SHAPES) -> list[dict[str, Any]]:
+    return run_ranks("tests.distributed.name_programs:models", world_size, parallel=parallel, shapes=shapes)
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +31,16 @@ def one() -> dict[str, Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_is_the_same_in_every_layout(one: dict[str, Any], layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
-    ranks = run(world_size, parallel)
-    for shape in SHAPES:
+    shapes = ["experts"] if "expert_model_parallel_size" in parallel else SHAPES
+    ranks = run(world_size, parallel, shapes)
+    for shape in shapes:
         models = [rank[shape] for rank in ranks]
         assert {model["fingerprint"] for model in models} == {one[shape]["fingerprint"]}
         for model in models:
             assert model["norm"] == pytest.approx(one[shape]["norm"], rel=1e-12)
         wanted, found = one[shape]["parameters"], [model["parameters"] for model in models]
         assert set().union(*found) == set(wanted)
-        if layout == "stages":  # each rank has its parameters whole
+        if layout in ("stages", "experts"):  # each rank has its parameters whole
             assert all(values == wanted[name] for parameters in found for name, values in parameters.items())
 
 

@@ -23,6 +23,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fused": {"rl_fused_output_layer": True, "grpo_entropy_term_weight": 0.01},
     "recomputed": RECOMPUTED,
     "experts": EXPERTS,
+    "experts, recomputed": EXPERTS | RECOMPUTED,
+    "experts, few": EXPERTS | FEW,
+    "experts, distributed": EXPERTS | {"use_distributed_optimizer": True},
+    "experts, overlaps": EXPERTS | OVERLAP,
+    "experts, overlaps, few": EXPERTS | OVERLAP | FEW,
     "more on the last": UNEVEN | {"parallel": {"decoder_first_pipeline_num_layers": 2}},
     "few": FEW,
     "few, tied": FEW | TIED,
@@ -33,22 +38,35 @@ CASES: dict[str, dict[str, Any]] = {
 }
 REFERENCE = {
     "distributed": "plain", "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
+    "experts, distributed": "experts", "experts, overlaps": "experts", "experts, overlaps, few": "experts, few",
 }  # fmt: skip
 """Compared with another case on one rank."""
 STAGES = {"pipeline_model_parallel_size": 2}
 VIRTUAL = STAGES | {"num_virtual_stages_per_pipeline_rank": 2}
+SHARED = {"expert_model_parallel_size": 2}
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "PP2": (2, STAGES, ["plain", "tied", "fused", "recomputed", "experts", "more on the last", "few"]),
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few"]),
     "PP2 x DP2": (4, STAGES, ["plain", "distributed", "overlaps", "overlaps, few", "overlaps, few, tied", "few, tied"]),
     "TP2 x PP2, sequence-parallel": (
-        4, STAGES | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, ["plain", "tied", "fused"],
+        4, STAGES | TENSOR, ["plain", "tied", "fused"],
     ),
     "PP2 x VPP2 x DP2": (4, VIRTUAL, ["overlaps", "overlaps, few", "overlaps, few, tied"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "tied"]),
+    "EP2": (2, SHARED, ["experts", "experts, recomputed", "experts, few", "experts, overlaps"]),
+    "EP2 x DP2": (4, SHARED, ["experts", "experts, distributed", "experts, overlaps", "experts, overlaps, few"]),
+    "TP2 x EP2, ETP1": (2, SHARED | TENSOR | {"expert_tensor_parallel_size": 1}, ["experts", "experts, few"]),
+    "TP2 x EP2, ETP2": (4, SHARED | TENSOR, ["experts", "experts, overlaps, few"]),
+    "EP2 x PP2": (4, SHARED | STAGES, ["experts", "experts, few", "experts, overlaps"]),
+    "EP2 x PP2 x VPP2": (4, SHARED | VIRTUAL, ["experts", "experts, few", "experts, overlaps"]),
+    "TP2 x EP4, ETP1": (
+        4, TENSOR | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+        ["experts", "experts, few", "experts, overlaps"],
+    ),
 }  # fmt: skip
 """Ranks, sizes, cases."""
-LONG = ("PP2 x VPP2 x DP2", "PP4")
+LONG = ("PP2 x VPP2 x DP2", "PP4", "EP2 x PP2", "EP2 x PP2 x VPP2", "TP2 x EP4, ETP1")
 TOLERANCE = 1e-5
 
 

@@ -23,7 +23,9 @@ from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_l
 from tests.support.tiny import single_thread
 
 
-def on_ranks(tensor_size: int, directories: list[str], folder: str, stages: int = 1) -> list[dict[str, Any]]:
+def on_ranks(
+    tensor_size: int, directories: list[str], folder: str, stages: int = 1, expert_size: int = 1
+) -> list[dict[str, Any]]:
     """Load each directory, write this rank's logits beside it, and save the model again."""
     single_thread()
     save.MAX_FILE_BYTES = 20_000  # several files each
@@ -31,7 +33,8 @@ def on_ranks(tensor_size: int, directories: list[str], folder: str, stages: int 
     reports, groups = [], None
     for index, directory in enumerate(directories):
         config = hf_run(Path(directory), int(os.environ["WORLD_SIZE"]), **changes)
-        config = replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=stages))
+        sizes = {"pipeline_model_parallel_size": stages, "expert_model_parallel_size": expert_size}
+        config = replace(config, parallel=replace(config.parallel, **sizes))
         groups = groups or initialize(config.parallel, current_platform())
         model = read_model(directory)
         policy, read = loaded_policy(config, model.architecture.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,21 @@ TOPOLOGIES = {"tensor": (2, 2), "tensor+data": (4, 2)}
 
 
 class Loaded:
-    """All examples written in several files each, loaded on the ranks of one topology, and saved again."""
+    """Examples written in several files each, loaded on the ranks of one topology, and saved again."""
 
-    def __init__(self, folder: Path, world_size: int, tensor_size: int, stages: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        tensor_size: int,
+        examples: Sequence[tuple[str, int]] = EXAMPLES,
+        **sizes: int,
+    ) -> None:
         self.folder, self.tensor_size = folder, tensor_size
-        self.directories = [folder / f"{name}-{index}" for name, index in EXAMPLES]
+        self.directories = [folder / f"{name}-{index}" for name, index in examples]
         self.references = [
             write_model(directory, name, FAMILIES.get(name).examples[index], max_shard_size="20KB")
-            for directory, (name, index) in zip(self.directories, EXAMPLES, strict=True)
+            for directory, (name, index) in zip(self.directories, examples, strict=True)
         ]
         self.reports = run_ranks(
             "tests.parity.hugging_face_case:on_ranks",
@@ -36,7 +44,7 @@ class Loaded:
             tensor_size=tensor_size,
             directories=[str(directory) for directory in self.directories],
             folder=str(folder),
-            stages=stages,
+            **sizes,
         )
 
 
@@ -102,22 +110,44 @@ def test_two_pipeline_stages(
 ) -> None:
     """Each stage reads its own layers; what is saved again, from memory or a checkpoint, is the model that was read."""
     loaded = Loaded(tmp_path, 2 * tensor_size, tensor_size, stages=2)
+    _assert_whole(loaded, range(tensor_size, 2 * tensor_size), one_rank, monkeypatch)
+
+
+@pytest.mark.parametrize("tensor_size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_experts_on_two_ranks(
+    tensor_size: int, tmp_path: Path, one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank reads its own experts, and its part of them."""
+    examples = [(name, index) for name, index in EXAMPLES if "num_experts" in FAMILIES.get(name).examples[index]]
+    loaded = Loaded(tmp_path, 2 * tensor_size, tensor_size, examples, expert_size=2)
+    for ranks in (range(tensor_size), range(tensor_size, 2 * tensor_size)):
+        _assert_whole(loaded, ranks, one_rank, monkeypatch)
+    for first, second in zip(*(report[0]["parameters"] for report in loaded.reports[::tensor_size]), strict=True):
+        assert (first == second) == (".experts." not in first)
+
+
+def _assert_whole(
+    loaded: Loaded, last: Sequence[int], one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks ``last``, which have the logits, give those of transformers, and the model is the one on disk."""
+    tmp_path = loaded.folder
     monkeypatch.setattr(save, "MAX_FILE_BYTES", 20_000)
     for index, directory in enumerate(loaded.directories):
         model = read_model(directory)
         vocabulary = model.architecture.vocab_size
         expected = reference_logits(loaded.references[index], batch_of(vocabulary))
-        last = [tmp_path / f"logits.{index}.{tensor_size + rank}.pt" for rank in range(tensor_size)]
-        logits = torch.cat([torch.load(path, weights_only=True) for path in last], dim=-1)
+        parts = [tmp_path / f"logits.{index}.{rank}.pt" for rank in last]
+        logits = torch.cat([torch.load(path, weights_only=True) for path in parts], dim=-1)
         assert (logits[:, :vocabulary] - expected).abs().max() <= 1e-4
         policy, _ = loaded_policy(hf_run(directory), vocabulary)
         reports = [report[index] for report in loaded.reports]
         assert [report["fingerprints"] for report in reports] == [fingerprints(policy, one_rank)] * len(reports)
         for report in reports:
             assert report["read"] <= 4 * sum(report["parameters"].values())
-        save.export_checkpoint(tmp_path / f"checkpoints.{index}", model, tmp_path / f"back.{index}")
-        for again in ("saved", "back"):
-            _assert_same(directory, tmp_path / f"{again}.{index}")
+        back = tmp_path / f"back.{index}.{last[0]}"
+        save.export_checkpoint(tmp_path / f"checkpoints.{index}", model, back)
+        for again in (tmp_path / f"saved.{index}", back):
+            _assert_same(directory, again)
 
 
 def _assert_same(before: Path, after: Path) -> None:

@@ -36,7 +36,7 @@ def load_hf(model: HfModel, policy: PolicyModel, groups: ParallelGroups) -> int:
         for name, parameter in policy.named_parameters():
             if name not in weights:
                 raise CheckpointError(f"{model.directory}: {model.family.class_name} has nothing for parameter {name}")
-            fill(parameter, weights[name].pieces(shared[name], groups.tensor_rank), reader)
+            fill(parameter, weights[name].pieces(shared[name], groups.part_of(shared[name])), reader)
     known = {parameter.name for parameter in ModelLayout.of(policy.layout.architecture).parameters}
     left = [name for name in weights if name not in known]
     if left:

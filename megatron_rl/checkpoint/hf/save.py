@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import differences, read_run_state
 from megatron_rl.checkpoint.torch_files import is_megatron_layout, shards_reader, tensor_size
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter
+from megatron_rl.families import Entry, ExpertShare, HfModel, ModelLayout, Parameter
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json, gather_json
@@ -50,32 +50,14 @@ def save_hf(
     """
     if broadcast_json(target.exists() if groups.is_main else None, source=0):
         raise CheckpointError(f"{target} exists; choose another directory")
-    layout = policy.layout
-    whole = ModelLayout.of(layout.architecture, layout.tensor_size, layout.padded_vocab_size)
-    known = {parameter.name: parameter for parameter in whole.parameters}
-    parameters = dict(policy.named_parameters())
-    stages = enumerate(gather_json([*parameters], groups.pipeline_group))
-    # A tied one is the first stage's.
-    stage_of = {name: stage for stage, names in reversed([*stages]) for name in names}
-
-    def gathered(name: str) -> Sequence[torch.Tensor]:
-        if stage_of[name] == groups.stage:
-            shards = _gather(parameters[name].detach(), groups)
-        else:
-            shape = known[name].local_shape
-            shards = [torch.empty(shape, dtype=policy.dtype, device=policy.device) for _ in range(groups.tensor_size)]
-        for shard in shards if stage_of[name] > 0 and groups.tensor_rank == 0 else ():
-            if groups.stage == 0:
-                dist.recv(shard, group=groups.pipeline_group, group_src=stage_of[name])
-            elif groups.stage == stage_of[name]:
-                dist.send(shard.contiguous(), group=groups.pipeline_group, group_dst=0)
-        return shards
-
+    layout, cut = policy.layout, ExpertShare(tensor_size=groups.expert_tensor_group.size())
+    whole = ModelLayout.of(layout.architecture, layout.tensor_size, layout.padded_vocab_size, experts=cut)
     if groups.is_main:
-        write_hf(origin, target, whole, gathered, dtype)
-    elif groups.data_rank == 0:  # the others of rank 0's copy
-        for name in known:
-            gathered(name)
+        write_hf(origin, target, whole, _Gathering(policy, whole, groups).parts, dtype)
+    elif any(_has_main(group) for group in (groups.model_group, groups.expert_group)):
+        gathering = _Gathering(policy, whole, groups)
+        for parameter in whole.parameters:
+            gathering.parts(parameter.name)
     dist.barrier()
 
 
@@ -155,11 +137,41 @@ def _write_config(origin: HfModel, directory: Path, dtype: torch.dtype) -> None:
     write_json(directory / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
 
 
-def _gather(shard: torch.Tensor, groups: ParallelGroups) -> Sequence[torch.Tensor]:
-    """All tensor-parallel parts on the group's first rank; what the others get is of no use."""
-    if groups.tensor_size == 1:
-        return [shard]
-    shard = shard.contiguous()
-    parts = [torch.empty_like(shard) for _ in range(groups.tensor_size)] if groups.tensor_rank == 0 else None
-    dist.gather(shard, parts, group_dst=0, group=groups.tensor_group)
-    return parts or [shard]
+class _Gathering:
+    """Hands the main rank one parameter after the other, from the ranks of its model copy or of the same experts."""
+
+    def __init__(self, policy: PolicyModel, whole: ModelLayout, groups: ParallelGroups) -> None:
+        self._known = {parameter.name: parameter for parameter in whole.parameters}
+        self._own = dict(policy.named_parameters())
+        self._policy, self._groups = policy, groups
+        self._holders: dict[str, list[int]] = {}
+        for kind, group in ((False, groups.model_group), (True, groups.expert_group)):
+            for rank, names in enumerate(gather_json([*self._own], group) if _has_main(group) else ()):
+                for name in names:
+                    if self._known[name].is_of_an_expert == kind:
+                        self._holders.setdefault(name, []).append(rank)
+
+    def parts(self, name: str) -> Sequence[torch.Tensor]:
+        """On the main rank, in rank order; what the others get is of no use. Collective over those who have any."""
+        parameter, policy = self._known[name], self._policy
+        group = self._groups.expert_group if parameter.is_of_an_expert else self._groups.model_group
+        if not _has_main(group):
+            return []
+        found = []
+        # One on each rank where all have all of it; of a tied one the first stage's.
+        for rank in self._holders[name][: parameter.ranks if parameter.cut else 1]:
+            if rank == group.rank():
+                part = self._own[name].detach()
+                if rank > 0:
+                    dist.send(part.contiguous(), group=group, group_dst=0)
+            elif group.rank() == 0:
+                part = torch.empty(parameter.local_shape, dtype=policy.dtype, device=policy.device)
+                dist.recv(part, group=group, group_src=rank)
+            else:
+                continue
+            found.append(part)
+        return found
+
+
+def _has_main(group: dist.ProcessGroup) -> bool:
+    return dist.get_global_rank(group, 0) == 0

@@ -50,7 +50,7 @@ ONE_PROBLEM = [
         ["--pipeline-model-parallel-size 2", "--perform-rl-step", "rollouts are not built for pipeline stages yet"],
     ),
     ({"context_parallel_size": "2"}, 2, ["--context-parallel-size 2", "tensor, pipeline and data parallelism"]),
-    ({"expert_model_parallel_size": "2"}, 1, ["--expert-model-parallel-size 2", "not built yet"]),
+    ({"expert_model_parallel_size": "2"}, 1, ["--expert-model-parallel-size 2", "without --num-experts"]),
     (
         {**TENSOR_8, "num_attention_heads": "4", "group_query_attention": True, "num_query_groups": "4"}, 8,
         ["--num-attention-heads 4", "tensor-parallel size 8", "--tensor-model-parallel-size 1, 2 or 4"],

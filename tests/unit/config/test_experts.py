@@ -6,6 +6,12 @@ import pytest
 
 from megatron_rl.config import resolve
 
+TENSOR = {"tensor_model_parallel_size": "2", "sequence_parallel": True}
+THREE = {
+    "tensor_model_parallel_size": "3", "sequence_parallel": True, "num_attention_heads": "6", "hidden_size": "96",
+    "ffn_hidden_size": "96", "seq_length": "126",
+}  # fmt: skip
+SHARED = {"expert_model_parallel_size": "2", "perform_rl_step": None}
 MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
 
 
@@ -21,6 +27,18 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
         (1, {"moe_router_load_balancing_type": "aux_loss"}, ["aux_loss is not built"]),
         (1, {"num_layers": "1000", "num_experts": "128"}, ["--num-experts 128", "1000 layers", "100,000 experts"]),
         (1, {"num_experts": None, "moe_ffn_hidden_size": "64"}, ["--moe-ffn-hidden-size without --num-experts"]),
+        (3, SHARED | {"expert_model_parallel_size": "3"}, ["--expert-model-parallel-size 3", "experts 4", "1, 2 or 4"]),
+        (3, SHARED, ["--expert-model-parallel-size 2", "world size 3", "start 2 or 4"]),
+        (2, SHARED | TENSOR, ["--expert-model-parallel-size 2", "world size 2", "divisible by 4", "start 4 ranks"]),
+        (8, SHARED | TENSOR | {"expert_tensor_parallel_size": "4"},
+         ["--expert-tensor-parallel-size 4", "--tensor-model-parallel-size 2", "use 1 or 2"]),
+        (2, TENSOR | {"expert_tensor_parallel_size": "1"},
+         ["--expert-tensor-parallel-size 1", "with --expert-model-parallel-size 1", "--expert-model-parallel-size 2"]),
+        (12, SHARED | THREE | {"expert_model_parallel_size": "4", "expert_tensor_parallel_size": "1"},
+         ["--expert-model-parallel-size 4", "use 1 or 3, or a multiple of 3"]),
+        (2, SHARED | {"num_experts": None}, ["without --num-experts"]),
+        (2, SHARED | {"ckpt_format": "torch"}, ["--ckpt-format torch"]),
+        (2, SHARED | {"perform_rl_step": True}, ["rollouts are not built"]),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_one_line(problems, ranks, changes, fragments) -> None:

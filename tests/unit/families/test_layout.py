@@ -69,7 +69,7 @@ def test_of_every_family(one_rank: ParallelGroups, tmp_path: Path, example: tupl
 
 def on_two_ranks(name: str, parallel: dict[str, int]) -> RLConfig:
     config = tiny_config(2, **SHAPES[name])
-    return replace(config, parallel=replace(config.parallel, **parallel))
+    return replace(config, parallel=replace(config.parallel, expert_tensor_parallel_size=None, **parallel))
 
 
 def one_of_two_ranks(parallel: dict[str, int], shapes: list[str]) -> list[dict[str, Any]]:

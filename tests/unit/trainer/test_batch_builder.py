@@ -25,6 +25,7 @@ class DataGroup:
 
     data_group: dist.ProcessGroup
     is_main: bool = True
+    shares_experts: bool = False
 
     @property
     def data_size(self) -> int:
