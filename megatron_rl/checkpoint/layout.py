@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.atomic import move_into_place, remove, sync_tree, write_text_atomic
-from megatron_rl.checkpoint.torch_files import is_foreign, tensor_size
+from megatron_rl.checkpoint.torch_files import is_foreign, split_of
 from megatron_rl.errors import CheckpointError
 from megatron_rl.json_text import parse_json
 
@@ -146,7 +146,7 @@ def _check(directory: Path, contents: bool, by_name: bool) -> None:
     if not is_foreign(directory):
         verify(directory, contents)
         return
-    tensor_size(directory)
+    split_of(directory)
     if by_name:
         return
     pointer = directory.parent / MEGATRON.pointer

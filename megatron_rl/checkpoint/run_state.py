@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.torch_files import is_foreign, read_args, tensor_size, topology_problems
+from megatron_rl.checkpoint.torch_files import Split, is_foreign, read_args, split_of, topology_problems
 from megatron_rl.config import ModelConfig, RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture
@@ -196,7 +196,10 @@ def _foreign_state(directory: Path) -> RunState:
         has_optimizer=False,
         padded_vocab_size=args.get("padded_vocab_size") or 0,
         architecture=architecture,
-        world={"tensor_model_parallel_size": tensor_size(directory)},
+        world={
+            "tensor_model_parallel_size": split_of(directory).tensor,
+            "pipeline_model_parallel_size": split_of(directory).stages,
+        },
     )
 
 
@@ -219,7 +222,9 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
     """
     state = read_run_state(directory)
     problems = differences(directory, state, config.model, "this run has")
-    problems += topology_problems(directory, config.parallel.tensor_model_parallel_size)
+    parallel = config.parallel
+    split = Split(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    problems += topology_problems(directory, split)
     if vocab_size is not None and state.vocab_size not in (0, vocab_size):
         problems.append(
             f"checkpoint {str(directory)!r} was made with a vocabulary of {state.vocab_size} tokens, "

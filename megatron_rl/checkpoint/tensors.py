@@ -66,7 +66,7 @@ def load(directory: Path, policy: PolicyModel, optimization: Optimization | None
     if optimization is not None:
         make_room(optimization)
     state = _read(directory, _state(policy, optimization, loading=True))
-    for name, gpt in _named_chunks(policy).items():
+    for name, gpt in named_chunks(policy).items():
         gpt.load_state_dict(state[name])
     if optimization is not None:
         load_state(optimization, state["optimizer"])
@@ -76,7 +76,7 @@ def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool
     metadata = ensure_metadata_has_dp_cp_group(dict(_METADATA))
     # Names in the files are those of the whole model: that of a chunk keeps chunks apart in memory alone.
     state: dict[str, Any] = {
-        name: gpt.sharded_state_dict(metadata=metadata) for name, gpt in _named_chunks(policy).items()
+        name: gpt.sharded_state_dict(metadata=metadata) for name, gpt in named_chunks(policy).items()
     }
     if optimization is not None:
         models = state["model"] if len(policy.chunks) == 1 else dict(state)
@@ -87,7 +87,7 @@ def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool
     return state
 
 
-def _named_chunks(policy: PolicyModel) -> dict[str, GPTModel]:
+def named_chunks(policy: PolicyModel) -> dict[str, GPTModel]:
     """By Megatron's names: model, or model0, model1, ..."""
     if len(policy.chunks) == 1:
         return {"model": policy.chunks[0]}

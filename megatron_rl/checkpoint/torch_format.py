@@ -1,4 +1,4 @@
-"""`--ckpt-format torch`: every tensor-parallel rank's model and optimizer as they lie in its memory."""
+"""`--ckpt-format torch`: model and optimizer of each rank of one model copy, as they lie in its memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.atomic import sync
 from megatron_rl.checkpoint.run_state import read_run_state
 from megatron_rl.checkpoint.saving import SaveAttempt, together
-from megatron_rl.checkpoint.tensors import distributed_parts, load_state, make_room
+from megatron_rl.checkpoint.tensors import distributed_parts, load_state, make_room, named_chunks
 from megatron_rl.checkpoint.torch_files import (
     MODEL_FILE,
     OPTIMIZER_FILE,
-    rank_directory,
+    Split,
     read,
-    read_model_file,
+    read_models,
     topology_problems,
 )
 from megatron_rl.errors import CheckpointError
@@ -41,20 +42,29 @@ def save(
 
     What a rank could not write is noted in ``attempt``.
     """
-    content: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": step, "model": policy.gpt.state_dict()}
+    content: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": step}
+    content |= {name: gpt.state_dict() for name, gpt in named_chunks(policy).items()}
     gathered = None
     if optimization is not None:
         gathered = _gather_parameter_state(optimization)
         content["optimizer"] = optimization.optimizer.state_dict()
-    if groups.data_rank != 0:
+    if groups.rollout_rank != 0:
         return
     with attempt.part():
-        target = rank_directory(directory, groups.tensor_rank)
+        target = _rank_directory(directory, groups)
         target.mkdir()
         _write(content, target / MODEL_FILE)
         if gathered is not None:
             _write(gathered, target / OPTIMIZER_FILE)
         sync(target)
+
+
+def _split(groups: ParallelGroups) -> Split:
+    return Split(groups.tensor_size, groups.pipeline_group.size())
+
+
+def _rank_directory(directory: Path, groups: ParallelGroups) -> Path:
+    return directory / _split(groups).name(groups.tensor_rank, groups.stage)
 
 
 def _write(content: Any, path: Path) -> None:
@@ -75,7 +85,8 @@ def load(
     content, gathered = together(lambda: _read(directory, policy, groups, optimization))
     if optimization is not None:
         make_room(optimization)
-    policy.gpt.load_state_dict(content["model"], strict=False)  # compared already; what is left out is empty
+    for name, gpt in named_chunks(policy).items():
+        gpt.load_state_dict(content[name], strict=False)  # compared already; what is left out is empty
     if optimization is not None:
         parts = gathered if isinstance(gathered, list) else [gathered] * len(distributed_parts(optimization))
         load_state(optimization, content["optimizer"], parts)
@@ -101,18 +112,27 @@ def _read(
         )
     if "optimizer" not in content:
         raise CheckpointError(f"checkpoint {str(directory)!r} has no optimizer state; add --no-load-optim")
-    is_first = groups.data_rank == 0 and bool(distributed_parts(optimization))
-    path = rank_directory(directory, groups.tensor_rank) / OPTIMIZER_FILE
-    return content, read(path) if is_first else None
+    is_first = groups.rollout_rank == 0 and bool(distributed_parts(optimization))
+    return content, read(_rank_directory(directory, groups) / OPTIMIZER_FILE) if is_first else None
 
 
 def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, mapped: bool) -> dict[str, Any]:
-    """This rank's file, whose tensors are those of this rank's model."""
-    for problem in topology_problems(directory, groups.tensor_size):
+    """This rank's file, whose tensors are those of this rank's chunks."""
+    for problem in topology_problems(directory, _split(groups)):
         raise CheckpointError(problem)
-    content = read_model_file(directory, groups.tensor_rank, mapped)
-    found = {name: tensor.shape for name, tensor in content["model"].items() if not name.endswith("_extra_state")}
-    state = {name: tensor for name, tensor in policy.gpt.state_dict().items() if torch.is_tensor(tensor)}
+    content, chunks = read_models(_rank_directory(directory, groups) / MODEL_FILE, mapped), named_chunks(policy)
+    if any(name not in content for name in chunks) or f"model{len(chunks)}" in content:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} has other chunks of layers a stage than this model's {len(chunks)}; use "
+            "the --num-virtual-stages-per-pipeline-rank it was trained with"
+        )
+    return content | {name: _fitting(directory, content[name], gpt) for name, gpt in chunks.items()}
+
+
+def _fitting(directory: Path, tensors: dict[str, torch.Tensor], gpt: GPTModel) -> dict[str, torch.Tensor]:
+    """Those of a chunk, by the names it gives them."""
+    found = {name: tensor.shape for name, tensor in tensors.items() if not name.endswith("_extra_state")}
+    state = {name: tensor for name, tensor in gpt.state_dict().items() if torch.is_tensor(tensor)}
     names = {own_name(name): name for name in state if not name.endswith("_extra_state")}
     own = {name: state[given].shape for name, given in names.items()}
     for name in sorted(own.keys() | found.keys()):
@@ -122,11 +142,11 @@ def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, 
                 f"checkpoint {str(directory)!r} does not fit this model ({name}: it has {has}, the model wants "
                 f"{wants}); use the flags it was trained with"
             )
-    return content | {"model": {given: content["model"][name] for name, given in names.items()}}
+    return {given: tensors[name] for name, given in names.items()}
 
 
 def _gather_parameter_state(optimization: Optimization) -> Any:
-    """What Megatron-LM writes as `OPTIMIZER_FILE`, on data-parallel rank 0; None on the others. Collective."""
+    """What Megatron-LM writes as `OPTIMIZER_FILE`, on the first replica; None on the others. Collective."""
     if not distributed_parts(optimization):
         return None
     states = [part.get_parameter_state_dp_zero() for part in distributed_parts(optimization)]

@@ -152,7 +152,6 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if layers and not stages.sizes(layers):
         yield "pipeline_model_parallel_size", _cannot_share(layers, stages, uneven)
     yield from _without_rollouts(config, "pipeline_model_parallel_size", "pipeline stages")
-    yield from _without_torch_format(config, "pipeline_model_parallel_size")
 
 
 def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
@@ -186,7 +185,11 @@ def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if size == 1:
         return
     yield from _without_rollouts(config, "expert_model_parallel_size", "shared experts")
-    yield from _without_torch_format(config, "expert_model_parallel_size")
+    if config.checkpoint.ckpt_format == "torch":
+        yield "expert_model_parallel_size", (
+            "with --ckpt-format torch, which holds tensor-parallel ranks and pipeline stages alone; use --ckpt-format "
+            "torch_dist"
+        )
 
 
 def _without_rollouts(config: RLConfig, name: str, what: str) -> Iterator[Finding]:
@@ -202,11 +205,6 @@ def _without_rollouts(config: RLConfig, name: str, what: str) -> Iterator[Findin
             f"with {found[0]}: rollouts are not built for {what} yet; use --tensor-model-parallel-size, or train "
             "supervised without it"
         )
-
-
-def _without_torch_format(config: RLConfig, name: str) -> Iterator[Finding]:
-    if config.checkpoint.ckpt_format == "torch":
-        yield name, "with --ckpt-format torch, which holds tensor-parallel ranks alone; use --ckpt-format torch_dist"
 
 
 def _cannot_share(layers: int, stages: Stages, uneven: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ def contents(checkpoint: Path) -> dict[str, Any]:
     """Every tensor and number, by a dotted name: weights, moments, step counters, learning rates, random states."""
     from safetensors.torch import load_file
 
-    if (checkpoint / "mp_rank_00").is_dir():
+    if any(checkpoint.glob("mp_rank_*")):
         return _rank_files(checkpoint)
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

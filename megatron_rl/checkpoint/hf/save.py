@@ -14,7 +14,7 @@ from megatron_rl.atomic import TEMPORARY, remove, whole_directory
 from megatron_rl.checkpoint.hf.torch_dist import StoredParameters
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import differences, read_run_state
-from megatron_rl.checkpoint.torch_files import is_megatron_layout, shards_reader, tensor_size
+from megatron_rl.checkpoint.torch_files import is_megatron_layout, shards_reader, split_of
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Entry, ExpertShare, HfModel, ModelLayout, Parameter
 from megatron_rl.models import PolicyModel
@@ -78,7 +78,7 @@ def export_checkpoint(path: str | Path, origin: HfModel, target: Path, dtype: to
     if problems:
         raise CheckpointError("; ".join(problems))
     if is_megatron_layout(directory):
-        size, produce = tensor_size(directory), shards_reader(directory)
+        size, produce = split_of(directory).tensor, shards_reader(directory)
     else:
         stored = StoredParameters(directory)
         size, produce = 1, lambda name: [stored.read(name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -17,9 +18,9 @@ from megatron_rl.checkpoint.hf.save import export_checkpoint, save_hf, write_hf
 from megatron_rl.checkpoint.layout import MEGATRON, commit, find_checkpoint, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load, save_tensors
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, rank_directory
+from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import HfModel, ModelLayout, read_model
+from megatron_rl.families import HfModel, ModelLayout, Stages, read_model
 from megatron_rl.families.family import SMALL
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, stored_tensors
@@ -237,20 +238,41 @@ def _peak() -> int:
 
 
 @pytest.mark.parametrize("family", SETTINGS)
-def test_files_of_two_tensor_parallel_ranks_become_a_hugging_face_directory(tmp_path: Path, family: str) -> None:
-    write_model(tmp_path / "model", family, SETTINGS[family])
+@pytest.mark.parametrize(
+    "stages", [Stages(), Stages(2), Stages(2, first=1), Stages(2, chunks=2)], ids=["one", "two", "uneven", "virtual"]
+)
+def test_files_of_tensor_parallel_ranks_and_stages_become_a_hugging_face_directory(
+    tmp_path: Path, family: str, stages: Stages
+) -> None:
+    write_model(tmp_path / "model", family, SETTINGS[family] | {"num_hidden_layers": 4})
     model, padded = read_model(tmp_path / "model"), 128
     target = temporary_directory(tmp_path / "run", 4, naming=MEGATRON)
-    for rank in range(2):
-        shards = {}
-        with TensorReader(model.directory) as reader:
-            for parameter in ModelLayout.of(model.architecture, 2, padded).parameters:
-                shards[parameter.name] = torch.empty(parameter.local_shape)
-                fill(shards[parameter.name], model.weights[parameter.name].pieces(parameter, rank), reader)
-        rank_directory(target, rank).mkdir(parents=True)
-        torch.save({"model": shards}, rank_directory(target, rank) / MODEL_FILE)
-    state = RunState(step=4, padded_vocab_size=padded)
-    write_run_state(target, state)
+    split = Split(2, stages.count)
+    for rank, stage in itertools.product(range(2), range(stages.count)):
+        chunks = _chunks_of_a_rank(model, rank, padded, stage, stages)
+        folder = target / split.name(rank, stage)
+        folder.mkdir(parents=True)
+        torch.save(chunks, folder / MODEL_FILE)
+    write_run_state(target, RunState(step=4, padded_vocab_size=padded))
     commit(tmp_path / "run", 4, naming=MEGATRON)
     export_checkpoint(tmp_path / "run", model, tmp_path / "out")
     assert _same(model.directory, tmp_path / "out")
+
+
+def _chunks_of_a_rank(
+    model: HfModel, rank: int, padded: int, stage: int, stages: Stages
+) -> dict[str, dict[str, torch.Tensor]]:
+    """As `--ckpt-format torch` has them: layers are counted from 0 in each chunk; a tied last stage has a copy."""
+    layers = stages.layers_of(stage, model.architecture.num_layers)
+    found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+    with TensorReader(model.directory) as reader:
+        for parameter in ModelLayout.of(model.architecture, 2, padded, stage, stages).parameters:
+            values, words = torch.empty(parameter.local_shape), parameter.name.split(".")
+            fill(values, model.weights[parameter.name].pieces(parameter, rank), reader)
+            chunk = 0 if words[0] == "embedding" else len(layers) - 1
+            if words[1] == "layers":
+                chunk = next(index for index, chunk in enumerate(layers) if int(words[2]) in chunk)
+                words[2] = str(int(words[2]) - layers[chunk].start)
+            is_copy = words[0] == "embedding" and stage > 0
+            found[-1 if is_copy else chunk]["output_layer.weight" if is_copy else ".".join(words)] = values
+    return {"model": found[0]} if len(found) == 1 else {f"model{index}": chunk for index, chunk in enumerate(found)}

@@ -25,7 +25,7 @@ from megatron_rl.checkpoint.run_state import (
     continuation_problems,
     read_run_state,
 )
-from megatron_rl.checkpoint.torch_files import MODEL_FILE, rank_directory, read
+from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read, split_of, topology_problems
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
@@ -130,7 +130,7 @@ def saved(one_rank: object, tmp_path: Path) -> tuple[Path, PolicyModel]:
 
 
 def _file(directory: Path) -> Path:
-    return rank_directory(directory, 0) / MODEL_FILE
+    return directory / "mp_rank_00" / MODEL_FILE
 
 
 def test_names_are_megatrons(saved) -> None:
@@ -231,7 +231,7 @@ def _foreign(root: Path, policy: PolicyModel, config: RLConfig, **changes: Any) 
         "args": args, "checkpoint_version": 3.0, "iteration": 12, "model": model,
         "rng_state": [{"np_rng_state": np.random.RandomState(1).get_state(), "torch_rng_state": torch.get_rng_state()}],
     }  # fmt: skip
-    target = rank_directory(root / "iter_0000012", 0)
+    target = root / "iter_0000012" / "mp_rank_00"
     target.mkdir(parents=True)
     torch.save(content, target / MODEL_FILE)
     (root / MEGATRON.pointer).write_text("12")
@@ -337,14 +337,38 @@ def test_a_kill_before_the_pointer_moves_leaves_it_where_it_was(saved, one_rank,
     assert find_checkpoint(root) == root / "iter_0000006"
 
 
-def test_what_is_split_over_pipeline_ranks_or_lacks_a_rank_is_refused(one_rank, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "split"),
+    [
+        (["mp_rank_00"], Split()),
+        (["mp_rank_00", "mp_rank_01"], Split(2)),
+        (["mp_rank_00_000", "mp_rank_00_001"], Split(1, 2)),
+        (["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"], Split(2, 2)),
+    ],
+)
+def test_directories_say_how_ranks_share_the_model(tmp_path: Path, names: list[str], split: Split) -> None:
+    directory = tmp_path / "iter_0000012"
+    for name in names:
+        (directory / name).mkdir(parents=True)
+        torch.save({"model": {}}, directory / name / MODEL_FILE)
+    assert split_of(directory) == split and split.names == names
+    assert topology_problems(directory, split) == []
+    (line,) = topology_problems(directory, Split(4, 2))
+    assert "this run has --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2; --ckpt-format torch" in line
+
+
+def test_what_is_split_over_experts_or_lacks_a_rank_is_refused(one_rank, tmp_path: Path) -> None:
     config = tiny_config()
-    directory = _foreign(tmp_path, tiny_policy(config), config)
+    directory = _foreign(tmp_path, tiny_policy(config), config, expert_model_parallel_size=2)
     shutil.copytree(directory / "mp_rank_00", directory / "mp_rank_02")
     with pytest.raises(CheckpointError, match="lacks files of a rank: it has mp_rank_00, mp_rank_02"):
         find_checkpoint(directory)
+    os.rename(directory / "mp_rank_00", directory / "mp_rank_00_000")
     os.rename(directory / "mp_rank_02", directory / "mp_rank_00_001")
-    with pytest.raises(CheckpointError, match=r"pipeline or expert ranks too \(mp_rank_00_001\)"):
+    with pytest.raises(CheckpointError, match=r"expert-parallel ranks too \(mp_rank_00_000\)"):
+        find_checkpoint(directory)
+    os.rename(directory / "mp_rank_00_001", directory / "mp_rank_00_001_000")
+    with pytest.raises(CheckpointError, match=r"expert-parallel ranks too \(mp_rank_00_001_000\)"):
         find_checkpoint(directory)
 
 

@@ -50,6 +50,7 @@ def test_layers_that_cannot_be_shared(stages: Stages, layers: int) -> None:
     [
         (PP, 2), (PP, 4, "--tensor-model-parallel-size", 1), (PP, 2, "--num-virtual-stages-per-pipeline-rank", 2),
         (PP, 2, "--num-layers-per-virtual-pipeline-stage", 2), (PP, 2, "--decoder-first-pipeline-num-layers", 3),
+        (PP, 2, "--ckpt-format", "torch"),
         (PP, 2, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 4),
     ],
 )  # fmt: skip
@@ -70,7 +71,6 @@ def test_what_can_be(flags: tuple[object, ...]) -> None:
         (("--decoder-last-pipeline-num-layers", 2), ["--decoder-last-pipeline-num-layers", "no stages"]),
         (("--num-virtual-stages-per-pipeline-rank", 2), ["--num-virtual-stages-per-pipeline-rank", "no stages"]),
         ((PP, 2, "--eval-interval", 2), [f"{PP} 2", "--eval-interval", "rollouts are not built"]),
-        ((PP, 2, "--ckpt-format", "torch"), [f"{PP} 2", "--ckpt-format torch_dist"]),
         (
             (PP, 2, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 3),
             ["--recompute-num-layers 3", "4 layers", "use 1, 2 or 4"],
