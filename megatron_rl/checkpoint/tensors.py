@@ -69,7 +69,7 @@ def load(directory: Path, policy: PolicyModel, optimization: Optimization | None
     for name, gpt in named_chunks(policy).items():
         gpt.load_state_dict(state[name])
     if optimization is not None:
-        load_state(optimization, state["optimizer"])
+        load_state(optimization, _by_part(state["optimizer"], optimization))
 
 
 def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool) -> dict[str, Any]:
@@ -147,6 +147,45 @@ def _make_momentum(optimizer: torch.optim.SGD, config: object = None) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _by_part(state: dict[Any, Any], optimization: Optimization) -> dict[Any, Any]:
+    """What was read, in the form that this layout's optimizer takes.
+
+    megatron has an optimizer of its own for experts that lie on several ranks: then states are numbered 0 and 1, else
+    there is one without a number. Tensors come as they are asked for, but what is none as it was saved. Of that this
+    run needs the count of steps; the rest are settings, and it has its own.
+    """
+    parts = optimization.optimizer.chained_optimizers
+    single = {name: value for name, value in state.items() if not isinstance(name, int)}
+    is_single = any("is_expert_parallel" in group for group in _inner(single).get("param_groups", ()))
+    saved = single if is_single else state[0]
+    if is_single == (len(parts) == 1):
+        return state
+    own = [state[number] for number in range(len(parts))] if len(parts) > 1 else [single]
+    for part, read in zip(parts, own, strict=True):
+        _take_settings(read, saved, part.optimizer.param_groups)
+    return dict(enumerate(own)) if len(parts) > 1 else single
+
+
+def _inner(state: dict[str, Any]) -> dict[str, Any]:
+    """torch's part of the state of one of megatron's optimizers, which in fp32 is all of it."""
+    return state.get("optimizer", state)
+
+
+def _take_settings(read: dict[str, Any], saved: dict[str, Any], own_groups: Sequence[dict[str, Any]]) -> None:
+    if "optimizer" in saved:
+        read.setdefault("optimizer", {})
+    for name in saved.keys() - read.keys() - {"param_groups", "state"}:
+        read[name] = saved[name]
+    steps = {name: value for name, value in _inner(saved)["param_groups"][0].items() if name == "step"}
+    given = _inner(read).get("param_groups", [{}] * len(own_groups))  # which parameters are in them, or nothing
+    _inner(read)["param_groups"] = [
+        {name: value for name, value in own.items() if name != "params"} | steps | group
+        for own, group in zip(own_groups, given, strict=True)
+    ]
+    if "common_step" in _inner(saved).get("state", {}):
+        _inner(read)["state"]["common_step"] = _inner(saved)["state"]["common_step"]
 
 
 def load_state(optimization: Optimization, state: dict[str, Any], gathered: Sequence[Any] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Supervised runs on pipeline stages: as on one rank, and checkpoints go from one layout to another."""
+"""Runs on pipeline stages and with experts over ranks: as on one rank, and checkpoints move among layouts."""
 
 from __future__ import annotations
 
@@ -9,56 +9,65 @@ import pytest
 
 from tests.support.runs import facts_of, rows_of, run_many
 
-MODEL = {"num_layers": 4, "use_distributed_optimizer": True, "log_params_norm": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "stages": {"pipeline_model_parallel_size": 2},
-    "uneven": {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 1},
-    "virtual": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+STAGES = {"pipeline_model_parallel_size": 2}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True, "disable_bias_linear": True}
+SHARED = {"expert_model_parallel_size": 2}
+Layouts = dict[str, tuple[int, dict[str, Any]]]
+"""Name -> ranks and flags."""
+OF_STAGES: Layouts = {
+    "one": (1, {}),
+    "stages": (2, STAGES),
+    "uneven": (2, STAGES | {"decoder_last_pipeline_num_layers": 1}),
+    "virtual": (2, STAGES | {"num_layers_per_virtual_pipeline_stage": 1}),
 }
-RESUMED = [("stages", "one"), ("one", "stages"), ("virtual", "uneven"), ("uneven", "virtual")]
-"""Saved by the first after 2 of 4 steps, and gone on with by the second."""
+OF_EXPERTS: Layouts = {"one": (1, {}), "stages": (2, STAGES), "shared": (2, SHARED)}
+STAGES_MOVED = [("stages", "one"), ("one", "stages"), ("virtual", "uneven"), ("uneven", "virtual")]
+EXPERTS_MOVED = [("shared", "one"), ("one", "shared"), ("shared", "stages"), ("stages", "shared"), ("shared", "shared")]
+MODELS: dict[str, tuple[dict[str, Any], Layouts, list[tuple[str, str]]]] = {
+    "untied": (DISTRIBUTED, OF_STAGES, STAGES_MOVED),
+    "tied": (DISTRIBUTED | {"untie_embeddings_and_output_weights": None}, OF_STAGES, STAGES_MOVED),
+    "experts": (DISTRIBUTED | EXPERTS, OF_EXPERTS, EXPERTS_MOVED),
+    "experts, whole optimizer": (EXPERTS, OF_EXPERTS, EXPERTS_MOVED),
+}
+"""Flags, layouts, and pairs of them: saved by the first after 2 of 4 steps, and gone on with by the second."""
 NUMBERS = ("train/loss", "actor/grad_norm", "actor/params_norm", "perf/total_num_tokens")
 
 
-def ranks_of(layout: str) -> int:
-    return LAYOUTS[layout].get("pipeline_model_parallel_size", 1)
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module", params=MODELS)
 def runs(request: pytest.FixtureRequest, workshop: Any) -> str:
-    """Whole runs, first halves, and halves that another layout goes on with; the end of their names."""
-    suffix = "tied" if request.param else "untied"
-    model = MODEL | {"untie_embeddings_and_output_weights": None if request.param else True}
+    """Whole runs, first halves, and halves that another layout goes on with, of one of `MODELS`."""
+    kind, (flags, layouts, moved) = request.param, MODELS[request.param]
+    model = {"num_layers": 4, "log_params_norm": True, "untie_embeddings_and_output_weights": True} | flags
 
     def start(commands: dict[str, list[str]], ranks: int) -> None:
         for outcome in run_many(list(commands.values()), ranks):
             outcome.check()
 
-    def commands(ranks: int) -> dict[str, list[str]]:
-        found = {}
-        for layout in (name for name in LAYOUTS if ranks_of(name) == ranks):
-            for half in (False, True):
-                name = f"{layout}_{'half' if half else 'whole'}_{suffix}"
+    for ranks in (1, 2):
+        started = {}
+        for layout, (size, sizes) in layouts.items():
+            for half in (False, True) if size == ranks else ():
+                name = f"{layout}_{'half' if half else 'whole'}_{kind}"
                 stop = {"exit_interval": 2} if half else {}
-                found[name] = workshop.supervised(name, **model, **LAYOUTS[layout], **stop)
-        return found
-
-    start(commands(1), 1)
-    start(commands(2), 2)
+                started[name] = workshop.supervised(name, **model, **sizes, **stop)
+        start(started, ranks)
     for ranks in (1, 2):
         resumed = {}
-        for saved, layout in (pair for pair in RESUMED if ranks_of(pair[1]) == ranks):
-            name = f"{saved}_{layout}_{suffix}"
-            shutil.copytree(workshop.run_dir(f"{saved}_half_{suffix}"), workshop.run_dir(name))
-            resumed[name] = workshop.supervised(name, **model, **LAYOUTS[layout], resume=True)
+        for saved, layout in moved:
+            size, sizes = layouts[layout]
+            if size == ranks:
+                name = f"{saved}_{layout}_{kind}"
+                shutil.copytree(workshop.run_dir(f"{saved}_half_{kind}"), workshop.run_dir(name))
+                resumed[name] = workshop.supervised(name, **model, **sizes, resume=True)
         start(resumed, ranks)
-    return suffix
+    return kind
 
 
 def test_the_same_numbers_in_every_layout(runs: str, workshop: Any) -> None:
     one = rows_of(workshop.run_dir(f"one_whole_{runs}"))
-    names = [f"{layout}_whole_{runs}" for layout in LAYOUTS] + [f"{a}_{b}_{runs}" for a, b in RESUMED]
+    _, layouts, moved = MODELS[runs]
+    names = [f"{layout}_whole_{runs}" for layout in layouts] + [f"{a}_{b}_{runs}" for a, b in moved]
     for name in names:
         assert facts_of(workshop.run_dir(name))["status"] == "finished"
         rows = rows_of(workshop.run_dir(name))
@@ -66,3 +75,6 @@ def test_the_same_numbers_in_every_layout(runs: str, workshop: Any) -> None:
         for own, wanted in zip(rows, one, strict=True):
             for number in NUMBERS:
                 assert own[number] == pytest.approx(wanted[number], rel=1e-4, abs=1e-5), (name, number)
+    for layout in (saved for saved, resumed in moved if saved == resumed):
+        whole, resumed = (rows_of(workshop.run_dir(f"{layout}_{half}_{runs}")) for half in ("whole", layout))
+        assert resumed == whole
