@@ -105,8 +105,11 @@ class PolicyTrainer:
             with self.timer.phase("old_log_prob"):
                 updates = self._with_logprobs(updates, "old_logprobs")
         if self.reference is not None:
-            with self.timer.phase("ref"), self.reference.swapped_in():
-                updates = self._with_logprobs(updates, "ref_logprobs")
+            with self.timer.phase("ref"):
+                # Parameters still on their way would be kept as they were, and arrive in the reference.
+                self.optimization.gather_parameters()
+                with self.reference.swapped_in():
+                    updates = self._with_logprobs(updates, "ref_logprobs")
         return _each(updates, self._with_advantages)
 
     def _with_logprobs(self, updates: Updates, name: str) -> Updates:

@@ -62,6 +62,23 @@ def odd_batches(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[
     return reports
 
 
+def train_again(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, float]]]:
+    """Per variant, the metrics of two steps on one rollout's samples: no rollout gathers parameters between them."""
+    groups = join(tensor_size=1)
+    reports = {}
+    for name, changes in variants.items():
+        run = toy_run(toy_config(groups, changes), groups)
+        samples, rewards = roll_out(run)
+        updates = run.batches.updates(samples, batch_size=64, seed=1)
+        steps = [run.trainer.step(updates, rewards).metrics for _ in range(2)]
+        reports[name] = [{key: step[key] for key in REPORTED if key in step} for step in steps]
+        with rollout_mode(run.policy, run.optimization.wrapped):
+            save_weights(Path(folder) / f"{name}.pt", run)
+        run.closing.close()
+    shut_down()
+    return reports
+
+
 def roll_out(run: RLRun) -> tuple[Sequence[Sample], StepRewards]:
     """This rank's samples of the first step, and the rewards of all."""
     requests = run.requests_of_this_rank(run.source.draw(run.config.algorithm.grpo_prompts_per_step))

@@ -88,3 +88,16 @@ def test_training_goes_on_after_all_that(outcome: Outcome, variant: str) -> None
     assert (outcome.weights("two", variant, "after") - expected).abs().max() < WEIGHT_TOLERANCE
     assert outcome.first[variant]["after"]["skipped"] == 0
     assert not torch.equal(outcome.weights("two", variant, "poisoned"), expected)
+
+
+def test_the_reference_pass_sees_the_weights_of_the_last_update(tmp_path: Path) -> None:
+    """They are on their way then, which a rollout in between would have hidden."""
+    base = {"grpo_kl_beta": 0.1, "use_distributed_optimizer": True}
+    variants = {"plain": base, "overlap": base | {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+    program = "tests.distributed.step_programs:train_again"
+    for report in run_ranks(program, 2, timeout=600, folder=str(tmp_path), variants=variants):
+        for plain, overlap in zip(report["plain"], report["overlap"], strict=True):
+            assert overlap == pytest.approx(plain, abs=1e-5)
+        assert report["plain"][1]["actor/kl_loss"] > 1e-4
+    plain, overlap = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in variants)
+    assert max((plain[name] - overlap[name]).abs().max() for name in plain) < WEIGHT_TOLERANCE
