@@ -176,6 +176,8 @@ class Request:
     """Whether later turns are likely: what a sample leaves in the KV cache is then worth keeping."""
     expected_tokens: int | None = None
     """How many tokens a sample will probably have; None is as many as it may. Changes the order of work alone."""
+    wants_routing: bool = False
+    """Completions are to have `Completion.routing`, which an engine for `--rl-router-replay` can give."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,9 @@ class Completion:
     policy_version: int
     environment_spans: tuple[tuple[int, int], ...] = ()
     """``[start, end)`` of the tokens that the model read and did not write: no part of the loss."""
+    routing: torch.Tensor | None = field(default=None, compare=False)
+    """[prompt and answer, layers, k] uint8 or int16, on the CPU: the experts that each token was sent to in the layers
+    of this rank. The last token was never fed: the largest number of the dtype. None unless the request wants it."""
 
     @property
     def num_written(self) -> int:
@@ -249,6 +254,8 @@ class Sample:
     """``[start, end)`` within ``token_ids``, after the prompt, of tokens without loss: the model read them."""
     policy_version: int = 0
     """Updates of the policy that drew it."""
+    routing: torch.Tensor | None = None
+    """[L, layers, k], see `Completion.routing`."""
 
     @property
     def length(self) -> int:

@@ -83,6 +83,9 @@ class TokenBatch:
     """[T] int64, updates of the policy that drew the token."""
     padding: int = 0
     """Trailing tokens of dummy sequences that only round T up (last in ``lengths``)."""
+    routing: Tensor | None = None
+    """[layers of this rank, T, k] uint8 or int16: the experts to send the tokens to (`--rl-router-replay`). Of tokens
+    that the rollout did not feed the largest number of the dtype: the router chooses."""
 
     step: StepRewards | None = None
     old_logprobs: Tensor | None = None

@@ -6,7 +6,7 @@ host. Here a plan gathers the rows once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,6 +79,8 @@ class PackedPlan(PackedSeqParams):
     kernel: PackedKernel | None = None
     prepared: Any = None
     """What the kernel computed once for all layers."""
+    routing: Mapping[int, torch.Tensor] | None = None
+    """Of each layer, numbered as in `attend`, the experts [T, k] to send the tokens to; None: the router chooses."""
 
     @classmethod
     def build(

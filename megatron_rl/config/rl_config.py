@@ -199,8 +199,10 @@ class RLConfig:
         return self.kv_cache_dtype != self._model_dtype
 
     def kv_cache_bytes(self, tokens: int) -> int:
-        """Keys and values of one sequence of ``tokens`` on this rank."""
-        return self.layout().cache_numbers(tokens) * {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype]
+        """Keys and values of one sequence of ``tokens`` on this rank, and its experts where they are recorded."""
+        layout = self.layout()
+        routing = layout.routing_bytes if self.rollout.rl_router_replay else 0
+        return layout.cache_numbers(tokens) * {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype] + tokens * routing
 
     @property
     def _model_dtype(self) -> str:
@@ -253,7 +255,7 @@ def _implied(config: RLConfig) -> dict[str, Any]:
         values["sequence_parallel"] = False  # as Megatron does; ``notes`` tells whoever typed the flag
     if config.training.eval_only:  # it takes weights and no step: what only training needs has any value
         values |= {"perform_rl_step": False, "train_samples": None, "train_iters": 1, "eval_interval": 1}
-        values |= {"finetune": True, "resume": False, "lr": config.optimizer.lr or 1.0}
+        values |= {"rl_router_replay": False, "finetune": True, "resume": False, "lr": config.optimizer.lr or 1.0}
     precision = config.precision
     local = config.kernels.transformer_impl != "transformer_engine"  # which has fp8 products of its own
     if local and (precision.fp8_format, precision.fp8_recipe) == ("e4m3", "blockwise"):

@@ -94,6 +94,8 @@ class RolloutConfig:
     """Prompt tokens computed between two bursts of decode steps; a longer prompt enters in pieces."""
     rl_prefix_reuse: bool = flag(True, off="--no-rl-prefix-reuse")
     """Prompts go on from what the KV cache has of their beginning: the turns of a conversation so far."""
+    rl_router_replay: bool = flag(False)
+    """Experts: the trainer sends each token to those that the rollout chose for it."""
     rl_kv_overcommit: float = flag(1.0, ge=1, le=100)
     """How often the pages of the KV cache may be promised; 1 keeps room for the longest completions there can be.
     Above it, a completion that finds no room makes way and is computed again."""
@@ -157,6 +159,8 @@ def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
                 "with --perform-rl-step: the trainer's log-probs are of the whole distribution, not of the tokens that "
                 f"were left to sample from; use --{name.replace('_', '-')} {off:g}"
             )
+    if rollout.rl_router_replay:
+        yield from _replay_problems(config)
     if rollout.rl_inference_engine != "mcore":
         return
     if rollout.rl_temperature != 1.0:
@@ -168,4 +172,22 @@ def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "rl_kv_overcommit", (
             "with --rl-inference-engine mcore: megatron-core's engine hands out its own KV cache; leave it out, or use "
             "--rl-inference-engine rollout"
+        )
+
+
+def _replay_problems(config: RLConfig) -> Iterator[Finding]:
+    if config.model.num_experts is None:
+        yield Problem(
+            "--rl-router-replay", "--rl-router-replay without --num-experts: dense layers have no router; leave it out"
+        )
+    if not config.training.perform_rl_step:
+        yield Problem(
+            "--rl-router-replay",
+            "--rl-router-replay without --perform-rl-step: demonstrations were never routed; leave it out",
+        )
+    if config.rollout.rl_inference_engine == "mcore":
+        yield Problem(
+            "--rl-router-replay",
+            "--rl-router-replay with --rl-inference-engine mcore, which does not record the experts it chose; use "
+            "--rl-inference-engine rollout",
         )

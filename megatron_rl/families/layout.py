@@ -299,6 +299,16 @@ class ModelLayout:
         """Of all decoder layers; embedding and head are none of them."""
         return [linear for layer in self.layers for linear in layer.linears]
 
+    @property
+    def expert_id_bytes(self) -> int:
+        """One, with 256 experts or more two: the largest number is no expert's."""
+        return 1 if (self.architecture.num_experts or 0) < 256 else 2
+
+    @property
+    def routing_bytes(self) -> int:
+        """The experts that a token is sent to in all layers of this rank (`--rl-router-replay`)."""
+        return len(self.layers) * self.architecture.moe_router_topk * self.expert_id_bytes
+
     def cache_numbers(self, tokens: int) -> int:
         """What all layers keep of a sequence of ``tokens``, on one rank."""
         return sum(layer.cache.numbers(tokens) for layer in self.layers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 
@@ -36,6 +38,7 @@ class RolloutContext(BaseInferenceContext):
         self._dtype = policy.dtype
         self.ops = ops
         """What the layers do between their products."""
+        self._records = cache.routing is not None
         self._prompts: PackedPlan | None = None
         self._last_tokens: torch.Tensor | None = None
 
@@ -47,6 +50,8 @@ class RolloutContext(BaseInferenceContext):
         # The size is given, so that it is not read from the device.
         rows = torch.repeat_interleave(new.rows, borders[1:] - borders[:-1], output_size=new.position_ids.numel())
         self._slots = self.cache.slot_mapping(rows, new.position_ids)
+        if self._records:
+            self._cells = self.cache.cells(rows, new.position_ids)
         last = borders[1:] - 1
         self._last_tokens = torch.cat((last, last[-1:].expand(max(0, FEWEST_ROWS - last.numel()))))
         if cached:
@@ -70,11 +75,12 @@ class RolloutContext(BaseInferenceContext):
         tables = (table.view(steps, rows, 1, 1, -1) for table in (cos, sin))
         plans = self._kernels.cache.plans(self.cache, positions, key_length)
         self._attend = self._kernels.cache.decode
-        self._steps = zip(plans, self.cache.decode_slots(positions), *tables, strict=True)
+        cells = self.cache.decode_cells(positions) if self._records else itertools.repeat(None, steps)
+        self._steps = zip(plans, self.cache.decode_slots(positions), cells, *tables, strict=True)
 
     def next_step(self) -> None:
         """Go on to the next step of the burst."""
-        self._plan, self._slots, self._cos, self._sin = next(self._steps)
+        self._plan, self._slots, self._cells, self._cos, self._sin = next(self._steps)
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------
 
@@ -111,6 +117,11 @@ class RolloutContext(BaseInferenceContext):
         stored = cache.keys[index], cache.values[index], self._slots, *cache.numbers.scales(index)
         query = rotate_store(mixed, self._cos, self._sin, query_norm, key_norm, *stored)
         return self._attend(query, cache, index, self._plan)
+
+    def record_routing(self, layer: int, experts: torch.Tensor) -> None:
+        """See `RolloutPlan`."""
+        if self._records:
+            self.cache.write_routing(layer - self._first_layer, self._cells, experts)
 
     # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------
 

@@ -167,7 +167,7 @@ class GraphedDecode:
 
     def _addresses(self) -> tuple[int, ...]:
         """Of weights and cache. Quantised copies are never replaced: new ones are another variant."""
-        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *self._cache.keys, *self._cache.values)))
+        return tuple(map(torch.Tensor.data_ptr, (*self._weights, *self._cache.tensors)))
 
     def _drop_stale(self, variant: tuple[weakref.ref | None, ...], addresses: tuple[int, ...]) -> None:
         """Graphs that read what is no longer there."""

@@ -18,7 +18,7 @@ import torch
 from megatron_rl.arithmetic import FEWEST_KEYS
 from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.errors import EngineError
-from megatron_rl.families.layout import LayerCache
+from megatron_rl.families.layout import LayerCache, ModelLayout
 from megatron_rl.inference.block_manager import BlockManager, RowBlocks
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
@@ -28,6 +28,8 @@ from megatron_rl.models import PolicyModel
 class Cache(ABC):
     """Keys and values of all layers; a `KVCache` that the engine can write to."""
 
+    _cells: tuple[int, int]
+    """[rows, max_length] or [blocks, block_size]: a token in each."""
     place_dims: int
     """Of what lies together at a place of the slot mapping: [width] of a head, or [heads, width] of a token."""
 
@@ -54,6 +56,13 @@ class Cache(ABC):
 
         self.keys = [zeros(layer, layer.key_width) for layer in layers]
         self.values = [zeros(layer, layer.value_width) for layer in layers]
+        self.routing: torch.Tensor | None = None
+        """[rows, max_length, layers, k] or [blocks, block_size, layers, k] uint8 or int16, after `hold_routing`."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory that grows with the tokens held."""
+        return [*self.keys, *self.values, *([] if self.routing is None else [self.routing])]
 
     @abstractmethod
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -68,6 +77,34 @@ class Cache(ABC):
         for held, new in zip((self.keys[layer], self.values[layer]), self.numbers.pack(layer, key, value), strict=True):
             place = held.shape[-self.place_dims :]
             held.view(-1, *place).index_copy_(0, slots, new.reshape(-1, *place))
+
+    # -- the experts of tokens (`--rl-router-replay`) ------------------------------------------
+
+    def hold_routing(self, layout: ModelLayout) -> None:
+        """Keep the experts of every token, too."""
+        dtype = {1: torch.uint8, 2: torch.int16}[layout.expert_id_bytes]
+        shape = *self._cells, len(layout.layers), layout.architecture.moe_router_topk
+        self.routing = torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @abstractmethod
+    def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `slot_mapping`, but a place a token whatever its heads; to be given to `write_routing`."""
+
+    def decode_cells(self, positions: torch.Tensor) -> torch.Tensor:
+        """As `decode_slots`."""
+        return self.cells(self._rows[: positions.shape[1]], positions)
+
+    def write_routing(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
+        """Store ``experts`` [N, k], a token a cell."""
+        self.routing.flatten(0, 1)[:, layer].index_copy_(0, cells, experts.to(self.routing.dtype))
+
+    def routing_of(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """The experts of the first ``lengths`` tokens of ``rows``, [length, layers, k] each on the CPU: a host read."""
+        sizes = torch.tensor(lengths)
+        owner = torch.tensor(rows).repeat_interleave(sizes)
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        cells = self.cells(owner.to(self.device), positions.to(self.device))
+        return self.routing.flatten(0, 1).index_select(0, cells).cpu().split(list(lengths))
 
     @abstractmethod
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
@@ -95,6 +132,7 @@ class RowCache(Cache):
             return rows, layer.heads, max_length, width
 
         super().__init__(layers, shape, rows, max_length, dtype, device, stored)
+        self._cells = rows, max_length
         heads = layers[0].heads
         self._starts = (self._rows[:, None] * heads + torch.arange(heads, device=device)) * max_length
 
@@ -105,6 +143,11 @@ class RowCache(Cache):
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
         for held in (*self.keys, *self.values):
             held[destination, :, :length] = held[source, :, :length]
+        if self.routing is not None:
+            self.routing[destination, :length] = self.routing[source, :length]
+
+    def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return rows * self.max_length + positions
 
 
 class PagedCache(Cache):
@@ -132,6 +175,7 @@ class PagedCache(Cache):
 
         super().__init__(layers, shape, rows, max_length, dtype, device, stored)
         self.block_size = block_size
+        self._cells = count + 1, block_size
         self.table = torch.zeros(rows, per_row, dtype=torch.int32, device=device)
         """[rows, blocks of the longest sequence] int32."""
         if num_blocks is None:
@@ -143,8 +187,11 @@ class PagedCache(Cache):
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
         """Whole blocks."""
-        for held in (*self.keys, *self.values):
+        for held in self.tensors:
             held[destination] = held[source]
+
+    def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.slot_mapping(rows, positions)
 
     def set_block_table(self, table: array) -> None:
         """The blocks of all rows, row after row; in one copy and in place: captured graphs hold the table's address."""
@@ -158,21 +205,27 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
         EngineError: the budget does not hold the longest sequence, or the layout cannot do what is asked for.
     """
     # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
-    length, kernel = max(options.max_sequence_length, FEWEST_KEYS), policy.attention.cache
-    layers = [layer.cache for layer in policy.layout.layers]
+    length, kernel, layout = max(options.max_sequence_length, FEWEST_KEYS), policy.attention.cache, policy.layout
+    layers = [layer.cache for layer in layout.layers]
     rows, stored = options.max_batch_size, options.kv_cache_dtype
-    sequence_bytes = policy.layout.cache_numbers(length) * (stored or policy.dtype).itemsize
+    sequence_bytes = layout.cache_numbers(length) * (stored or policy.dtype).itemsize
+    if options.records_routing:
+        sequence_bytes += length * layout.routing_bytes
     for problem in policy.attention.block_problems(options.block_size, options.kv_overcommit):
         raise EngineError(problem.text)
     if kernel.layout == "rows":
         rows = rows_within(options.cache_budget_gb, sequence_bytes, length, rows)
         cache = RowCache(layers, rows, length, policy.dtype, policy.device, stored)
-        return cache, RowBlocks(options.reuse_prefixes), rows
-    block_size = options.block_size or kernel.block_size
-    count = blocks_within(options.cache_budget_gb, sequence_bytes, length, block_size, rows)
-    cache = PagedCache(layers, rows, length, block_size, policy.dtype, policy.device, stored, count)
-    pool = BlockPool(count, block_size)
-    return cache, PagedBlocks(rows, cache.table.shape[1], pool, options.reuse_prefixes, options.kv_overcommit), rows
+        blocks = RowBlocks(options.reuse_prefixes)
+    else:
+        block_size = options.block_size or kernel.block_size
+        count = blocks_within(options.cache_budget_gb, sequence_bytes, length, block_size, rows)
+        cache = PagedCache(layers, rows, length, block_size, policy.dtype, policy.device, stored, count)
+        pool, width = BlockPool(count, block_size), cache.table.shape[1]
+        blocks = PagedBlocks(rows, width, pool, options.reuse_prefixes, options.kv_overcommit)
+    if options.records_routing:
+        cache.hold_routing(layout)
+    return cache, blocks, rows
 
 
 def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wanted: int) -> int:

@@ -95,7 +95,7 @@ class RolloutEngine(Engine):
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
-        return [*self.cache.keys, *self.cache.values]
+        return self.cache.tensors
 
     def forget_graphs(self) -> None:
         if isinstance(self.decode, GraphedDecode):
@@ -166,6 +166,7 @@ class RolloutEngine(Engine):
         """The one host read; frees the rows that have ended, and returns the requests that are complete."""
         self.statistics.host_reads += 1
         finished = self._outputs.finish(running)
+        self._read_routing([sequence for sequence in finished if sequence.request.wants_routing])
         for sequence in finished:
             self._scheduler.free(sequence)
             self.statistics.count_completion(sequence.num_generated)
@@ -173,3 +174,14 @@ class RolloutEngine(Engine):
         for group in complete:
             del self._groups[group.number]
         return [group.completed(self._policy_version) for group in complete]
+
+    def _read_routing(self, finished: ListOf[Sequence]) -> None:
+        """While their rows still hold what was recorded of them; the last token was not fed."""
+        if not finished:
+            return
+        self.statistics.host_reads += 1
+        lengths = [len(sequence.prefill_ids) - 1 for sequence in finished]
+        routing = self.cache.routing_of([sequence.row for sequence in finished], lengths)
+        for sequence, known in zip(finished, routing, strict=True):
+            unknown = known.new_full((1, *known.shape[1:]), torch.iinfo(known.dtype).max)
+            sequence.routing = torch.cat((known, unknown))

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from megatron_rl.types import Completed, Completion, FinishReason, Request
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SequenceStatus(Enum):
@@ -47,6 +51,8 @@ class Sequence:
     """Tokens drawn, as far as they were read: at a preemption, and at the end."""
     logprobs: tuple[float, ...] = ()
     """One for each of ``output_ids``."""
+    routing: torch.Tensor | None = None
+    """Of a finished sequence, see `Completion.routing`."""
     finish_reason: FinishReason | None = None
     preempted: bool = False
     """It has made room for others before."""
@@ -120,5 +126,8 @@ class SequenceGroup:
 
     def completed(self, policy_version: int) -> Completed:
         """Of a finished group."""
-        completions = [Completion(s.output_ids, s.logprobs, s.finish_reason, policy_version) for s in self.sequences]
+        completions = [
+            Completion(s.output_ids, s.logprobs, s.finish_reason, policy_version, routing=s.routing)
+            for s in self.sequences
+        ]
         return self.request, tuple(completions)

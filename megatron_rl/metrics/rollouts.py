@@ -68,7 +68,7 @@ def rows_by_group(
                 "prompt": group.prompt_text,
                 "prompt_ids": group.prompt_ids,
                 "completion": rollout.text,
-                **vars(rollout.completion),
+                **{name: value for name, value in vars(rollout.completion).items() if name != "routing"},
                 "status": "error" if rollout.grade.failed else "ok",
                 "verdict": rollout.grade.status,
                 **{name: getattr(rollout.grade, name) for name in GRADE_FIELDS},

@@ -139,6 +139,9 @@ def build_model(config: RLConfig, platform: Platform, vocab_size: int) -> Policy
 
             prepare_model_for_fp8_inference(gpt)
         gpt.rotary_pos_emb.__class__ = _TrainableRotaryEmbedding
+        if config.rollout.rl_router_replay:
+            for layer in gpt.decoder.layers:
+                layer.replay_routing()
     # Sized to what a run can reach, not to the model's advertised context of 131072.
     reach = max(config.training.seq_length, config.rollout.inference_max_seq_length)
     policy = PolicyModel(

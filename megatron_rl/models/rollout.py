@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.attention import AttentionPlan
 from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, is_rms
+from megatron_rl.models.routing import Routing
 from megatron_rl.platform.megatron import inference_flag
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class RolloutPlan(AttentionPlan, Protocol):
         """
         ...
 
+    def record_routing(self, layer: int, experts: torch.Tensor) -> None:
+        """Keep the ``experts`` [T, k] of the new tokens beside their keys, with `--rl-router-replay`."""
+        ...
+
     def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[1, T, hidden]`` -> ``[rows, hidden]``: the tokens worth a logit."""
         ...
@@ -61,6 +66,19 @@ class RolloutLayer(TransformerLayer):
         self._has_storable_heads = has_whole_groups and (not config.qk_layernorm or all(map(is_rms, self._head_norms)))
         self._groups = attention.num_query_groups_per_partition
         self._head_width = attention.hidden_size_per_attention_head
+        self._routing: Routing | None = None
+
+    def replay_routing(self) -> None:
+        """From now on rollouts record the experts they choose, and training uses those that its plan has."""
+        self._routing = self.mlp.router.router_replay = Routing()
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
+        """megatron's; with the experts of a `PackedPlan`."""
+        if self._routing is None:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **settings)
+        routing = getattr(packed_seq_params, "routing", None)
+        with self._routing.given(None if routing is None else routing[self.layer_number]):
+            return super().forward(*args, packed_seq_params=packed_seq_params, **settings)
 
     def decode(
         self, hidden: torch.Tensor, pending: Pending | None, plan: RolloutPlan
@@ -77,7 +95,10 @@ class RolloutLayer(TransformerLayer):
             hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, self.mlp.linear_fc1)
             return hidden, Pending(*self._plain_mlp(normed, ops))
         hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, None)
-        return hidden, Pending(self.mlp.decode(normed, plan), None)
+        output = self.mlp.decode(normed, plan)
+        if self._routing is not None:
+            plan.record_routing(self.layer_number, self._routing.chosen)
+        return hidden, Pending(output, None)
 
     def _attended(self, normed: LinearInput, plan: RolloutPlan) -> torch.Tensor:
         """The normed ``[T, hidden]`` -> ``[T, 1, heads * D]``."""

@@ -23,6 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+import torch
+
 from megatron_rl.environments.results import result_from_json, result_to_json
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
@@ -124,13 +127,19 @@ def _asked(source: SourcedTask, prompt_ids: Sequence[int], num_samples: int) -> 
 
 
 def _described(rollout: Rollout) -> Record:
-    packed = {name: _packed(kind, getattr(rollout.completion, name)) for name, kind in _PACKED.items()}
+    packed: Record = {name: _packed(kind, getattr(rollout.completion, name)) for name, kind in _PACKED.items()}
+    if rollout.completion.routing is not None:
+        routing = rollout.completion.routing.numpy()
+        packed["routing"] = [routing.dtype.name, routing.shape, base64.b64encode(routing).decode()]
     return {**vars(rollout.completion), **packed, "grade": result_to_json(rollout.grade)}
 
 
 def _rollout(record: Record) -> Rollout:
     fields = {name: value for name, value in record.items() if name != "grade"}
     fields |= {name: _unpacked(kind, record[name]) for name, kind in _PACKED.items()}
+    if record["routing"] is not None:
+        kind, shape, text = record["routing"]
+        fields["routing"] = torch.from_numpy(np.frombuffer(bytearray(base64.b64decode(text)), kind).reshape(shape))
     fields["environment_spans"] = tuple(map(tuple, record["environment_spans"]))
     return Rollout(Completion(**fields), "", result_from_json(record["grade"]))
 

@@ -77,6 +77,7 @@ def build_engine(
         num_cuda_graphs=rollout.inference_dynamic_batching_num_cuda_graphs if graphed else None,
         block_size=rollout.inference_dynamic_batching_block_size,
         kv_cache_dtype=numbers_of(config).stored,
+        records_routing=rollout.rl_router_replay,
     )
     by_id, _ = stop_strings(config, tokenizer)
     ends = [*tokenizer.end_token_ids, *by_id]

@@ -61,8 +61,11 @@ class RLRun(TrainingRun):
         requests = [self.factory.request(source, size, number) for number, source in enumerate(drawn)]
         ranks = deal(requests, self.expected_lengths, self.groups.rollout_size)
         mine = [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.rollout_rank]
+        replay, expected = self.config.rollout.rl_router_replay, self.expected_lengths
         return [
-            dataclasses.replace(request, expected_tokens=max(1, round(self.expected_lengths.completion(request))))
+            dataclasses.replace(
+                request, expected_tokens=max(1, round(expected.completion(request))), wants_routing=replay
+            )
             for request in mine
         ]
 
@@ -95,6 +98,7 @@ class RLRun(TrainingRun):
             "ends": self.tokenizer.end_token_ids,
             "recipe": self.phases.quantization.recipe,
             "kv_cache": self.config.kv_cache_dtype,
+            "router_replay": self.config.rollout.rl_router_replay,
             "environments": self._environment_list,
             "weights": weights_fingerprint(self.policy, self.groups),
         }

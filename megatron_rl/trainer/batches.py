@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 _NOBODYS = Sample(torch.zeros(2, dtype=torch.int64), 1, 0.0, torch.zeros(2), sample_id=-1)
 """What a rank without samples runs through the experts that it shares."""
-HEADER = 5
-"""Integers that go ahead of a sample's tokens: sample_id, policy_version, length, prompt_length, number of spans."""
+HEADER = 8
+"""Integers that go ahead of a sample's tokens: sample_id, policy_version, length, prompt_length, number of spans, and
+layers, experts a token and bytes an expert of its routing (0 without)."""
+_ROUTING_TYPES = {1: torch.uint8, 2: torch.int16}
 
 
 @dataclass
@@ -148,20 +151,26 @@ def exchange_samples(
 
 
 def _flat(sample: Sample) -> Tensor:
-    """Header, spans, tokens, then reward and log-probs as the bits of fp32: int64."""
-    spans = sample.environment_spans
-    header = (sample.sample_id, sample.policy_version, sample.length, sample.prompt_length, len(spans))
+    """Header, spans, tokens, then reward and log-probs as the bits of fp32, and routing 8 bytes at a time: int64."""
+    spans, routing = sample.environment_spans, sample.routing
+    header = [sample.sample_id, sample.policy_version, sample.length, sample.prompt_length, len(spans)]
+    header += [0, 0, 0] if routing is None else [*routing.shape[1:], routing.itemsize]
     floats = torch.cat([torch.tensor([sample.reward], dtype=torch.float32), sample.inference_logprobs])
     integers = torch.tensor([*header, *(border for span in spans for border in span)])
-    return torch.cat([integers, sample.token_ids, floats.view(torch.int32).long()])
+    parts = [integers, sample.token_ids, floats.view(torch.int32).long()]
+    if routing is not None:
+        packed = routing.contiguous().view(torch.uint8).flatten()
+        parts.append(torch.nn.functional.pad(packed, (0, -packed.numel() % 8)).view(torch.int64))
+    return torch.cat(parts)
 
 
 def _samples(flat: Tensor) -> Iterator[Sample]:
     """The inverse of ``_flat``, for any number of samples."""
     while flat.numel():
-        sample_id, version, length, prompt_length, num_spans = flat[:HEADER].tolist()
-        spans, token_ids, floats, flat = flat[HEADER:].tensor_split(
-            torch.tensor([2 * num_spans, length, length + 1]).cumsum(0)
+        sample_id, version, length, prompt_length, num_spans, *routed = flat[:HEADER].tolist()
+        routing_bytes = length * math.prod(routed)
+        spans, token_ids, floats, routing, flat = flat[HEADER:].tensor_split(
+            torch.tensor([2 * num_spans, length, length + 1, -(-routing_bytes // 8)]).cumsum(0)
         )
         floats = floats.int().view(torch.float32)
         yield Sample(
@@ -172,4 +181,10 @@ def _samples(flat: Tensor) -> Iterator[Sample]:
             sample_id=sample_id,
             environment_spans=tuple((start, end) for start, end in spans.view(-1, 2).tolist()),
             policy_version=version,
+            routing=_unpacked(routing, length, *routed) if routing_bytes else None,
         )
+
+
+def _unpacked(words: Tensor, length: int, layers: int, each: int, size: int) -> Tensor:
+    numbers = words.clone().view(torch.uint8)[: length * layers * each * size].view(_ROUTING_TYPES[size])
+    return numbers.view(length, layers, each)

@@ -125,6 +125,11 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
     filler = torch.zeros(padding)
     inference_logprobs = torch.cat([*(sample.inference_logprobs for sample in samples), filler])
     token_ids = torch.cat([*(sample.token_ids for sample in samples), filler.long() + PADDING_TOKEN])
+    routing = None
+    if samples[0].routing is not None:
+        ids = torch.cat([sample.routing for sample in samples])
+        unknown = ids.new_full((padding, *ids.shape[1:]), torch.iinfo(ids.dtype).max)
+        routing = torch.cat([ids, unknown]).transpose(0, 1).contiguous().to(device)
     versions = torch.tensor([sample.policy_version for sample in samples] + [0] * len(dummies))
     return TokenBatch(
         token_ids=token_ids.to(device),
@@ -138,6 +143,7 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
         inference_logprobs=torch.where(in_loss, inference_logprobs, 0.0).to(device),
         versions=versions[sequence].to(device),
         padding=padding,
+        routing=routing,
     )
 
 

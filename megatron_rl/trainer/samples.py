@@ -67,6 +67,7 @@ def _sample(group: RolloutGroup, rollout: Rollout, sample_id: int) -> Sample:
         sample_id=sample_id,
         environment_spans=tuple((prompt + start, prompt + end) for start, end in completion.environment_spans),
         policy_version=completion.policy_version,
+        routing=completion.routing,
     )
 
 

@@ -121,8 +121,16 @@ class Scorer:
         plan = PackedPlan.build(
             batch.lengths, batch.cu_seqlens, batch.position_ids, policy.rope, policy.dtype, policy.attention.packed
         )
+        if batch.routing is not None:
+            plan.routing = self._routing(batch.routing)
         output = model(batch.token_ids[None], batch.position_ids[None], None, packed_seq_params=plan)
         return output[0] if getattr(model, "module", model).post_process else output
+
+    def _routing(self, routing: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Of each layer of this rank; under sequence parallelism a router sees this rank's share of the tokens."""
+        if self._policy.config.sequence_parallel:
+            routing = routing.chunk(self._tensor_group.size(), 1)[self._tensor_group.rank()]
+        return {layer.index + 1: own for layer, own in zip(self._policy.layout.layers, routing, strict=True)}
 
     def _top(self, logits: torch.Tensor) -> torch.Tensor:
         real = min(max(self._policy.vocab_size - self._vocab_start, 0), logits.shape[-1])

@@ -22,7 +22,7 @@ from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from tests.distributed.programs import gather_whole
-from tests.support.samples import own_reward, random_samples, rewards_of
+from tests.support.samples import own_reward, random_samples, rewards_of, with_experts
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
 
 COUNT = 20
@@ -67,6 +67,9 @@ def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list
     round_to = groups.tensor_size if config.parallel.sequence_parallel else 1
     builder = BatchBuilder(48, round_to, policy.device, groups, config.stages)
     samples = random_samples(count)
+    if config.rollout.rl_router_replay:
+        layers = [layer.index for layer in policy.layout.layers]
+        samples = with_experts(samples, layers, config.model.num_experts, config.model.moe_router_topk)
     own = samples[groups.data_rank :: groups.data_size]
     metrics, tensors = [], {}
     for batch_size in (COUNT, -(-count // 2)):

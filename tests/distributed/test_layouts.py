@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, distributed": EXPERTS | {"use_distributed_optimizer": True},
     "experts, overlaps": EXPERTS | OVERLAP,
     "experts, overlaps, few": EXPERTS | OVERLAP | FEW,
+    "replayed": EXPERTS | {"rl_router_replay": True},
     "more on the last": UNEVEN | {"parallel": {"decoder_first_pipeline_num_layers": 2}},
     "few": FEW,
     "few, tied": FEW | TIED,
@@ -46,11 +47,11 @@ VIRTUAL = STAGES | {"num_virtual_stages_per_pipeline_rank": 2}
 SHARED = {"expert_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "PP2": (2, STAGES, ["plain", "tied", "fused", "recomputed", "experts", "more on the last", "few"]),
-    "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few"]),
+    "PP2": (2, STAGES, ["plain", "tied", "fused", "recomputed", "experts", "replayed", "more on the last", "few"]),
+    "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed"]),
     "PP2 x DP2": (4, STAGES, ["plain", "distributed", "overlaps", "overlaps, few", "overlaps, few, tied", "few, tied"]),
     "TP2 x PP2, sequence-parallel": (
-        4, STAGES | TENSOR, ["plain", "tied", "fused"],
+        4, STAGES | TENSOR, ["plain", "tied", "fused", "replayed"],
     ),
     "PP2 x VPP2 x DP2": (4, VIRTUAL, ["overlaps", "overlaps, few", "overlaps, few, tied"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "tied"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -40,6 +41,21 @@ def random_samples(count: int, seed: int = 0) -> list[Sample]:
         )
         for index in range(count)
     ]
+
+
+def with_experts(
+    samples: Sequence[Sample], layers: Sequence[int], experts: int, topk: int, seed: int = 0
+) -> list[Sample]:
+    """The samples with random experts, of the layers named (from 0), the same whichever these are; none for the last
+    token.
+    """
+    routed = []
+    for sample in samples:
+        draw = torch.Generator().manual_seed(1000 * seed + sample.sample_id)
+        ids = torch.rand(sample.length, 16, experts, generator=draw).argsort(-1)[:, list(layers), :topk].byte()
+        ids[-1] = torch.iinfo(torch.uint8).max
+        routed.append(replace(sample, routing=ids))
+    return routed
 
 
 def rewards_of(samples: Sequence[Sample]) -> StepRewards:

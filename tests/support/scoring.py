@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,7 @@ def packed(
             prompt_length=len(wanted.prompt_ids),
             reward=1.0,
             inference_logprobs=torch.tensor((0.0,) * len(wanted.prompt_ids) + completion.inference_logprobs),
+            routing=completion.routing,
         )
         for wanted, group in zip(requests, groups, strict=True)
         for completion in group
@@ -35,3 +37,9 @@ def gaps(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, tempera
     """|trainer - engine| at every sampled token."""
     trained = Scorer(policy, groups.tensor_group, temperature).logprobs([batch])[0]
     return (trained - batch.inference_logprobs).abs()[batch.loss_mask.bool()]
+
+
+def own_experts(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> torch.Tensor:
+    """[layers, T, k]: those that the trainer's routers choose, the likeliest first."""
+    Scorer(policy, groups.tensor_group, 1.0).logprobs([replace(batch, routing=None)])
+    return torch.stack([layer.mlp.router.router_replay.chosen for layer in policy.gpt.decoder.layers])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config import resolve
+from megatron_rl.config import read_config, resolve
 
 TENSOR = {"tensor_model_parallel_size": "2", "sequence_parallel": True}
 THREE = {
@@ -39,11 +39,24 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
         (2, SHARED | {"num_experts": None}, ["without --num-experts"]),
         (2, SHARED | {"ckpt_format": "torch"}, ["--ckpt-format torch"]),
         (2, SHARED | {"perform_rl_step": True}, ["rollouts are not built"]),
+        (1, {"num_experts": None, "rl_router_replay": True}, ["--rl-router-replay without --num-experts", "no router"]),
+        (1, {"rl_router_replay": True, "perform_rl_step": None}, ["--rl-router-replay without --perform-rl-step"]),
+        (1, {"rl_router_replay": True, "rl_inference_engine": "mcore"},
+         ["--rl-router-replay with --rl-inference-engine mcore", "use --rl-inference-engine rollout"]),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_one_line(problems, ranks, changes, fragments) -> None:
     (line,) = problems(ranks, **MIXTURE | changes)
     assert [text for text in fragments if text not in line] == []
+
+
+def test_recomputing_the_experts_alone_is_not_a_choice(command) -> None:
+    """Recomputed without its layer, a router would not hear again where tokens go (`--rl-router-replay`)."""
+    argv = command(**MIXTURE, rl_router_replay=True, recompute_granularity="selective", recompute_modules="moe")
+    _, problems = read_config(argv, 1)
+    (line,) = map(str, problems)
+    assert "--recompute-modules" in line
+    assert "core_attn" in line
 
 
 def test_what_goes_together_is_fine(problems) -> None:
@@ -55,3 +68,16 @@ def test_an_expert_is_as_wide_as_a_dense_layer_unless_said_otherwise(config) -> 
     model = resolve(config(**MIXTURE, ffn_hidden_size="96"), 1).model
     assert model.moe_ffn_hidden_size == 96
     assert resolve(config(ffn_hidden_size="96"), 1).model.moe_ffn_hidden_size is None
+
+
+def test_recorded_experts_are_part_of_the_cache(config) -> None:
+    """A byte an expert, with 256 experts two: the largest number is no expert's."""
+    for experts, size in (("255", 1), ("256", 2)):
+        known = resolve(config(**MIXTURE | {"num_experts": experts}, rl_router_replay=True), 1)
+        without = resolve(config(**MIXTURE | {"num_experts": experts}), 1)
+        assert known.kv_cache_bytes(10) - without.kv_cache_bytes(10) == 10 * 4 * 2 * size
+
+
+def test_an_evaluation_replays_nothing(config) -> None:
+    """The command of a training run goes on as it is."""
+    assert not resolve(config(**MIXTURE, rl_router_replay=True, eval_only=True), 1).rollout.rl_router_replay

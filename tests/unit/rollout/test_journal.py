@@ -65,6 +65,25 @@ def test_groups_come_back_as_they_were(journal: RolloutJournal) -> None:
     assert journal.open(STEP, HEADER).group_for(request(1)) == group(1)
 
 
+def test_the_experts_of_tokens_come_back(journal: RolloutJournal) -> None:
+    """`--rl-router-replay`; one byte an expert, or two."""
+    routing = torch.randint(0, 255, (7, 3, 2), dtype=torch.uint8), torch.randint(0, 2048, (4, 3, 2), dtype=torch.int16)
+    known = group(0)
+    rollouts = [
+        replace(rollout, completion=replace(rollout.completion, routing=own))
+        for rollout, own in zip(known.rollouts, routing, strict=True)
+    ]
+    step = journal.open(STEP, HEADER)
+    step.add(0, replace(known, rollouts=tuple(rollouts)))
+    step.add(1, group(1))
+    step.close()
+    again = journal.open(STEP, HEADER)
+    for rollout, own in zip(again.group_for(request(0)).rollouts, routing, strict=True):
+        assert rollout.completion.routing.dtype == own.dtype
+        assert torch.equal(rollout.completion.routing, own)
+    assert [rollout.completion.routing for rollout in again.group_for(request(1)).rollouts] == [None, None]
+
+
 @pytest.mark.parametrize(
     "other",
     [request(0, task="u"), request(0, num_samples=3), request(0, prompt=(1, 3))],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,6 +51,18 @@ def test_padding_is_a_sequence_of_its_own_without_loss() -> None:
     assert batch.inference_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0, -1.0, 0.0, 0.0, 0.0]
     assert batch.sample_ids == (4, 2)
     assert batch.padding == 3
+
+
+def test_routing_goes_by_layer_and_padding_has_none() -> None:
+    first, second = (replace(s, routing=torch.arange(100 * i, 100 * i + 4 * s.length).view(s.length, 2, 2).byte())
+                     for i, s in enumerate((FIRST, SECOND)))  # fmt: skip
+    batch = collate([first, second], "cpu", round_to=4)
+    nobody = [255, 255]
+    assert batch.routing.tolist() == [
+        [[0, 1], [4, 5], [8, 9], [100, 101], [104, 105], nobody, nobody, nobody],
+        [[2, 3], [6, 7], [10, 11], [102, 103], [106, 107], nobody, nobody, nobody],
+    ]
+    assert collate([FIRST, SECOND], "cpu", round_to=4).routing is None
 
 
 def test_no_padding_where_none_is_needed() -> None:

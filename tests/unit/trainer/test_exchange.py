@@ -43,6 +43,10 @@ def _every_sample_arrives(rank: int, num_ranks: int) -> None:
         assert actual.policy_version == sent.policy_version
         assert actual.environment_spans == sent.environment_spans
         assert actual.inference_logprobs.dtype == torch.float32
+        assert (actual.routing is None) == (sent.routing is None)
+        if sent.routing is not None:
+            assert actual.routing.dtype == sent.routing.dtype
+            assert torch.equal(actual.routing, sent.routing)
 
 
 def _ranks_may_have_nothing(rank: int, num_ranks: int) -> None:
@@ -54,9 +58,12 @@ def _ranks_may_have_nothing(rank: int, num_ranks: int) -> None:
 
 
 def _sample(sample_id: int) -> Sample:
-    """Of 2 to 6 tokens, long ones with spans. The reward is one fp32 can hold."""
+    """Of 2 to 6 tokens, long ones with spans; without routing, or with one or two bytes an expert. The reward is one
+    fp32 can hold.
+    """
     generator = torch.Generator().manual_seed(sample_id)
     length = 2 + sample_id % 5
+    dtype = (None, torch.uint8, torch.int16)[sample_id % 3]
     return Sample(
         token_ids=torch.randint(0, 2**40, (length,), generator=generator),
         prompt_length=1,
@@ -65,6 +72,7 @@ def _sample(sample_id: int) -> Sample:
         sample_id=sample_id,
         environment_spans={5: ((2, 4),), 6: ((1, 2), (3, 5))}.get(length, ()),
         policy_version=sample_id // 2,
+        routing=None if dtype is None else torch.randint(0, 255, (length, 3, 2), generator=generator).to(dtype),
     )
 
 
