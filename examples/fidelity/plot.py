@@ -7,6 +7,8 @@ import math
 import statistics
 from pathlib import Path
 
+from settings import SETTINGS
+
 from megatron_rl.metrics.jsonl import read_rows
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 560, 260, 56, 30
@@ -21,7 +23,7 @@ Points = list[tuple[float, float]]
 
 def write_page(run_dir: Path) -> None:
     """One section a setting that has results."""
-    parts = [section(run_dir, name) for name in ("easy", "hard") if (run_dir / name).is_dir()]
+    parts = [section(run_dir, name) for name in SETTINGS if (run_dir / name).is_dir()]
     style = "body{font:14px sans-serif;margin:24px}svg{margin:8px}text{font:11px sans-serif}"
     page = f"<!doctype html><meta charset=utf-8><title>Fidelity</title><style>{style}</style>{''.join(parts)}"
     (run_dir / "fidelity.html").write_text(page)

@@ -1,4 +1,4 @@
-"""What the study trains: two tasks, and for each the formats and corrections to compare."""
+"""What the study trains: three settings, and for each the formats and corrections to compare."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 ALIGNED = "aligned"
 """In the place of a correction: the trainer's forward pass runs quantised, too."""
+REPLAY = "+replay"
+"""Behind a correction: the trainer uses the experts that the rollout chose."""
 OWN = {"int4": "examples/fidelity/int4.py:RECIPE"}
 """Formats that are not the library's, and where they lie."""
 
@@ -16,6 +18,7 @@ MODEL = (
     "--tokenizer-type HuggingFaceTokenizer --make-vocab-size-divisible-by 16 "
     "--use-distributed-optimizer --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0"
 )
+EXPERTS_MODEL = f"{MODEL} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96"
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,13 @@ class Setting:
     group: int = 16
     lr: float = 8e-4
     held_out: int = 256
+    model: str = MODEL
 
     def warm_start(self) -> list[str]:
         """Flags of the supervised warm start, as in the quickstart."""
         decay = round(0.3 * self.warm_iters)
         return (
-            f"{MODEL} --seq-length {self.sequence} --train-iters {self.warm_iters} --global-batch-size 32 "
+            f"{self.model} --seq-length {self.sequence} --train-iters {self.warm_iters} --global-batch-size 32 "
             f"--micro-batch-size 32 --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters 20 --weight-decay 0.01 "
             f"--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters {decay} --log-interval 500"
         ).split()
@@ -51,7 +55,7 @@ class Setting:
         """Flags of one GRPO run."""
         samples = self.prompts * self.group
         flags = (
-            f"{MODEL} --seq-length {self.sequence} --perform-rl-step --grpo-group-size {self.group} "
+            f"{self.model} --seq-length {self.sequence} --perform-rl-step --grpo-group-size {self.group} "
             f"--grpo-prompts-per-step {self.prompts} --grpo-iterations 1 --grpo-clamp-eps-lower 0.2 "
             f"--grpo-clamp-eps-upper 0.28 --grpo-kl-beta 0.0 --rl-temperature 1.0 "
             f"--rl-max-new-tokens {self.new_tokens} --micro-batch-size {samples // self.updates_per_step} "
@@ -61,6 +65,8 @@ class Setting:
             f"--eval-interval {max(1, self.steps // 4)} --rl-prompts-per-eval {self.held_out} "
             f"--rl-samples-per-eval-prompt 8 --log-interval 1 --rl-rollout-quantization {OWN.get(recipe, recipe)}"
         ).split()
+        if correction.endswith(REPLAY):
+            flags, correction = [*flags, "--rl-router-replay"], correction.removesuffix(REPLAY)
         if correction == ALIGNED:
             return [*flags, "--rl-train-forward", "quantized", "--rl-correction", "none"]
         # Corrected or not, what is compared is the learned policy in full precision.
@@ -100,6 +106,22 @@ HARD = Setting(
     prompts=8,
     group=16,
 )
+EXPERTS = Setting(
+    name="experts",
+    environment={"demonstrations": 19_200},  # so that 600 iterations end in the bad habit
+    sequence=64,
+    new_tokens=44,
+    warm_iters=600,
+    steps=40,
+    updates_per_step=1,
+    pairs=(
+        ("none", "none"),
+        *((recipe, c) for recipe in ("int8", "fp8") for c in ("none", f"none{REPLAY}")),
+    ),
+    held_out=128,
+    model=EXPERTS_MODEL,
+)
+SETTINGS = {setting.name: setting for setting in (EASY, HARD, EXPERTS)}
 
 
 def quick(setting: Setting) -> Setting:

@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 from controls import MEASURES, run_all
 from plot import write_page
-from settings import EASY, HARD, Setting, quick
+from settings import SETTINGS, Setting, quick
 
 from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.table import format_table
@@ -29,17 +29,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed and a few steps, to see that everything runs")
     parser.add_argument("--seeds", default=None, help="default: 1 2 3")
-    parser.add_argument("--settings", default="easy hard", help="easy, hard or both")
+    parser.add_argument("--settings", default="easy hard", help="some of easy, hard and experts")
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "fidelity")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one process each")
     arguments = parser.parse_args()
     seeds = [int(seed) for seed in (arguments.seeds or ("1" if arguments.quick else "1 2 3")).split()]
-    chosen = {"easy": EASY, "hard": HARD}
-    unknown = set(arguments.settings.split()) - set(chosen)
+    unknown = set(arguments.settings.split()) - set(SETTINGS)
     if unknown:
-        parser.error(f"--settings {' '.join(sorted(unknown))}: there are easy and hard")
+        parser.error(f"--settings {' '.join(sorted(unknown))}: there are {', '.join(SETTINGS)}")
     for name in arguments.settings.split():
-        setting = quick(chosen[name]) if arguments.quick else chosen[name]
+        setting = quick(SETTINGS[name]) if arguments.quick else SETTINGS[name]
         study(setting, seeds, arguments.run_dir, arguments.jobs)
         if name == "easy":
             controls(setting, seeds[0], arguments.run_dir)

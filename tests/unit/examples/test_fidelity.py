@@ -27,7 +27,7 @@ def example(monkeypatch):
 
 
 @pytest.mark.parametrize("shorten", [False, True], ids=["full", "quick"])
-@pytest.mark.parametrize("name", ["EASY", "HARD"])
+@pytest.mark.parametrize("name", ["EASY", "HARD", "EXPERTS"])
 def test_every_command_is_valid(example, name: str, shorten: bool):
     settings = example["settings"]
     setting = getattr(settings, name)
@@ -40,7 +40,8 @@ def test_every_command_is_valid(example, name: str, shorten: bool):
         assert config.quantization.rl_rollout_quantization == settings.OWN.get(recipe, recipe)
         aligned = correction == settings.ALIGNED
         assert (config.quantization.rl_train_forward == "quantized") == aligned
-        assert config.algorithm.rl_correction == ("none" if aligned else correction)
+        assert config.rollout.rl_router_replay == correction.endswith("+replay")
+        assert config.algorithm.rl_correction == ("none" if aligned else correction.removesuffix("+replay"))
         assert config.samples_per_step == setting.updates_per_step * config.training.global_batch_size
         assert config.total_steps == setting.steps
 
@@ -79,4 +80,4 @@ def test_results_are_collected_by_recipe_and_correction(example, tmp_path: Path)
 def test_an_unknown_setting_is_refused_in_one_line():
     outcome = run_python("examples/fidelity/study.py", "--settings", "hardest")
     assert outcome.returncode == 2
-    assert "--settings hardest: there are easy and hard" in outcome.stderr
+    assert "--settings hardest: there are easy, hard, experts" in outcome.stderr

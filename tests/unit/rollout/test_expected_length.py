@@ -90,7 +90,9 @@ def dealt(lengths: dict[str, float], tasks: str, ranks: int, environments: str =
     found = []
     for rank in range(ranks):
         run = SimpleNamespace(
-            config=SimpleNamespace(algorithm=SimpleNamespace(grpo_group_size=2)),
+            config=SimpleNamespace(
+                algorithm=SimpleNamespace(grpo_group_size=2), rollout=SimpleNamespace(rl_router_replay=False)
+            ),
             factory=RequestFactory(SamplingParams(max_new_tokens=LIMIT), 200),
             expected_lengths=expected,
             groups=SimpleNamespace(rollout_rank=rank, rollout_size=ranks),
