@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
@@ -38,7 +39,10 @@ Said = dict[tuple[int, int], Sequence[int]]
 
 
 class ScriptedEngine:
-    """Says ``said[sample, turn]`` with the log-prob -1, -2, ... of each token; the turn is told by the prompt."""
+    """Says ``said[sample, turn]`` with the log-prob -1, -2, ... of each token; the turn is told by the prompt.
+
+    Every token of prompt and answer is sent to the expert of its position.
+    """
 
     def __init__(self, said: Said) -> None:
         self._said = said
@@ -73,7 +77,8 @@ class ScriptedEngine:
             ids = tuple(self._said[sample, turn])[: request.sampling.max_new_tokens]
             reason = "stop" if ids[-1] == END else "length"
             logprobs = tuple(-1.0 - position for position in range(len(ids)))
-            completions.append(Completion(ids, logprobs, reason, policy_version=4))
+            routing = torch.arange(len(request.prompt_ids + ids)).view(-1, 1, 1)
+            completions.append(Completion(ids, logprobs, reason, policy_version=4, routing=routing))
         return request, tuple(completions)
 
 
@@ -152,6 +157,20 @@ def test_tokens_logprobs_and_spans_of_two_turns(harness: Harness) -> None:
     # what the engine may know of it: the first turn will go on, the second holds the conversation up
     assert [(request.turn, request.goes_on) for request in engine.requests] == [(0, True), (1, True)]
     assert harness.asked == [(None, Turn("c", "stop", 2, 0, False)), (0, Turn("a", "stop", 2, 1, False))]
+
+
+def test_the_experts_are_those_of_the_whole_conversation(harness: Harness) -> None:
+    """What the model read, too: all of it was fed for the last turn."""
+    said = {(s, t): (A + s, END) for s in range(2) for t in range(2)}
+
+    def answer(task: Task, state: Any, turn: Turn) -> Grade:
+        return replying("xy", until=int(turn.text == "a"))(task, state, turn)
+
+    (group,) = harness.run(ScriptedEngine(said), answer, samples=2).groups
+    assert [r.completion.num_turns for r in group.rollouts] == [2, 1]
+    for rollout in group.rollouts:
+        tokens = len(PROMPT) + len(rollout.completion.token_ids)
+        assert rollout.completion.routing.flatten().tolist() == list(range(tokens))
 
 
 def test_a_turn_ends_with_any_end_token(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
