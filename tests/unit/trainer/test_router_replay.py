@@ -102,15 +102,20 @@ def test_every_layer_gets_its_own(one_rank: ParallelGroups, recompute: dict) -> 
         assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("pre_softmax", [False, True])
-def test_how_much_an_expert_counts_is_the_trainers_own(one_rank: ParallelGroups, pre_softmax: bool) -> None:
+@pytest.mark.parametrize(("pre_softmax", "dtype"), [(False, torch.uint8), (True, torch.int16)])
+def test_how_much_an_expert_counts_is_the_trainers_own(
+    one_rank: ParallelGroups, pre_softmax: bool, dtype: torch.dtype
+) -> None:
     """The softmax over the experts given (or over all), written out; the router has its gradient."""
     router = mixture(moe_router_pre_softmax=pre_softmax).gpt.decoder.layers[1].mlp.router
     hidden, draw = torch.randn(5, 1, 32, requires_grad=True), torch.Generator().manual_seed(1)
     experts = torch.rand(5, 8, generator=draw).argsort(-1)[:, :3]
-    with router.router_replay.given(experts.to(torch.uint8)):
-        shares, routed = router(hidden)
     logits = hidden[:, 0] @ router.weight.t()
+    given = experts.to(dtype)
+    given[4] = torch.iinfo(dtype).max  # nobody knows: the router chooses
+    experts[4] = logits[4].topk(3).indices
+    with router.router_replay.given(given):
+        shares, routed = router(hidden)
     expected = logits.softmax(-1).gather(1, experts) if pre_softmax else logits.gather(1, experts).softmax(-1)
     torch.testing.assert_close(shares.gather(1, experts), expected)
     assert torch.equal(routed, torch.zeros(5, 8, dtype=torch.bool).scatter(1, experts, True))
