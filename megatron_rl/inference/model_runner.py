@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 from itertools import accumulate
 
@@ -23,22 +24,29 @@ class ModelRunner:
         self.context = context
         self.model = model
         self.state = state
-        self._sampler = sampler
+        self.sampler = sampler
 
     # -- prompts -------------------------------------------------------------------------------
 
     def prefill(self, chunks: ListOf[Chunk], kinds: SamplingKinds) -> None:
         """Prompts laid end to end into the cache; the first token of every sequence whose prompt is complete.
 
-        First chunks attend to themselves alone; what begins in the cache takes a second pass.
         """
         # First of all: a later pass may write over what is copied.
         self.copy([copy for chunk in chunks for copy in chunk.before])
+        for batch in self.passes(chunks):
+            logits = self.model.forward(*self._feed(batch))
+            rows, places = self._begin(batch)
+            if len(rows):
+                token, logprob = self._first_tokens(logits, rows, places, kinds)
+                self.state.record(rows, token[None], logprob[None])
+
+    @staticmethod
+    def passes(chunks: ListOf[Chunk]) -> Iterator[list[Chunk]]:
+        """First chunks attend to themselves alone; what begins in the cache takes a second pass."""
         for batch in ([c for c in chunks if c.start == 0], [c for c in chunks if c.start > 0]):
             if batch:
-                logits = self._compute(batch)
-                self._hold([chunk for chunk in batch if not chunk.is_last])
-                self._begin([(place, chunk) for place, chunk in enumerate(batch) if chunk.is_last], logits, kinds)
+                yield batch
 
     def copy(self, copies: ListOf[tuple[int, int, int]]) -> None:
         """Carry out `Copies` in the cache."""
@@ -46,8 +54,11 @@ class ModelRunner:
             source, destination, lengths = zip(*copies, strict=True)
             self.context.cache.copy(self._to_device(source), self._to_device(destination), max(lengths))
 
-    def _compute(self, chunks: ListOf[Chunk]) -> torch.Tensor:
-        """Logits of the last token of each chunk; those of a few more rows may follow."""
+    def _feed(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and positions [T] of the chunks, for which the context is made ready.
+
+        The forward pass gives the logits of the last token of each; those of a few more rows may follow.
+        """
         lengths = [chunk.num_tokens for chunk in chunks]
         cu_seqlens = self._to_device([0, *accumulate(lengths)], torch.int32)
         positions = self._to_device([i for c in chunks for i in range(c.start, c.end)])
@@ -56,8 +67,7 @@ class ModelRunner:
         offsets = self._to_device([i for length in lengths for i in range(length)]) if cached else positions
         reach = max(FEWEST_KEYS, *(chunk.end for chunk in chunks))
         self.context.begin_prompts(NewTokens(leaders, lengths, cu_seqlens, offsets, positions, reach), cached)
-        ids = self._to_device([token for c in chunks for token in c.token_ids[c.start : c.end]])
-        return self.model.forward(ids, positions)
+        return self._to_device([token for c in chunks for token in c.token_ids[c.start : c.end]]), positions
 
     def _hold(self, chunks: ListOf[Chunk]) -> None:
         """Rows write to the cache while their prompts are computed: where the last token comes, they do no harm."""
@@ -65,19 +75,24 @@ class ModelRunner:
         if rows:
             self.state.idle(rows, [len(chunk.token_ids) - 1 for chunk in chunks for _ in chunk.rows])
 
-    def _begin(self, ready: ListOf[tuple[int, Chunk]], logits: torch.Tensor, kinds: SamplingKinds) -> None:
-        """The sequences of complete prompts draw from their chunks' places in ``logits``."""
-        if not ready:
-            return
+    def _begin(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, list[int]]:
+        """After the forward pass: the rows whose sequences draw now, and the place of each one's chunk."""
+        self._hold([chunk for chunk in chunks if not chunk.is_last])
+        ready = [(place, chunk) for place, chunk in enumerate(chunks) if chunk.is_last]
         self.copy([copy for _, chunk in ready for copy in chunk.after])
         started = [(sequence, place) for place, chunk in ready for sequence in chunk.sequences]
-        sequences, places = zip(*started, strict=True)
-        rows, state = self._to_device([sequence.row for sequence in sequences]), self.state
-        state.begin(sequences, rows)
-        sampling = state.sampling(rows, kinds)
-        numbers = uniform(sampling.seeds, state.position[rows] + 1)
-        token, logprob = self._sampler(logits.index_select(0, self._to_device(places)), numbers, sampling)
-        state.record(rows, token[None], logprob[None])
+        rows = self._to_device([sequence.row for sequence, _ in started])
+        if started:
+            self.state.begin([sequence for sequence, _ in started], rows)
+        return rows, [place for _, place in started]
+
+    def _first_tokens(
+        self, logits: torch.Tensor, rows: torch.Tensor, places: ListOf[int], kinds: SamplingKinds
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and log-probs [N] that ``rows`` draw from the ``places`` in ``logits``."""
+        sampling = self.state.sampling(rows, kinds)
+        numbers = uniform(sampling.seeds, self.state.position[rows] + 1)
+        return self.sampler(logits.index_select(0, self._to_device(places)), numbers, sampling)
 
     def _to_device(self, values: ListOf[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.state.device)
@@ -98,7 +113,7 @@ class ModelRunner:
         drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
         for at, number in zip(positions, numbers, strict=True):
             context.next_step()
-            drawn.append(self._sampler(self.model.forward(token, at), number, sampling))
+            drawn.append(self.sampler(self.model.forward(token, at), number, sampling))
             token = drawn[-1][0]
         tokens, logprobs = (torch.stack(column) for column in zip(*drawn, strict=True))
         state.record(slice(0, rows), tokens, logprobs)

@@ -104,6 +104,21 @@ class RolloutEngine(Engine):
     @torch.inference_mode()
     def step(self) -> list[Completed]:
         """Admit sequences, draw up to k tokens a row, read once which have ended."""
+        chunks, kinds = self._plan()
+        if chunks:
+            self.runner.prefill(chunks, kinds)
+        running = self._scheduler.running
+        if not running:
+            return []
+        burst = self._next_burst(running)
+        if burst is not None:
+            self.decode(*burst, kinds)
+        return self._finish(running)
+
+    # -- parts of a step -----------------------------------------------------------------------
+
+    def _plan(self) -> tuple[list[Chunk], SamplingKinds]:
+        """Make room, admit sequences; what of their prompts is computed now, and what the sampler must do."""
         preempted = self._scheduler.make_room()
         self._outputs.save(preempted)
         self.statistics.host_reads += len(preempted) > 0
@@ -113,41 +128,25 @@ class RolloutEngine(Engine):
         if table is not None:
             self.cache.set_block_table(table)
         kinds = SamplingKinds.of(group.request.sampling for group in self._groups.values())
-        if chunks:
-            self._count(chunks)
-            self.runner.prefill(chunks, kinds)
-        running = self._scheduler.running
-        if not running:
-            return []
-        self._decode_burst(running, kinds)
-        complete = self._finish(running)
-        moves, copies = self._scheduler.compact()
-        if moves:
-            self.runner.state.exchange(moves)
-            self.runner.copy(copies)
-        return complete
-
-    # -- parts of a step -----------------------------------------------------------------------
-
-    def _count(self, chunks: ListOf[Chunk]) -> None:
         for chunk in chunks:
             self.statistics.prefill_tokens += chunk.num_tokens
             self.statistics.reused_tokens += chunk.reused
             self.statistics.recomputed_tokens += chunk.sequences[0].preempted * chunk.num_tokens
+        return chunks, kinds
 
-    def _decode_burst(self, running: ListOf[Sequence], kinds: SamplingKinds) -> None:
-        """Up to k steps on rows ``0 .. n - 1``, of which the last runs; the host reads nothing."""
+    def _next_burst(self, running: ListOf[Sequence]) -> tuple[int, int, int] | None:
+        """Rows ``0 .. n - 1``, of which the last runs, the keys that the first step may reach, and up to k steps."""
         # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see arithmetic.py).
         rows = max(running[-1].row + 1, min(FEWEST_ROWS, self.max_batch_size))
         longest = max(sequence.position for sequence in running)
         steps = min(max(sequence.remaining for sequence in running), self._steps_per_read())
         if steps == 0:  # all ended with their first token
-            return
-        self.decode(rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps, kinds)
+            return None
         for sequence in running:
             sequence.num_generated += steps
         self.statistics.decode_steps += steps
         self.statistics.decode_rows += steps * rows
+        return rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps
 
     def _steps_per_read(self) -> int:
         """How many steps until the host looks for rows that have ended.
@@ -163,7 +162,7 @@ class RolloutEngine(Engine):
         return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
 
     def _finish(self, running: ListOf[Sequence]) -> list[Completed]:
-        """The one host read; frees the rows that have ended, and returns the requests that are complete."""
+        """The one host read; frees the rows that have ended, closes holes, returns the requests that are complete."""
         self.statistics.host_reads += 1
         finished = self._outputs.finish(running)
         self._read_routing([sequence for sequence in finished if sequence.request.wants_routing])
@@ -173,6 +172,10 @@ class RolloutEngine(Engine):
         complete = [group for group in dict.fromkeys(s.group for s in finished) if group.is_finished]
         for group in complete:
             del self._groups[group.number]
+        moves, copies = self._scheduler.compact()
+        if moves:
+            self.runner.state.exchange(moves)
+            self.runner.copy(copies)
         return [group.completed(self._policy_version) for group in complete]
 
     def _read_routing(self, finished: ListOf[Sequence]) -> None:

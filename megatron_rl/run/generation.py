@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megatron_rl.attention import numbers_of
 from megatron_rl.config import RLConfig
 from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.lockstep import LockstepEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
@@ -85,6 +86,8 @@ def build_engine(
         from megatron_rl.inference.mcore import McoreEngine
 
         return McoreEngine(policy, options, ends)
+    if groups.shares_experts:
+        return LockstepEngine(policy, options, ends, tokenizer.decode, groups)
     return RolloutEngine(policy, options, ends, tokenizer.decode, groups.tensor_group)
 
 
