@@ -47,7 +47,7 @@ class ParallelConfig:
     context_parallel_size: int = flag(1, ge=1, only=_SPREAD)
     """Ranks that share each sequence; above 1 not built yet."""
     expert_model_parallel_size: int = flag(1, ge=1)
-    """Ranks that share the experts of each layer; supervised training; rollouts above 1 are not built yet."""
+    """Ranks that share the experts of each layer, equally many each, in training and in rollouts."""
     expert_tensor_parallel_size: int | None = flag(
         None,
         ge=1,
@@ -184,11 +184,27 @@ def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         )
     if size == 1:
         return
-    yield from _without_rollouts(config, "expert_model_parallel_size", "shared experts")
+    yield from _shared_in_rollouts(config)
     if config.checkpoint.ckpt_format == "torch":
         yield "expert_model_parallel_size", (
             "with --ckpt-format torch, which holds tensor-parallel ranks and pipeline stages alone; use --ckpt-format "
             "torch_dist"
+        )
+
+
+def _shared_in_rollouts(config: RLConfig) -> Iterator[Finding]:
+    if config.stages.count > 1:
+        yield from _without_rollouts(config, "expert_model_parallel_size", "shared experts on pipeline stages")
+        return
+    if config.rollout.rl_inference_engine == "mcore":
+        yield "expert_model_parallel_size", (
+            "with --rl-inference-engine mcore, whose ranks do not wait for one another; use --rl-inference-engine "
+            "rollout"
+        )
+    if config.quantization.rl_rollout_quantization != "none":
+        yield "expert_model_parallel_size", (
+            "with --rl-rollout-quantization is not built yet; use --tensor-model-parallel-size, or leave out the "
+            "quantization"
         )
 
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.attention import AttentionPlan
+from megatron_rl.models.experts import ExpertLayer
 from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, is_rms
 from megatron_rl.models.routing import Routing
 from megatron_rl.platform.megatron import inference_flag
@@ -57,7 +58,9 @@ class RolloutLayer(TransformerLayer):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         attention, config = self.self_attention, self.config
-        self._has_plain_mlp = isinstance(self.mlp, MLP)  # and not experts
+        self._has_plain_mlp = isinstance(self.mlp, MLP)
+        if not self._has_plain_mlp:  # a class of our own in the specification would have megatron warn of it
+            self.mlp.__class__ = ExpertLayer
         # So are norms of query and key, and fewer groups than ranks, which then exchange their parts.
         has_whole_groups = config.num_query_groups >= attention.world_size
         self._has_plain_heads = not config.qk_layernorm and has_whole_groups

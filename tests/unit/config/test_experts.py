@@ -38,7 +38,8 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
          ["--expert-model-parallel-size 4", "use 1 or 3, or a multiple of 3"]),
         (2, SHARED | {"num_experts": None}, ["without --num-experts"]),
         (2, SHARED | {"ckpt_format": "torch"}, ["--ckpt-format torch"]),
-        (2, SHARED | {"perform_rl_step": True}, ["rollouts are not built"]),
+        (2, SHARED | {"perform_rl_step": True, "rl_inference_engine": "mcore"}, ["use --rl-inference-engine rollout"]),
+        (2, SHARED | {"perform_rl_step": True, "rl_rollout_quantization": "int8"}, ["not built yet"]),
         (1, {"num_experts": None, "rl_router_replay": True}, ["--rl-router-replay without --num-experts", "no router"]),
         (1, {"rl_router_replay": True, "perform_rl_step": None}, ["--rl-router-replay without --perform-rl-step"]),
         (1, {"rl_router_replay": True, "rl_inference_engine": "mcore"},
@@ -59,9 +60,16 @@ def test_recomputing_the_experts_alone_is_not_a_choice(command) -> None:
     assert "core_attn" in line
 
 
+def test_rollouts_with_shared_experts_have_one_stage(problems) -> None:
+    lines = problems(4, **MIXTURE, expert_model_parallel_size="2", pipeline_model_parallel_size="2")
+    assert any("--expert-model-parallel-size 2 with --perform-rl-step" in line for line in lines)
+
+
 def test_what_goes_together_is_fine(problems) -> None:
     assert problems(1, **MIXTURE) == []
     assert problems(2, **MIXTURE, tensor_model_parallel_size="2", sequence_parallel=True) == []
+    assert problems(2, **MIXTURE, expert_model_parallel_size="2") == []
+    assert problems(4, **MIXTURE | TENSOR, expert_model_parallel_size="4", expert_tensor_parallel_size="1") == []
 
 
 def test_an_expert_is_as_wide_as_a_dense_layer_unless_said_otherwise(config) -> None:
