@@ -9,35 +9,30 @@ One line a stage. `run/training.py` has the loop around it.
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from megatron_rl.inference.sampler import sample_seed
-from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, failures_of, rollout_metrics
+from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, rollout_metrics
 from megatron_rl.run.rescue import naming_memory
 from megatron_rl.run.rl import RLRun, build
 from megatron_rl.run.training import StepResult, train
-from megatron_rl.trainer.samples import refuse_failures, reward_metrics
+from megatron_rl.trainer.samples import reward_metrics
 
 __all__ = ["RLRun", "build", "execute", "rl_step"]
 
 
 def rl_step(run: RLRun, step: int) -> StepResult | None:
     """One RL step; None when the run was asked to stop and the step left no trace."""
-    cursor, skipped = run.source.state_dict(), run.source.skipped_too_long
+    start, skipped = run.source.position(), run.source.skipped_too_long
     seed = sample_seed(run.config.training.seed, "rollout", step)
-    with run.timer.phase("gen"), naming_memory(run.config, "rollout"):
-        journal = run.open_journal(step, seed)
+    with run.timer.phase("gen"), naming_memory(run.config, "rollout"), closing(run.open_journal(step, seed)) as journal:
         with run.phases.rollouts():
-            drawn = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
-            requests = run.requests_of_this_rank(drawn)
-            rollouts = run.rollouter.run(requests, seed, run.progress.policy_version, journal)
+            rollouts = run.collector.collect(seed, run.progress.policy_version, journal)
     if rollouts is None:
-        run.source.load_state_dict(cursor)
         return None
 
     with run.timer.phase("advantages"):
-        numbers = [request.index for request in requests]
-        samples, rewards = run.samples.build(rollouts.groups, numbers)
-        failures = failures_of(rollouts.groups, run.groups.rollout_group)
-        refuse_failures(rewards, failures.counts, run.config.environment.rl_max_failed_share, failures.example)
+        samples, rewards = run.samples.build(rollouts.groups, rollouts.numbers)
         updates = run.batches.updates(samples, run.config.training.global_batch_size, seed)
     parity: dict[str, float] = {}
     with naming_memory(run.config, "update"):
@@ -45,7 +40,7 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
             with run.timer.phase("parity"):
                 report = run.parity.check(updates)
                 if run.parity.act_on(report):  # the rollouts' format has changed: do the step again
-                    run.source.load_state_dict(cursor)
+                    run.source.return_to(start)
                     return rl_step(run, step)
             parity = run.parity.logged(step, report)
         with run.phases.update():
@@ -54,12 +49,12 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
 
     if outcome.skipped_updates:
         run.reporter.dump_batches(step, outcome.updates)
-    run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token, numbers, outcome.updates)
-    metrics = rollout_metrics(rollouts.groups, run.groups.rollout_group)
+    run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token, rollouts.numbers, outcome.updates)
+    metrics = rollout_metrics(list(rollouts.answered.values()), run.groups.rollout_group)
     metrics |= engine_metrics(rollouts.statistics, run.groups.rollout_group)
     metrics |= reward_metrics(rewards) | outcome.metrics | parity
-    metrics |= environment_metrics(run.environments.counters.since_last_call(), failures)
-    metrics |= run.learn_lengths(drawn, requests, rollouts)
+    metrics |= environment_metrics(run.environments.counters.since_last_call(), rollouts.failures)
+    metrics |= run.collector.commit(rollouts)
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds
     metrics["training/skipped_prompts"] = float(run.source.skipped_too_long - skipped)
     total = len(updates) * run.config.algorithm.grpo_iterations

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from megatron_rl.errors import ConfigError, one_line, shorten
 
 if TYPE_CHECKING:
-    from megatron_rl.algorithms import Extension
+    from megatron_rl.algorithms import Extension, GroupFilter
     from megatron_rl.attention.backend import Backend
     from megatron_rl.environments.grading import Grader
     from megatron_rl.families.family import Family
@@ -178,6 +178,7 @@ def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr | None]:
 ADVANTAGES: Registry[type[Extension]] = Registry("advantage", "megatron_rl.algorithms.advantages", "Advantage")
 LOSSES: Registry[type[Extension]] = Registry("policy loss", "megatron_rl.algorithms.losses", "Loss")
 CORRECTIONS: Registry[type[Extension]] = Registry("correction", "megatron_rl.algorithms.corrections", "Correction")
+FILTERS: Registry[type[GroupFilter]] = Registry("group filter", "megatron_rl.algorithms.filters", "Filter")
 RECIPES: Registry[Recipe] = Registry("quantisation recipe", "megatron_rl.quantization.recipes", "RECIPE")
 BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.attention.backends", "BACKEND")
 FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.known", "FAMILY")

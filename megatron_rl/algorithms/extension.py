@@ -1,4 +1,4 @@
-"""Losses, corrections and advantages: what one looks like, and how flags choose them and set their options.
+"""Losses, corrections, advantages and filters: what one looks like, and how flags choose them and set their options.
 
 ``Loss`` in ``losses/clip.py`` is ``--rl-policy-loss clip``; a class of any other file is named by its path, as in
 ``--rl-policy-loss mine.py:MyLoss``. Its fields are its options: ``--rl-policy-loss-args clamp_eps_lower=0.1``.
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from megatron_rl.algorithms.batch import Aggregation, Terms, TokenBatch
 from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import Flag, flags_of
 from megatron_rl.errors import ConfigError, Problem, collecting
-from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES, Registry
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, Registry
 
 Baseline = Literal["group", "batch"]
 """What an advantage compares a reward with: the other samples of the task, or all samples of the step."""
@@ -39,24 +40,14 @@ FLAGS_OF_OPTIONS: dict[str, dict[str, str]] = {
         "upper": "rl_correction_upper",
         "veto": "rl_correction_veto",
     },
+    "rl_group_filter": {},
 }
 """Options that have a flag of their own. A flag that is given is refused where no chosen extension has the option."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extension:
-    """Base of losses, corrections and advantages; the fields of a subclass are its options.
-
-    Raises ``ConfigError`` with every value out of bounds.
-    """
-
-    AGGREGATION: ClassVar[Aggregation] = "token-mean"
-    """Of a loss: its denominator where no flag was given. As the other two read without importing the file too, so it
-    is a literal."""
-    LEVEL: ClassVar[Literal["token", "sequence"]] = "token"
-    """Of a correction: whether tokens are weighed one by one or all tokens of a sequence alike."""
-    BASELINE: ClassVar[Baseline] = "group"
-    """Of an advantage: it decides which groups carry a signal, and whether a group may be of one sample."""
+class Options:
+    """The fields of a subclass are its options. Raises ``ConfigError`` with every value out of bounds."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -68,6 +59,19 @@ class Extension:
         if problems:
             raise ConfigError(problems)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Extension(Options):
+    """Base of losses, corrections and advantages."""
+
+    AGGREGATION: ClassVar[Aggregation] = "token-mean"
+    """Of a loss: its denominator where no flag was given. As the other two read without importing the file too, so it
+    is a literal."""
+    LEVEL: ClassVar[Literal["token", "sequence"]] = "token"
+    """Of a correction: whether tokens are weighed one by one or all tokens of a sequence alike."""
+    BASELINE: ClassVar[Baseline] = "group"
+    """Of an advantage: it decides which groups carry a signal, and whether a group may be of one sample."""
+
     def __call__(self, batch: TokenBatch) -> Terms:
         """Without waiting for the device.
 
@@ -75,6 +79,15 @@ class Extension:
         correction: the weight of each token, 0 at masked positions and where it is rejected. An advantage: that of
         each token.
         """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFilter(Options):
+    """Base of what dynamic sampling asks of every group: whether it counts."""
+
+    def __call__(self, rewards: Tensor) -> bool:
+        """``rewards``, fp32 on the CPU, of those samples of the group that have a grade; there may be none."""
         raise NotImplementedError
 
 
@@ -127,7 +140,12 @@ def correction_of(config: RLConfig) -> Function:
     return chosen[0] if len(chosen) == 1 else Composed(tuple(chosen))
 
 
-def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequence[str]) -> list[Function]:
+def filter_of(config: RLConfig) -> Callable[[Tensor], bool]:
+    """That of `--rl-group-filter`; raises as `advantage_of`."""
+    return _chosen(config, "rl_group_filter", FILTERS, [config.algorithm.rl_group_filter])[0]
+
+
+def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequence[str]) -> list[Any]:
     """The extensions of these names with their options: from flags of their own, then from ``--...-args``."""
     spelling, joined = f"--{field.replace('_', '-')}", "+".join(names)
     flags = {option: getattr(config.algorithm, name) for option, name in FLAGS_OF_OPTIONS[field].items()}
@@ -162,7 +180,7 @@ def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequen
 
 def _built(
     spelling: str, extension: Any, options: Mapping[str, Flag], given: Mapping[str, Any], texts: Mapping[str, str]
-) -> Function:
+) -> Any:
     if not isinstance(extension, type):
         return extension
     values = {name: value for name, value in given.items() if name in options}

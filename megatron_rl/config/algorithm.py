@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config.flags import Finding, flag
 from megatron_rl.errors import ConfigError
-from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES, Registry
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, Registry
 
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
@@ -106,6 +106,54 @@ class AlgorithmConfig:
 
     Those are groups of equal rewards; where the advantage compares with the step, all groups where all are equal.
     """
+    rl_truncated: Literal["keep", "mask"] = flag("keep")
+    """Answers that were cut at their length limit: mask leaves them out of the loss, though not out of the baseline.
+
+    DAPO's overlong filtering.
+    """
+    rl_dynamic_sampling: bool = flag(False)
+    """Draw prompts until --grpo-prompts-per-step groups count (DAPO); without it the draw is fixed."""
+    rl_group_filter: str = flag("signal", names_of=FILTERS)
+    """Which groups count for dynamic sampling."""
+    rl_group_filter_args: tuple[str, ...] = flag(())
+    """Options of the filter, name=value."""
+    rl_oversampling: int | None = flag(
+        None, ge=1, le=1_000_000, derived=lambda config, _: config.algorithm.grpo_prompts_per_step
+    )
+    """Prompts that --rl-dynamic-sampling starts at once. Without it --grpo-prompts-per-step."""
+    rl_max_refills: int = flag(10, ge=0, le=10_000)
+    """Most further draws of a step of --rl-dynamic-sampling; after them it takes the groups that there are."""
+    rl_surplus: Literal["drop", "keep"] = flag("drop")
+    """Groups of --rl-dynamic-sampling that counted and were too many: keep uses them in the next step.
+
+    Their prompts come again either way; with drop they are answered by the newer weights.
+    """
+
+
+_OF_DYNAMIC_SAMPLING = (
+    "rl_group_filter", "rl_group_filter_args", "rl_oversampling", "rl_max_refills", "rl_surplus",
+)  # fmt: skip
+
+
+def dynamic_sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """Settings that it would never succeed with, or that nobody reads without it."""
+    algorithm = config.algorithm
+    if not algorithm.rl_dynamic_sampling:
+        for name in (name for name in _OF_DYNAMIC_SAMPLING if name in config.typed):
+            yield name, "has no effect without --rl-dynamic-sampling; add it, or leave this out"
+        return
+    if algorithm.grpo_group_size == 1 and ":" not in algorithm.rl_group_filter:
+        yield "grpo_group_size", (
+            "with --rl-dynamic-sampling: the reward of one completion differs from no other, so no group would ever "
+            "count; use 2 or more"
+        )
+    if algorithm.rl_keep_zero_variance_groups:
+        yield "rl_keep_zero_variance_groups", (
+            "with --rl-dynamic-sampling, which replaces groups without a signal by others; leave one of them out"
+        )
+    wanted, started = algorithm.grpo_prompts_per_step, algorithm.rl_oversampling
+    if wanted and started and started < wanted:
+        yield "rl_oversampling", f"is less than --grpo-prompts-per-step {wanted}; use {wanted} or more"
 
 
 def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:

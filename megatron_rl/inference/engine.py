@@ -71,6 +71,9 @@ class EngineStatistics:
     host_reads: int = 0
     """How often the host waited for the device to see what has finished."""
 
+    def __add__(self, other: EngineStatistics) -> EngineStatistics:
+        return EngineStatistics(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+
     def count_completion(self, num_tokens: int) -> None:
         """A sample has finished with ``num_tokens`` tokens."""
         self.generated_tokens += num_tokens

@@ -101,9 +101,9 @@ def algorithm_problems(config: RLConfig) -> list[Problem]:
     if not config.training.perform_rl_step:
         return problems
     # imported here: it brings torch, which --help and wrong flags need not wait for
-    from megatron_rl.algorithms.extension import advantage_of, correction_of, loss_of
+    from megatron_rl.algorithms.extension import advantage_of, correction_of, filter_of, loss_of
 
-    for chosen in (advantage_of, loss_of, correction_of):
+    for chosen in (advantage_of, loss_of, correction_of, filter_of):
         with collecting(problems):
             chosen(config)
     return problems

@@ -46,7 +46,7 @@ class RolloutJournal:
         self._folder = folder
         self._groups = groups
 
-    def open(self, step: int, header: Mapping[str, Any]) -> StepJournal:
+    def open(self, step: int, header: Mapping[str, Any], surplus: Surplus | None = None) -> StepJournal:
         """The journal of ``step``; collective in a model copy.
 
         ``header`` is what must be equal for an earlier start's groups to be taken up again; JSON values only.
@@ -65,7 +65,7 @@ class RolloutJournal:
             stream = _appending(own, read.get(own, ([], 0))[1], wanted)
         if self._groups.model_group.size() > 1:
             found = dict(broadcast_json(list(found.items()), self._groups.model_leader(), self._groups.model_group))
-        return StepJournal(found, stream)
+        return StepJournal(found, stream, surplus)
 
     def forget(self, step: int) -> None:
         """A checkpoint covers ``step``: the files up to it are not needed any more. One rank calls it."""
@@ -82,17 +82,23 @@ class StepJournal:
     of ranks finds them again, and so do ranks that the groups are dealt to otherwise.
     """
 
-    def __init__(self, found: Mapping[int, Record], stream: BinaryIO | None) -> None:
+    def __init__(
+        self, found: Mapping[int, Record], stream: BinaryIO | None = None, surplus: Surplus | None = None
+    ) -> None:
+        """Without a ``stream`` nothing is written; ``surplus`` are groups of earlier steps."""
         self._found = found
         self._stream = stream
+        self._surplus = surplus
 
     def group_for(self, request: Request) -> RolloutGroup | None:
-        """The finished group of an earlier start, if it is the answer to exactly this request.
+        """The finished group of an earlier start or step, if it is the answer to exactly this request.
 
         Its texts are left empty: they follow from the tokens.
         """
-        record = self._found.get(request.index)
-        if record is None or record["asked"] != _asked(request.source, request.prompt_ids, request.num_samples):
+        asked, record = _asked(request.source, request.prompt_ids, request.num_samples), self._found.get(request.index)
+        if record is None or record["asked"] != asked:
+            record = None if self._surplus is None else self._surplus.find(asked)
+        if record is None:
             return None
         return RolloutGroup(request.source, request.prompt_ids, "", tuple(map(_rollout, record["rollouts"])))
 
@@ -100,13 +106,8 @@ class StepJournal:
         """Record a finished group; a kill after this does not cost it."""
         if self._stream is None:
             return
-        record = {
-            "number": index,
-            "asked": _asked(group.source, group.prompt_ids, len(group.rollouts)),
-            "rollouts": list(map(_described, group.rollouts)),
-        }
         try:
-            self._stream.write(_line(record))
+            self._stream.write(_line({"number": index} | record_of(group)))
             self._stream.flush()  # to the operating system, which outlives this process
         except OSError as error:  # a full disk costs a killed run some time, and this one nothing
             logger.warning("%s cannot be written (%s): this step goes on without", self._stream.name, error.strerror)
@@ -119,11 +120,45 @@ class StepJournal:
                 self._stream.close()
 
 
+class Surplus:
+    """Finished groups that no step has used yet. Their prompts come again, and are answered by them."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+
+    def find(self, asked: list[Any]) -> Record | None:
+        """The record of what was asked."""
+        return next((record for record in self._records if record["asked"] == asked), None)
+
+    def turn_over(self, used: Sequence[SourcedTask], new: Sequence[Record]) -> None:
+        """Forget the groups of prompts that a step has ``used``, and take in ``new`` ones; the same on all ranks."""
+        gone = [_task_of(source) for source in used] + [record["asked"][:3] for record in new]
+        self._records = [record for record in self._records if record["asked"][:3] not in gone] + list(new)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values, for a checkpoint."""
+        return {"groups": list(self._records)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._records = list(state["groups"])
+
+
 # -- records -------------------------------------------------------------------------------------
 
 
+def record_of(group: RolloutGroup) -> Record:
+    """JSON values; texts are left out."""
+    asked = _asked(group.source, group.prompt_ids, len(group.rollouts))
+    return {"asked": asked, "rollouts": list(map(_described, group.rollouts))}
+
+
 def _asked(source: SourcedTask, prompt_ids: Sequence[int], num_samples: int) -> list[Any]:
-    return [source.environment, source.task.id, source.epoch, list(prompt_ids), num_samples]
+    return [*_task_of(source), list(prompt_ids), num_samples]
+
+
+def _task_of(source: SourcedTask) -> list[Any]:
+    return [source.environment, source.task.id, source.epoch]
 
 
 def _described(rollout: Rollout) -> Record:

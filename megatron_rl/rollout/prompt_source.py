@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
+Position = tuple[dict[str, int], dict[str, int], dict[str, int], int]
+
 
 @dataclass(frozen=True)
 class TaskPool:
@@ -78,6 +80,15 @@ class PromptSource:
         self._shares = dict.fromkeys(self._drawn, 0)
         for _ in range(sum(self._drawn.values())):  # 2 s for a million
             self._next_pool()
+
+    def position(self) -> Position:
+        """Where it stands, for `return_to` of this process: what `load_state_dict` would have to work out again."""
+        return dict(self._drawn), dict(self._shares), dict(self._misses), self.skipped_too_long
+
+    def return_to(self, position: Position) -> None:
+        """Draw again what was drawn since ``position``."""
+        drawn, shares, misses, self.skipped_too_long = position
+        self._drawn, self._shares, self._misses = dict(drawn), dict(shares), dict(misses)
 
     def _skip(self, pool: TaskPool) -> None:
         """Counted by environment: beside a healthy one, one without a fitting prompt would go unnoticed."""

@@ -18,12 +18,14 @@ from megatron_rl.parallel.collectives import any_rank, max_over
 from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.rollout.conversations import Conversations, ConversationSettings, GradeFunction
 from megatron_rl.rollout.journal import StepJournal
+from megatron_rl.rollout.quota import Quota
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Request, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AGAIN_SECONDS = 0.005
 _STOP_CHECK_EVERY = 8
 """Engine steps between two looks at the stop request when several ranks must agree on it."""
 
@@ -32,12 +34,17 @@ _STOP_CHECK_EVERY = 8
 class RolloutResult:
     """What one call of `Rollouter.run` brought."""
 
-    groups: tuple[RolloutGroup, ...]
-    """Ordered like the requests."""
+    finished: dict[int, RolloutGroup]
+    """By the index of their request, in the order of the requests: all of them, or with a quota those that are done."""
     statistics: EngineStatistics
     generate_seconds: float
     grade_wait_seconds: float
     """How long grading held the run up after the last token."""
+
+    @property
+    def groups(self) -> tuple[RolloutGroup, ...]:
+        """Ordered like the requests."""
+        return tuple(self.finished.values())
 
 
 class Rollouter:
@@ -72,8 +79,9 @@ class Rollouter:
         seed: int,
         policy_version: int,
         journal: StepJournal | None = None,
+        quota: Quota | None = None,
     ) -> RolloutResult | None:
-        """Complete and grade all ``requests``; collective over the whole job.
+        """Complete and grade all ``requests``, or until the ``quota`` is met; collective over the whole job.
 
         Groups that the ``journal`` knows are taken from it, the others are written to it as they are finished. None on
         every rank of the job when one of them was asked to stop.
@@ -86,16 +94,15 @@ class Rollouter:
         try:
             # Not ``Runner.run``: with Python's own SIGINT handler it formats the whole result into an error message
             # that nobody sees, 5 ms for 128 short answers and seconds for a batch of long ones.
-            result = self._runner.get_loop().run_until_complete(self._run(requests, journal))
+            result = self._runner.get_loop().run_until_complete(self._run(requests, journal, quota))
         except (RuntimeError, MemoryError) as error:
             # Those that step together wait inside the engine; ranks that step alone have met nobody yet.
             if not is_out_of_memory(error) or self._groups.lockstep_group.size() > 1:
                 raise
             traceback.clear_frames(error.__traceback__)
             shortage = reason_of(error) or "no memory"
-        finally:
-            if journal is not None:
-                journal.close()
+        if result is None and quota is not None:
+            quota.leave()
         ends = max_over({"stopped": result is None, "out of memory": bool(shortage)}, dist.group.WORLD)
         if ends["out of memory"]:
             raise OutOfMemoryTogether(shortage or "on another rank")
@@ -105,18 +112,21 @@ class Rollouter:
         """Stop the event loop."""
         self._runner.close()
 
-    async def _run(self, requests: Sequence[Request], journal: StepJournal | None) -> RolloutResult | None:
+    async def _run(
+        self, requests: Sequence[Request], journal: StepJournal | None, quota: Quota | None
+    ) -> RolloutResult | None:
         engine, started = self._engine, time.perf_counter()
         conversations = Conversations(self._grade, self._conversations, self._tokenizer, self._groups, journal)
         new = [request for request in requests if not conversations.take_up(request)]
         if len(new) < len(requests):
-            logger.info("%d of %d groups come from the journal", len(requests) - len(new), len(requests))
+            logger.info("%d of %d groups were answered before", len(requests) - len(new), len(requests))
         for request in new:
             engine.submit(replace(request, goes_on=conversations.goes_on(request)))
         steps, cancelled, generated = 0, False, time.perf_counter()
         while not cancelled:
             generating, waiting = self._together(engine.has_unfinished, conversations.waiting)
-            if not generating and not waiting:
+            idle = not generating and not waiting
+            if idle if quota is None else quota.is_met(conversations.finished, idle):
                 break
             if generating:
                 for request, completions in engine.step():
@@ -126,13 +136,16 @@ class Rollouter:
                 engine.submit(turn)
             steps += 1
             cancelled = self._must_stop(steps)
-            await asyncio.sleep(0)  # let the connections to the environment server move
-        if cancelled:
+            # Let the connections to the environment server move; where other replicas still generate, let them.
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS if idle else 0)
+        if cancelled or quota is not None:
             engine.abort()
             await conversations.cancel()
+        if cancelled or (quota is not None and quota.was_left):
             return None
-        groups = tuple(conversations.finished[request.index] for request in requests)
-        return RolloutResult(groups, engine.statistics, generated - started, time.perf_counter() - generated)
+        numbers = (request.index for request in requests if request.index in conversations.finished)
+        finished = {number: conversations.finished[number] for number in numbers}
+        return RolloutResult(finished, engine.statistics, generated - started, time.perf_counter() - generated)
 
     def _together(self, generating: bool, waiting: bool) -> tuple[bool, bool]:
         """Whether any of the model copies that share experts is; the ranks of one copy know the same."""

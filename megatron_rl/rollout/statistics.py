@@ -12,8 +12,7 @@ import torch.distributed as dist
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
-from megatron_rl.rollout.rollouter import RolloutResult
-from megatron_rl.types import Request, RolloutGroup
+from megatron_rl.types import RolloutGroup
 
 _MOST_RANKS_SHOWN = 32
 """With more replicas a step's row would consist of their idle shares: the mean alone is kept."""
@@ -49,20 +48,22 @@ def rollout_metrics(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessG
 
 
 def lengths_and_seconds(
-    requests: Sequence[Request],
-    rollouts: RolloutResult,
+    answered: Mapping[int, RolloutGroup],
+    seconds: float,
     num_groups: int,
     rollout_group: dist.ProcessGroup,
 ) -> tuple[list[float], list[float]]:
-    """Mean completion length of each of the step's groups, and each rank's seconds of generation.
+    """Mean completion length of each of the step's groups, and each replica's seconds of generation.
+
+    ``answered`` are this replica's groups by number, ``seconds`` its own.
 
     One sum over the replicas: every number is of one of them, which the others add 0 to.
     """
     numbers = torch.zeros(num_groups + rollout_group.size(), dtype=torch.float64)
-    for request, group in zip(requests, rollouts.groups, strict=True):
+    for number, group in answered.items():
         lengths = [len(rollout.completion.token_ids) for rollout in group.rollouts]
-        numbers[request.index] = sum(lengths) / len(lengths)
-    numbers[num_groups + rollout_group.rank()] = rollouts.generate_seconds
+        numbers[number] = sum(lengths) / len(lengths)
+    numbers[num_groups + rollout_group.rank()] = seconds
     if rollout_group.size() > 1:
         dist.all_reduce(numbers, group=rollout_group)
     return numbers[:num_groups].tolist(), numbers[num_groups:].tolist()
@@ -112,6 +113,23 @@ def failures_of(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup
     counts = _summed(Counter(grade.code for grade in grades), rollout_group)
     longest = max((grade.message for grade in grades), key=len, default="")
     return Failures(dict(sorted(counts.items())), max(gather_json(longest, rollout_group), key=len))
+
+
+def refuse_failures(failures: Failures, samples: int, largest_share: float) -> None:
+    """Stop the run when too many grades failed.
+
+    Raises:
+        EnvironmentFault: more than ``largest_share`` of ``samples`` have no grade.
+    """
+    failed = sum(failures.counts.values())
+    if failed <= largest_share * samples:
+        return
+    counts = ", ".join(f"{code} {count}" for code, count in failures.counts.items())
+    raise EnvironmentFault(
+        f"{failed} of {samples} grades failed ({counts}), more than the "
+        f"{largest_share:.0%} allowed; see logs/ of the run directory, or raise --rl-max-failed-share"
+        + (f"; one of them: {failures.example}" if failures.example else "")
+    )
 
 
 def no_results(environments: Sequence[str], failures: Failures) -> EnvironmentFault:

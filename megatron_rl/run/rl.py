@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from megatron_rl.algorithms.extension import advantage_of
+from megatron_rl.algorithms.extension import advantage_of, filter_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.attention.kv_numbers import rounded_attention
 from megatron_rl.checkpoint.tensors import weights_fingerprint
+from megatron_rl.config import RLConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.rollout.expected_length import ExpectedLengths, deal
+from megatron_rl.rollout.collector import Collector, DynamicSampling
+from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
-from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
-from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
-from megatron_rl.rollout.statistics import idle_metrics, lengths_and_seconds
+from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.run.base import Run
 from megatron_rl.run.generation import (
     build_engine,
@@ -33,7 +32,6 @@ from megatron_rl.trainer import PolicyTrainer
 from megatron_rl.trainer.parity import ParityGate
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Request, SourcedTask
 
 
 @dataclass(kw_only=True)
@@ -41,59 +39,26 @@ class RLRun(TrainingRun):
     """Trains on what the model generates."""
 
     source: PromptSource
+    collector: Collector
     trainer: PolicyTrainer
-    factory: RequestFactory
-    rollouter: Rollouter
     samples: SampleBuilder
     parity: ParityGate
     journal: RolloutJournal | None
     """None where no checkpoint is made on the way: a run that is killed then begins anew."""
-    expected_lengths: ExpectedLengths
-    """Of the training tasks; the evaluator has its own."""
-
-    def requests_of_this_rank(self, drawn: Sequence[SourcedTask]) -> list[Request]:
-        """This rollout replica's groups, in the order drawn; every rank has drawn the same list.
-
-        Replicas get about the same expected tokens, so not the same number of groups. The index of a request is its
-        group's number: the place in ``drawn``.
-        """
-        size = self.config.algorithm.grpo_group_size
-        requests = [self.factory.request(source, size, number) for number, source in enumerate(drawn)]
-        ranks = deal(requests, self.expected_lengths, self.groups.rollout_size)
-        mine = [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.rollout_rank]
-        replay, expected = self.config.rollout.rl_router_replay, self.expected_lengths
-        return [
-            dataclasses.replace(
-                request, expected_tokens=max(1, round(expected.completion(request))), wants_routing=replay
-            )
-            for request in mine
-        ]
-
-    def learn_lengths(
-        self, drawn: Sequence[SourcedTask], requests: Sequence[Request], rollouts: RolloutResult
-    ) -> dict[str, float]:
-        """Remember how long the groups of a step became, wherever they were generated; how idle the ranks were.
-
-        Collective over the rollout replicas.
-        """
-        lengths, seconds = lengths_and_seconds(requests, rollouts, len(drawn), self.groups.rollout_group)
-        self.expected_lengths.learn(zip(drawn, lengths, strict=True))
-        return idle_metrics(seconds)
-
     def committed(self, step: int) -> None:
         """What a checkpoint covers need not be in the journal."""
         if self.journal is not None:
             self.journal.forget(step)
 
-    def open_journal(self, step: int, seed: int) -> StepJournal | None:
+    def open_journal(self, step: int, seed: int) -> StepJournal:
         """Finished groups of an earlier start of this step, and the place for new ones; collective."""
         if self.journal is None:
-            return None
+            return StepJournal({}, surplus=self.collector.surplus)
         self.optimization.gather_parameters()  # the journal is of the weights that rollouts will have
         header = {
             "seed": seed,
-            "sampling": dataclasses.asdict(self.factory.sampling),
-            "longest": self.factory.max_sequence_length,
+            "sampling": dataclasses.asdict(self.collector.factory.sampling),
+            "longest": self.collector.factory.max_sequence_length,
             "engine": self.config.rollout.rl_inference_engine,
             "ends": self.tokenizer.end_token_ids,
             "recipe": self.phases.quantization.recipe,
@@ -102,7 +67,7 @@ class RLRun(TrainingRun):
             "environments": self._environment_list,
             "weights": weights_fingerprint(self.policy, self.groups),
         }
-        return self.journal.open(step, header)
+        return self.journal.open(step, header, self.collector.surplus)
 
     @cached_property
     def _environment_list(self) -> str:
@@ -124,10 +89,19 @@ def build(base: Run) -> RLRun:
         config.training.seed,
     )
     states.register("prompts", source)
-    expected_lengths = states.register("expected_lengths", ExpectedLengths(), optional=True)
     engine = build_engine(config, policy, parts.tokenizer, groups, phases.cache_budget_gb())
     phases.hold(engine, lambda: calibration_requests(factory, source))
-    rollouter = build_rollouter(parts, engine)
+    rollouter, algorithm = build_rollouter(parts, engine), config.algorithm
+    collector = Collector(
+        source, factory, rollouter, groups,
+        expected_lengths=states.register("expected_lengths", ExpectedLengths(), optional=True),
+        prompts_per_step=algorithm.grpo_prompts_per_step,
+        group_size=algorithm.grpo_group_size,
+        max_failed_share=config.environment.rl_max_failed_share,
+        dynamic=_dynamic_sampling(config),
+        wants_routing=config.rollout.rl_router_replay,
+    )  # fmt: skip
+    states.register("surplus", collector.surplus, optional=True)
     evaluates = config.training.eval_interval is not None
     scorer = Scorer(
         policy, groups.tensor_group, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer,
@@ -139,9 +113,10 @@ def build(base: Run) -> RLRun:
         RLRun(
             **vars(parts),
             source=source,
-            factory=factory,
-            rollouter=rollouter,
-            samples=SampleBuilder(baseline, config.algorithm.rl_keep_zero_variance_groups, groups),
+            collector=collector,
+            samples=SampleBuilder(
+                baseline, algorithm.rl_keep_zero_variance_groups, groups, algorithm.rl_truncated == "mask"
+            ),
             trainer=PolicyTrainer(
                 parts.optimization, scorer, advantage, PolicyObjective.of(config), config.algorithm.grpo_iterations,
                 reference, groups, parts.timer,
@@ -149,8 +124,16 @@ def build(base: Run) -> RLRun:
             parity=_parity_gate(parts, scorer, engine),
             evaluator=build_evaluator(parts, factory, rollouter) if evaluates else None,
             journal=_journal(parts),
-            expected_lengths=expected_lengths,
         )
+    )
+
+
+def _dynamic_sampling(config: RLConfig) -> DynamicSampling | None:
+    algorithm = config.algorithm
+    if not algorithm.rl_dynamic_sampling:
+        return None
+    return DynamicSampling(
+        filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, algorithm.rl_surplus == "keep"
     )
 
 

@@ -10,7 +10,6 @@ import torch
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.extension import Baseline
 from megatron_rl.algorithms.groups import groups_with_signal
-from megatron_rl.errors import EnvironmentFault
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.types import Rollout, RolloutGroup, Sample
@@ -27,6 +26,8 @@ class SampleBuilder:
     baseline: Baseline
     keep_groups_without_signal: bool
     groups: ParallelGroups
+    masks_truncated: bool = False
+    """Leaves answers that were cut at their length limit out of the loss (overlong filtering of DAPO)."""
 
     def build(
         self, rollouts: Sequence[RolloutGroup], numbers: Sequence[int]
@@ -37,16 +38,21 @@ class SampleBuilder:
         rank, and not the same number of them on every rank.
         """
         rows = [
-            (number, 0.0 if r.grade.failed else r.grade.reward, not r.grade.failed, r.completion.num_written)
+            (
+                number, 0.0 if r.grade.failed else r.grade.reward, not r.grade.failed, r.completion.num_written,
+                r.completion.finish_reason == "length",
+            )
             for number, group in zip(numbers, rollouts, strict=True)
             for r in group.rollouts
         ]
         local = torch.tensor(rows, dtype=torch.float64).view(-1)
-        table = torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 4)
+        table = torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 5)
         columns = table[table[:, 0].argsort(stable=True)].unbind(1)  # of all samples of the job, ordered by group
         group_index, rewards, valid = columns[0].long(), columns[1].float(), columns[2].bool()
         signal = groups_with_signal(self.baseline, rewards, valid, group_index)
         in_loss = valid & (signal[group_index] | self.keep_groups_without_signal)
+        if self.masks_truncated:
+            in_loss &= ~columns[4].bool()
         own = torch.isin(group_index, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0].tolist()
         rolled = [(group, rollout) for group in rollouts for rollout in group.rollouts]
         samples = tuple(
@@ -68,23 +74,6 @@ def _sample(group: RolloutGroup, rollout: Rollout, sample_id: int) -> Sample:
         environment_spans=tuple((prompt + start, prompt + end) for start, end in completion.environment_spans),
         policy_version=completion.policy_version,
         routing=completion.routing,
-    )
-
-
-def refuse_failures(rewards: StepRewards, codes: dict[str, int], largest_share: float, example: str = "") -> None:
-    """Stop the run when too many grades failed.
-
-    Raises:
-        EnvironmentFault: more than ``largest_share`` of the step's samples have no grade.
-    """
-    failed, samples = int((~rewards.valid).sum()), rewards.valid.numel()
-    if failed <= largest_share * samples:
-        return
-    counts = ", ".join(f"{code} {count}" for code, count in codes.items())
-    raise EnvironmentFault(
-        f"{failed} of {samples} grades failed ({counts}), more than the "
-        f"{largest_share:.0%} allowed; see logs/ of the run directory, or raise --rl-max-failed-share"
-        + (f"; one of them: {example}" if example else "")
     )
 
 

@@ -19,7 +19,7 @@ from megatron_rl.algorithms.batch import summed
 from megatron_rl.algorithms.extension import Composed, advantage_of, correction_of, level_of, loss_of
 from megatron_rl.algorithms.mismatch import mismatch_sums
 from megatron_rl.errors import ConfigError
-from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES
 from tests.support.tiny import tiny_config
 from tests.support.tokens import correction, one_token_a_sample, step_rewards, token_batch
 
@@ -207,6 +207,15 @@ class TestCorrections:
         assert weights[MASKED].tolist() == [0.0] * 4
         assert not clipped[MASKED].any()
         assert torch.equal(weights, run_correction(name, logprobs(0), logprobs(1))[0])
+
+
+@pytest.mark.parametrize("name", [*FILTERS.names(), "mine.py:Filter"])
+class TestFilters:
+    def test_rewards_that_differ_may_count_and_equal_ones_never_do(self, name: str) -> None:
+        counts = FILTERS.get(name)()
+        assert counts(torch.tensor([0.0, 1.0, 1.0, 0.0])) is True
+        for rewards in ([], [1.0], [0.5, 0.5], [0.0] * 8):
+            assert counts(torch.tensor(rewards)) is False
 
 
 class TestOptions:

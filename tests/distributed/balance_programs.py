@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import shut_down
+from megatron_rl.rollout.collector import StepRollouts
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.run.rl import RLRun
@@ -30,15 +31,16 @@ def in_turn_and_by_length() -> dict[str, Any]:
     """The same draws dealt in turn, then by what was learned of it; and two steps of a run."""
     groups = join(tensor_size=1)
     run = toy_run(toy_config(groups, {"grpo_prompts_per_step": GROUPS, "rl_max_new_tokens": LONG}), groups)
-    run.factory = EverySecondIsLong(run.factory.sampling, run.factory.max_sequence_length)
+    run.collector.factory = EverySecondIsLong(run.collector.factory.sampling, run.collector.factory.max_sequence_length)
     draws = run.source.draw(GROUPS)
     run.source.load_state_dict({})
     size = run.config.algorithm.grpo_group_size
-    requests = [run.factory.request(draw, size, number) for number, draw in enumerate(draws)]
+    requests = [run.collector.factory.request(draw, size, number) for number, draw in enumerate(draws)]
     in_turn = requests[groups.data_rank :: groups.data_size]
     first = generate(run, in_turn)
-    idle = run.learn_lengths(draws, in_turn, first)
-    by_length = run.requests_of_this_rank(draws)
+    done = StepRollouts(draws, first.finished, generate_seconds=first.generate_seconds)
+    idle = run.collector.commit(done)
+    by_length = run.collector.requests_of_this_rank(draws)
     second = generate(run, by_length)
     samples = [run.samples.build(result.groups, [r.index for r in dealt]) for dealt, result in
                ((in_turn, first), (by_length, second))]  # fmt: skip
@@ -49,7 +51,7 @@ def in_turn_and_by_length() -> dict[str, Any]:
         "ids": [[(s.sample_id, s.reward) for s in own] for own, _ in samples],
         "idle": idle,
         "steps": [{name: value for name, value in row.items() if "idle_share" in name} for row in steps],
-        "state": run.expected_lengths.state_dict(),
+        "state": run.collector.expected_lengths.state_dict(),
     }
     run.closing.close()
     shut_down()
@@ -59,7 +61,7 @@ def in_turn_and_by_length() -> dict[str, Any]:
 def generate(run: RLRun, requests: Sequence[Request]) -> RolloutResult:
     """The rollout phase of a step."""
     with rollout_mode(run.policy, run.optimization.wrapped):
-        return run.rollouter.run(requests, seed=1, policy_version=0)
+        return run.collector.rollouter.run(requests, seed=1, policy_version=0)
 
 
 def described(requests: Sequence[Request], result: RolloutResult) -> dict[str, Any]:

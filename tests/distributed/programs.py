@@ -76,12 +76,12 @@ def complete(run: RLRun) -> dict[str, Any]:
     """Sampled and greedy answers of all ranks by task: ``{"sampled": {task: [[id, ...], ...]}, ...}``."""
     draws = run.source.draw(run.config.algorithm.grpo_prompts_per_step)
     run.source.load_state_dict({})
-    requests = run.requests_of_this_rank(draws)
+    requests = run.collector.requests_of_this_rank(draws)
     greedy = [replace(r, num_samples=1, sampling=replace(r.sampling, greedy=True)) for r in requests]
     answers = {}
     for kind, wanted in (("sampled", requests), ("greedy", greedy)):
         with rollout_mode(run.policy, run.optimization.wrapped):
-            result = run.rollouter.run(wanted, sample_seed(1, kind), policy_version=0)
+            result = run.collector.rollouter.run(wanted, sample_seed(1, kind), policy_version=0)
         own = {
             group.source.task.id: [rollout.completion.token_ids for rollout in group.rollouts]
             for group in result.groups

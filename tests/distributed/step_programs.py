@@ -81,9 +81,9 @@ def train_again(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[
 
 def roll_out(run: RLRun) -> tuple[Sequence[Sample], StepRewards]:
     """This rank's samples of the first step, and the rewards of all."""
-    requests = run.requests_of_this_rank(run.source.draw(run.config.algorithm.grpo_prompts_per_step))
+    requests = run.collector.requests_of_this_rank(run.source.draw(run.config.algorithm.grpo_prompts_per_step))
     with rollout_mode(run.policy, run.optimization.wrapped):
-        rollouts = run.rollouter.run(requests, seed=1, policy_version=0)
+        rollouts = run.collector.rollouter.run(requests, seed=1, policy_version=0)
     return run.samples.build(rollouts.groups, [request.index for request in requests])
 
 

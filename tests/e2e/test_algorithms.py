@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES
 from tests.support.checkpoints import state_of
 from tests.support.runs import Outcome, rows_of, run_many
 
@@ -33,6 +33,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"advantage_{name}": {"rl_advantage": name} for name in ADVANTAGES.names() if name != "grpo"},
     **{f"loss_{name}": {"rl_policy_loss": name, **_of_loss(name)} for name in LOSSES.names()},
     **{f"correction_{name}": {"rl_correction": name, **CAPPED.get(name, {})} for name in CORRECTIONS.names()},
+    **{
+        f"filter_{name}": {"rl_dynamic_sampling": True, "rl_group_filter": name, "rl_truncated": "mask"}
+        for name in FILTERS.names()
+    },
+    "surplus": {"rl_dynamic_sampling": True, "rl_oversampling": 8, "rl_surplus": "keep"},
     "dual_clip": {"rl_dual_clip": 1.01, **TWO_PASSES},
     "kl": {"grpo_kl_beta": 0.01},
     "kl_k1": {"grpo_kl_beta": 0.01, "rl_kl_estimator": "k1"},

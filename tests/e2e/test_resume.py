@@ -25,6 +25,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
     "supervised_two_stages": (2, "supervised", {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}),
     "rl_tensor_parallel": (2, "rl", TENSOR_PARALLEL),
+    "rl_dynamic_sampling": (
+        2, "rl",
+        {
+            "use_distributed_optimizer": True, "rl_dynamic_sampling": True, "rl_oversampling": 6, "rl_max_refills": 2,
+            "rl_truncated": "mask",
+        },
+    ),
+    "rl_dynamic_tensor_parallel": (2, "rl", TENSOR_PARALLEL | {"rl_dynamic_sampling": True, "rl_oversampling": 6}),
     "rl_bf16_two_replicas": (
         2, "rl",  # one group: a replica generates nothing
         {

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.algorithms.advantages import dr_grpo
 from megatron_rl.config.reference import help_text
 from megatron_rl.errors import ConfigError
-from megatron_rl.registry import ADVANTAGES, CORRECTIONS, LOSSES, RECIPES
+from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, RECIPES
 
 
 def test_every_file_with_the_class_of_its_kind_is_available() -> None:
@@ -15,6 +15,7 @@ def test_every_file_with_the_class_of_its_kind_is_available() -> None:
         "batch_norm", "dr_grpo", "grpo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"
     )  # fmt: skip
     assert LOSSES.names() == ("cispo", "clip", "gspo", "sapo")
+    assert FILTERS.names() == ("mean_reward", "signal")
     assert CORRECTIONS.names() == (
         "geometric", "masked_is", "none", "sequence_tis", "token_tis", "veto"
     )  # fmt: skip
@@ -26,6 +27,7 @@ def test_every_file_with_the_class_of_its_kind_is_available() -> None:
         ("rl_advantage", ADVANTAGES.names()),
         ("rl_policy_loss", LOSSES.names()),
         ("rl_correction", CORRECTIONS.names()),
+        ("rl_group_filter", FILTERS.names()),
         ("rl_rollout_quantization", RECIPES.names()),
     ],
 )

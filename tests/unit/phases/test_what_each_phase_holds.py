@@ -50,14 +50,14 @@ def counted(run: RLRun) -> dict[str, int]:
 def a_step(run: RLRun, step: int) -> dict[str, int]:
     """One step, and what was held while it generated."""
     seen: dict[str, int] = {}
-    generate = run.rollouter.run
+    generate = run.collector.rollouter.run
 
     def looked_at(*given: Any) -> Any:
         seen.update(counted(run))
         return generate(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.rollouter, "run", looked_at)
+        patch.setattr(run.collector.rollouter, "run", looked_at)
         book(run, rl_step(run, step))
     return seen
 

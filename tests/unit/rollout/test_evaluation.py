@@ -22,7 +22,7 @@ class FixedRollouter:
     """Answers the requests with groups made beforehand, and remembers what it was asked."""
 
     def __init__(self, groups: Sequence[RolloutGroup], cancelled: bool = False) -> None:
-        self.result = None if cancelled else RolloutResult(tuple(groups), EngineStatistics(), 0.0, 0.0)
+        self.result = None if cancelled else RolloutResult(dict(enumerate(groups)), EngineStatistics(), 0.0, 0.0)
         self.asked: list[tuple[list[Request], int, int]] = []
 
     def run(self, requests: Sequence[Request], seed: int, policy_version: int) -> RolloutResult | None:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.rollout import expected_length
+from megatron_rl.rollout.collector import Collector
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.prompt_source import RequestFactory
-from megatron_rl.run.rl import RLRun
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
 LIMIT = 100
@@ -89,15 +89,12 @@ def dealt(lengths: dict[str, float], tasks: str, ranks: int, environments: str =
     draws = [replace(one, prompt_ids=(1,)) for one in sources]
     found = []
     for rank in range(ranks):
-        run = SimpleNamespace(
-            config=SimpleNamespace(
-                algorithm=SimpleNamespace(grpo_group_size=2), rollout=SimpleNamespace(rl_router_replay=False)
-            ),
-            factory=RequestFactory(SamplingParams(max_new_tokens=LIMIT), 200),
-            expected_lengths=expected,
-            groups=SimpleNamespace(rollout_rank=rank, rollout_size=ranks),
+        factory = RequestFactory(SamplingParams(max_new_tokens=LIMIT), 200)
+        groups = SimpleNamespace(rollout_rank=rank, rollout_size=ranks)
+        collector = Collector(
+            None, factory, None, groups, expected, prompts_per_step=len(draws), group_size=2, max_failed_share=0
         )
-        requests = RLRun.requests_of_this_rank(run, draws)
+        requests = collector.requests_of_this_rank(draws)
         assert [r.source.task.id for r in requests] == [tasks[r.index] for r in requests]
         found.append([r.index for r in requests])
     return found

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.rollout.statistics import (
     Failures,
     engine_metrics,
@@ -16,9 +16,10 @@ from megatron_rl.rollout.statistics import (
     failures_of,
     idle_metrics,
     lengths_and_seconds,
+    refuse_failures,
     rollout_metrics,
 )
-from megatron_rl.types import Grade, Request, RolloutGroup, SamplingParams
+from megatron_rl.types import Grade, RolloutGroup
 from tests.support.rollouts import graded_group
 
 
@@ -104,13 +105,15 @@ def test_lengths_go_by_the_number_of_their_group(one_rank: ParallelGroups) -> No
     talk = graded_group([0.0, 1.0], lengths=[4, 9])
     read = replace(talk.rollouts[1].completion, environment_spans=((2, 5),))
     talk = replace(talk, rollouts=(talk.rollouts[0], replace(talk.rollouts[1], completion=read)))
-    groups = (graded_group([0.0, 1.0], lengths=[1, 2]), talk)
-    requests = [
-        Request(group.source, group.prompt_ids, 2, SamplingParams(), index)
-        for group, index in zip(groups, (0, 2), strict=True)
-    ]
-    result = RolloutResult(groups, EngineStatistics(), 1.25, 0.5)
-    assert lengths_and_seconds(requests, result, 3, one_rank.rollout_group) == ([1.5, 0.0, 6.5], [1.25])
+    answered = {0: graded_group([0.0, 1.0], lengths=[1, 2]), 2: talk}
+    assert lengths_and_seconds(answered, 1.25, 3, one_rank.rollout_group) == ([1.5, 0.0, 6.5], [1.25])
+
+
+def test_too_many_failures_stop_the_run() -> None:
+    failures = Failures({"timeout": 1}, "10 s")
+    refuse_failures(failures, samples=4, largest_share=0.25)
+    with pytest.raises(EnvironmentFault, match=r"1 of 4 grades failed \(timeout 1\), more than the 20%.*them: 10 s"):
+        refuse_failures(failures, samples=4, largest_share=0.2)
 
 
 def test_a_rank_is_idle_while_the_slowest_generates() -> None:

@@ -1,0 +1,1 @@
+"""One file per filter of dynamic sampling: a class ``Filter``, see ``extension.GroupFilter``."""

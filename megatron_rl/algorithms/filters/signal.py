@@ -1,0 +1,21 @@
+"""Rewards that differ: a group whose samples are all right or all wrong teaches nothing.
+
+Source: DAPO, dynamic sampling (arXiv 2503.14476, section 3.2), there of accuracies: 0 < number of right ones < G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_rl.algorithms import GroupFilter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter(GroupFilter):
+    """Not all rewards are equal."""
+
+    def __call__(self, rewards: Tensor) -> bool:
+        """See ``GroupFilter``."""
+        return rewards.numel() > 0 and bool(rewards.max() > rewards.min())

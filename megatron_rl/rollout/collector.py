@@ -1,0 +1,217 @@
+"""The groups of a step: draw prompts, have them answered, and go on drawing while too few groups count.
+
+    draw ─► deal to the replicas ─► answer and grade ─► enough? ─► the first ones that count
+      ▲                                                   │
+      └──────────── refill (dynamic sampling) ◄── no ─────┘
+
+Without dynamic sampling every group counts and one draw is enough.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.inference.engine import EngineStatistics
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import gather_json, gather_vectors
+from megatron_rl.rollout.expected_length import ExpectedLengths, deal
+from megatron_rl.rollout.journal import StepJournal, Surplus, record_of
+from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
+from megatron_rl.rollout.quota import COUNTS, Quota, graded_rewards
+from megatron_rl.rollout.rollouter import Rollouter
+from megatron_rl.rollout.statistics import Failures, failures_of, idle_metrics, lengths_and_seconds, refuse_failures
+from megatron_rl.types import Request, RolloutGroup, SourcedTask
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Draw until enough groups count (DAPO, arXiv 2503.14476, section 3.2)."""
+
+    counts: Callable[[Tensor], bool]
+    """A `GroupFilter`."""
+    at_once: int
+    """Prompts of the first draw, and the most of a later one."""
+    most_refills: int
+    keeps_surplus: bool
+    """Groups that counted and were too many are used in the next step."""
+
+
+@dataclass
+class StepRollouts:
+    """What a step was given. Groups are this replica's, the rest is the same on all."""
+
+    drawn: list[SourcedTask] = field(default_factory=list)
+    """Every prompt up to the last one that was needed."""
+    answered: dict[int, RolloutGroup] = field(default_factory=dict)
+    """By place in ``drawn``."""
+    states: list[int] = field(default_factory=list)
+    """See `Quota.states`."""
+    spare: dict[int, RolloutGroup] = field(default_factory=dict)
+    """Finished groups that were not needed."""
+    statistics: EngineStatistics = field(default_factory=EngineStatistics)
+    generate_seconds: float = 0.0
+    grade_wait_seconds: float = 0.0
+    failures: Failures = field(default_factory=lambda: Failures({}, ""))
+    """Grades that failed, among those that were needed."""
+    refills: int = 0
+    started: int = 0
+    """Prompts that were answered, needed or not."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of this replica's groups among those that count, ascending."""
+        places = {place: number for number, place in enumerate(self._counting)}
+        return tuple(places[place] for place in sorted(self.answered) if place in places)
+
+    @property
+    def groups(self) -> tuple[RolloutGroup, ...]:
+        """This replica's groups that count, in the order of `numbers`."""
+        return tuple(self.answered[place] for place in sorted(self.answered) if self.states[place] == COUNTS)
+
+    @property
+    def num_counting(self) -> int:
+        """Groups that count, on all replicas."""
+        return len(self._counting)
+
+    @property
+    def _counting(self) -> list[int]:
+        return [place for place, state in enumerate(self.states) if state == COUNTS]
+
+
+@dataclass
+class Collector:
+    """Owns what is known of lengths, and the groups that are kept for the next step."""
+
+    source: PromptSource
+    factory: RequestFactory
+    rollouter: Rollouter
+    groups: ParallelGroups
+    expected_lengths: ExpectedLengths
+    """Of the training tasks; the evaluator has its own."""
+    prompts_per_step: int
+    group_size: int
+    max_failed_share: float
+    """Of the grades; more of them end the run."""
+    dynamic: DynamicSampling | None = None
+    wants_routing: bool = False
+    """See `Request.wants_routing`."""
+    surplus: Surplus = field(default_factory=Surplus)
+
+    def collect(self, seed: int, policy_version: int, journal: StepJournal) -> StepRollouts | None:
+        """The groups of a step; collective over the job. None when it was asked to stop: the source is as before.
+
+        Raises:
+            EnvironmentFault: too many grades failed.
+        """
+        start, step = self.source.position(), StepRollouts()
+        while step.num_counting < self.prompts_per_step and step.refills <= self._most_refills:
+            if not self._draw_more(step, seed, policy_version, journal):
+                self.source.return_to(start)
+                return None
+            step.failures = failures_of(list(step.answered.values()), self.groups.rollout_group)
+            refuse_failures(step.failures, len(step.drawn) * self.group_size, self.max_failed_share)
+            step.refills += 1
+        step.refills -= 1
+        if len(step.drawn) < step.started:  # the others' prompts come again
+            self.source.return_to(start)
+            self.source.draw(len(step.drawn))
+        if self.dynamic is not None and step.num_counting < self.prompts_per_step and self.groups.is_main:
+            logger.warning(
+                "%d of %d groups count after --rl-max-refills %d, of %d prompts: the step goes on with them",
+                step.num_counting, self.prompts_per_step, step.refills, step.started,
+            )  # fmt: skip
+        return step
+
+    def requests_of_this_rank(self, drawn: Sequence[SourcedTask], first: int = 0) -> list[Request]:
+        """This replica's groups, in the order drawn; every rank has drawn the same list.
+
+        Ranks get about the same expected tokens, so not the same number of groups. The index of a request is its
+        group's place in the step, from ``first`` on.
+        """
+        requests = [
+            self.factory.request(source, self.group_size, number) for number, source in enumerate(drawn, start=first)
+        ]
+        ranks = deal(requests, self.expected_lengths, self.groups.rollout_size)
+        mine = [request for request, rank in zip(requests, ranks, strict=True) if rank == self.groups.rollout_rank]
+        return [
+            replace(
+                request,
+                expected_tokens=max(1, round(self.expected_lengths.completion(request))),
+                wants_routing=self.wants_routing,
+            )
+            for request in mine
+        ]
+
+    def commit(self, step: StepRollouts) -> dict[str, float]:
+        """The step is finished: remember lengths, keep the surplus; how it went. Collective over the replicas."""
+        replicas, num_groups = self.groups.rollout_group, len(step.drawn)
+        lengths, seconds = lengths_and_seconds(step.answered, step.generate_seconds, num_groups, replicas)
+        self.expected_lengths.learn(zip(step.drawn, lengths, strict=True))
+        metrics = idle_metrics(seconds)
+        if self.dynamic is None:
+            return metrics
+        if self.dynamic.keeps_surplus:
+            spare = [group for group in step.spare.values() if group.is_graded and self._counts(group)]
+            kept = [record for part in gather_json(list(map(record_of, spare)), replicas) for record in part]
+            self.surplus.turn_over(step.drawn, kept)
+            metrics["perf/surplus_groups"] = float(len(kept))
+        own = [graded_rewards(group) for group in step.answered.values()]
+        rewards = torch.cat(gather_vectors(torch.cat([torch.zeros(0), *own]), replicas))
+        if rewards.numel():
+            metrics["rollout/score/mean"] = rewards.mean().item()
+            if not step.num_counting:  # so that the reason can be told
+                metrics |= {
+                    "critic/rewards/mean": rewards.mean().item(),
+                    "critic/rewards/max": rewards.max().item(),
+                    "critic/rewards/min": rewards.min().item(),
+                }
+        return metrics | {
+            "training/refills": float(step.refills),
+            "training/groups_started": float(step.started),
+            "training/groups_answered": float(num_groups),
+            "training/counting_share": step.num_counting / max(num_groups, 1),
+        }
+
+    @property
+    def _most_refills(self) -> int:
+        return 0 if self.dynamic is None else self.dynamic.most_refills
+
+    def _draw_more(self, step: StepRollouts, seed: int, policy_version: int, journal: StepJournal) -> bool:
+        """One draw and its answers, added to ``step``; False when the run was asked to stop."""
+        first, wanted = len(step.drawn), self.prompts_per_step - step.num_counting
+        drawn = self.source.draw(self._size_of_draw(step, wanted))
+        requests = self.requests_of_this_rank(drawn, first)
+        quota = None
+        if self.dynamic is not None:
+            quota = Quota(wanted, range(first, first + len(drawn)), self.dynamic.counts, self.groups)
+        result = self.rollouter.run(requests, seed, policy_version, journal, quota)
+        if result is None:
+            return False
+        needed = len(drawn) if quota is None else quota.num_needed
+        step.states += [COUNTS] * needed if quota is None else quota.states[:needed]
+        step.drawn += drawn[:needed]
+        step.started += len(drawn)
+        for number, group in sorted(result.finished.items()):
+            (step.answered if number < first + needed else step.spare)[number] = group
+        step.statistics += result.statistics
+        step.generate_seconds += result.generate_seconds
+        step.grade_wait_seconds += result.grade_wait_seconds
+        return True
+
+    def _size_of_draw(self, step: StepRollouts, wanted: int) -> int:
+        """A refill is as large as the share of groups that counted so far suggests."""
+        if self.dynamic is None:
+            return wanted
+        if not step.num_counting:
+            return self.dynamic.at_once
+        return min(self.dynamic.at_once, -(-wanted * len(step.drawn) // step.num_counting))
+
+    def _counts(self, group: RolloutGroup) -> bool:
+        return self.dynamic.counts(graded_rewards(group))

@@ -1,0 +1,46 @@
+"""Dynamic sampling that would never succeed, or whose settings nobody reads, is refused before a model is built."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config import resolve
+from megatron_rl.preflight.machine import algorithm_problems
+
+
+def test_as_many_prompts_are_started_as_are_wanted(config):
+    assert resolve(config(rl_dynamic_sampling=True), 1).algorithm.rl_oversampling == 8
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("rl_oversampling", "16"), ("rl_max_refills", "3"), ("rl_surplus", "keep"), ("rl_group_filter", "mean_reward")],
+)
+def test_a_setting_without_it_is_refused(problems, flag, value):
+    (problem,) = problems(**{flag: value})
+    assert f"--{flag.replace('_', '-')}" in problem
+    assert "has no effect without --rl-dynamic-sampling" in problem
+    assert problems(**{flag: value}, rl_dynamic_sampling=True) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rl_oversampling": "7"}, "--rl-oversampling 7 is less than --grpo-prompts-per-step 8; use 8 or more"),
+        ({"rl_keep_zero_variance_groups": True}, "replaces groups without a signal by others"),
+        ({"grpo_group_size": "1", "rl_advantage": "batch_norm"}, "so no group would ever count; use 2 or more"),
+    ],
+)
+def test_what_can_never_succeed_is_refused(problems, changes, text):
+    (problem,) = problems(rl_dynamic_sampling=True, **changes)
+    assert text in problem
+
+
+def test_options_of_the_filter(config):
+    def told(*options):
+        asked = config(rl_dynamic_sampling=True, rl_group_filter="mean_reward", rl_group_filter_args=" ".join(options))
+        return [problem.text for problem in algorithm_problems(resolve(asked, 1))]
+
+    assert told("low=0.1", "high=0.9") == []
+    assert "low=0.9 is above high=0.8" in told("low=0.9")[0]
+    assert "has no option 'lo'; did you mean low?" in told("lo=0.1")[0]
