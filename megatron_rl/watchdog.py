@@ -18,6 +18,8 @@ from types import FrameType
 
 _PACKAGE = Path(__file__).parent
 _MAIN = str(_PACKAGE / "main.py")
+_DECORATOR = "wrapper"
+"""What torch calls the one around its collectives."""
 _LOOKS = 100
 """Looks within the limit."""
 _LONGEST_PAUSE_S = 5.0
@@ -84,8 +86,13 @@ class Watchdog:
 
 
 def describe(stack: traceback.StackSummary) -> str:
-    """Innermost first, up to the loop: ``all_reduce < max_over (parallel/collectives.py:34) < ... < train (...)``."""
-    parts = [] if _is_ours(stack[-1].filename) else [stack[-1].name]
+    """Innermost first, up to the loop: ``all_reduce < max_over (parallel/collectives.py:34) < ... < train (...)``.
+
+    Of other libraries' functions the two innermost: of pipeline stages the second says whom it waits for.
+    """
+    ours = next((depth for depth, entry in enumerate(reversed(stack)) if _is_ours(entry.filename)), len(stack))
+    others = [entry.name for entry in reversed(stack[len(stack) - ours :]) if entry.name != _DECORATOR]
+    parts = others[:2]
     for entry in reversed(stack):
         if _is_ours(entry.filename) and entry.filename != _MAIN:
             parts.append(f"{entry.name} ({Path(entry.filename).relative_to(_PACKAGE)}:{entry.lineno})")

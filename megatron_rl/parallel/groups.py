@@ -129,8 +129,9 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
     backend = platform.distributed_backend
     if config.distributed_backend not in ("auto", ""):
         backend = config.distributed_backend
-    # Later than the watchdog of the training loop, which says where each rank waits.
-    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes + 1)
+    # Of all groups later than the watchdog of the training loop, which says where each rank waits.
+    minutes = config.distributed_timeout_minutes + 1
+    timeout = datetime.timedelta(minutes=minutes)
     if "MASTER_PORT" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -144,7 +145,7 @@ def initialize(config: ParallelConfig, platform: Platform) -> ParallelGroups:
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        distributed_timeout_minutes=config.distributed_timeout_minutes,
+        distributed_timeout_minutes=minutes,
     )
     use_trainable_memory_buffer()
     return current_groups()
@@ -182,7 +183,9 @@ def _loss_group() -> dist.ProcessGroup:
         return parallel_state.get_data_parallel_group()
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     size = tensor_group.size()
-    made = [dist.new_group(range(index, dist.get_world_size(), size)) for index in range(size)]
+    whole = dist.group.WORLD
+    timeout = whole._get_backend(whole._device_types[0]).options._timeout  # torch gives new groups its own default
+    made = [dist.new_group(range(index, dist.get_world_size(), size), timeout=timeout) for index in range(size)]
     return made[tensor_group.rank()]
 
 

@@ -131,6 +131,16 @@ def points() -> dict[str, tuple[Any, str, str]]:
     }
 
 
+def stage_points() -> dict[str, tuple[Any, str, str]]:
+    """Of a micro-batch on a pipeline stage, amid a step."""
+    import megatron.core.pipeline_parallel.schedules as schedules
+
+    return {
+        "stage_forward": (schedules, "forward_step", "after"),
+        "stage_backward": (schedules, "backward_step", "before"),
+    }
+
+
 def background_points() -> dict[str, tuple[Any, str, str]]:
     """The same of a save in the background."""
     import megatron_rl.checkpoint.manager as manager
@@ -197,7 +207,7 @@ def _main() -> int:
 
     argv, kill, omit = json.loads(sys.argv[1])
     if kill and kill["point"]:
-        arm(Kill(**kill), *(points() | background_points())[kill["point"]])
+        arm(Kill(**kill), *(points() | stage_points() | background_points())[kill["point"]])
     if omit:
         forget(omit)
     return main(["train_rl.py", *argv])
