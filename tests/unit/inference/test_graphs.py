@@ -433,6 +433,7 @@ def test_the_flags_reach_the_engine(
 ) -> None:
     built = []
     monkeypatch.setattr(generation, "RolloutEngine", lambda _, options, *rest: built.append(options))
-    tokenizer, groups = SimpleNamespace(end_token_ids=(3,), decode=None), SimpleNamespace(tensor_group=None)
+    tokenizer = SimpleNamespace(end_token_ids=(3,), decode=None)
+    groups = SimpleNamespace(shares_experts=False, tensor_group=None)
     generation.build_engine(tiny_config(**flags), policy, tokenizer, groups)
     assert [options.num_cuda_graphs for options in built] == [most]
