@@ -31,7 +31,10 @@ def build(base: Run) -> SupervisedRun:
     source = DemonstrationSource(parts.environments.demonstrations(), parts.tokenizer, config.training.seq_length)
     parts.states.register("prompts", source)
     # The loss is that of the plain distribution, so the temperature is 1.
-    scorer = Scorer(parts.policy, groups.tensor_group, 1.0, config.kernels.rl_fused_output_layer)
+    scorer = Scorer(
+        parts.policy, groups.tensor_group, 1.0, config.kernels.rl_fused_output_layer, groups.pipeline_group,
+        groups.context_group,
+    )  # fmt: skip
     return ready(
         SupervisedRun(
             **vars(parts),

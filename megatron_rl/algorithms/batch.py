@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.context import ContextShare
+
 LOG_RATIO_LIMIT = 20.0
 """Nats. Unbounded, exp overflows fp32 at 88 nats and one such token turns the loss of the batch into inf or
 NaN; exp(20) = 4.9e8 is far beyond every clip range, and its square still fits."""
@@ -86,6 +88,8 @@ class TokenBatch:
     routing: Tensor | None = None
     """[layers of this rank, T, k] uint8 or int16: the experts to send the tokens to (`--rl-router-replay`). Of tokens
     that the rollout did not feed the largest number of the dtype: the router chooses."""
+    share: ContextShare | None = None
+    """What of it this context-parallel rank runs through the model; None where it is all. Each has the whole batch."""
 
     step: StepRewards | None = None
     old_logprobs: Tensor | None = None
@@ -104,6 +108,11 @@ class TokenBatch:
     """[T] of the model being trained; the gradient flows into them."""
     entropy: Tensor | None = None
     """[T], nats, of the distribution the token was drawn from."""
+
+    @property
+    def is_counted_here(self) -> bool:
+        """Of context-parallel ranks, which all know the whole loss, the first one tells its denominator."""
+        return self.share is None or self.share.rank == 0
 
     @property
     def in_loss(self) -> Tensor:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.arithmetic import LOGITS_AT_ONCE
 
 CPU_CHUNK_ELEMENTS = 2**20
@@ -51,6 +52,8 @@ def selected_logprobs(
     vocab_start: int = 0,
     tensor_group: dist.ProcessGroup | None = None,
     entropy: Entropy = "none",
+    share: ContextShare | None = None,
+    context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """What the model says about each token of a packed batch, given the tokens before it.
 
@@ -68,6 +71,8 @@ def selected_logprobs(
         vocab_start: the id of the first column of this rank.
         tensor_group: the tensor-parallel ranks that hold the other columns; None when this rank holds all.
         entropy: whether to return it in the same pass, and whether a gradient flows through it.
+        share: the tokens that ``output`` is of, [W] instead of [T] of them; None where it is of all.
+        context_group: with ``share`` the context-parallel ranks, who between them have all.
 
     Returns:
         Log-probs, and the entropy in nats of the distribution that token t was drawn from (None: not asked for). Both
@@ -78,7 +83,13 @@ def selected_logprobs(
     # roll pairs logits[t] with token_ids[t + 1] without the full-size copy that logits[:-1] costs in the
     # backward pass. The one wrong pair, the last logits with the first token, lands on index 0 and goes with
     # the first tokens.
-    at_logits, entropy_at_logits = _TargetLogprobs.apply(output, weight, token_ids.roll(-1), shard, entropy)
+    targets = token_ids.roll(-1)
+    if share is not None:
+        targets = targets[share.local]
+    at_logits, entropy_at_logits = _TargetLogprobs.apply(output, weight, targets, shard, entropy)
+    if share is not None:
+        at_logits = share.whole(at_logits, context_group)
+        entropy_at_logits = None if entropy_at_logits is None else share.whole(entropy_at_logits, context_group)
     # From what is known at the logits of t to what belongs to token t + 1: the shift.
     predicted = position_ids > 0
     logprobs = torch.where(predicted, at_logits.roll(1), 0.0)

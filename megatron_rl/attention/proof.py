@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.attention.backend import CacheKernel, KVCache, NewTokens, Numbers, PackedKernel
 from megatron_rl.attention.backends import paged, sdpa
 from megatron_rl.attention.kv_numbers import KVNumbers
@@ -30,6 +31,21 @@ def fault_of_packed(
 
     def run(tried: PackedKernel) -> torch.Tensor:
         return tried.attend(*inputs, tried.prepare(lengths, borders, positions))
+
+    fault = _compared(lambda: run(kernel), lambda: run(sdpa.BACKEND.packed), numbers.dtype)
+    return fault or (_fault_of_spans(kernel, numbers, heads, groups, device) if numbers.context_size > 1 else None)
+
+
+def _fault_of_spans(
+    kernel: PackedKernel, numbers: Numbers, heads: int, groups: int, device: torch.device
+) -> str | None:
+    """The same of what a context-parallel rank computes: is the causal mask aligned at the lower right?"""
+    share = ContextShare.of((1, 37, 64, 6), rank=1, size=2, device=device)
+    (query,) = _random(share.local.numel(), (heads,), numbers, device)
+    key, value = _random(share.keys.numel(), (groups, groups), numbers, device)
+
+    def run(tried: PackedKernel) -> torch.Tensor:
+        return tried.spans.attend(query, key, value, tried.spans.prepare(share))
 
     return _compared(lambda: run(kernel), lambda: run(sdpa.BACKEND.packed), numbers.dtype)
 

@@ -64,7 +64,8 @@ class Attention:
 def numbers_of(config: RLConfig) -> Numbers:
     """bf16 with `--bf16`, otherwise fp32; in the cache `--rl-kv-cache-dtype`, of which ``auto`` is the model's."""
     dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    return Numbers(dtype, _CACHE_TYPES[config.kv_cache_dtype], config.model.kv_channels)
+    stored, context_size = _CACHE_TYPES[config.kv_cache_dtype], config.parallel.context_parallel_size
+    return Numbers(dtype, stored, config.model.kv_channels, context_size)
 
 
 def attention_of(
@@ -100,6 +101,12 @@ def proven_attention(config: RLConfig, platform: Platform, layout: ModelLayout) 
         faults |= {name: fault for name, fault in found.items() if fault is not None}
 
 
+def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, numbers: Numbers) -> str | None:
+    if isinstance(part, PackedKernel) and part.spans is None and numbers.context_size > 1:
+        return "cannot share sequences over ranks (--context-parallel-size)"
+    return part.unfit(device, numbers)
+
+
 def choose(
     asked: str, device: DeviceFacts, numbers: Numbers | None = None, faults: Mapping[str, str] = MappingProxyType({})
 ) -> Attention:
@@ -115,7 +122,7 @@ def choose(
     wanted = None if asked == AUTO else BACKENDS.get(asked)
 
     def problem(backend: Backend, *parts: PackedKernel | CacheKernel | None) -> str | None:
-        unfit = (part.unfit(device, numbers) for part in parts if part is not None and numbers is not None)
+        unfit = (_unfit(part, device, numbers) for part in parts if part is not None and numbers is not None)
         return backend.problem(device) or next(filter(None, unfit), None) or faults.get(backend.name)
 
     if wanted is not None and (fault := problem(wanted, wanted.packed, wanted.cache)) is not None:

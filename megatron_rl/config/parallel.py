@@ -14,9 +14,6 @@ from megatron_rl.families.layout import ONE_STAGE, Stages
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
 
-_SPREAD = "a model is spread by tensor, pipeline and data parallelism"
-
-
 def _virtual_stages(config: RLConfig, _: int) -> int | None:
     """Megatron's other spelling says how many layers each has."""
     parallel, layers = config.parallel, config.model.num_layers
@@ -44,8 +41,8 @@ class ParallelConfig:
     """Layers of the first stage, which has the embedding too; the other stages share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = flag(None, ge=1)
     """Layers of the last stage, which has the output head too."""
-    context_parallel_size: int = flag(1, ge=1, only=_SPREAD)
-    """Ranks that share each sequence; above 1 not built yet."""
+    context_parallel_size: int = flag(1, ge=1)
+    """Ranks that share each training sequence, for long ones; in rollouts they are replicas."""
     expert_model_parallel_size: int = flag(1, ge=1)
     """Ranks that share the experts of each layer, equally many each, in training and in rollouts."""
     expert_tensor_parallel_size: int | None = flag(
@@ -119,16 +116,33 @@ def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
             "ranks that hold all experts (expert x expert tensor x pipeline parallel size); start "
             f"{nearest_multiples(world_size, needed)} ranks"
         )
-    bin_size = config.training.rl_sequence_packing_bin_size
-    if parallel.sequence_parallel and bin_size is not None and bin_size % parts:
+    bin_size, shares = config.training.rl_sequence_packing_bin_size, config.sequence_shares
+    if bin_size is not None and bin_size % shares:
+        sizes = {"context-parallel size": parallel.context_parallel_size}
+        sizes |= {"tensor-parallel size": parts} if parallel.sequence_parallel else {}
+        among = " x ".join(f"{name} {ranks}" for name, ranks in sizes.items() if ranks > 1)
         yield "rl_sequence_packing_bin_size", (
-            f"is not divisible by tensor-parallel size {parts}, which --sequence-parallel needs; use "
-            f"{nearest_multiples(bin_size, parts)}"
+            f"is not divisible by {among}: these ranks share the tokens of a micro-batch evenly; use "
+            f"{nearest_multiples(bin_size, shares)}"
         )
     for needed in ("use_distributed_optimizer", "overlap_grad_reduce"):
         if parallel.overlap_param_gather and not getattr(parallel, needed):
             other = f"--{needed.replace('_', '-')}"
             yield "overlap_param_gather", f"without {other}: it gathers what the other shards; add {other}"
+
+
+def context_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """What cut sequences are not built for. An attention backend says itself that it cannot."""
+    if config.parallel.context_parallel_size == 1:
+        return
+    for name, foreign, own in (
+        ("transformer_impl", "transformer_engine", "local"),
+        ("rl_inference_engine", "mcore", "rollout"),
+    ):
+        if config.value(name) == foreign:
+            flag = f"--{name.replace('_', '-')}"
+            text = f"with {flag} {foreign}, which is not built for sequences cut over ranks; use {flag} {own}"
+            yield "context_parallel_size", text
 
 
 def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:

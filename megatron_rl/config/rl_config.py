@@ -18,6 +18,7 @@ from megatron_rl.config.model import ModelConfig, TokenizerConfig, expert_proble
 from megatron_rl.config.parallel import (
     KernelConfig,
     ParallelConfig,
+    context_problems,
     expert_parallel_problems,
     kernel_problems,
     parallel_problems,
@@ -45,9 +46,9 @@ from megatron_rl.errors import Problem
 from megatron_rl.families.layout import Architecture, ExpertShare, ModelLayout, Stages, padded_vocabulary
 
 RULES = (
-    record_problems, parallel_problems, pipeline_problems, expert_parallel_problems, shape_problems, expert_problems,
-    batch_problems, length_problems, precision_problems, kernel_problems, engine_problems, alignment_problems,
-    cache_problems, optimizer_problems, schedule_problems, sampling_problems, algorithm_problems,
+    record_problems, parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems,
+    expert_problems, batch_problems, length_problems, precision_problems, kernel_problems, engine_problems,
+    alignment_problems, cache_problems, optimizer_problems, schedule_problems, sampling_problems, algorithm_problems,
     dynamic_sampling_problems,
 )  # fmt: skip
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
@@ -131,6 +132,13 @@ class RLConfig:
         architecture = Architecture(**shape, vocab_size=rows)
         experts = ExpertShare(parallel.expert_model_parallel_size, expert_rank, parallel.expert_tensor_parallel_size)
         return ModelLayout.of(architecture, size, padded, stage, self.stages, experts)
+
+    @property
+    def sequence_shares(self) -> int:
+        """Ranks that the tokens of a micro-batch are cut over: each has as many."""
+        parallel = self.parallel
+        over_tensor_ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return parallel.context_parallel_size * over_tensor_ranks
 
     @property
     def stages(self) -> Stages:

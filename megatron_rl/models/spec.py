@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -48,6 +49,8 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     if config.qk_layernorm:
         layer.self_attention.submodules.q_layernorm = TorchNorm
         layer.self_attention.submodules.k_layernorm = TorchNorm
+    if config.context_parallel_size > 1:  # megatron's own, which nothing calls, cannot even be built
+        layer.self_attention.submodules.core_attention = IdentityOp
     mlp, ranks = submodules_of(layer.mlp), config.tensor_model_parallel_size
     if ranks == 1:
         layer.self_attention.submodules.linear_qkv = WholeColumnLinear

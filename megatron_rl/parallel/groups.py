@@ -31,6 +31,9 @@ class ParallelGroups:
         tensor    0  1  0  1  0  1  0  1
         replica   0  0  1  1  0  0  1  1
         stage     0  0  0  0  1  1  1  1
+
+    Context-parallel ranks come between tensor-parallel ones and replicas: in `rollout_group` those of one training
+    replica are neighbours.
     """
 
     rank: int
@@ -39,6 +42,8 @@ class ParallelGroups:
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     """The stages of one copy of the model, in the order of its layers."""
+    context_group: dist.ProcessGroup
+    """Ranks that hold the same weights and train on the same samples, each on its share of every sequence."""
     data_group: dist.ProcessGroup
     """The training replicas: ranks that hold the same weights and train on different samples."""
     rollout_group: dist.ProcessGroup
@@ -55,7 +60,8 @@ class ParallelGroups:
     lockstep_group: dist.ProcessGroup
     """Ranks whose forward and backward passes go together: a copy of the model, and whoever shares experts with it."""
     loss_group: dist.ProcessGroup
-    """Training replicas and their stages: what the last stages know of a loss, added up over it, all ranks know."""
+    """Training replicas and their stages, of one context-parallel rank each: what the last stages know of a loss, added
+    up over it, all ranks know."""
 
     @property
     def tensor_rank(self) -> int:
@@ -66,6 +72,16 @@ class ParallelGroups:
     def tensor_size(self) -> int:
         """Number of ranks in `tensor_group`."""
         return self.tensor_group.size()
+
+    @property
+    def context_rank(self) -> int:
+        """Index in `context_group`."""
+        return self.context_group.rank()
+
+    @property
+    def context_size(self) -> int:
+        """Number of ranks in `context_group`."""
+        return self.context_group.size()
 
     @property
     def data_rank(self) -> int:
@@ -159,6 +175,7 @@ def current_groups() -> ParallelGroups:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
         rollout_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
@@ -178,15 +195,13 @@ def _lockstep_group() -> dist.ProcessGroup:
 
 @functools.cache
 def _loss_group() -> dist.ProcessGroup:
-    """megatron has none: the ranks of each tensor-parallel index."""
+    """megatron has none: the ranks of each tensor-parallel and context-parallel index."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return parallel_state.get_data_parallel_group()
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
-    size = tensor_group.size()
-    whole = dist.group.WORLD
-    timeout = whole._get_backend(whole._device_types[0]).options._timeout  # torch gives new groups its own default
+    whole, group = dist.group.WORLD, parallel_state.get_tensor_and_context_parallel_group()
+    size, timeout = group.size(), whole._get_backend(whole._device_types[0]).options._timeout  # torch's own is shorter
     made = [dist.new_group(range(index, dist.get_world_size(), size), timeout=timeout) for index in range(size)]
-    return made[tensor_group.rank()]
+    return made[group.rank()]
 
 
 def seed_everything(seed: int) -> None:

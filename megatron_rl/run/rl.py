@@ -105,7 +105,7 @@ def build(base: Run) -> RLRun:
     evaluates = config.training.eval_interval is not None
     scorer = Scorer(
         policy, groups.tensor_group, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer,
-        groups.pipeline_group,
+        groups.pipeline_group, groups.context_group,
     )
     advantage = advantage_of(config)
     baseline = getattr(advantage, "BASELINE", "group")

@@ -129,15 +129,13 @@ def start_training(base: Run) -> tuple[TrainingParts, ReferencePolicy | None]:
     states.register("progress", base.progress)
     states.register("quantization", quantization)
     base.phases.hold_training(start.optimization)
-    # With sequence parallelism every rank has as many tokens of a bin.
-    round_to = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     bin_size = config.training.rl_sequence_packing_bin_size
     parts = TrainingParts(
         **vars(base),
         optimization=start.optimization,
         origin=start.origin,
         states=states,
-        batches=BatchBuilder(bin_size, round_to, base.policy.device, base.groups, config.stages),
+        batches=BatchBuilder(bin_size, config.sequence_shares, base.policy.device, base.groups, config.stages),
     )
     return parts, start.reference
 

@@ -6,13 +6,14 @@ import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.families.layout import ONE_STAGE, Stages
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors, max_over
@@ -35,6 +36,7 @@ class BatchBuilder:
 
     bin_tokens: int
     round_to: int
+    """Tokens of a micro-batch are a multiple of it."""
     device: torch.device
     groups: ParallelGroups
     stages: Stages = ONE_STAGE
@@ -52,12 +54,12 @@ class BatchBuilder:
         ``batch_size`` are one update, no samples none: an empty one would still move the weights by momentum and
         weight decay.
 
-        Samples are shuffled by ``seed``, then balanced by tokens over the ranks and exchanged, so a rank trains on
-        samples it did not generate.
+        Samples are shuffled by ``seed``, then balanced by tokens over the training replicas and exchanged, so a rank
+        trains on samples it did not generate.
         """
         local = torch.tensor([(s.sample_id, s.length) for s in samples], dtype=torch.int64).view(-1)
         # Of all ranks, the same on every one.
-        table = sorted(torch.cat(gather_vectors(local, self.groups.data_group)).view(-1, 2).tolist())
+        table = sorted(torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 2).tolist())
         if not table:
             return []
         ids, lengths = zip(*table, strict=True)
@@ -73,7 +75,8 @@ class BatchBuilder:
             for member, rank in zip(members, ranks, strict=True):
                 update_of[ids[member]], rank_of[ids[member]] = update, rank
         destination = [rank_of[sample.sample_id] for sample in samples]
-        mine = exchange_samples(samples, destination, self.groups.data_group, self.device)
+        group, copies = self.groups.rollout_group, self.groups.context_size
+        mine = exchange_samples(samples, destination, group, self.device, copies)
         parts: list[list[Sample]] = [[] for _ in range(num_updates)]
         for sample in mine:
             parts[update_of[sample.sample_id]].append(sample)
@@ -92,16 +95,22 @@ class BatchBuilder:
         if self.stages.count > 1 and bins:
             fullest = max(sum(lengths[i] for i in members) for members in bins)
             size = -(-fullest // size) * size
-        batches = [collate([samples[i] for i in members], self.device, size) for members in bins]
+        batches = [self._collated([samples[i] for i in members], size) for members in bins]
         count = len(batches)
         if self.stages.chunks > 1:
             count = -(-count // self.stages.count) * self.stages.count
         if self.groups.shares_experts:
             count = int(max_over({"batches": count}, self.groups.lockstep_group)["batches"])
         if count > len(batches):
-            idle = batches[0] if batches else collate([_NOBODYS], self.device, size)
+            idle = batches[0] if batches else self._collated([_NOBODYS], size)
             batches += [without_loss(idle)] * (count - len(batches))
         return batches
+
+    def _collated(self, samples: Sequence[Sample], round_to: int) -> TokenBatch:
+        """With this rank's share of it, where context-parallel ranks have one each."""
+        batch, size = collate(samples, self.device, round_to), self.groups.context_size
+        rank = self.groups.context_rank
+        return batch if size == 1 else replace(batch, share=ContextShare.of(batch.lengths, rank, size, self.device))
 
     def _tell_small(self, count: int, batch_size: int) -> None:
         if 2 * count >= batch_size or self.told or not self.groups.is_main:
@@ -118,35 +127,39 @@ class BatchBuilder:
 def exchange_samples(
     local: Sequence[Sample],
     destination: Sequence[int],
-    data_group: dist.ProcessGroup | None,
+    rollout_group: dist.ProcessGroup | None,
     device: torch.device | str = "cpu",
+    copies: int = 1,
 ) -> list[Sample]:
-    """Sends each sample to a rank and returns those sent here. All ranks of the group must call this.
+    """Sends each sample to a training replica and returns those sent here. All ranks of the group must call this.
 
     Flat tensors, straight from the rank that has a sample to the one that trains on it: two all-to-alls, how much, and
     int64. Nothing is pickled and nobody receives what it does not need.
 
     Args:
         local: this rank's samples, on the CPU; may be empty.
-        destination: for each of them, a rank within the group.
-        data_group: the data-parallel ranks; None is all ranks.
+        destination: for each of them, the number of a replica.
+        rollout_group: the ranks that have samples, and train on them; None is all ranks.
         device: where the tensors travel: the CPU for gloo, this rank's GPU for nccl.
+        copies: ranks of a replica, neighbours in the group: each gets all of its samples.
 
     Returns:
         This rank's samples, on the CPU, in the order of ``sample_id``.
     """
-    num_ranks = dist.get_world_size(data_group)
+    num_ranks = dist.get_world_size(rollout_group)
     if num_ranks == 1:  # nothing travels
         return sorted(local, key=lambda sample: sample.sample_id)
     outgoing = [[torch.zeros(0, dtype=torch.int64)] for _ in range(num_ranks)]
-    for sample, rank in zip(local, destination, strict=True):
-        outgoing[rank].append(_flat(sample))
+    for sample, replica in zip(local, destination, strict=True):
+        flat = _flat(sample)
+        for rank in range(replica * copies, (replica + 1) * copies):
+            outgoing[rank].append(flat)
     parts = [torch.cat(part) for part in outgoing]
     sizes = [part.numel() for part in parts]
     sizes_here = torch.empty(num_ranks, dtype=torch.int64, device=device)
-    dist.all_to_all_single(sizes_here, torch.tensor(sizes, device=device), group=data_group)
+    dist.all_to_all_single(sizes_here, torch.tensor(sizes, device=device), group=rollout_group)
     incoming = torch.empty(int(sizes_here.sum()), dtype=torch.int64, device=device)
-    dist.all_to_all_single(incoming, torch.cat(parts).to(device), sizes_here.tolist(), sizes, group=data_group)
+    dist.all_to_all_single(incoming, torch.cat(parts).to(device), sizes_here.tolist(), sizes, group=rollout_group)
     return sorted(_samples(incoming.cpu()), key=lambda sample: sample.sample_id)
 
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.logprobs import Entropy, selected_logprobs
-from megatron_rl.attention import PackedPlan
+from megatron_rl.attention import ContextPlan, PackedPlan
 from megatron_rl.models import PolicyModel
 from megatron_rl.trainer.schedule import Forward, through_schedule
 
@@ -33,8 +33,13 @@ class Scorer:
         temperature: float,
         fused: bool = False,
         pipeline_group: dist.ProcessGroup | None = None,
+        context_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """``pipeline_group`` holds the stages of this copy of the model; None where one rank has all layers."""
+        """``pipeline_group`` holds the stages of this copy of the model; None where one rank has all layers.
+
+        ``context_group`` holds the ranks that share each sequence, where batches have shares.
+        """
+        self._context_group = context_group
         self._policy = policy
         self._pipeline_group = pipeline_group if pipeline_group and pipeline_group.size() > 1 else None
         self._tensor_group = tensor_group if tensor_group.size() > 1 else None
@@ -50,6 +55,7 @@ class Scorer:
     def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
         """What `select` takes: logits ``[T, V / tensor ranks]``, or fused the hidden states ``[T, H]``.
 
+        Of the tokens of this rank's share where the batch has one.
         ``model`` is one of the policy's chunks or its DDP wrapper; of another than the last it is what the next takes.
         """
         head = self._policy.chunks[-1]
@@ -76,6 +82,8 @@ class Scorer:
             vocab_start=self._vocab_start,
             tensor_group=self._tensor_group,
             entropy=entropy,
+            share=batch.share,
+            context_group=self._context_group,
         )
         return replace(batch, current_logprobs=logprobs, entropy=entropies)
 
@@ -96,7 +104,10 @@ class Scorer:
         """Also the likeliest next token after every position, [T] int64 each, of the real vocabulary."""
 
         def read(logits: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.select(logits, batch, is_logits=True).current_logprobs, self._top(logits)
+            top = self._top(logits)
+            if batch.share is not None:
+                top = batch.share.whole(top, self._context_group)
+            return self.select(logits, batch, is_logits=True).current_logprobs, top
 
         found = self._read_all(batches, self._run, read)
         logprobs = self._shared([one for one, _ in found], batches, torch.float32)
@@ -118,16 +129,20 @@ class Scorer:
 
     def _run(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
         policy = self._policy
-        plan = PackedPlan.build(
-            batch.lengths, batch.cu_seqlens, batch.position_ids, policy.rope, policy.dtype, policy.attention.packed
-        )
+        kernel, token_ids, position_ids = policy.attention.packed, batch.token_ids, batch.position_ids
+        if batch.share is None:
+            plan = PackedPlan.build(batch.lengths, batch.cu_seqlens, position_ids, policy.rope, policy.dtype, kernel)
+        else:
+            plan = ContextPlan.of(batch, policy.rope, policy.dtype, kernel, self._context_group)
+            token_ids, position_ids = token_ids[batch.share.local], position_ids[batch.share.local]
         if batch.routing is not None:
-            plan.routing = self._routing(batch.routing)
-        output = model(batch.token_ids[None], batch.position_ids[None], None, packed_seq_params=plan)
+            plan.routing = self._routing(batch)
+        output = model(token_ids[None], position_ids[None], None, packed_seq_params=plan)
         return output[0] if getattr(model, "module", model).post_process else output
 
-    def _routing(self, routing: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Of each layer of this rank; under sequence parallelism a router sees this rank's share of the tokens."""
+    def _routing(self, batch: TokenBatch) -> dict[int, torch.Tensor]:
+        """Of each layer of this rank; where ranks share sequences a router sees this rank's share of the tokens."""
+        routing = batch.routing if batch.share is None else batch.routing[:, batch.share.local]
         if self._policy.config.sequence_parallel:
             routing = routing.chunk(self._tensor_group.size(), 1)[self._tensor_group.rank()]
         return {layer.index + 1: own for layer, own in zip(self._policy.layout.layers, routing, strict=True)}

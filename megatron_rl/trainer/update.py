@@ -24,7 +24,7 @@ def update(
 
     The gradient is that of ``sum(totals) / sum(denominators)`` over all micro-batches of all
     data-parallel ranks: two micro-batches equal one. Ranks may have different numbers of
-    micro-batches, also none.
+    micro-batches, also none. Context-parallel ranks have the same, and each the gradient of its share.
 
     Returns:
         What the step did, and each micro-batch's sums: on the last pipeline stage, elsewhere none.
@@ -32,7 +32,7 @@ def update(
 
     def reduce(output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         total, denominator, sums = loss(output, batch)
-        return total, denominator.int(), sums
+        return total, denominator.int() * batch.is_counted_here, sums
 
     optimization.zero_grad()
     sums: list[Sums] = []

@@ -60,17 +60,17 @@ def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list
     """Metrics of two steps, of one update and of two; and tensors by kind and name."""
     policy = tiny_policy(config)
     optimization = Optimization(policy, config)
-    scorer = Scorer(policy, groups.tensor_group, 1.0, config.kernels.rl_fused_output_layer, groups.pipeline_group)
+    fused = config.kernels.rl_fused_output_layer
+    scorer = Scorer(policy, groups.tensor_group, 1.0, fused, groups.pipeline_group, groups.context_group)
     trainer = PolicyTrainer(
         optimization, scorer, own_reward, PolicyObjective.of(config), 1, ReferencePolicy(policy), groups, PhaseTimer()
     )
-    round_to = groups.tensor_size if config.parallel.sequence_parallel else 1
-    builder = BatchBuilder(48, round_to, policy.device, groups, config.stages)
+    builder = BatchBuilder(48, config.sequence_shares, policy.device, groups, config.stages)
     samples = random_samples(count)
     if config.rollout.rl_router_replay:
         layers = [layer.index for layer in policy.layout.layers]
         samples = with_experts(samples, layers, config.model.num_experts, config.model.moe_router_topk)
-    own = samples[groups.data_rank :: groups.data_size]
+    own = samples[groups.rollout_rank :: groups.rollout_size]
     metrics, tensors = [], {}
     for batch_size in (COUNT, -(-count // 2)):
         with rollout_mode(policy, optimization.wrapped):  # as in a run: all parameters of the last update are there

@@ -17,7 +17,8 @@ from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
-from megatron_rl.parallel import shut_down
+from megatron_rl.parallel import initialize, shut_down
+from megatron_rl.platform import current_platform
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.run.progress import Progress
 from megatron_rl.run.rl import RLRun
@@ -25,6 +26,7 @@ from megatron_rl.signals import StopRequest
 from megatron_rl.supervised import supervised_step
 from megatron_rl.types import Grade, Sample
 from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
+from tests.support.tiny import tiny_config
 from tests.support.toy import toy_run, toy_tokenizer
 from tests.unit.rollout.test_rollouter import ScriptedEngine, make_requests
 
@@ -158,6 +160,17 @@ def keep_the_best() -> list[bool]:
     decided = [RLRun.is_best(run, metrics) for metrics in (seen if groups.is_main else others)]
     shut_down()
     return decided
+
+
+def members(parallel: Mapping[str, int]) -> dict[str, list[int]]:
+    """Who is in this rank's groups."""
+    groups = initialize(replace(tiny_config().parallel, **parallel), current_platform())
+    found = {
+        name: dist.get_process_group_ranks(getattr(groups, f"{name}_group"))
+        for name in ("context", "data", "rollout", "model", "loss")
+    }
+    shut_down()
+    return found
 
 
 def place(tensor_size: int) -> dict[str, Any]:

@@ -15,3 +15,20 @@ def test_four_ranks_two_copies() -> None:
     assert [place["is_main"] for place in places] == [True, False, False, False]
     assert [place["leads_model"] for place in places] == [True, False, True, False]
     assert [place["model_leader"] for place in places] == [0, 0, 2, 2]
+
+
+def test_context_parallel_ranks_share_samples_and_are_rollout_replicas() -> None:
+    """Each has a model of its own, so each generates; of a training replica they are neighbours."""
+    places = run_ranks("tests.distributed.step_programs:members", 4, parallel={"context_parallel_size": 2})
+    assert [place["context"] for place in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [place["data"] for place in places] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [place["rollout"] for place in places] == [[0, 1, 2, 3]] * 4
+    assert [place["model"] for place in places] == [[0], [1], [2], [3]]
+    assert [place["loss"] for place in places] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_losses_are_added_up_over_stages_and_not_over_context_parallel_ranks() -> None:
+    parallel = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    places = run_ranks("tests.distributed.step_programs:members", 4, parallel=parallel)
+    assert [place["loss"] for place in places] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [place["rollout"] for place in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": TIED,
     "fused": {"rl_fused_output_layer": True, "grpo_entropy_term_weight": 0.01},
     "recomputed": RECOMPUTED,
+    "attention recomputed": {"recompute_granularity": "selective"},
     "experts": EXPERTS,
     "experts, recomputed": EXPERTS | RECOMPUTED,
     "experts, few": EXPERTS | FEW,
@@ -46,6 +47,7 @@ STAGES = {"pipeline_model_parallel_size": 2}
 VIRTUAL = STAGES | {"num_virtual_stages_per_pipeline_rank": 2}
 SHARED = {"expert_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CONTEXT = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "PP2": (2, STAGES, ["plain", "tied", "fused", "recomputed", "experts", "replayed", "more on the last", "few"]),
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed"]),
@@ -65,9 +67,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         4, TENSOR | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
         ["experts", "experts, few", "experts, overlaps"],
     ),
+    "CP2": (2, CONTEXT, ["plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few"]),
+    "CP2 x TP2, sequence-parallel": (
+        4, CONTEXT | TENSOR, ["plain", "tied", "fused", "replayed"],
+    ),
+    "CP2 x PP2": (4, CONTEXT | STAGES, ["plain", "tied", "fused", "few", "overlaps, few, tied"]),
+    "CP2 x DP2": (4, CONTEXT, ["plain", "overlaps", "overlaps, few"]),
+    "CP4": (4, {"context_parallel_size": 4}, ["plain", "fused"]),
+    "CP2 x EP2": (2, CONTEXT | SHARED, ["experts", "replayed", "experts, few", "experts, overlaps"]),
 }  # fmt: skip
 """Ranks, sizes, cases."""
-LONG = ("PP2 x VPP2 x DP2", "PP4", "EP2 x PP2", "EP2 x PP2 x VPP2", "TP2 x EP4, ETP1")
+LONG = (
+    "PP2 x VPP2 x DP2", "PP4", "EP2 x PP2", "EP2 x PP2 x VPP2", "TP2 x EP4, ETP1", "CP2 x DP2", "CP4",
+)  # fmt: skip
 TOLERANCE = 2e-5
 
 

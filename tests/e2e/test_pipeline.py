@@ -1,4 +1,4 @@
-"""Runs on pipeline stages and with experts over ranks: as on one rank, and checkpoints move among layouts."""
+"""Runs on pipeline stages, with sequences and with experts over ranks: as on one rank; checkpoints move among layouts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ STAGES = {"pipeline_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True, "disable_bias_linear": True}
 SHARED = {"expert_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
 Layouts = dict[str, tuple[int, dict[str, Any]]]
 """Name -> ranks and flags."""
 OF_STAGES: Layouts = {
     "one": (1, {}),
     "stages": (2, STAGES),
+    "context": (2, CONTEXT),
     "uneven": (2, STAGES | {"decoder_last_pipeline_num_layers": 1}),
     "virtual": (2, STAGES | {"num_layers_per_virtual_pipeline_stage": 1}),
 }
-OF_EXPERTS: Layouts = {"one": (1, {}), "stages": (2, STAGES), "shared": (2, SHARED)}
-STAGES_MOVED = [("stages", "one"), ("one", "stages"), ("virtual", "uneven"), ("uneven", "virtual")]
-EXPERTS_MOVED = [("shared", "one"), ("one", "shared"), ("shared", "stages"), ("stages", "shared"), ("shared", "shared")]
+OF_EXPERTS: Layouts = {
+    "one": (1, {}), "stages": (2, STAGES), "shared": (2, SHARED), "context": (2, CONTEXT | SHARED),
+}  # fmt: skip
+STAGES_MOVED = [
+    ("stages", "one"), ("one", "stages"), ("virtual", "uneven"), ("uneven", "virtual"), ("context", "one"),
+    ("one", "context"), ("context", "stages"),
+]  # fmt: skip
+EXPERTS_MOVED = [("shared", "one"), ("one", "shared"), ("shared", "stages"), ("stages", "shared"), ("shared", "shared"), ("context", "stages")]
 MODELS: dict[str, tuple[dict[str, Any], Layouts, list[tuple[str, str]]]] = {
     "untied": (DISTRIBUTED, OF_STAGES, STAGES_MOVED),
     "tied": (DISTRIBUTED | {"untie_embeddings_and_output_weights": None}, OF_STAGES, STAGES_MOVED),

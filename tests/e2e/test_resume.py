@@ -14,6 +14,7 @@ from tests.support.checkpoints import contents, differences, state_of
 from tests.support.runs import Outcome, facts_of, rows_of, run_many
 
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+KL = {"grpo_kl_beta": 0.05, "global_batch_size": 8, "use_distributed_optimizer": True}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "rl_two_replicas": (2, "rl", {"use_distributed_optimizer": True, "eval_interval": 3, "rl_prompts_per_eval": 2}),
     "supervised_two_replicas": (
@@ -33,6 +34,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         },
     ),
     "rl_dynamic_tensor_parallel": (2, "rl", TENSOR_PARALLEL | {"rl_dynamic_sampling": True, "rl_oversampling": 6}),
+    "rl_context_parallel": (
+        2, "rl",
+        {
+            "context_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True,
+            "eval_interval": 3, "rl_prompts_per_eval": 2, **KL,
+        },
+    ),
     "rl_bf16_two_replicas": (
         2, "rl",  # one group: a replica generates nothing
         {
@@ -118,6 +126,9 @@ def test_a_resumed_run_keeps_the_same_rollouts(runs, workshop):
 MOVES = {
     "tensor_parallel_to_replicas": ("rl_tensor_parallel", 2, {}),
     "replicas_to_tensor_parallel": ("rl_two_replicas", 2, {**TENSOR_PARALLEL, "use_distributed_optimizer": True}),
+    "context_parallel_to_replicas": ("rl_context_parallel", 2, KL),
+    "context_parallel_to_tensor_parallel": ("rl_context_parallel", 2, {**KL, **TENSOR_PARALLEL}),
+    "context_parallel_to_one_rank": ("rl_context_parallel", 1, KL),
     "replicas_to_one_rank": ("rl_two_replicas", 1, {"use_distributed_optimizer": True}),
     "tensor_parallel_to_one_rank": ("rl_tensor_parallel", 1, {}),
 }

@@ -49,7 +49,23 @@ ONE_PROBLEM = [
         {"pipeline_model_parallel_size": "2"}, 2,
         ["--pipeline-model-parallel-size 2", "--perform-rl-step", "rollouts are not built for pipeline stages yet"],
     ),
-    ({"context_parallel_size": "2"}, 2, ["--context-parallel-size 2", "tensor, pipeline and data parallelism"]),
+    ({"context_parallel_size": "2"}, 3, ["world size 3", "divisible by 2", "context parallel size", "2 or 4 ranks"]),
+    (
+        {"context_parallel_size": "2", "rl_inference_engine": "mcore"}, 2,
+        ["--context-parallel-size 2 with --rl-inference-engine mcore", "use --rl-inference-engine rollout"],
+    ),
+    (
+        {"context_parallel_size": "2", **ENGINE}, 2,
+        ["--context-parallel-size 2 with --transformer-impl transformer_engine", "use --transformer-impl local"],
+    ),
+    (
+        {"context_parallel_size": "2", "seq_length": "4101"}, 2,
+        ["--rl-sequence-packing-bin-size 4101 (from", "context-parallel size 2: ", "4100 or 4102"],
+    ),
+    (
+        {**TENSOR_2, "context_parallel_size": "2", "sequence_parallel": True, "seq_length": "4102"}, 4,
+        ["context-parallel size 2 x tensor-parallel size 2", "4100 or 4104"],
+    ),
     ({"expert_model_parallel_size": "2"}, 1, ["--expert-model-parallel-size 2", "without --num-experts"]),
     (
         {**TENSOR_8, "num_attention_heads": "4", "group_query_attention": True, "num_query_groups": "4"}, 8,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +21,21 @@ BIN_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class DataGroup:
+class Replicas:
     """As much of `ParallelGroups` as a batch builder asks for."""
 
-    data_group: dist.ProcessGroup
+    rollout_group: dist.ProcessGroup
+    context_size: int = 1
     is_main: bool = True
     shares_experts: bool = False
 
     @property
     def data_size(self) -> int:
-        return self.data_group.size()
+        return self.rollout_group.size() // self.context_size
+
+    @property
+    def context_rank(self) -> int:
+        return self.rollout_group.rank() % self.context_size
 
 
 def make_samples(count: int) -> list[Sample]:
@@ -69,7 +75,7 @@ def test_over_ranks(num_ranks: int) -> None:
 
 def on_rank() -> None:
     with joined() as (rank, num_ranks):
-        builder = BatchBuilder(BIN_TOKENS, 4, CPU, DataGroup(dist.group.WORLD))
+        builder = BatchBuilder(BIN_TOKENS, 4, CPU, Replicas(dist.group.WORLD))
         _everything_arrives_once_and_balanced(builder, rank, num_ranks)
         _fewer_samples_than_ranks(builder, rank)
 
@@ -112,6 +118,31 @@ def _fewer_samples_than_ranks(builder: BatchBuilder, rank: int) -> None:
     dist.all_gather_object(counts, len(updates[0]))
     assert sorted(counts) == [0] * (len(counts) - 1) + [1]
     assert builder.updates([], batch_size=10, seed=3) == []
+
+
+def test_context_parallel_ranks_have_the_same_batches() -> None:
+    """Wherever the samples were generated; of four ranks two are a replica, and each has its share of every batch."""
+    replicas = run_ranks("tests.unit.trainer.test_batch_builder:on_context_rank", 4)
+    for first, second in (replicas[:2], replicas[2:]):
+        assert first["updates"] == second["updates"]
+        for one, other, total in zip(first["tokens"], second["tokens"], first["totals"], strict=True):
+            assert len(one) == len(other) == total // 2
+            assert sorted(one + other) == list(range(total))
+    trained = [i for replica in replicas[::2] for update in replica["updates"] for batch in update for i in batch]
+    assert sorted(trained) == list(range(40))
+
+
+def on_context_rank() -> dict[str, Any]:
+    with joined() as (rank, _):
+        builder = BatchBuilder(BIN_TOKENS, 2, CPU, Replicas(dist.group.WORLD, context_size=2))
+        mine = [sample for sample in make_samples(40) if sample.sample_id % 3 == rank]  # the last has none
+        updates = builder.updates(mine, batch_size=10, seed=3)
+        batches = [batch for update in updates for batch in update]
+        return {
+            "updates": contents(updates),
+            "tokens": [batch.share.local.tolist() for batch in batches],
+            "totals": [batch.token_ids.numel() for batch in batches],
+        }
 
 
 def test_one_rank_updates_are_equal_parts(one_rank: ParallelGroups) -> None:
