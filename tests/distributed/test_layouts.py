@@ -68,9 +68,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ["experts", "experts, few", "experts, overlaps"],
     ),
     "CP2": (2, CONTEXT, ["plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few"]),
-    "CP2 x TP2, sequence-parallel": (
-        4, CONTEXT | TENSOR, ["plain", "tied", "fused", "replayed"],
-    ),
+    "CP2 x TP2, sequence-parallel": (4, CONTEXT | TENSOR, ["plain", "tied", "fused", "replayed"]),
     "CP2 x PP2": (4, CONTEXT | STAGES, ["plain", "tied", "fused", "few", "overlaps, few, tied"]),
     "CP2 x DP2": (4, CONTEXT, ["plain", "overlaps", "overlaps, few"]),
     "CP4": (4, {"context_parallel_size": 4}, ["plain", "fused"]),

@@ -1,4 +1,4 @@
-"""Runs on pipeline stages, with sequences and with experts over ranks: as on one rank; checkpoints move among layouts."""
+"""Runs on pipeline stages, sequences and experts over ranks: as on one rank, and checkpoints move among layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ STAGES_MOVED = [
     ("stages", "one"), ("one", "stages"), ("virtual", "uneven"), ("uneven", "virtual"), ("context", "one"),
     ("one", "context"), ("context", "stages"),
 ]  # fmt: skip
-EXPERTS_MOVED = [("shared", "one"), ("one", "shared"), ("shared", "stages"), ("stages", "shared"), ("shared", "shared"), ("context", "stages")]
+EXPERTS_MOVED = [
+    ("shared", "one"), ("one", "shared"), ("shared", "stages"), ("stages", "shared"), ("shared", "shared"),
+    ("context", "stages"),
+]  # fmt: skip
 MODELS: dict[str, tuple[dict[str, Any], Layouts, list[tuple[str, str]]]] = {
     "untied": (DISTRIBUTED, OF_STAGES, STAGES_MOVED),
     "tied": (DISTRIBUTED | {"untie_embeddings_and_output_weights": None}, OF_STAGES, STAGES_MOVED),

@@ -98,13 +98,13 @@ class Shape:
         return [*(f"--{name}={size}" for name, size in sizes.items()), *(f"--{name}" for name in switches)]
 
 
-def benchmark_config(shape: Shape, seq_length: int, *extra: str) -> RLConfig:
+def benchmark_config(shape: Shape, seq_length: int, *extra: str, world_size: int = 1) -> RLConfig:
     """The flags of an RL run on this shape; files it would read are never opened."""
     files = [f"--{name}=unused" for name in ("tokenizer-model", "langrl-env-config", "run-dir")]
     run = ["--perform-rl-step", f"--seq-length={seq_length}", "--train-iters=1000", "--lr=1e-4"]
     if not any(flag.startswith("--grpo-group-size") for flag in extra):
         run += ["--grpo-group-size=8", "--grpo-prompts-per-step=8"]
-    config, problems = read_config([*shape.flags(), *files, *run, *extra], 1)
+    config, problems = read_config([*shape.flags(), *files, *run, *extra], world_size)
     if problems:
         raise SystemExit("\n".join(map(str, problems)))
     return config

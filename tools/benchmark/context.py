@@ -1,0 +1,104 @@
+"""Memory and time of one long sequence, forward and backward, on a rank of a context-parallel group.
+
+    torchrun --nproc-per-node 2 -m tools.benchmark.context --tokens 8192 16384
+
+The ranks that are started share the sequence; one rank has it alone. Optimizer, gradient reduction and rollouts are
+not in it. Bytes are those of the process beyond what it had with the model alone, on Linux: what the backward pass
+needs, once the forward pass is through, and the most at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_rl.algorithms import TokenBatch
+from megatron_rl.metrics.table import format_table
+from megatron_rl.models import PolicyModel, build_model
+from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
+from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.platform import current_platform
+from megatron_rl.trainer.batches import BatchBuilder
+from megatron_rl.trainer.scoring import Scorer
+from tools.benchmark.common import benchmark_config, command_line, record_of, write_record
+from tools.benchmark.update import make_samples
+
+MIB = 2**20
+M_MMAP_THRESHOLD = -3
+
+
+def memory(name: str) -> int:
+    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` the most since it was last set back."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def one_pass(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, float]:
+    """Forward and backward, without logits in memory."""
+    scorer = Scorer(policy, groups.tensor_group, 1.0, fused=True, context_group=groups.context_group)
+    for parameter in policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+    before, wall, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+    output = scorer.forward(policy.gpt, batch)
+    kept = memory("VmRSS") - before
+    scorer.select(output, batch).current_logprobs.sum().backward()
+    return {
+        "kept MiB": kept / MIB,
+        "peak MiB": (memory("VmHWM") - before) / MIB,
+        "CPU s": time.process_time() - cpu,
+        "wall s": time.perf_counter() - wall,
+    }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Every rank measures; the largest of each figure is shown."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    # Freed memory goes back at once, so that what the process has is what is alive.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
+    size, platform = int(os.environ.get("WORLD_SIZE", "1")), current_platform()
+    config = benchmark_config(
+        arguments.shape, max(arguments.tokens), f"--context-parallel-size={size}", world_size=size
+    )
+    groups = initialize(config.parallel, platform)
+    try:
+        seed_everything(arguments.seed)
+        policy = build_model(config, platform, arguments.vocab)
+        found: dict[int, list[dict[str, float]]] = {tokens: [] for tokens in arguments.tokens}
+        for index in range(arguments.rounds + 1):
+            for tokens in arguments.tokens if index else (256,):  # the first pass makes what stays
+                (sample,) = make_samples(1, arguments.vocab, 8, tokens - 8, equal=True)
+                (batch,) = BatchBuilder(tokens, size, policy.device, groups).pack([sample], seed=0)
+                ranks = gather_json(one_pass(policy, groups, batch), groups.context_group)
+                if index:
+                    found[tokens].append({name: max(rank[name] for rank in ranks) for name in ranks[0]})
+        if groups.is_main:
+            medians = {
+                tokens: {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+                for tokens, rows in found.items()
+            }
+            rows = [[f"{tokens:,}", *(f"{value:.1f}" for value in row.values())] for tokens, row in medians.items()]
+            print(format_table(["tokens", *next(iter(medians.values()))], rows))
+            write_record(arguments.json, record_of("context", arguments, ranks=size, median=medians, rounds=found))
+    finally:
+        shut_down()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, write the record."""
+    parser = command_line("context", shape="256x4", vocab=256, rounds=3)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384], help="of the sequence")
+    run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()
