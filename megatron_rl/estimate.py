@@ -35,6 +35,9 @@ class Estimate:
 
     world_size: int
     replicas: int
+    """That train on different samples."""
+    copies: int
+    """Of the model's weights: context-parallel ranks have one each."""
     vocab_size: int
     padded_vocab_size: int
     parameters: int
@@ -96,14 +99,14 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
     if stage is None:
         stages = range(config.stages.count)
         return max((estimate(config, world_size, vocab_size, one) for one in stages), key=lambda one: one.training)
-    layout, replicas = config.layout(vocab_size, stage), config.data_parallel_size(world_size)
+    layout, copies = config.layout(vocab_size, stage), config.rollout_replicas(world_size)
     whole = ModelLayout.of(layout.architecture, layout.tensor_size, layout.padded_vocab_size)
     sizes = [parameter.size for parameter in layout.parameters]
     number = 2 if config.precision.bf16 else _FP32
     gradient = _FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number
-    held, buffer = sum(sizes), _buffer_elements(sizes, config, replicas, layout.is_first)
+    held, buffer = sum(sizes), _buffer_elements(sizes, config, copies, layout.is_first)
     # Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters.
-    updated = min(held, buffer // replicas) if config.parallel.use_distributed_optimizer else held
+    updated = min(held, buffer // copies) if config.parallel.use_distributed_optimizer else held
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     kept = _FP32 * (moments + int(config.precision.bf16)) * updated  # fp32 parameters are their own main parameters
     optimizer = kept + (_FP32 * updated if gradient != _FP32 else 0)
@@ -111,10 +114,11 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
     offloaded = rollout.rl_offload_optimizer_during_inference
     read = _read_in_rollouts(config, layout)
     recipe = config.quantization.rl_rollout_quantization.replace("-", "_")
-    copies = 3 + int(rollout.rl_temperature != 1.0)  # of a decode step's logits: raw, log-probs, cumulative; tempered
+    logits = 3 + int(rollout.rl_temperature != 1.0)  # of a decode step: raw, log-probs, cumulative; tempered
     return Estimate(
         world_size=world_size,
-        replicas=replicas,
+        replicas=config.data_parallel_size(world_size),
+        copies=copies,
         vocab_size=vocab_size,
         padded_vocab_size=padded,
         parameters=sum(math.prod(parameter.shape) for parameter in whole.parameters),
@@ -129,7 +133,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         optimizer_in_rollouts=0 if offloaded else optimizer,
         quantized=sum(stored_bytes(recipe, linear.rows, linear.columns) for linear in _quantized(config, layout)),
         kv_cache=slots * slot_bytes(config),
-        rollout_logits=slots * padded * copies * _FP32,
+        rollout_logits=slots * padded * logits * _FP32,
         activations=activation_elements(config, layout, stage) * number,
         training_logits=_training_logits(config, layout, number),
         # Gradients are not worth a copy there, the next update begins with zeros.
@@ -159,8 +163,9 @@ def _buffer_elements(sizes: Iterable[int], config: RLConfig, replicas: int, in_b
 def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -> int:
     """Numbers alive at the start of the backward pass, logits not among them; of the parameters' type. Approximate.
 
-    Numbers kept a layer, with T tokens of the bin, S = T / tensor-parallel size under `--sequence-parallel` (else T),
-    hidden h, and q, k, v, f the widths of queries, keys, values and the MLP on one tensor-parallel rank::
+    Numbers kept a layer, with C context-parallel ranks, T = tokens of the bin / C, S = T / tensor-parallel size under
+    `--sequence-parallel` (else T), hidden h, and q, k, v, f the widths of queries, keys, values and the MLP on one
+    tensor-parallel rank::
 
         norms               4 S h               inputs and outputs of the two
         attention           T (3 q + k + v)     rotated q, k and v, the result padded and packed
@@ -171,13 +176,15 @@ def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -
           without gate      2 T f
           recomputed        0
 
+    With C > 1 there are, of one layer at a time, the keys and values of all ranks and those that this one's spans see,
+    C T (2 + 1 / 2 C) (k + v).
     Layers recomputed as a whole keep their input S h, once a group, and one group at a time is alive in full. What is
     kept counts once for every micro-batch that a pipeline stage has begun: see `_in_flight`.
     Not in it: padding between sequences of different lengths, statistics of norms and softmax, gradients of
     activations, and what only CPUs keep: the score matrices of short sequences and a second copy at an RMSNorm.
     """
-    kernels, parts = config.kernels, layout.tensor_size if config.parallel.sequence_parallel else 1
-    border = config.training.rl_sequence_packing_bin_size // parts * config.model.hidden_size
+    kernels, tokens = config.kernels, config.training.rl_sequence_packing_bin_size
+    border = tokens // config.sequence_shares * config.model.hidden_size
     ends = 2 * border if layout.is_last else 0  # the final norm's input and output
     layers = [4 * border + _inner_elements(layer, config) for layer in layout.layers]
     kept, alive, count = sum(layers), 0, kernels.recompute_num_layers
@@ -186,7 +193,9 @@ def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -
     elif kernels.recompute_granularity == "full":
         count = min(count * config.stages.chunks, len(layers))  # of each chunk
         kept, alive = count * border + sum(layers[count:]), 0 if layers[count:] else max(layers)
-    return math.ceil(kept * _in_flight(config.stages, stage)) + alive + ends
+    size = config.parallel.context_parallel_size
+    gathered = max(layer.cache.numbers(1) for layer in layout.layers) * (2 * tokens + tokens // (2 * size))
+    return math.ceil(kept * _in_flight(config.stages, stage)) + alive + ends + (gathered if size > 1 else 0)
 
 
 def _in_flight(stages: Stages, stage: int) -> float:
@@ -216,7 +225,7 @@ def _inner_elements(layer: Layer, config: RLConfig) -> int:
         attention = 3 * query + both + (2 * query + both if model.qk_layernorm else 0)
     if "mlp" in recomputed:
         mlp = 0
-    return config.training.rl_sequence_packing_bin_size * (attention + mlp)
+    return config.training.rl_sequence_packing_bin_size // config.parallel.context_parallel_size * (attention + mlp)
 
 
 def slot_bytes(config: RLConfig) -> int:
@@ -251,7 +260,8 @@ def _training_logits(config: RLConfig, layout: ModelLayout, number: int) -> int:
     """Of a bin, where the head is: saved and their gradient in the model's type, and the fp32 chunks of the pass."""
     if not layout.is_last:
         return 0
-    logits = config.training.rl_sequence_packing_bin_size * layout.padded_vocab_size // layout.tensor_size
+    tokens = config.training.rl_sequence_packing_bin_size // config.parallel.context_parallel_size
+    logits = tokens * layout.padded_vocab_size // layout.tensor_size
     temporaries = 4 if config.training.perform_rl_step and config.algorithm.grpo_entropy_term_weight else 2
     return 2 * logits * number + temporaries * min(logits, LOGITS_AT_ONCE) * _FP32
 

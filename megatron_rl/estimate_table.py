@@ -16,8 +16,9 @@ def report_text(config: RLConfig, result: Estimate) -> str:
         for name, rollout, training, what in _uses(config, result)
         if (most := max(rollout, training))
     ]
-    stages = config.stages.count
+    stages, context = config.stages.count, config.parallel.context_parallel_size
     pipeline, fullest = (f" x pipeline {stages}", " of the fullest stage") if stages > 1 else ("", "")
+    pipeline += f" x context {context}" if context > 1 else ""
     lines = [
         f"{result.parameters:,} parameters, {result.parameters_per_rank:,} a rank{fullest}; vocabulary "
         f"{result.vocab_size:,}, padded to {result.padded_vocab_size:,}; ranks: {result.world_size:,} "
@@ -52,7 +53,7 @@ def _uses(config: RLConfig, result: Estimate) -> Iterator[tuple[str, int, int, s
     states = ["main parameters"] if dtype == "bf16" else []
     states += ["moments" if config.optimizer.optimizer == "adam" else "momentum"]
     states += ["gradients"] if gradients == "bf16" else []
-    shared = f", spread over {result.replicas} ranks" if config.parallel.use_distributed_optimizer else ""
+    shared = f", spread over {result.copies} ranks" if config.parallel.use_distributed_optimizer else ""
     away = "; off in rollouts" if result.optimizer_on_host else ""
     what = f"fp32 {' and '.join(states)}{shared}{away}"
     yield "optimizer", result.optimizer_in_rollouts, result.optimizer, what

@@ -132,17 +132,12 @@ def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
 
 
 def context_problems(config: RLConfig, _: int) -> Iterator[Finding]:
-    """What cut sequences are not built for. An attention backend says itself that it cannot."""
-    if config.parallel.context_parallel_size == 1:
-        return
-    for name, foreign, own in (
-        ("transformer_impl", "transformer_engine", "local"),
-        ("rl_inference_engine", "mcore", "rollout"),
-    ):
-        if config.value(name) == foreign:
-            flag = f"--{name.replace('_', '-')}"
-            text = f"with {flag} {foreign}, which is not built for sequences cut over ranks; use {flag} {own}"
-            yield "context_parallel_size", text
+    """An engine that would take its ranks for parts of a model. Attention backends say themselves that they cannot."""
+    if config.parallel.context_parallel_size > 1 and config.rollout.rl_inference_engine == "mcore":
+        yield "context_parallel_size", (
+            "with --rl-inference-engine mcore: megatron-core's engine does not take these ranks for replicas; use "
+            "--rl-inference-engine rollout"
+        )
 
 
 def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:

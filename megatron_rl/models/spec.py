@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -135,7 +134,7 @@ def _engine_layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention = spec.submodules.self_attention
     attention.module = PlannedSelfAttention
     # The plan attends. What stands here is not called, and must have no state that the other layers lack.
-    attention.submodules.core_attention = DotProductAttention
+    attention.submodules.core_attention = IdentityOp
     return spec
 
 

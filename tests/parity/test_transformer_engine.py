@@ -22,6 +22,11 @@ def test_the_layers_are_transformer_engines_with_our_attention(report: dict[str,
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in report["same"]["parameters"]
 
 
+def test_context_parallel_ranks_share_a_batch() -> None:
+    for differences in run_ranks("tests.parity.transformer_engine_case:on_context_rank", 2, fresh=True):
+        assert max(differences.values()) < 1e-4, differences
+
+
 def test_a_checkpoint_of_local_layers_is_the_same_model(report: dict[str, Any]) -> None:
     ours, theirs = report["same"]["tokens"]
     assert ours == theirs

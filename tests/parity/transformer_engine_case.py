@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import transformer_engine as fake
 
 from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.hf.save import save_hf
@@ -26,9 +28,11 @@ from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.platform import current_platform
 from megatron_rl.tensor_files import TensorReader
 from megatron_rl.trainer import Optimization
+from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.hugging_face import batch_of, hf_run, write_model
+from tests.support.samples import random_samples
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import VOCABULARY, single_thread, tiny_config, tiny_policy
 from tests.support.toy import toy_run
@@ -44,6 +48,26 @@ def on_rank() -> dict[str, Any]:
     report = {"same": _same_model(groups), "fp8": _fp8(groups), "hf": _hugging_face(groups), "steps": _steps(groups)}
     shut_down()
     return report
+
+
+def on_context_rank() -> dict[str, float]:
+    """Of two ranks that share a batch, against each of them alone: the largest differences."""
+    single_thread()
+    config = tiny_config(2, **ENGINE, context_parallel_size=2)
+    groups = initialize(config.parallel, current_platform())
+    policy, whole = tiny_policy(config), collate(random_samples(5), "cpu", round_to=2)
+    scorer = Scorer(policy, groups.tensor_group, 1.0, context_group=groups.context_group)
+    share = ContextShare.of(whole.lengths, groups.context_rank, groups.context_size)
+    found = []
+    for batch in (whole, replace(whole, share=share)):
+        policy.gpt.zero_grad()
+        logprobs = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
+        logprobs.sum().backward()
+        found.append({"logprobs": logprobs.detach(), **{name: p.grad for name, p in policy.gpt.named_parameters()}})
+    for gradient in list(found[1].values())[1:]:
+        torch.distributed.all_reduce(gradient, group=groups.context_group)
+    shut_down()
+    return {name: (found[0][name] - values).abs().max().item() for name, values in found[1].items()}
 
 
 def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, torch.Tensor]:

@@ -55,10 +55,6 @@ ONE_PROBLEM = [
         ["--context-parallel-size 2 with --rl-inference-engine mcore", "use --rl-inference-engine rollout"],
     ),
     (
-        {"context_parallel_size": "2", **ENGINE}, 2,
-        ["--context-parallel-size 2 with --transformer-impl transformer_engine", "use --transformer-impl local"],
-    ),
-    (
         {"context_parallel_size": "2", "seq_length": "4101"}, 2,
         ["--rl-sequence-packing-bin-size 4101 (from", "context-parallel size 2: ", "4100 or 4102"],
     ),

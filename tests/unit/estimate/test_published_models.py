@@ -55,6 +55,20 @@ def test_parameters_of_qwen(shape: dict[str, int], parameters: int) -> None:
     assert result.weights == pytest.approx(2 * parameters, rel=1e-6)
 
 
+def test_two_context_parallel_ranks_share_tokens_and_optimizer_state() -> None:
+    """Tensor-parallel 8, context-parallel 2, data-parallel 4: a rank has 6,000 of the bin's 12,000 tokens."""
+    result, alone = on_64("--context-parallel-size", "2"), on_64()
+    assert (result.replicas, result.copies) == (4, 8)
+    for name in ("weights", "gradients", "optimizer", "kv_cache"):
+        assert getattr(result, name) == getattr(alone, name)
+    a_layer = 4 * 750 * 5120 + 6000 * (3 * 640 + 3 * 128) + 6000 * 5 * 3456
+    gathered = (2 * 12000 + 3000) * 2 * 128  # all tokens, and chunks 0 and 3 of four see one and four of them
+    assert result.activations == 2 * (64 * a_layer + 2 * 750 * 5120 + gathered)
+    assert result.training_logits == 2 * 2 * 6000 * 19072 + 2 * 4 * 2**26
+    text = report_text(example("--context-parallel-size", "2"), result)
+    assert "(tensor 8 x context 2 x data 4)" in text and "spread over 8 ranks" in text
+
+
 def test_the_example_on_64_ranks() -> None:
     """Tensor-parallel 8, data-parallel 8: a rank has 5 query heads, 1 group, 3456 of the MLP's channels."""
     result = on_64()
