@@ -35,8 +35,13 @@ def _aggregation(config: RLConfig, _: int) -> str:
 
 def _correction(config: RLConfig, _: int) -> str:
     """Quantised rollouts are of another policy than the trainer's by construction: that is corrected."""
+    if config.algorithm.rl_inference_logprobs_is_correction:
+        return "token_tis"
     rounded = config.quantization.rl_rollout_quantization != "none" or config.kv_cache_is_rounded
     return "token_tis" if rounded else "none"
+
+_NEVER_CUT = 1e9
+"""Above exp of the largest log-ratio, `algorithms.batch.LOG_RATIO_LIMIT`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,12 @@ class AlgorithmConfig:
     """
     rl_correction_args: tuple[str, ...] = flag(())
     """Options of the corrections, name=value."""
-    rl_correction_cap: float | None = flag(None, gt=0)
+    rl_inference_logprobs_is_correction: bool = flag(False)
+    """Megatron's spelling of --rl-correction token_tis; without a coefficient nothing is cut off."""
+    rl_correction_cap: float | None = flag(
+        None, gt=0, aliases=("--rl-importance-sampling-truncation-coef",),
+        derived=lambda config, _: _NEVER_CUT if config.algorithm.rl_inference_logprobs_is_correction else None,
+    )
     """Largest weight that token_tis and sequence_tis give (by default 2)."""
     rl_correction_lower: float | None = flag(None, ge=0, lt=1)
     """Smallest ratio trainer / engine accepted by masked_is (by default 0.5) and geometric (0.99)."""
@@ -164,6 +174,10 @@ def algorithm_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "grpo_group_size", (
             f": the advantage {algorithm.rl_advantage} compares the completions of one prompt, and one alone has none; "
             "use 2 or more, or --rl-advantage batch_norm or reinforce_plus_plus"
+        )
+    if algorithm.rl_inference_logprobs_is_correction and algorithm.rl_correction != "token_tis":
+        yield "rl_inference_logprobs_is_correction", (
+            f"means token_tis, but --rl-correction is {algorithm.rl_correction}; keep one of them"
         )
     if algorithm.calculate_per_token_loss and algorithm.rl_loss_aggregation != "token-mean":
         yield "calculate_per_token_loss", (

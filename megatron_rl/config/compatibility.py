@@ -1,12 +1,23 @@
-"""Flags of a Megatron command line that are accepted and have no effect: each with the reason, told when it is used."""
+"""Flags of a Megatron command line that are accepted and have no effect: each with the reason, told when it is used.
+
+Those of RL are all of Megatron-LM's `RLConfig` of November 2026 that have no effect here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.flags import flag
+from megatron_rl.config.flags import Finding, flag
 
+if TYPE_CHECKING:
+    from megatron_rl.config.rl_config import RLConfig
+
+_AT_ONCE = "--inference-max-batch-size says how many completions are decoded at once"
+_TOGETHER = "a step submits all its groups at once and takes them together"
+_JOURNAL = "finished groups are always kept in the run directory's journal until a checkpoint covers them"
+_ONE_MODEL = "the weights that train are those that generate, so nothing is copied"
 _NOT_FUSED = "layers run without fused kernels in this version"
 
 
@@ -73,6 +84,43 @@ class CompatibilityConfig:
         0, note="the KV cache stays in device memory; --inference-dynamic-batching-buffer-size-gb bounds it"
     )
     rl_partial_rollouts: bool = flag(False, note="every completion is finished by the policy that began it")
+    rl_generation_lag: float | None = flag(None, ge=-1)
+    """Steps that generation may run ahead of training; only 0 and less are built."""
+    rl_max_inflight_requests: int | None = flag(None, note=_AT_ONCE)
+    rl_parallel_generation_tasks: int = flag(512, note=_AT_ONCE)
+    rl_submission_granularity: Literal["R", "G", "B"] = flag("B", note=_TOGETHER)
+    rl_consumption_granularity: Literal["G", "B"] = flag("B", note=_TOGETHER)
+    rl_durable_rollout_bank: bool = flag(False, note=_JOURNAL)
+    rl_rollout_bank_dir: str | None = flag(None, note=_JOURNAL)
+    rl_rollout_bank_max_bytes: int = flag(0, note=_JOURNAL)
+    rl_sequence_packing_max_sequences_per_bin: int = flag(
+        50, note="--rl-sequence-packing-bin-size bounds a bin, by its tokens"
+    )
+    rl_persist_cuda_graphs: bool = flag(False, note="the graphs of --enable-cuda-graph are kept over steps")
+    rl_training_cuda_graphs: bool = flag(False, note="training has no CUDA graphs in this version")
+    rl_kv_cache_management_mode: Literal["persist", "offload", "recompute"] = flag(
+        "persist", note="the KV cache gives its memory up in training where training needs it"
+    )
+    rl_inference_tensor_model_parallel_size: int | None = flag(None, ge=1)
+    """Rollouts run in place: only the size of the training's layout is built."""
+    rl_inference_pipeline_model_parallel_size: int | None = flag(None, ge=1)
+    """Only the size of the training's layout is built."""
+    rl_inference_expert_model_parallel_size: int | None = flag(None, ge=1)
+    """Only the size of the training's layout is built."""
+    rl_inference_expert_tensor_model_parallel_size: int | None = flag(None, ge=1)
+    """Only the size of the training's layout is built."""
+    rl_inference_model_unified_memory_level: Literal[0, 1] = flag(0, note=_ONE_MODEL)
+    rl_offload_inference_model_weights: bool = flag(
+        False, aliases=("--rl-offload-inference-model-weights-when-idle",), note=_ONE_MODEL
+    )
+    refit_method: Literal["nccl", "nccl_m2n", "gloo", "nvshmem", "nixl"] = flag("gloo", note=_ONE_MODEL)
+    refit_execution_batch_bytes: int | None = flag(None, note=_ONE_MODEL)
+    rl_verify_model_weights_swap: bool = flag(
+        False, note=f"{_ONE_MODEL}; every step compares log-probs (training/rollout_logprob_gap_max)"
+    )
+    rl_profile: bool = flag(False, note="the seconds of every stage are always among the metrics")
+    rl_profile_dir: str | None = flag(None, note="the seconds of every stage are always among the metrics")
+    rl_inference_parsers: tuple[str, ...] = flag((), note="environments read what the model writes themselves")
     log_timers_to_tensorboard: bool = flag(False, note="the seconds of every stage are always among the metrics")
     log_progress: bool = flag(False, note="metrics.jsonl records time, tokens and FLOPs of every step")
     log_memory_to_tensorboard: bool = flag(False, note="memory figures are always among the metrics")
@@ -82,3 +130,24 @@ class CompatibilityConfig:
     )
     straggler_minmax_count: int = flag(1, note="--log-straggler reports the slowest and the fastest rank")
     disable_straggler_on_startup: bool = flag(False, note="--log-straggler is on from the first step")
+
+
+_LAYOUT = {
+    "rl_inference_tensor_model_parallel_size": "tensor_model_parallel_size",
+    "rl_inference_pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "rl_inference_expert_model_parallel_size": "expert_model_parallel_size",
+    "rl_inference_expert_tensor_model_parallel_size": "expert_tensor_parallel_size",
+}
+
+
+def megatron_rl_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """What Megatron's RL flags may ask for and nobody here does."""
+    asked = config.compatibility
+    if (asked.rl_generation_lag or 0) > 0:
+        yield "rl_generation_lag", "is not built: a step trains on what its own weights have generated; use 0"
+    for name, own in _LAYOUT.items():
+        size, given = getattr(config.parallel, own), getattr(asked, name)
+        if given not in (None, size):
+            yield name, (
+                f"is not --{own.replace('_', '-')} {size}: rollouts run in place, in training's layout; leave it out"
+            )

@@ -1,0 +1,63 @@
+"""Every flag of Megatron-LM's RL section is taken: with its meaning, with a note, or refused with the reason."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_rl.algorithms.batch import LOG_RATIO_LIMIT
+from megatron_rl.algorithms.extension import correction_of
+from megatron_rl.config import notes, resolve
+from megatron_rl.config.rl_config import all_flags
+
+MEGATRON = [
+    "perform-rl-step", "rl-prompts-per-eval", "grpo-prompts-per-step", "grpo-group-size", "rl-generation-lag",
+    "rl-max-inflight-requests", "rl-submission-granularity", "rl-consumption-granularity", "rl-durable-rollout-bank",
+    "rl-rollout-bank-dir", "rl-rollout-bank-max-bytes", "grpo-iterations", "grpo-clamp-eps-lower",
+    "grpo-clamp-eps-upper", "grpo-kl-beta", "grpo-entropy-term-weight", "grpo-filter-groups-with-same-reward",
+    "langrl-env-config", "rl-default-temperature", "rl-default-top-p", "rl-default-top-k",
+    "rl-offload-optimizer-during-inference", "rl-partial-rollouts", "rl-inference-logprobs-is-correction",
+    "rl-importance-sampling-truncation-coef", "rl-use-sequence-packing", "rl-sequence-packing-max-sequences-per-bin",
+    "rl-sequence-packing-algo", "rl-training-cuda-graphs", "rl-inference-tensor-model-parallel-size",
+    "rl-inference-pipeline-model-parallel-size", "rl-inference-expert-model-parallel-size",
+    "rl-inference-expert-tensor-model-parallel-size", "rl-inference-model-unified-memory-level",
+    "rl-offload-inference-model-weights", "refit-method", "refit-execution-batch-bytes",
+    "rl-verify-model-weights-swap", "rl-skip-bos-token", "rl-profile", "rl-profile-dir", "rl-inference-parsers",
+]  # fmt: skip
+"""Of Megatron-LM's `RLConfig`, November 2026."""
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_it_is_known(name):
+    assert any(name in flag.spellings for flag in all_flags())
+
+
+def test_its_correction_is_ours(config):
+    """Without a coefficient the weights are not truncated; a log-ratio is clamped before."""
+    asked = resolve(config(rl_inference_logprobs_is_correction=True), 1)
+    assert asked.algorithm.rl_correction == "token_tis"
+    assert correction_of(asked).cap > math.exp(LOG_RATIO_LIMIT)
+    flags = {"rl_inference_logprobs_is_correction": True, "rl_importance_sampling_truncation_coef": "10"}
+    assert correction_of(resolve(config(**flags), 1)).cap == 10
+    assert correction_of(resolve(config(rl_correction="token_tis"), 1)).cap == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rl_generation_lag": "1"}, "1 is not built: a step trains on what its own weights"),
+        ({"rl_inference_tensor_model_parallel_size": "2"}, "is not --tensor-model-parallel-size 1: rollouts"),
+        ({"rl_inference_logprobs_is_correction": True, "rl_correction": "veto"}, "means token_tis, but"),
+    ],
+)
+def test_what_is_not_built_is_refused(problems, changes, text):
+    (problem,) = problems(**changes)
+    assert text in problem
+
+
+def test_what_changes_nothing_is_said(config, problems):
+    flags = {"rl_generation_lag": "0", "rl_inference_tensor_model_parallel_size": "1", "refit_method": "nccl"}
+    assert problems(**flags) == []
+    (note,) = notes(config(**flags))
+    assert note.startswith("--refit-method has no effect: the weights that train are those that generate")
