@@ -101,12 +101,16 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         return max((estimate(config, world_size, vocab_size, one) for one in stages), key=lambda one: one.training)
     layout, copies = config.layout(vocab_size, stage), config.rollout_replicas(world_size)
     whole = ModelLayout.of(layout.architecture, layout.tensor_size, layout.padded_vocab_size)
-    sizes = [parameter.size for parameter in layout.parameters]
     number = 2 if config.precision.bf16 else _FP32
     gradient = _FP32 if config.precision.accumulate_allreduce_grads_in_fp32 else number
-    held, buffer = sum(sizes), _buffer_elements(sizes, config, copies, layout.is_first)
-    # Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters.
-    updated = min(held, buffer // copies) if config.parallel.use_distributed_optimizer else held
+    buffers = _buffers(config, layout, copies, world_size)
+    held, buffer = sum(sum(sizes) for sizes, _ in buffers), 0
+    updated = 0
+    for sizes, owners in buffers:
+        padded = _buffer_elements(sizes, config, owners, layout.is_first)
+        # Of the rank with the largest shard; the buffer's padding has no state, but a shard may be all parameters.
+        updated += min(sum(sizes), padded // owners) if config.parallel.use_distributed_optimizer else sum(sizes)
+        buffer += padded
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     kept = _FP32 * (moments + int(config.precision.bf16)) * updated  # fp32 parameters are their own main parameters
     optimizer = kept + (_FP32 * updated if gradient != _FP32 else 0)
@@ -140,6 +144,19 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         optimizer_on_host=kept if offloaded and slots else 0,
         reference_on_host=2 * held * number if config.wants_reference else 0,
     )
+
+
+def _buffers(
+    config: RLConfig, layout: ModelLayout, copies: int, world_size: int
+) -> list[tuple[list[int], int]]:
+    """Sizes of the parameters that share a gradient buffer, and how many ranks hold the same; experts on several ranks
+    have one of their own.
+    """
+    are_shared = config.parallel.expert_model_parallel_size > 1
+    kinds: dict[bool, list[int]] = {False: []}
+    for parameter in layout.parameters:
+        kinds.setdefault(are_shared and parameter.is_of_an_expert, []).append(parameter.size)
+    return [(sizes, world_size // config.expert_parallel_ranks if kind else copies) for kind, sizes in kinds.items()]
 
 
 def _buffer_elements(sizes: Iterable[int], config: RLConfig, replicas: int, in_buckets: bool) -> int:
@@ -218,6 +235,8 @@ def _inner_elements(layer: Layer, config: RLConfig) -> int:
     mlp = (5 if model.swiglu else 2) * widths["linear_fc2"]
     if model.num_experts is not None:  # each token runs through some experts, and is copied in and out of each
         mlp = model.moe_router_topk * (mlp + 2 * model.hidden_size) + 2 * model.num_experts
+        # Whoever has whole experts gets as many fewer tokens: as many as it sends, with experts equally busy.
+        mlp = mlp * config.parallel.expert_tensor_parallel_size // config.parallel.tensor_model_parallel_size
     recomputed = config.kernels.recompute_modules or ()
     if "core_attn" in recomputed:
         attention = 3 * query + key + both + (query if model.qk_layernorm else 0)

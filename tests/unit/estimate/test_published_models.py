@@ -69,6 +69,24 @@ def test_two_context_parallel_ranks_share_tokens_and_optimizer_state() -> None:
     assert "(tensor 8 x context 2 x data 4)" in text and "spread over 8 ranks" in text
 
 
+def test_experts_on_four_ranks_have_optimizer_state_of_their_own() -> None:
+    """Tensor-parallel 8, 8 replicas; of 8 experts of width 1,024 a rank has 2 whole ones, as 15 other ranks do."""
+    experts = ("--num-experts", "8", "--moe-ffn-hidden-size", "1024", "--transformer-impl", "local")
+    sizes = ("--expert-model-parallel-size", "4", "--expert-tensor-parallel-size", "1")
+    result = on_64(*experts, *sizes)
+    attention = 5120 * 896 + 896 + 640 * 5120
+    dense = 64 * (attention + 8 * 5120 + 2 * 5120) + 2 * 19072 * 5120 + 5120
+    own = 64 * 2 * 3 * 5120 * 1024
+    assert result.parameters_per_rank == dense + own
+    assert (result.weights, result.gradients) == (2 * (dense + own), 4 * (dense + own))
+    assert result.optimizer == 12 * (dense // 8 + own // 16)
+    cut = on_64(*experts, "--expert-model-parallel-size", "1")
+    assert cut.parameters_per_rank == dense + 64 * 8 * 3 * 5120 * 128
+    # Two experts a token and its way in and out of them: all tokens of the bin, or an eighth with the whole width.
+    each = 2 * (5 * 128 + 2 * 5120) + 2 * 8 - (2 * (5 * 1024 + 2 * 5120) + 2 * 8) // 8
+    assert cut.activations - result.activations == 2 * 64 * 12000 * each
+
+
 def test_the_example_on_64_ranks() -> None:
     """Tensor-parallel 8, data-parallel 8: a rank has 5 query heads, 1 group, 3456 of the MLP's channels."""
     result = on_64()
