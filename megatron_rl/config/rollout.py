@@ -26,7 +26,8 @@ def _decoded_at_once(config: RLConfig, world_size: int) -> int:
     environment, algorithm = config.environment, config.algorithm
     prompts, samples = environment.rl_prompts_per_eval, environment.rl_samples_per_eval_prompt
     if config.training.perform_rl_step:
-        prompts, samples = algorithm.grpo_prompts_per_step or 0, algorithm.grpo_group_size or 0
+        prompts = max(algorithm.grpo_prompts_per_step or 0, algorithm.rl_oversampling or 0)
+        samples = algorithm.grpo_group_size or 0
     share = math.ceil(prompts / config.rollout_replicas(world_size)) * samples  # a group stays on one rank
     return max(1, min(share, MOST_DECODED_AT_ONCE))
 
@@ -76,6 +77,18 @@ class RolloutConfig:
         None, ge=1, common=True, derived=lambda config, _: (_longest(config) or 1) - 1 or None
     )
     """Longest completion in tokens. Without it what --inference-max-seq-length leaves."""
+    rl_eval_temperature: float | None = flag(
+        None, ge=0.001, le=100, derived=lambda config, _: config.rollout.rl_temperature
+    )
+    """Sampling temperature of evaluations. Without it --rl-temperature, and so on for the next three."""
+    rl_eval_top_p: float | None = flag(None, ge=0, le=1, derived=lambda config, _: config.rollout.rl_top_p)
+    """Top-p of evaluations. Without it --rl-top-p."""
+    rl_eval_top_k: int | None = flag(None, ge=-1, derived=lambda config, _: config.rollout.rl_top_k)
+    """Top-k of evaluations. Without it --rl-top-k."""
+    rl_eval_max_new_tokens: int | None = flag(
+        None, ge=1, derived=lambda config, _: config.rollout.rl_max_new_tokens, source="--rl-max-new-tokens"
+    )
+    """Longest completion of an evaluation in tokens. Without it --rl-max-new-tokens."""
     rl_stop_strings: tuple[str, ...] = flag(())
     """Texts that end a completion; one that is a special token is looked for by its id."""
     rl_decode_steps_per_sync: int = flag(8, ge=1)
@@ -121,10 +134,12 @@ def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if positions is not None and max(longest, training.seq_length or 0) > positions:
         name = "inference_max_seq_length" if longest > positions else "seq_length"
         yield name, f"is beyond the model's --max-position-embeddings {positions}; use at most {positions}"
-    if rollout.rl_max_new_tokens is not None and rollout.rl_max_new_tokens >= longest:
-        yield "rl_max_new_tokens", (
-            f"leaves no room for a prompt in {longest} tokens (--inference-max-seq-length); use at most {longest - 1}"
-        )
+    for name in ("rl_max_new_tokens", "rl_eval_max_new_tokens"):
+        if (config.value(name) or 0) >= longest and (name in config.typed or name == "rl_max_new_tokens"):
+            yield name, (
+                f"leaves no room for a prompt in {longest} tokens (--inference-max-seq-length); use at most "
+                f"{longest - 1}"
+            )
     if training.perform_rl_step and bin_size is not None and bin_size < longest:
         yield "rl_sequence_packing_bin_size", (
             f"cannot hold one sequence of {longest} tokens (--inference-max-seq-length); use at least {longest}"

@@ -63,6 +63,9 @@ class ServedEnvironment:
     evaluation_only: bool
     max_turns: int
     """How often the model may speak in a conversation."""
+    eval_prompts: int | None = None
+    eval_samples: int | None = None
+    """Of an evaluation, where the list says another number than the flags."""
 
 
 class EnvironmentClient:

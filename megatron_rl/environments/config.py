@@ -6,6 +6,8 @@
   evaluation_only: false         # true: evaluated, never trained on
   in_process: false              # true: graded in the server itself, where nothing stops a grader that hangs
   grade_deadline: 5.0            # seconds one grade may take; both default to what the environment says
+  eval_prompts: 30               # of an evaluation, in place of --rl-prompts-per-eval
+  eval_samples: 32               # completions of each, in place of --rl-samples-per-eval-prompt
   name: long_arithmetic          # only needed to tell two entries of one environment apart
 """
 
@@ -38,6 +40,10 @@ MAX_ARGS = 100_000
 MAX_ENTRIES = 1_000
 
 
+def _is_within(largest: int, value: int) -> bool:
+    return 1 <= value <= largest
+
+
 RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]] = {
     "weight": (1.0, (int, float), lambda value: 0 <= value <= MAX_WEIGHT, f"it must be from 0 to {MAX_WEIGHT:g}"),
     "evaluation_only": (False, (bool,), lambda _: True, "it must be true or false"),
@@ -46,6 +52,10 @@ RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]]
         f"it must match {NAME_PATTERN.pattern} and have at most {MAX_NAME} characters",
     ),
     "in_process": (None, (bool,), lambda _: True, "it must be true or false"),
+    **{
+        name: (None, (int,), partial(_is_within, largest), f"it must be a whole number from 1 to {largest:,}")
+        for name, largest in (("eval_prompts", 1_000_000), ("eval_samples", 100_000))
+    },
     "grade_deadline": (
         *(None, (int, float), lambda value: 0 < value <= MAX_GRADE_DEADLINE),
         f"give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}",
@@ -73,6 +83,9 @@ class EnvironmentSpec:
     in_process: bool | None = None
     """None leaves it, and the next, to the environment."""
     grade_deadline: float | None = None
+    eval_prompts: int | None = None
+    eval_samples: int | None = None
+    """None leaves it to the flags."""
     where: str = field(default="", compare=False)
     """File and line."""
     named: bool = field(default=False, compare=False)

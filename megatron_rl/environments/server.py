@@ -128,10 +128,12 @@ class Environments(Served):
         return {"items": [self._summary(each) for each in self.service.environments]}
 
     def _summary(self, name: str) -> dict[str, Any]:
-        environment = self.service.environment(name)
+        environment, spec = self.service.environment(name), self.service.specs[name]
         return {
             "name": name,
-            "weight": self.service.specs[name].weight,
+            "weight": spec.weight,
+            "eval_prompts": spec.eval_prompts,
+            "eval_samples": spec.eval_samples,
             "environment": environment.name,
             "description": environment.description(),
             "evaluation_only": environment.evaluation_only,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ class Evaluator:
         self,
         rollouter: Rollouter,
         tasks: Sequence[SourcedTask],
-        samples_per_prompt: int,
+        samples_per_prompt: Mapping[str, int],
         factory: RequestFactory,
         seed: int,
         groups: ParallelGroups,
@@ -107,7 +107,7 @@ class Evaluator:
         """A rollout replica's share by expected tokens; each task is sampled, then answered greedily."""
         pairs = [
             (
-                self._factory.request(source, self._samples, 2 * number),
+                self._factory.request(source, self._samples[source.environment], 2 * number),
                 self._factory.request(source, 1, 2 * number + 1, greedy=True),
             )
             for number, source in enumerate(self.tasks)
@@ -137,9 +137,9 @@ class Evaluator:
 
     def _summary(self, name: str, table: numpy.ndarray) -> dict[str, float]:
         score = _TaskScore(*table.T)
-        samples = score.samples
-        metrics = {"num_tasks": len(table), "failed_grades": self._samples * len(table) - samples.sum()}
-        for k in powers_of_two_up_to(self._samples):
+        samples, asked = score.samples, self._samples[name]
+        metrics = {"num_tasks": len(table), "failed_grades": asked * len(table) - samples.sum()}
+        for k in powers_of_two_up_to(asked):
             enough = samples >= k
             if enough.any():
                 by_task = pass_at_k(samples[enough], score.correct[enough], k)

@@ -54,7 +54,7 @@ class EnvironmentAccess:
         return ConversationSettings(max_turns, max_sequence_length)
 
     def held_out_tasks(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[SourcedTask]:
-        """The first ``count`` held-out tasks of every environment whose prompts fit."""
+        """The first ``count`` held-out tasks of every environment whose prompts fit, or as many as its entry says."""
         tasks: list[SourcedTask] = []
         for spec in self.served:
             fitting: list[SourcedTask] = []
@@ -62,7 +62,7 @@ class EnvironmentAccess:
                 prompt_ids = tuple(tokenizer.encode_prompt(task.prompt))
                 if 0 < len(prompt_ids) <= max_prompt_tokens:
                     fitting.append(SourcedTask(spec.name, task, prompt_ids=prompt_ids))
-                if len(fitting) == count:
+                if len(fitting) == (spec.eval_prompts or count):
                     break
             if not fitting:
                 raise EnvironmentFault(

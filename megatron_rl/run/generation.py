@@ -37,16 +37,26 @@ def stop_strings(config: RLConfig, tokenizer: Tokenizer) -> tuple[list[int], tup
 def request_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
     """How answers are drawn, and how long a sequence may become."""
     rollout = config.rollout
-    return RequestFactory(
-        SamplingParams(
-            temperature=rollout.rl_temperature,
-            top_k=rollout.rl_top_k,
-            top_p=rollout.rl_top_p,
-            max_new_tokens=rollout.rl_max_new_tokens,
-            stop=stop_strings(config, tokenizer)[1],
-        ),
-        rollout.inference_max_seq_length,
+    return _factory(
+        config, tokenizer, rollout.rl_temperature, rollout.rl_top_k, rollout.rl_top_p, rollout.rl_max_new_tokens
     )
+
+
+def evaluation_factory(config: RLConfig, tokenizer: Tokenizer) -> RequestFactory:
+    """The same for held-out tasks."""
+    asked = config.rollout
+    return _factory(
+        config, tokenizer, asked.rl_eval_temperature, asked.rl_eval_top_k, asked.rl_eval_top_p,
+        asked.rl_eval_max_new_tokens,
+    )  # fmt: skip
+
+
+def _factory(
+    config: RLConfig, tokenizer: Tokenizer, temperature: float, top_k: int, top_p: float, max_new_tokens: int
+) -> RequestFactory:
+    stop = stop_strings(config, tokenizer)[1]
+    sampling = SamplingParams(temperature, top_k, top_p, max_new_tokens=max_new_tokens, stop=stop)
+    return RequestFactory(sampling, config.rollout.inference_max_seq_length)
 
 
 def build_engine(
@@ -116,19 +126,20 @@ def calibration_requests(factory: RequestFactory, tasks: PromptSource | Sequence
     return [factory.request(task, 1, index, at_most=CALIBRATION_TOKENS) for index, task in enumerate(tasks)]
 
 
-def build_evaluator(run: Run, factory: RequestFactory, rollouter: Rollouter) -> Evaluator:
+def build_evaluator(run: Run, rollouter: Rollouter) -> Evaluator:
     """Of the first held-out tasks of every environment whose prompts fit."""
-    settings = run.config.environment
+    settings, factory = run.config.environment, evaluation_factory(run.config, run.tokenizer)
     tasks = run.environments.held_out_tasks(settings.rl_prompts_per_eval, run.tokenizer, factory.max_prompt_tokens)
-    samples = settings.rl_samples_per_eval_prompt
+    asked = {served.name: served.eval_samples for served in run.environments.served}
+    samples = {name: count or settings.rl_samples_per_eval_prompt for name, count in asked.items()}
     return Evaluator(rollouter, tasks, samples, factory, run.config.training.seed, run.groups)
 
 
 def build_evaluator_alone(run: Run) -> Evaluator:
     """The same with an engine of its own: nothing else generates in this program."""
-    factory = request_factory(run.config, run.tokenizer)
     engine = build_engine(run.config, run.policy, run.tokenizer, run.groups, run.phases.cache_budget_gb())
-    evaluator = build_evaluator(run, factory, build_rollouter(run, engine))
+    evaluator = build_evaluator(run, build_rollouter(run, engine))
+    factory = request_factory(run.config, run.tokenizer)
     run.phases.hold(engine, lambda: calibration_requests(factory, evaluator.tasks))
     return evaluator
 

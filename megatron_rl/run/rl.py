@@ -122,7 +122,7 @@ def build(base: Run) -> RLRun:
                 reference, groups, parts.timer,
             ),
             parity=_parity_gate(parts, scorer, engine),
-            evaluator=build_evaluator(parts, factory, rollouter) if evaluates else None,
+            evaluator=build_evaluator(parts, rollouter) if evaluates else None,
             journal=_journal(parts),
         )
     )

@@ -128,6 +128,13 @@ def test_bad_weights(problems, weight):
     assert problem.startswith("1: weight is")
 
 
+@pytest.mark.parametrize("name", ["eval_prompts", "eval_samples"])
+@pytest.mark.parametrize("value", ["0", "1.5", "true", "1000001"])
+def test_bad_sizes_of_an_evaluation(problems, name, value):
+    [problem] = problems(f"- environment: arithmetic\n  {name}: {value}\n")
+    assert problem.startswith(f"1: {name} is ") and "it must be a whole number from 1 to 1" in problem
+
+
 ANCHORS = "- a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
 )

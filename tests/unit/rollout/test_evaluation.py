@@ -34,7 +34,8 @@ def evaluator(
     groups: ParallelGroups, rollouter: FixedRollouter, tasks: Sequence[tuple[str, str]], samples: int
 ) -> Evaluator:
     draws = [SourcedTask(environment, Task(task_id, "p"), prompt_ids=(1, 2)) for environment, task_id in tasks]
-    return Evaluator(rollouter, draws, samples, FACTORY, seed=7, groups=groups)
+    counts = {environment: samples for environment, _ in tasks}
+    return Evaluator(rollouter, draws, counts, FACTORY, seed=7, groups=groups)
 
 
 def test_numbers(one_rank: ParallelGroups) -> None:
@@ -94,6 +95,21 @@ def test_environments_are_kept_apart(one_rank: ParallelGroups) -> None:
     metrics = evaluator(one_rank, FixedRollouter(groups), [("b", "0"), ("a", "0")], samples=1).evaluate(0).metrics
     assert (metrics["val/a/pass@1"], metrics["val/b/pass@1"]) == (0.0, 1.0)
     assert (metrics["val/a/greedy"], metrics["val/b/greedy"]) == (0.0, 1.0)
+
+
+def test_environments_may_want_other_numbers_of_samples(one_rank: ParallelGroups) -> None:
+    """pass@k goes as far as each has samples."""
+    groups = [
+        graded_group([1.0, 0.0], environment="b"), graded_group([1.0], environment="b"),
+        graded_group([0.0], environment="a"), graded_group([0.0], environment="a"),
+    ]  # fmt: skip
+    rollouter = FixedRollouter(groups)
+    draws = [SourcedTask(name, Task("0", "p"), prompt_ids=(1, 2)) for name in "ba"]
+    metrics = Evaluator(rollouter, draws, {"a": 1, "b": 2}, FACTORY, seed=7, groups=one_rank).evaluate(0).metrics
+    assert [request.num_samples for request in rollouter.asked[0][0]] == [2, 1, 1, 1]
+    assert (metrics["val/b/pass@1"], metrics["val/b/pass@2"], metrics["val/a/pass@1"]) == (0.5, 1.0, 0.0)
+    assert "val/a/pass@2" not in metrics
+    assert metrics["val/a/failed_grades"] == metrics["val/b/failed_grades"] == 0
 
 
 def test_every_evaluation_asks_the_same(one_rank: ParallelGroups) -> None:
