@@ -136,7 +136,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         optimizer=optimizer,
         optimizer_in_rollouts=0 if offloaded else optimizer,
         quantized=sum(stored_bytes(recipe, linear.rows, linear.columns) for linear in _quantized(config, layout)),
-        kv_cache=slots * slot_bytes(config),
+        kv_cache=slots * slot_bytes(config) // layout.most_layers * len(layout.layers),
         rollout_logits=slots * padded * logits * _FP32,
         activations=activation_elements(config, layout, stage) * number,
         training_logits=_training_logits(config, layout, number),
@@ -248,7 +248,7 @@ def _inner_elements(layer: Layer, config: RLConfig) -> int:
 
 
 def slot_bytes(config: RLConfig) -> int:
-    """Keys and values of one sequence of full length."""
+    """Keys and values of one sequence of full length; of the pipeline stage that has the most layers."""
     return config.kv_cache_bytes(max(config.rollout.inference_max_seq_length, FEWEST_KEYS))
 
 

@@ -2,8 +2,8 @@
 # Qwen2.5-32B, GRPO with DAPO's clipping on DAPO-Math-17k: 8 nodes x 8 GPUs, tensor-parallel size 8.
 #
 # The flags are those of Megatron-LM's own Qwen2.5-32B example. Every name of them is known here, but not every value:
-# pipeline parallelism (PP above 1) is not built and is refused in a line before anything starts. Flags without a
-# meaning here are listed, with the reason, when the run starts; docs/flags.md has them all.
+# with PP above 1, Transformer Engine's layers and CUDA graphs are refused in a line before anything starts. Flags
+# without a meaning here are listed, with the reason, when the run starts; docs/flags.md has them all.
 #
 # Start it on every node:
 #

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -83,7 +83,7 @@ class KVNumbers:
 
 
 @contextlib.contextmanager
-def rounded_attention(layers: torch.nn.ModuleList, numbers: KVNumbers) -> Iterator[None]:
+def rounded_attention(layers: Sequence[torch.nn.Module], numbers: KVNumbers) -> Iterator[None]:
     """Inside, the attention of a model's ``layers`` rounds keys and values in packed batches as a rollout does."""
     attentions = [layer.self_attention for layer in layers]
     try:

@@ -30,7 +30,7 @@ class ParallelConfig:
     tensor_model_parallel_size: int = flag(1, ge=1, common=True)
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = flag(1, ge=1)
-    """Ranks that share the stack of layers, a stage each: supervised training; rollouts above 1 are not built yet."""
+    """Ranks that share the stack of layers, a stage each, in training and in rollouts."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, ge=1, source="--num-layers-per-virtual-pipeline-stage", derived=_virtual_stages
     )
@@ -160,7 +160,17 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             return
     if layers and not stages.sizes(layers):
         yield "pipeline_model_parallel_size", _cannot_share(layers, stages, uneven)
-    yield from _without_rollouts(config, "pipeline_model_parallel_size", "pipeline stages")
+    training, kernels = config.training, config.kernels
+    if training.perform_rl_step or training.eval_only or training.eval_interval is not None:
+        for name, is_given in (
+            ("rl_inference_engine", config.rollout.rl_inference_engine == "mcore"),
+            ("rl_router_replay", config.rollout.rl_router_replay),
+            ("transformer_impl", kernels.transformer_impl != "local"),
+            ("enable_cuda_graph", kernels.enable_cuda_graph),
+            ("cuda_graph_impl", kernels.cuda_graph_impl == "local"),
+        ):
+            if is_given:
+                yield name, "is not built for rollouts on pipeline stages; leave it out, or use one stage"
 
 
 def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:

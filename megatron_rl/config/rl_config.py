@@ -208,10 +208,10 @@ class RLConfig:
         return self.kv_cache_dtype != self._model_dtype
 
     def kv_cache_bytes(self, tokens: int) -> int:
-        """Keys and values of one sequence of ``tokens`` on this rank, and its experts where they are recorded."""
+        """Of one sequence: keys and values on the stage with the most layers, and its experts where recorded."""
         layout = self.layout()
         routing = layout.routing_bytes if self.rollout.rl_router_replay else 0
-        return layout.cache_numbers(tokens) * {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype] + tokens * routing
+        return layout.slot_numbers(tokens) * {"fp32": 4, "bf16": 2, "fp8": 1}[self.kv_cache_dtype] + tokens * routing
 
     @property
     def _model_dtype(self) -> str:

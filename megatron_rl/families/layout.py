@@ -244,6 +244,8 @@ class ModelLayout:
     tensor_size: int
     layers: tuple[Layer, ...]
     """This stage's, chunk by chunk."""
+    most_layers: int
+    """Of the stage that has the most."""
     before: tuple[Parameter, ...]
     """The embedding, on the first stage."""
     after: tuple[Parameter, ...]
@@ -274,6 +276,7 @@ class ModelLayout:
             padded_vocab_size=rows,
             tensor_size=tensor_size,
             layers=tuple(_layer(index, model, tensor_size, experts) for chunk in chunks for index in chunk),
+            most_layers=max(stages.sizes(model.num_layers)),
             before=(Parameter(EMBEDDING, table, "rows", tensor_size),) if is_first else (),
             after=tuple(after) if is_last else (),
             is_first=is_first,
@@ -312,6 +315,13 @@ class ModelLayout:
     def cache_numbers(self, tokens: int) -> int:
         """What all layers keep of a sequence of ``tokens``, on one rank."""
         return sum(layer.cache.numbers(tokens) for layer in self.layers)
+
+    def slot_numbers(self, tokens: int) -> int:
+        """The same on the stage that has the most layers: all stages give a sequence as much room.
+
+        So their caches hold as many sequences, and their schedulers decide alike.
+        """
+        return self.cache_numbers(tokens) // len(self.layers) * self.most_layers
 
 
 def _layer(index: int, model: Architecture, ranks: int, experts: ExpertShare) -> Layer:

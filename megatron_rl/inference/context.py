@@ -34,7 +34,8 @@ class RolloutContext(BaseInferenceContext):
         self.cache = cache
         self._kernels = policy.attention
         self._rope = policy.rope
-        self._first_layer = policy.gpt.decoder.layers[0].layer_number
+        self._place = {layer.layer_number: place for place, layer in enumerate(policy.layers)}
+        """Of a layer of this rank in the cache."""
         self._dtype = policy.dtype
         self.ops = ops
         """What the layers do between their products."""
@@ -92,7 +93,7 @@ class RolloutContext(BaseInferenceContext):
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionPlan`; also stores the keys and values."""
-        index, numbers = layer - self._first_layer, self.cache.numbers
+        index, numbers = self._place[layer], self.cache.numbers
         if self._last_tokens is not None:
             numbers.calibrate(index, key, value)
         self.cache.write(index, self._slots, key, value)
@@ -113,7 +114,7 @@ class RolloutContext(BaseInferenceContext):
         """See `RolloutPlan`."""
         from megatron_rl.models.kernels import rotate_store
 
-        cache, index = self.cache, layer - self._first_layer
+        cache, index = self.cache, self._place[layer]
         stored = cache.keys[index], cache.values[index], self._slots, *cache.numbers.scales(index)
         query = rotate_store(mixed, self._cos, self._sin, query_norm, key_norm, *stored)
         return self._attend(query, cache, index, self._plan)
@@ -121,7 +122,7 @@ class RolloutContext(BaseInferenceContext):
     def record_routing(self, layer: int, experts: torch.Tensor) -> None:
         """See `RolloutPlan`."""
         if self._records:
-            self.cache.write_routing(layer - self._first_layer, self._cells, experts)
+            self.cache.write_routing(self._place[layer], self._cells, experts)
 
     # -- asked by GPTModel, TransformerBlock and TransformerLayer ------------------------------
 

@@ -12,10 +12,12 @@ import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
-from megatron_rl.arithmetic import FEWEST_KEYS
+from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.attention.kv_numbers import KVNumbers
 from megatron_rl.errors import EngineError
 from megatron_rl.families.layout import LayerCache, ModelLayout
@@ -204,13 +206,10 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
     Raises:
         EngineError: the budget does not hold the longest sequence, or the layout cannot do what is asked for.
     """
-    # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
-    length, kernel, layout = max(options.max_sequence_length, FEWEST_KEYS), policy.attention.cache, policy.layout
+    length, sequence_bytes = _of_a_sequence(policy, options)
+    kernel, layout = policy.attention.cache, policy.layout
     layers = [layer.cache for layer in layout.layers]
     rows, stored = options.max_batch_size, options.kv_cache_dtype
-    sequence_bytes = layout.cache_numbers(length) * (stored or policy.dtype).itemsize
-    if options.records_routing:
-        sequence_bytes += length * layout.routing_bytes
     for problem in policy.attention.block_problems(options.block_size, options.kv_overcommit):
         raise EngineError(problem.text)
     if kernel.layout == "rows":
@@ -226,6 +225,37 @@ def build_cache(policy: PolicyModel, options: EngineOptions) -> tuple[Cache, Blo
     if options.records_routing:
         cache.hold_routing(layout)
     return cache, blocks, rows
+
+
+def shared_out(policy: PolicyModel, options: EngineOptions, most: int) -> list[EngineOptions]:
+    """The sizes of at most ``most`` engines that together have the rows and the budget of ``options``.
+
+    Fewer, where each would have less than `FEWEST_ROWS` rows, or no room for the longest sequence.
+
+    Raises:
+        EngineError: see `build_cache`.
+    """
+    length, sequence_bytes = _of_a_sequence(policy, options)
+    rows, budget, kernel = options.max_batch_size, options.cache_budget_gb, policy.attention.cache
+    if kernel.layout == "rows":
+        rows, budget = rows_within(budget, sequence_bytes, length, rows), None
+    most = min(most, rows // FEWEST_ROWS)
+    if budget is not None:
+        block_size = options.block_size or kernel.block_size
+        blocks = int(budget * 2**30 // (sequence_bytes * block_size // length))
+        most = min(most, blocks // (-(-length // block_size) + 1))
+    count = max(1, most)
+    borders = [rows * part // count for part in range(count + 1)]
+    share = None if budget is None else budget / count
+    return [replace(options, max_batch_size=end - start, cache_budget_gb=share) for start, end in pairwise(borders)]
+
+
+def _of_a_sequence(policy: PolicyModel, options: EngineOptions) -> tuple[int, int]:
+    """Places in the cache of the longest sequence, and their bytes."""
+    # Prefill pads the shortest prompts to FEWEST_KEYS, so the cache must have room for those.
+    length, layout = max(options.max_sequence_length, FEWEST_KEYS), policy.layout
+    routing = length * layout.routing_bytes if options.records_routing else 0
+    return length, layout.slot_numbers(length) * (options.kv_cache_dtype or policy.dtype).itemsize + routing
 
 
 def rows_within(budget_gb: float | None, sequence_bytes: int, length: int, wanted: int) -> int:

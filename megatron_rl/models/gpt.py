@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.attention import Attention, RopeTable, numbers_of, proven_attention
 from megatron_rl.config import RLConfig
@@ -57,9 +58,14 @@ class PolicyModel:
 
     @property
     def gpt(self) -> GPTModel:
-        """The whole model, where one rank has all its layers: what rollouts run."""
+        """The whole model, where one rank has all its layers."""
         (whole,) = self.chunks
         return whole
+
+    @property
+    def layers(self) -> list[TransformerLayer]:
+        """The decoder layers that this rank holds, in the order of the forward pass."""
+        return [layer for gpt in self.chunks for layer in gpt.decoder.layers]
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All that this rank holds."""

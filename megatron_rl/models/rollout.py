@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as functional
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -162,16 +163,29 @@ class RolloutForward:
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``[N]`` ids and positions -> ``[rows, V]`` fp32 logits over the real vocabulary."""
-        logits = self._short(token_ids) if self.is_short else self._stock(token_ids, positions)
+        gpt = self._policy.gpt
+        logits = self._short(gpt, token_ids) if self.is_short else self._stock(token_ids, positions)
         return logits[:, : self._policy.vocab_size].float()
 
-    def _short(self, token_ids: torch.Tensor) -> torch.Tensor:
-        gpt, plan = self._policy.gpt, self._plan
-        embedding = gpt.embedding.word_embeddings
-        hidden = functional.embedding(token_ids, embedding.weight) if self._is_whole else embedding(token_ids)
-        pending = None
+    def chunk(self, number: int, entering: torch.Tensor) -> torch.Tensor:
+        """The part of `forward` that one of the policy's chunks has, in the short way.
+
+        The first chunk of the model takes the ids, every other what the one before it gives: ``[N, hidden]``. The last
+        gives the logits.
+        """
+        gpt = self._policy.chunks[number]
+        leaving = self._short(gpt, entering)
+        return leaving[:, : self._policy.vocab_size].float() if gpt.post_process else leaving
+
+    def _short(self, gpt: GPTModel, entering: torch.Tensor) -> torch.Tensor:
+        plan, hidden, pending = self._plan, entering, None
+        if gpt.pre_process:
+            embedding = gpt.embedding.word_embeddings
+            hidden = functional.embedding(entering, embedding.weight) if self._is_whole else embedding(entering)
         for layer in gpt.decoder.layers:
             hidden, pending = layer.decode(hidden, pending, plan)
+        if not gpt.post_process:
+            return plan.ops.add(hidden, pending)
         _, normed = plan.ops.add_norm(hidden, pending, gpt.decoder.final_layernorm, None)
         chosen = plan.last_token_logits(normed[None])
         tied = gpt.share_embeddings_and_output_weights

@@ -73,9 +73,14 @@ class RolloutOps:
 
             packing = None if reader is None else packing_for(reader)
             return add_norm(residual, output, bias, norm.weight, norm.eps, packing)
-        if output is not None:  # in megatron's order
-            residual = (output if bias is None else output.add_(bias)).add_(residual)
+        if pending is not None:
+            residual = self.add(residual, pending)
         return residual, norm.forward(residual)
+
+    def add(self, residual: torch.Tensor, pending: Pending) -> torch.Tensor:
+        """The residual stream with ``pending`` added, in megatron's order."""
+        output, bias = pending
+        return (output if bias is None else output.add_(bias)).add_(residual)
 
     def activate(self, inner: torch.Tensor, config: TransformerConfig, reader: torch.nn.Module) -> LinearInput:
         """A plain MLP's activation, for the linear ``reader``: [T, F], or [T, 2 F] -> [T, F]."""

@@ -7,6 +7,7 @@ import datetime
 import functools
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -62,6 +63,8 @@ class ParallelGroups:
     loss_group: dist.ProcessGroup
     """Training replicas and their stages, of one context-parallel rank each: what the last stages know of a loss, added
     up over it, all ranks know."""
+    ring: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    """From the stage before, and to the one after, the first stage being after the last; None with one stage."""
 
     @property
     def tensor_rank(self) -> int:
@@ -184,6 +187,7 @@ def current_groups() -> ParallelGroups:
         expert_group=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
         lockstep_group=_lockstep_group(),
         loss_group=_loss_group(),
+        ring=_ring(parallel_state.get_pipeline_model_parallel_group()),
     )
 
 
@@ -198,10 +202,31 @@ def _loss_group() -> dist.ProcessGroup:
     """megatron has none: the ranks of each tensor-parallel and context-parallel index."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return parallel_state.get_data_parallel_group()
-    whole, group = dist.group.WORLD, parallel_state.get_tensor_and_context_parallel_group()
-    size, timeout = group.size(), whole._get_backend(whole._device_types[0]).options._timeout  # torch's own is shorter
-    made = [dist.new_group(range(index, dist.get_world_size(), size), timeout=timeout) for index in range(size)]
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    size = group.size()
+    made = [_made(range(index, dist.get_world_size(), size)) for index in range(size)]
     return made[group.rank()]
+
+
+@functools.cache
+def _ring(pipeline_group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """A group of its own for each direction: with one for both, NCCL would run a send behind a receive that waits."""
+    stages, own = pipeline_group.size(), pipeline_group.rank()
+    if stages == 1:
+        return None
+    stride = dist.get_world_size() // stages  # from a rank of one stage to that of the next
+    made = [
+        [_made([first + stage * stride, first + (stage + 1) % stages * stride]) for stage in range(stages)]
+        for first in range(stride)
+    ]
+    edges = made[dist.get_rank() % stride]
+    return edges[own - 1], edges[own]
+
+
+def _made(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group that waits as long as the job's; torch's own timeout is shorter."""
+    whole = dist.group.WORLD
+    return dist.new_group(ranks, timeout=whole._get_backend(whole._device_types[0]).options._timeout)
 
 
 def seed_everything(seed: int) -> None:
@@ -221,6 +246,7 @@ def shut_down() -> None:
     if not dist.is_initialized():
         return
     _loss_group.cache_clear()
+    _ring.cache_clear()
     with contextlib.suppress(AssertionError, AttributeError):
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

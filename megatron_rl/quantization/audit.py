@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
+from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.quantization.linears import QuantizedLinear, QuantizedLinears, parallel_linears
 
 AUDITED_TOKENS = 64
@@ -107,6 +109,17 @@ def audit(
         ran = _verdict(from_plain, from_twin, wanted, TOLERANCE[seen.outputs.dtype])
         rows.append(LayerAudit(name, wanted, ran, from_plain, seen.calls))
     return rows
+
+
+def of_all_ranks(rows: Sequence[LayerAudit], model_group: dist.ProcessGroup | None) -> list[LayerAudit]:
+    """The rows of the whole model copy, in its order; of ranks that share a layer one that does not agree counts."""
+    if model_group is None:
+        return list(rows)
+    known: dict[str, LayerAudit] = {}
+    for row in (LayerAudit(**row) for part in gather_json([vars(row) for row in rows], model_group) for row in part):
+        if row.layer not in known or not row.agrees:
+            known[row.layer] = row
+    return sorted(known.values(), key=lambda row: int(row.layer.split(".")[1]))  # stable: within a layer as it was
 
 
 def refuse_other_formats(rows: Sequence[LayerAudit]) -> None:

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.errors import QuantizationError
+from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.platform.memory import release, storages_of, take_back
 from megatron_rl.quantization.formats import smoothing_factors
 from megatron_rl.quantization.recipe import PackedActivations, Packing, Recipe, maximum_over
@@ -38,10 +39,11 @@ ParallelLinear = ColumnParallelLinear | RowParallelLinear
 def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear]:
     """The linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
 
+    ``model`` may be a ``ModuleList`` of the chunks that a pipeline stage has; layers are counted over all stages.
     Embedding, output head, norms and router are not among them: they stay as they are.
     """
     found = {}
-    for layer in model.decoder.layers:
+    for layer in (layer for chunk in _chunks(model) for layer in chunk.decoder.layers):
         prefix = f"layers.{layer.layer_number - 1}"
         for name, module in layer.named_modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -49,14 +51,28 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear]:
     return found
 
 
+def _chunks(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
+    return model if isinstance(model, torch.nn.ModuleList) else (model,)
+
+
 class QuantizedLinears:
     """Owns the quantised copies of one model."""
 
-    def __init__(self, model: torch.nn.Module, recipe: Recipe | None, skip: Sequence[str] = ()) -> None:
-        """No copies without a recipe. ``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        recipe: Recipe | None,
+        skip: Sequence[str] = (),
+        model_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """No copies without a recipe. ``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``.
+
+        ``model_group`` are the ranks that refuse together what one of them cannot quantise; None: this rank alone.
+        """
         self.recipe = recipe
+        self._model_group = model_group
         linears = {} if recipe is None else parallel_linears(model)
-        self.plain = tuple(name for name in linears if skipped(name, skip, model.config.num_layers))
+        self.plain = tuple(name for name in linears if skipped(name, skip, _chunks(model)[0].config.num_layers))
         """Names of the layers left as they are."""
         self.layers = tuple(
             QuantizedLinear(name, module, recipe) for name, module in linears.items() if name not in self.plain
@@ -95,10 +111,10 @@ class QuantizedLinears:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Write all copies anew, into the buffers they have; collective over the tensor-parallel ranks.
+        """Write all copies anew, into the buffers they have; collective over the ranks of the model copy.
 
         Raises:
-            QuantizationError: a weight holds NaN or infinity; names the layer.
+            QuantizationError: a weight holds NaN or infinity; on all ranks of the copy, names the layer.
         """
         for storage, size in self._released:
             take_back(storage, size).zero_()  # a refresh does not write the padding
@@ -110,10 +126,14 @@ class QuantizedLinears:
             self.recipe.encode(weight, shared.get(layer.name), q)
             finite.append((q.scales.isfinite() & (q.scales > 0)).all())
         # The one host read of a refresh: a NaN must not become a rollout of noise.
+        bad = []
         if finite and not bool(torch.stack(finite).all()):
-            bad = next(layer for layer, good in zip(self.layers, finite, strict=True) if not good)
+            bad = [layer.name for layer, good in zip(self.layers, finite, strict=True) if not good][:1]
+        if self._model_group is not None:  # a rank that raised alone would leave the others waiting in the rollout
+            bad = [name for names in gather_json(bad, self._model_group) for name in names]
+        if bad:
             raise QuantizationError(
-                f"the weight of {bad.name} holds NaN or infinity, which {self.recipe.name} cannot represent; go back "
+                f"the weight of {bad[0]} holds NaN or infinity, which {self.recipe.name} cannot represent; go back "
                 "to an earlier checkpoint and look for the first step with a non-finite loss or gradient"
             )
         self._stale = False

@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_rl.quantization.audit import LayerAudit, audit, observed, refuse_other_formats
+from megatron_rl.quantization.audit import LayerAudit, audit, observed, of_all_ranks, refuse_other_formats
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
 
@@ -40,8 +41,13 @@ class RolloutQuantization:
         skip: Sequence[str],
         on_audit: Callable[[Sequence[LayerAudit]], None],
         timed: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
+        model_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer."""
+        """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer.
+
+        See `QuantizedLinears` for ``model`` and ``model_group``.
+        """
+        self._model_group = model_group
         self._model, self._asked, self._skip = model, recipe, tuple(skip)
         self._on_audit, self._timed = on_audit, timed
         self._aligned = False
@@ -50,7 +56,7 @@ class RolloutQuantization:
     def weights_changed(self) -> None:
         """The copies are of other weights: made anew at once for aligned training, else before they are used again.
 
-        At once means collective over the tensor-parallel ranks.
+        At once means collective over the model copy.
         """
         self.linears.weights_changed()
         if self._aligned:
@@ -101,7 +107,7 @@ class RolloutQuantization:
                 yield
         if any(one.calls for one in seen.values()):
             self._audited = True
-            rows = audit(self._model, linears, seen)
+            rows = of_all_ranks(audit(self._model, linears, seen), self._model_group)
             self._on_audit(rows)
             refuse_other_formats(rows)
 
@@ -154,7 +160,7 @@ class RolloutQuantization:
     def _use(self, name: str) -> None:
         recipe = RECIPES.get(name)
         vars(self).pop("linears", None)  # the old buffers go before the new ones are made
-        self.linears = QuantizedLinears(self._model, recipe, self._skip)
+        self.linears = QuantizedLinears(self._model, recipe, self._skip, self._model_group)
         self.recipe = name if ":" in name or recipe is None else recipe.name
         self.wants_calibration = recipe is not None and recipe.needs_calibration
         self._audited = False

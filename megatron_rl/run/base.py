@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.manager import CheckpointManager
@@ -160,13 +161,15 @@ def build_quantization(
         logger.info("%s (all in %s):\n%s", title, directory.quantization.name, table)
 
     quantization = RolloutQuantization(
-        policy.chunks[0], settings.rl_rollout_quantization, settings.rl_quantization_skip, report, timer.phase
-    )
+        torch.nn.ModuleList(policy.chunks), settings.rl_rollout_quantization, settings.rl_quantization_skip, report,
+        timer.phase, groups.model_group,
+    )  # fmt: skip
     linears = quantization.linears
+    where = "" if config.stages.count == 1 else " of the first stage"
     if linears.layers and groups.is_main:
         logger.info(
-            "rollouts run %d linear layers as %s, %d as they are: %.2f MiB beside %.2f MiB of their weights",
-            len(linears.layers), linears.recipe.format, len(linears.plain), linears.stored_bytes / 2**20,
+            "rollouts run %d linear layers%s as %s, %d as they are: %.2f MiB beside %.2f MiB of their weights",
+            len(linears.layers), where, linears.recipe.format, len(linears.plain), linears.stored_bytes / 2**20,
             linears.num_weights * policy.dtype.itemsize / 2**20,
         )
     return quantization

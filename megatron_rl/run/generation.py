@@ -10,6 +10,7 @@ from megatron_rl.config import RLConfig
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.lockstep import LockstepEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
+from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator
@@ -98,6 +99,8 @@ def build_engine(
         return McoreEngine(policy, options, ends)
     if groups.shares_experts:
         return LockstepEngine(policy, options, ends, tokenizer.decode, groups)
+    if config.stages.count > 1:
+        return StagedEngine(policy, options, ends, tokenizer.decode, groups)
     return RolloutEngine(policy, options, ends, tokenizer.decode, groups.tensor_group)
 
 

@@ -15,6 +15,7 @@ from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.config import RLConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
+from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.rollout.collector import Collector, DynamicSampling
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
@@ -139,8 +140,8 @@ def _dynamic_sampling(config: RLConfig) -> DynamicSampling | None:
 
 def _parity_gate(parts: TrainingParts, scorer: Scorer, engine: Engine) -> ParityGate:
     rounded = None
-    if parts.config.kv_cache_is_rounded and isinstance(engine, RolloutEngine):
-        rounded = partial(rounded_attention, parts.policy.gpt.decoder.layers, engine.kv_numbers)
+    if parts.config.kv_cache_is_rounded and isinstance(engine, RolloutEngine | StagedEngine):
+        rounded = partial(rounded_attention, parts.policy.layers, engine.kv_numbers)
     return ParityGate(parts.config, scorer, parts.phases.quantization, parts.groups.data_group, rounded)
 
 

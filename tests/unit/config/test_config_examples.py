@@ -97,9 +97,9 @@ def test_a_hugging_face_directory_is_where_it_starts_too(tmp_path):
     assert config.tokenizer.vocab_size == config_json["vocab_size"]
 
 
-def test_a_value_that_is_not_built_is_refused_in_a_line():
+def test_pipeline_stages_take_its_flags_but_two():
     _, problems = read_config(script_flags(EXAMPLE / "run.sh", PP="2"), 64)
-    assert {problem.flag for problem in problems} == {"--pipeline-model-parallel-size"}
+    assert {problem.flag for problem in problems} == {"--transformer-impl", "--enable-cuda-graph"}
 
 
 def test_a_wrong_size_would_be_seen(flags):

@@ -45,10 +45,6 @@ ONE_PROBLEM = [
     # changes, ranks, what the message must say
     ({"train_samples": "64"}, 1, ["--train-iters 100", "--train-samples 64", "keep one"]),
     (TENSOR_2, 3, ["world size 3", "divisible by 2", "start 2 or 4 ranks"]),
-    (
-        {"pipeline_model_parallel_size": "2"}, 2,
-        ["--pipeline-model-parallel-size 2", "--perform-rl-step", "rollouts are not built for pipeline stages yet"],
-    ),
     ({"context_parallel_size": "2"}, 3, ["world size 3", "divisible by 2", "context parallel size", "2 or 4 ranks"]),
     (
         {"context_parallel_size": "2", "rl_inference_engine": "mcore"}, 2,

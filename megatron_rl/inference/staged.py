@@ -1,0 +1,233 @@
+"""The rollout engine on pipeline stages: every stage has the same schedulers, and the cache of its own layers.
+
+    lane 0   s0 ─► s1 ─► draw        s0 ─► s1 ─► draw
+    lane 1         s0 ─► s1 ─► draw        s0 ─► s1 ─► draw       a decode step of each lane goes through the stages
+
+A lane is a `RolloutEngine` with its share of the rows and of the cache. A stage works on one lane while the others are
+on other stages, so as many lanes as stages keep all of them busy. Hidden states go from stage to stage, ids from the
+last one to the first; once a burst the last stage tells all what was drawn. With that all stages take the same
+decisions in the same order, and nothing else has to be agreed on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as ListOf
+
+import torch
+
+from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
+from megatron_rl.inference.kv_cache import shared_out
+from megatron_rl.inference.model_runner import ModelRunner
+from megatron_rl.inference.rollout_engine import RolloutEngine
+from megatron_rl.inference.sampler import SamplingKinds, uniform
+from megatron_rl.inference.scheduler import Chunk
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.stages import StageMessages
+from megatron_rl.types import Completed, Request
+
+Turns = Generator[None, None, None]
+"""Work that pauses wherever it has to wait for another stage."""
+
+
+class StagedEngine(Engine):
+    """Takes the turns of the lanes."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        options: EngineOptions,
+        stop_token_ids: ListOf[int],
+        decode_text: Callable[[ListOf[int]], str],
+        groups: ParallelGroups,
+    ) -> None:
+        sizes = shared_out(policy, options, groups.pipeline_group.size())
+        messages = StageMessages(groups, policy.device, in_flight=2 * len(sizes))
+        self.lanes = [Lane(policy, size, stop_token_ids, decode_text, groups, messages) for size in sizes]
+        self.max_batch_size = sum(lane.max_batch_size for lane in self.lanes)
+        self.kv_numbers = self.lanes[0].kv_numbers
+        for lane in self.lanes:
+            lane.cache.numbers = self.kv_numbers
+        self._turns = deque(self.lanes)
+        self._lane_of: dict[int, Lane] = {}
+
+    def begin(self, seed: int, policy_version: int) -> None:
+        self.abort()
+        self._lane_of.clear()
+        for lane in self.lanes:
+            lane.begin(seed, policy_version)
+
+    def submit(self, request: Request) -> None:
+        """See `Engine.submit`. Later turns of a conversation go where the cache has the earlier ones.
+
+        Raises:
+            EngineError: see `EngineOptions.check`.
+        """
+        lane = self._lane_of.get(request.index) if request.turn else None
+        lane = lane or min(self.lanes, key=lambda lane: lane.expected)
+        lane.submit(request)
+        self._lane_of[request.index] = lane
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """Of all lanes."""
+        return EngineStatistics(*map(sum, zip(*(vars(lane.statistics).values() for lane in self.lanes), strict=True)))
+
+    @property
+    def has_unfinished(self) -> bool:
+        return any(lane.has_unfinished for lane in self.lanes)
+
+    @property
+    def cache_tensors(self) -> list[torch.Tensor]:
+        return [tensor for lane in self.lanes for tensor in lane.cache_tensors]
+
+    @torch.inference_mode()
+    def step(self) -> list[Completed]:
+        """Until one lane has finished a step of its own. The others stay under way, so that the pipeline is full."""
+        while self.has_unfinished:
+            if self._turns[0].has_unfinished:
+                complete = self._turns[0].take_turn()
+                if complete is not None:  # its next step comes first
+                    return complete
+            self._turns.rotate(-1)
+        return []
+
+    @torch.inference_mode()
+    def abort(self) -> None:
+        """Messages under way are received first: the next rollout would take them for its own."""
+        while any(lane.is_under_way for lane in self.lanes):
+            if self._turns[0].is_under_way:
+                self._turns[0].take_turn()
+            self._turns.rotate(-1)
+        for lane in self.lanes:
+            lane.abort()
+
+
+class Lane(RolloutEngine):
+    """A share of the rows, whose step pauses."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        options: EngineOptions,
+        stop_token_ids: ListOf[int],
+        decode_text: Callable[[ListOf[int]], str],
+        groups: ParallelGroups,
+        messages: StageMessages,
+    ) -> None:
+        super().__init__(policy, options, stop_token_ids, decode_text, groups.tensor_group)
+        self.runner = StageRunner(self.runner, policy, messages)
+        self._turns: Generator[None, None, list[Completed]] | None = None
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        self.expected += _expected(request)
+
+    def abort(self) -> None:
+        super().abort()
+        self.expected = 0
+        """Tokens that the unfinished requests will probably draw."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """It is amid a step."""
+        return self._turns is not None
+
+    def take_turn(self) -> list[Completed] | None:
+        """Go on with the step, or begin one; None when it pauses, and what is complete when it is finished."""
+        if self._turns is None:
+            self._turns = self._pausing_step()
+        try:
+            next(self._turns)
+        except StopIteration as end:
+            self._turns = None
+            return end.value
+        return None
+
+    def _pausing_step(self) -> Generator[None, None, list[Completed]]:
+        """`RolloutEngine.step`, with pauses."""
+        chunks, kinds = self._plan()
+        if chunks:
+            yield from self.runner.prefill_turns(chunks, kinds)
+        running = self._scheduler.running
+        if not running:
+            return []
+        burst = self._next_burst(running)
+        if burst is not None:
+            yield from self.runner.decode_turns(*burst, kinds)
+        complete = self._finish(running)
+        self.expected -= sum(_expected(request) for request, _ in complete)
+        return complete
+
+
+def _expected(request: Request) -> int:
+    return request.num_samples * (request.expected_tokens or request.sampling.max_new_tokens)
+
+
+class StageRunner(ModelRunner):
+    """`ModelRunner` on one stage."""
+
+    def __init__(self, whole: ModelRunner, policy: PolicyModel, messages: StageMessages) -> None:
+        super().__init__(whole.context, whole.model, whole.state, whole.sampler)
+        self._messages = messages
+        self._dtype, self._hidden_size = policy.dtype, policy.config.hidden_size
+        self._chunks = len(policy.chunks)
+
+    def prefill_turns(self, chunks: ListOf[Chunk], kinds: SamplingKinds) -> Turns:
+        """See `prefill`."""
+        self.copy([copy for chunk in chunks for copy in chunk.before])
+        for batch in self.passes(chunks):
+            ids, _ = self._feed(batch)
+            logits = yield from self._through(ids, ids.numel())
+            rows, places = self._begin(batch)
+            drawn = None
+            if logits is not None and len(rows):
+                drawn = self._first_tokens(logits, rows, places, kinds)
+                self._messages.tell_all(*drawn)
+            yield
+            if len(rows):
+                token, logprob = drawn or self._messages.told(len(rows))
+                self.state.record(rows, token[None], logprob[None])
+
+    def decode_turns(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> Turns:
+        """See `decode`."""
+        state, context, messages = self.state, self.context, self._messages
+        positions = state.positions_ahead(rows, steps, context.max_sequence_length)
+        context.begin_decode(positions, key_length)
+        sampling = state.sampling(slice(0, rows), kinds)
+        numbers = uniform(sampling.seeds, positions + 1) if messages.is_last else None
+        drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(steps):
+            context.next_step()
+            token = state.token[:rows]
+            if step > 0 and messages.is_first:
+                token = messages.receive(rows, dtype=torch.int64)
+            logits = yield from self._through(token, rows)
+            if logits is not None:
+                drawn.append(self.sampler(logits, numbers[step], sampling))
+                if step + 1 < steps:
+                    messages.send(drawn[-1][0])
+            if step + 1 < steps:
+                yield
+        told = None
+        if messages.is_last:
+            told = tuple(torch.stack(column) for column in zip(*drawn, strict=True))
+            messages.tell_all(*told)
+        yield
+        state.record(slice(0, rows), *(told or messages.told(steps, rows)))
+
+    def _through(self, ids: torch.Tensor, tokens: int) -> Generator[None, None, torch.Tensor | None]:
+        """This rank's chunks of the forward pass of ``ids`` [tokens]; the logits where the last one is, else None."""
+        messages = self._messages
+        for chunk in range(self._chunks):
+            if chunk:
+                yield
+            enters = messages.is_first and chunk == 0
+            entering = ids if enters else messages.receive(tokens, self._hidden_size, dtype=self._dtype)
+            leaving = self.model.chunk(chunk, entering)
+            if messages.is_last and chunk == self._chunks - 1:
+                return leaving
+            messages.send(leaving)
+        return None

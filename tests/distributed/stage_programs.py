@@ -1,0 +1,111 @@
+"""The rollout engine on pipeline stages; run on every rank by `test_stages.py`, and on one to compare with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_rl.config import RLConfig
+from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.rollout_engine import RolloutEngine
+from megatron_rl.inference.staged import StagedEngine
+from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.parallel import ParallelGroups, initialize, shut_down
+from megatron_rl.platform import current_platform
+from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.types import Completion, Request
+from tests.support.generation import END, drain, letters, ragged_requests
+from tests.support.tiny import single_thread, tiny_config, tiny_policy
+
+Report = dict[str, Any]
+BEGINNING = (4, 9, 14, 19)
+
+
+def roll_out(parallel: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Report]:
+    """Each case's completions. A case is flags, and ``options`` of the engine, ``requests``, ``parallel`` sizes."""
+    single_thread()
+    configs = {name: configured(parallel, case) for name, case in cases.items()}
+    groups = initialize(next(iter(configs.values())).parallel, current_platform())
+    reports = {name: one_case(configs[name], groups, cases[name]) for name in cases}
+    shut_down()
+    return reports
+
+
+def configured(parallel: Mapping[str, Any], case: Mapping[str, Any]) -> RLConfig:
+    flags = {"num_layers": 4, "seq_length": 96} | dict(case.get("flags", {}))
+    config = tiny_config(int(os.environ["WORLD_SIZE"]), **flags)
+    sizes = {**parallel, **(case.get("parallel", {}) if parallel else {})}
+    return replace(config, parallel=replace(config.parallel, **sizes))
+
+
+def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) -> Report:
+    policy = tiny_policy(config)
+    uneven_vectors(policy)
+    options = EngineOptions(**{"max_batch_size": 16, "max_sequence_length": 64} | dict(case.get("options", {})))
+    engine = build(policy, options, groups)
+    wanted = {"count": 6, "num_samples": 3, "max_new_tokens": 16} | dict(case.get("requests", {}))
+    # At least `FEWEST_ROWS` tokens: a shorter prompt computed alone adds up in another order, on one rank as well.
+    requests = [replace(one, prompt_ids=(*BEGINNING, *one.prompt_ids)) for one in ragged_requests(**wanted)]
+    recipe = case.get("recipe")
+    audits: list[Any] = []
+    quantization = None
+    if recipe:
+        model = torch.nn.ModuleList(policy.chunks)
+        quantization = RolloutQuantization(model, recipe, (), audits.append, model_group=groups.model_group)
+    report: Report = {}
+    with rollout_mode(policy), nullcontext() if quantization is None else quantization.rollout():
+        for seed in (1, 2):  # the second finds whatever the first has left
+            engine.begin(seed, 0)
+            for request in requests:
+                engine.submit(request)
+            completions = drain(engine, requests)
+            if case.get("turns"):
+                completions += second_turns(engine, requests, completions)
+            report[f"tokens {seed}"] = [c.token_ids for group in completions for c in group]
+            report[f"logprobs {seed}"] = [c.inference_logprobs for group in completions for c in group]
+            report[f"endings {seed}"] = [c.finish_reason for group in completions for c in group]
+    statistics = engine.statistics
+    report["counts"] = {"preemptions": statistics.preemptions, "reused": statistics.reused_tokens}
+    report["rows"] = engine.max_batch_size
+    report["lanes"] = len(engine.lanes) if isinstance(engine, StagedEngine) else 1
+    report["audit"] = [(row.layer, row.ran) for rows in audits for row in rows]
+    return report
+
+
+def build(policy: PolicyModel, options: EngineOptions, groups: ParallelGroups) -> Engine:
+    if groups.pipeline_group.size() > 1:
+        return StagedEngine(policy, options, (END,), letters, groups)
+    return RolloutEngine(policy, options, (END,), letters, groups.tensor_group)
+
+
+def second_turns(
+    engine: Engine, requests: list[Request], completions: list[tuple[Completion, ...]]
+) -> list[tuple[Completion, ...]]:
+    """Every sample goes on after two tokens that it reads."""
+    later = [
+        replace(
+            request, prompt_ids=(*request.prompt_ids, *done.token_ids, 5, 7), num_samples=1, first_sample=sample, turn=1
+        )
+        for request, group in zip(requests, completions, strict=True)
+        for sample, done in enumerate(group)
+    ]
+    for request in later:
+        engine.submit(request)
+    found = {}
+    while engine.has_unfinished:
+        found |= {(done.index, done.first_sample): group for done, group in engine.step()}
+    return [found[request.index, request.first_sample] for request in later]
+
+
+def uneven_vectors(policy: PolicyModel) -> None:
+    """Biases are 0 and norm weights 1 when they are drawn, which would hide a missing term."""
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if parameter.dim() == 1:
+                layer = int(name.split(".")[2]) if ".layers." in f".{name}" else 9
+                parameter.add_(0.05 * (layer + 1 + ("norm" in name)))

@@ -1,0 +1,112 @@
+"""Rollouts on pipeline stages: the tokens and log-probs of one rank, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+STAGES = {"pipeline_model_parallel_size": 2}
+PAGES = {"attention_backend": "paged"}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"flags": {"untie_embeddings_and_output_weights": False}},
+    "more layers on the first": {
+        "flags": {"num_layers": 5}, "parallel": {"decoder_first_pipeline_num_layers": 3},
+    },
+    "biases, filtered, tempered": {
+        "flags": {"disable_bias_linear": False, "normalization": "LayerNorm"},
+        "requests": {"temperature": 0.7, "top_k": 9, "top_p": 0.9},
+    },
+    "greedy": {"requests": {"greedy": True}},
+    "stop strings": {"requests": {"stop": ("a", "Bc")}},
+    "chunked prompts": {"options": {"prefill_token_budget": 8}, "requests": {"longest_prompt": 30}},
+    "pages": {"flags": PAGES, "options": {"block_size": 16}},
+    "pages, preempted": {
+        "flags": PAGES | {"num_layers": 5},
+        "parallel": {"decoder_first_pipeline_num_layers": 1},
+        # 5 fp32 layers of 2 groups and heads of 8: 640 bytes a token, 10 KiB a page of 16
+        "options": {"block_size": 16, "kv_overcommit": 4.0, "cache_budget_gb": 24 * 10 / 2**20},
+        "requests": {"count": 8, "max_new_tokens": 40},
+    },
+    "prefixes": {"options": {"max_sequence_length": 96}, "requests": {"longest_prompt": 24}, "turns": True},
+    "prefixes in pages": {
+        "flags": PAGES, "options": {"max_sequence_length": 96, "block_size": 16},
+        "requests": {"longest_prompt": 24}, "turns": True,
+    },
+    "few rows": {"options": {"max_batch_size": 5}},
+    "rows within a budget": {
+        "flags": {"num_layers": 5}, "parallel": {"decoder_first_pipeline_num_layers": 3},
+        "options": {"cache_budget_gb": 6.5 * 640 * 64 / 2**30},
+    },
+    "int8": {"recipe": "int8"},
+    "experts": {"flags": {"num_experts": 4, "moe_ffn_hidden_size": 24, "add_qkv_bias": False, "qk_layernorm": True}},
+}  # fmt: skip
+VIRTUAL = STAGES | {"num_virtual_stages_per_pipeline_rank": 2}
+TENSOR = {"tensor_model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "one": (1, {}, list(CASES)),
+    "TP2": (2, TENSOR, ["plain", "tied", "pages", "int8"]),
+    "PP2": (2, STAGES, list(CASES)),
+    "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "pages", "prefixes", "int8"]),
+    "TP2 x PP2": (4, STAGES | TENSOR, ["plain", "tied", "pages", "int8"]),
+    "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "prefixes"]),
+}
+"""Ranks, sizes, cases."""
+COMPARED = {"TP2 x PP2": "TP2"}
+"""With another layout than one rank."""
+LONG = ("PP4",)
+Results = dict[str, list[dict[str, Any]]]
+"""Of each rank, by layout."""
+UNEVEN_PRODUCTS = {"experts": 1e-5}
+"""An expert may get fewer than `FEWEST_ROWS` tokens: its products depend on who else is in the lane."""
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    """Of the layouts that a test has asked for."""
+    return {}
+
+
+def of(results: Results, layout: str) -> list[dict[str, Any]]:
+    ranks, parallel, names = LAYOUTS[layout]
+    if layout not in results:
+        cases = {name: CASES[name] for name in names}
+        program = "tests.distributed.stage_programs:roll_out"
+        results[layout] = run_ranks(program, ranks, timeout=600, parallel=parallel, cases=cases)
+    return results[layout]
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        pytest.param(layout, case, marks=[pytest.mark.long] if layout in LONG else [])
+        for layout, (_, _, cases) in LAYOUTS.items()
+        if "PP" in layout
+        for case in cases
+    ],
+)
+def test_as_without_stages(results: Results, layout: str, case: str) -> None:
+    one, tolerance = of(results, COMPARED.get(layout, "one"))[0], UNEVEN_PRODUCTS.get(case, 0.0)
+    for rank in of(results, layout):
+        for seed in (1, 2):
+            for what in ("tokens", "endings"):
+                assert rank[case][f"{what} {seed}"] == one[case][f"{what} {seed}"]
+            for own, wanted in zip(rank[case][f"logprobs {seed}"], one[case][f"logprobs {seed}"], strict=True):
+                assert own == (wanted if tolerance == 0 else pytest.approx(wanted, abs=tolerance))
+        assert rank[case]["audit"] == one[case]["audit"]
+
+
+def test_the_cases_are_what_they_are_called(results: Results) -> None:
+    """With the defaults as many lanes as stages; all stages have the rows that the fullest has room for."""
+    first, second = of(results, "PP2")
+    assert {name: report["lanes"] for name, report in first.items() if report["lanes"] != 2} == {"few rows": 1}
+    assert first["rows within a budget"]["rows"] == second["rows within a budget"]["rows"] == 10  # 6.5 x 5 / 3
+    assert all(first[case]["counts"] == second[case]["counts"] for case in CASES)
+    assert first["pages, preempted"]["counts"]["preemptions"] > 0
+    for case in ("prefixes", "prefixes in pages"):
+        assert first[case]["counts"]["reused"] > 0
+    assert len(first["int8"]["audit"]) == 16
+    assert {ran for _, ran in first["int8"]["audit"]} == {"int8, channel x token"}
