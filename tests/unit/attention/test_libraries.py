@@ -171,3 +171,14 @@ def test_transformer_engine_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatc
     assert choose("auto", HOPPER, BF16).packed_name != "te"
     chosen = choose("te", HOPPER, BF16)
     assert (chosen.packed_name, chosen.cache_name) == ("te", "triton_paged")
+
+
+def test_a_kernel_that_cannot_share_sequences_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if "transformer" in name else found(name))
+    shared = Numbers(torch.bfloat16, torch.bfloat16, 128, context_size=2)
+    with pytest.raises(ConfigError) as refused:
+        choose("te", HOPPER, shared)
+    (line,) = refused.value.lines
+    assert line.startswith("--attention-backend te cannot share sequences over ranks (--context-parallel-size); use ")
+    assert choose("te", HOPPER, BF16).packed_name == "te"

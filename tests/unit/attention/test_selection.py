@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.attention import proof
-from megatron_rl.attention.backend import Backend, Numbers
+from megatron_rl.attention.backend import Backend, Numbers, SpanKernel
 from megatron_rl.attention.backends import paged, sdpa
 from megatron_rl.attention.kv_numbers import FP8
 from megatron_rl.errors import ConfigError
@@ -54,6 +55,30 @@ def test_wrong_kernels_do_not(numbers: Numbers, part: str) -> None:
     assert "off plain torch" in proof.fault_of_cache(wrong, numbers, 4, 2, CPU)
     packed = dataclasses.replace(sdpa.BACKEND.packed, attend=broken(sdpa.BACKEND.packed.attend))
     assert "off plain torch" in proof.fault_of_packed(packed, numbers, 4, 2, CPU)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_a_causal_mask_in_the_wrong_corner_is_noticed_where_sequences_are_shared(numbers: Numbers) -> None:
+    """Whole sequences do not show it: each span is as long as its keys."""
+    packed = sdpa.BACKEND.packed
+
+    def upper_left(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: ContextShare) -> torch.Tensor:
+        parts = zip(
+            query.split(share.query_lengths), key.split(share.key_lengths), value.split(share.key_lengths), strict=True
+        )
+        found = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(part.permute(1, 2, 0, 3) for part in own), is_causal=True, enable_gqa=True
+            )
+            for own in parts
+        ]
+        return torch.cat([own.permute(2, 0, 1, 3).flatten(2) for own in found])
+
+    wrong = dataclasses.replace(packed, spans=SpanKernel(lambda share: share, upper_left))
+    shared = dataclasses.replace(numbers, context_size=2)
+    assert proof.fault_of_packed(wrong, numbers, 4, 2, CPU) is None
+    assert "off plain torch" in proof.fault_of_packed(wrong, shared, 4, 2, CPU)
+    assert proof.fault_of_packed(packed, shared, 4, 2, CPU) is None
 
 
 def test_the_first_line_of_an_error_is_told() -> None:
