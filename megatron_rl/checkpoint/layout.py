@@ -79,6 +79,11 @@ def step_entries(root: Path) -> list[Path]:
     return sorted((path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name)), key=step_of)
 
 
+def is_step(path: Path) -> bool:
+    """Whether it is a directory with the name of a checkpoint."""
+    return path.is_dir() and _STEP_NAME.fullmatch(path.name) is not None
+
+
 def holds_checkpoint(path: str | Path) -> bool:
     """Whether `find_checkpoint` has something to look at, damaged or not."""
     return bool(_entries(Path(path)))

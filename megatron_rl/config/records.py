@@ -90,12 +90,19 @@ class LoggingConfig:
     """Groups a step, and tasks of each environment an evaluation, written to rollouts/*.jsonl."""
 
 
+def names_several(path: str | None) -> bool:
+    """Whether it is a pattern, which the shell was kept from expanding."""
+    return path is not None and "*" in path
+
+
 def record_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Where a run starts and writes."""
     checkpoint, evaluates = config.checkpoint, config.training.eval_interval is not None
     starts = checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf
     if config.training.eval_only and not starts:
         yield "eval_only", "without weights to evaluate; give --load DIR, --pretrained-checkpoint DIR or --load-hf DIR"
+    if names_several(checkpoint.load) and not config.training.eval_only:
+        yield "load", "names several checkpoints, which only --eval-only takes; name one of them"
     if checkpoint.load_hf is not None and checkpoint.pretrained_checkpoint is not None:
         yield "load_hf", (
             f"and --pretrained-checkpoint {checkpoint.pretrained_checkpoint} both say what to start from; keep one of "

@@ -92,6 +92,8 @@ class ConsoleWriter:
             self._emit("")
 
     def _position(self, step: int) -> str:
+        if step > self._total_steps:  # a checkpoint that is evaluated alone
+            return str(step)
         return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
     def _bar(self, step: int) -> str:

@@ -25,17 +25,26 @@ def with_average(results: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
     return {name: {**row, **({"avg@k": row["pass@1"]} if "pass@1" in row else {})} for name, row in results.items()}
 
 
-def result_table(metrics: Mapping[str, float]) -> tuple[list[str], list[list[str]]]:
-    """Headers, and one row an environment, its name first.
+def result_table(*evaluations: Mapping[str, float]) -> tuple[list[str], list[list[str]]]:
+    """Headers, and one row an environment, its name first; of several ``evaluations`` their steps before it.
 
     pass@k in ascending k, pass@1 with half of its 95 % interval over tasks, and what else was measured.
     """
-    results = by_environment(metrics)
-    ks = sorted({k for row in results.values() for k in map(_k, row) if k is not None})
+    results = [
+        (name, metrics.get("step"), row)
+        for metrics in evaluations
+        for name, row in by_environment(metrics).items()
+    ]
+    ks = sorted({k for *_, row in results for k in map(_k, row) if k is not None})
     shown = [(f"pass@{k}", "pass@1 = avg@k" if k == 1 else f"pass@{k}") for k in ks]
-    shown += [pair for pair in _AFTER_PASS_AT_K if any(pair[0] in row for row in results.values())]
-    rows = [[name, *(_cell(row, measure) for measure, _ in shown)] for name, row in sorted(results.items())]
-    return ["environment", *(title for _, title in shown)], rows
+    shown += [pair for pair in _AFTER_PASS_AT_K if any(pair[0] in row for *_, row in results)]
+    results.sort(key=lambda result: result[0])  # the steps of an environment one below the other
+    several = len(evaluations) > 1
+    rows = [
+        [*([str(step)] if several else []), name, *(_cell(row, measure) for measure, _ in shown)]
+        for name, step, row in results
+    ]
+    return [*(["step"] if several else []), "environment", *(title for _, title in shown)], rows
 
 
 def last_evaluation(rows: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig
+from megatron_rl.config.records import names_several
 from megatron_rl.errors import CheckpointError, Problem, collecting
 from megatron_rl.families import read_model, weight_problems
 from megatron_rl.tokenizer import Tokenizer
@@ -81,6 +83,20 @@ def reference_weights(config: RLConfig, directory: Path, state: RunState) -> Ori
     return replace(named, weights=recorded.weights)
 
 
+def evaluated(config: RLConfig) -> list[RLConfig]:
+    """One configuration for each checkpoint of an evaluation with ``--load 'runs/mine/checkpoints/*'``.
+
+    Oldest first; what is no checkpoint is passed over. Of any other run the configuration itself.
+    """
+    from megatron_rl.checkpoint.layout import is_step, step_of
+
+    pattern = config.checkpoint.load
+    if not (config.training.eval_only and names_several(pattern)):
+        return [config]
+    found = sorted((path for path in map(Path, glob(pattern)) if is_step(path)), key=lambda path: (step_of(path), path))
+    return [replace(config, checkpoint=replace(config.checkpoint, load=str(path))) for path in found]
+
+
 def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Problem]:
     """Checkpoints that are absent, of another model, or of a run this one cannot continue.
 
@@ -90,6 +106,11 @@ def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[P
     from megatron_rl.checkpoint.run_state import architecture_problems, continuation_problems
 
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    if names_several(config.checkpoint.load):
+        several: list[Problem] = []
+        with collecting(several, "--load"):
+            several += [problem for one in _each(config) for problem in checkpoint_problems(one, tokenizer)]
+        return several
     continued, problems = run_to_continue(config), []
     for flag, path in [continued] if continued is not None else _weights_alone(config):
         with collecting(problems, flag):
@@ -100,6 +121,29 @@ def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[P
                 found = found or _reference_problems(config, directory, vocab_size)
             problems += [Problem(None, line).under(flag) for line in found]
     return problems
+
+
+def _each(config: RLConfig) -> list[RLConfig]:
+    """See `evaluated`; empty of any other program, which takes no pattern.
+
+    Raises:
+        CheckpointError: there is nothing to evaluate, or results of two could not be told apart.
+    """
+    if not config.training.eval_only:
+        return []
+    from megatron_rl.checkpoint.layout import step_of
+
+    each = evaluated(config)
+    paths = [Path(one.checkpoint.load) for one in each]
+    if not paths:
+        raise CheckpointError(
+            f"{config.checkpoint.load!r} matches no checkpoint; they are called step_... or iter_..., as in "
+            "'runs/mine/checkpoints/*'"
+        )
+    for one, other in zip(paths, paths[1:], strict=False):
+        if step_of(one) == step_of(other):
+            raise CheckpointError(f"{str(one)!r} and {str(other)!r} are of the same step; evaluate one run at a time")
+    return each
 
 
 def _weights_alone(config: RLConfig) -> list[tuple[str, str]]:

@@ -144,9 +144,11 @@ class Reporter:
         self._directory.set_status(status)
         write_json_atomic(self._directory.summary, summary)
         if self._config.training.eval_only and status == "finished":
-            measured = read_rows(self._directory.metrics)[-1]
-            write_json_atomic(self._directory.path / "evaluation.json", with_average(by_environment(measured)))
-            sys.stdout.write(format_table(*result_table(measured)) + "\n")
+            rows = read_rows(self._directory.metrics)
+            results = {row["step"]: with_average(by_environment(row)) for row in rows}
+            [alone, *others] = results.values()
+            write_json_atomic(self._directory.path / "evaluation.json", results if others else alone)
+            sys.stdout.write(format_table(*result_table(*rows)) + "\n")
         write_report(self._directory.path)
 
     @property

@@ -31,9 +31,14 @@ def outcomes(workshop, warm_start) -> dict[str, Outcome]:
         "alone": workshop.rl("alone", **evaluation, langrl_env_config=two, rl_log_rollouts=3),
         "held_out": workshop.rl("held_out", **evaluation, langrl_env_config=held_out),
         "ungraded": workshop.rl("ungraded", **evaluation, langrl_env_config=hopeless),
-        "trained": workshop.rl("trained", eval_interval=2, rl_prompts_per_eval=4, rl_log_rollouts=1),
+        "trained": workshop.rl("trained", save_interval=2, eval_interval=2, rl_prompts_per_eval=4, rl_log_rollouts=1),
     }
-    return dict(zip(commands, run_many(list(commands.values())), strict=True))
+    found = dict(zip(commands, run_many(list(commands.values())), strict=True))
+    steps = str(workshop.run_dir("trained") / "checkpoints" / "*")
+    evaluation["rl_rollout_quantization"] = "int8"
+    several = workshop.rl("several", **evaluation | {"load": steps})
+    last = workshop.rl("last", **evaluation | {"load": steps.replace("*", "step_0000004")})
+    return found | dict(zip(("several", "last"), run_many([several, last]), strict=True))
 
 
 def report_of(run_dir: Path) -> dict[str, Any]:
@@ -83,6 +88,21 @@ def test_training_keeps_the_names_of_its_rollouts(outcomes, workshop):
     assert report_of(run_dir)["evaluation"]["step"] == 4
     assert not (run_dir / "evaluation.json").exists()
     assert rows_of(run_dir)[-1]["step"] == 4
+
+
+def test_all_checkpoints_of_a_run_in_one_call(outcomes, workshop):
+    """Quantised copies are made anew for each: the last one's results are those of its own evaluation."""
+    output, run_dir = outcomes["several"].check().output, workshop.run_dir("several")
+    results = json.loads((run_dir / "evaluation.json").read_text())
+    assert list(results) == ["2", "4"]
+    assert results["2"] != results["4"]
+    outcomes["last"].check()
+    assert results["4"] == json.loads((workshop.run_dir("last") / "evaluation.json").read_text())
+    assert [row["step"] for row in rows_of(run_dir)] == [2, 4]
+    table = [line.split() for line in output.splitlines() if "| digits" in line and "pass@1" not in line]
+    assert [line[0] for line in table] == ["2", "4"]
+    names = sorted(path.name for path in (run_dir / "rollouts").iterdir())
+    assert names == ["eval_000002.jsonl", "eval_000004.jsonl"]
 
 
 def test_an_evaluation_whose_grades_all_fail_has_no_result(outcomes, workshop):
