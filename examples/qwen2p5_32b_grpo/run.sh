@@ -1,9 +1,10 @@
 #!/bin/bash
 # Qwen2.5-32B, GRPO with DAPO's clipping on DAPO-Math-17k: 8 nodes x 8 GPUs, tensor-parallel size 8.
 #
-# The flags are those of Megatron-LM's own Qwen2.5-32B example. Every name of them is known here, but not every value:
-# with PP above 1, Transformer Engine's layers and CUDA graphs are refused in a line before anything starts. Flags
-# without a meaning here are listed, with the reason, when the run starts; docs/flags.md has them all.
+# The flags are those of Megatron-LM's own Qwen2.5-32B example. Flags without a meaning here are listed, with the reason,
+# when the run starts; docs/flags.md has them all. TP, PP (pipeline stages) and CP (ranks that share a sequence) choose
+# the layout, docs/scaling.md says which. Rollouts over stages have neither Transformer Engine's layers nor CUDA graphs
+# yet: with PP above 1 the script does without.
 #
 # Start it on every node:
 #
@@ -26,6 +27,7 @@ MASTER_PORT=${MASTER_PORT:-29500}
 
 TP=${TP:-8}
 PP=${PP:-1}
+CP=${CP:-1}
 CHECKPOINT=${CHECKPOINT:-checkpoints/qwen2p5_32b}
 RUN_DIR=${RUN_DIR:-runs/qwen2p5_32b_grpo}
 ENV_CONFIG=${ENV_CONFIG:-examples/qwen2p5_32b_grpo/environments.yaml}
@@ -59,14 +61,19 @@ MODEL=(
     --make-vocab-size-divisible-by 128
 )
 
+if [ "$PP" -gt 1 ]; then
+    LAYERS=(--transformer-impl local)
+else
+    LAYERS=(--transformer-impl transformer_engine --enable-cuda-graph)
+fi
+
 KERNELS=(
-    --transformer-impl transformer_engine
+    "${LAYERS[@]}"
     --attention-backend flash
     --bf16
     --accumulate-allreduce-grads-in-fp32
     --attention-softmax-in-fp32
     --no-masked-softmax-fusion
-    --enable-cuda-graph
     --te-rng-tracker
     --recompute-granularity selective
     --recompute-activations
@@ -75,6 +82,7 @@ KERNELS=(
 PARALLEL=(
     --tensor-model-parallel-size "$TP"
     --pipeline-model-parallel-size "$PP"
+    --context-parallel-size "$CP"
     --sequence-parallel
     --use-distributed-optimizer
     --data-parallel-random-init

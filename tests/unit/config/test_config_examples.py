@@ -16,6 +16,7 @@ from tests.support.flags import parse_config
 from tests.unit.families.test_published_models import PUBLISHED
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo"
+EXPERTS = EXAMPLE.with_name("qwen3_30b_a3b_grpo")
 
 PROMISED = """
 --perform-rl-step --langrl-env-config --env-config --langrl-inference-server-type --grpo-prompts-per-step
@@ -97,9 +98,37 @@ def test_a_hugging_face_directory_is_where_it_starts_too(tmp_path):
     assert config.tokenizer.vocab_size == config_json["vocab_size"]
 
 
-def test_pipeline_stages_take_its_flags_but_two():
-    _, problems = read_config(script_flags(EXAMPLE / "run.sh", PP="2"), 64)
-    assert {problem.flag for problem in problems} == {"--transformer-impl", "--enable-cuda-graph"}
+@pytest.mark.parametrize("layout", [{"PP": "2"}, {"TP": "4", "PP": "2"}, {"CP": "2"}, {"PP": "4", "CP": "2"}])
+def test_its_layouts_are_valid(layout):
+    config, problems = read_config(script_flags(EXAMPLE / "run.sh", **layout), 64)
+    assert problems == []
+    parallel, ranks = config.parallel, {"TP": "8", "PP": "1", "CP": "1"} | layout
+    assert parallel.tensor_model_parallel_size == int(ranks["TP"])
+    assert parallel.pipeline_model_parallel_size == int(ranks["PP"])
+    assert parallel.context_parallel_size == int(ranks["CP"])
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    """What a checkpoint of Qwen3-30B-A3B says of its shape."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-30B-A3B"][0]))
+    return tmp_path
+
+
+@pytest.mark.parametrize("layout", [{}, {"TP": "4", "EP": "4"}, {"CP": "2"}, {"EP": "1", "PP": "4"}])
+def test_the_example_with_experts_and_its_layouts_are_valid(experts: Path, layout: dict[str, str]) -> None:
+    """The flags of the shape agree with config.json."""
+    flags = script_flags(EXPERTS / "run.sh", CHECKPOINT=str(experts), **layout)
+    config, problems = read_config(flags, 16)
+    assert problems == []
+    assert config.parallel.expert_model_parallel_size == int(layout.get("EP", 8))
+    assert config.samples_per_step == config.training.global_batch_size
+    assert (EXAMPLE.parents[1] / config.environment.langrl_env_config).is_file()
+
+
+def test_shared_experts_on_stages_are_one_line_in_the_example(experts: Path) -> None:
+    _, problems = read_config(script_flags(EXPERTS / "run.sh", CHECKPOINT=str(experts), PP="2"), 16)
+    assert [problem.flag for problem in problems] == ["--expert-model-parallel-size"]
 
 
 def test_a_wrong_size_would_be_seen(flags):
