@@ -29,6 +29,7 @@ import torch
 from megatron_rl.environments.results import result_from_json, result_to_json
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.rollout.staged_routing import StagedRouting
 from megatron_rl.types import Completion, Request, Rollout, RolloutGroup, SourcedTask
 
 Record = dict[str, Any]
@@ -42,9 +43,11 @@ logger = logging.getLogger(__name__)
 class RolloutJournal:
     """Owns the folder; every rank of the job has one."""
 
-    def __init__(self, folder: Path, groups: ParallelGroups) -> None:
+    def __init__(self, folder: Path, groups: ParallelGroups, staged: StagedRouting | None = None) -> None:
+        """``staged`` where pipeline stages record the experts of their layers."""
         self._folder = folder
         self._groups = groups
+        self._staged = staged
 
     def open(self, step: int, header: Mapping[str, Any], surplus: Surplus | None = None) -> StepJournal:
         """The journal of ``step``; collective in a model copy.
@@ -65,7 +68,7 @@ class RolloutJournal:
             stream = _appending(own, read.get(own, ([], 0))[1], wanted)
         if self._groups.model_group.size() > 1:
             found = dict(broadcast_json(list(found.items()), self._groups.model_leader(), self._groups.model_group))
-        return StepJournal(found, stream, surplus)
+        return StepJournal(found, stream, surplus, self._staged)
 
     def forget(self, step: int) -> None:
         """A checkpoint covers ``step``: the files up to it are not needed any more. One rank calls it."""
@@ -83,12 +86,17 @@ class StepJournal:
     """
 
     def __init__(
-        self, found: Mapping[int, Record], stream: BinaryIO | None = None, surplus: Surplus | None = None
+        self,
+        found: Mapping[int, Record],
+        stream: BinaryIO | None = None,
+        surplus: Surplus | None = None,
+        staged: StagedRouting | None = None,
     ) -> None:
         """Without a ``stream`` nothing is written; ``surplus`` are groups of earlier steps."""
         self._found = found
         self._stream = stream
         self._surplus = surplus
+        self._staged = staged
 
     def group_for(self, request: Request) -> RolloutGroup | None:
         """The finished group of an earlier start or step, if it is the answer to exactly this request.
@@ -100,10 +108,16 @@ class StepJournal:
             record = None if self._surplus is None else self._surplus.find(asked)
         if record is None:
             return None
-        return RolloutGroup(request.source, request.prompt_ids, "", tuple(map(_rollout, record["rollouts"])))
+        rollouts = tuple(_rollout(rollout, request.wants_routing) for rollout in record["rollouts"])
+        if request.wants_routing and any(rollout.completion.routing is None for rollout in rollouts):
+            return None  # of a start without --rl-router-replay
+        group = RolloutGroup(request.source, request.prompt_ids, "", rollouts)
+        return group if self._staged is None else self._staged.part(group)
 
     def add(self, index: int, group: RolloutGroup) -> None:
-        """Record a finished group; a kill after this does not cost it."""
+        """Record a finished group; a kill after this does not cost it. Every rank of a model copy calls it."""
+        if self._staged is not None:
+            group = self._staged.whole(group)
         if self._stream is None:
             return
         try:
@@ -169,11 +183,12 @@ def _described(rollout: Rollout) -> Record:
     return {**vars(rollout.completion), **packed, "grade": result_to_json(rollout.grade)}
 
 
-def _rollout(record: Record) -> Rollout:
+def _rollout(record: Record, wants_routing: bool) -> Rollout:
     fields = {name: value for name, value in record.items() if name != "grade"}
     fields |= {name: _unpacked(kind, record[name]) for name, kind in _PACKED.items()}
-    if record["routing"] is not None:
-        kind, shape, text = record["routing"]
+    routing = fields.pop("routing", None)
+    if wants_routing and routing is not None:
+        kind, shape, text = routing
         fields["routing"] = torch.from_numpy(np.frombuffer(bytearray(base64.b64decode(text)), kind).reshape(shape))
     fields["environment_spans"] = tuple(map(tuple, record["environment_spans"]))
     return Rollout(Completion(**fields), "", result_from_json(record["grade"]))

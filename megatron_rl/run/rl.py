@@ -20,6 +20,7 @@ from megatron_rl.rollout.collector import Collector, DynamicSampling
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.prompt_source import PromptSource
+from megatron_rl.rollout.staged_routing import StagedRouting
 from megatron_rl.run.base import Run
 from megatron_rl.run.generation import (
     build_engine,
@@ -64,7 +65,6 @@ class RLRun(TrainingRun):
             "ends": self.tokenizer.end_token_ids,
             "recipe": self.phases.quantization.recipe,
             "kv_cache": self.config.kv_cache_dtype,
-            "router_replay": self.config.rollout.rl_router_replay,
             "environments": self._environment_list,
             "weights": weights_fingerprint(self.policy, self.groups),
         }
@@ -148,7 +148,11 @@ def _parity_gate(parts: TrainingParts, scorer: Scorer, engine: Engine) -> Parity
 def _journal(parts: TrainingParts) -> RolloutJournal | None:
     if parts.config.checkpoint.save_interval is None:
         return None
-    journal = RolloutJournal(parts.directory.journal, parts.groups)
+    groups, layout, staged = parts.groups, parts.policy.layout, None
+    if groups.pipeline_group.size() > 1 and parts.config.rollout.rl_router_replay:
+        own = tuple(layer.index for layer in layout.layers)
+        staged = StagedRouting(own, layout.architecture.num_layers, groups)
+    journal = RolloutJournal(parts.directory.journal, groups, staged)
     if parts.groups.is_main:
         journal.forget(parts.progress.step)  # a kill may have come between the checkpoint and this
     return journal

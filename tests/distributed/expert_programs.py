@@ -20,20 +20,20 @@ GROUPS = 5
 
 
 def complete(parallel: Mapping[str, Any], deals: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Tokens and log-probs of this rank's groups by number, for each way of dealing them to the rollout replicas.
+    """Tokens, log-probs and experts of this rank's groups by number, for each way of dealing them to the replicas.
 
     A deal says which replica gets each group.
     """
     single_thread()
-    config = tiny_config(int(os.environ["WORLD_SIZE"]), **SHAPES["experts"])
+    config = tiny_config(int(os.environ["WORLD_SIZE"]), **SHAPES["experts"], rl_router_replay=True)
     sizes = {"expert_tensor_parallel_size": None} | parallel
     config = replace(config, parallel=replace(config.parallel, **sizes))
     groups = initialize(config.parallel, current_platform())
-    policy, sizes = tiny_policy(config), EngineOptions(max_batch_size=8, max_sequence_length=48)
+    policy, sizes = tiny_policy(config), EngineOptions(8, 48, records_routing=True)
     found = {}
     for name, deal in deals.items():
         # One that looks for prefixes prefills in two passes.
-        engine = rollout_engine(policy)
+        engine = rollout_engine(policy, records_routing=True)
         if groups.shares_experts:
             engine = LockstepEngine(policy, sizes, [END], letters, groups)
         wanted = ragged_requests(GROUPS, num_samples=3, longest_prompt=30, max_new_tokens=16)
@@ -43,10 +43,13 @@ def complete(parallel: Mapping[str, Any], deals: Mapping[str, list[int]]) -> dic
         with rollout_mode(policy):
             engine.begin(1, 0)
             for one in mine:
-                engine.submit(one)
+                engine.submit(replace(one, wants_routing=True))
             while any_rank(engine.has_unfinished, groups.lockstep_group):
                 for request, completions in engine.step():
-                    answers[request.index] = [[list(c.token_ids), list(c.inference_logprobs)] for c in completions]
+                    answers[request.index] = [
+                        [list(c.token_ids), list(c.inference_logprobs), c.routing.sort(-1).values.tolist()]
+                        for c in completions
+                    ]
         found[name] = {"answers": answers, "decode steps": engine.statistics.decode_steps}
     shut_down()
     return found

@@ -39,8 +39,9 @@ def test_as_on_one_rank(one: dict[str, Any], layout: str) -> None:
         answers = {group: found for rank in ranks for group, found in rank[deal]["answers"].items()}
         assert answers.keys() == one["answers"].keys()
         for group, found in answers.items():
-            for (tokens, logprobs), (wanted, expected) in zip(found, one["answers"][group], strict=True):
-                assert tokens == wanted
+            pairs = zip(found, one["answers"][group], strict=True)
+            for (tokens, logprobs, experts), (wanted, expected, chosen) in pairs:
+                assert (tokens, experts) == (wanted, chosen)
                 assert logprobs == pytest.approx(expected, abs=1e-5)
     if replicas > 1:
         assert ranks[-1]["one has all"]["decode steps"] == 0  # it took part all the same

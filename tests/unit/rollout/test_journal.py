@@ -78,10 +78,14 @@ def test_the_experts_of_tokens_come_back(journal: RolloutJournal) -> None:
     step.add(1, group(1))
     step.close()
     again = journal.open(STEP, HEADER)
-    for rollout, own in zip(again.group_for(request(0)).rollouts, routing, strict=True):
+    wanting, plain = replace(request(0), wants_routing=True), request(0)
+    for rollout, own in zip(again.group_for(wanting).rollouts, routing, strict=True):
         assert rollout.completion.routing.dtype == own.dtype
         assert torch.equal(rollout.completion.routing, own)
-    assert [rollout.completion.routing for rollout in again.group_for(request(1)).rollouts] == [None, None]
+    # A start without the flag leaves them out, and what such a start has left is generated again.
+    assert [rollout.completion.routing for rollout in again.group_for(plain).rollouts] == [None, None]
+    assert again.group_for(request(1)) == group(1)
+    assert again.group_for(replace(request(1), wants_routing=True)) is None
 
 
 @pytest.mark.parametrize(
