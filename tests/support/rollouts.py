@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron_rl.types import Completion, FinishReason, Grade, Rollout, RolloutGroup, SourcedTask, Task
+import torch
+
+from megatron_rl.types import (
+    Completion,
+    FinishReason,
+    Grade,
+    Request,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    SourcedTask,
+    Task,
+)
 
 FAILED = Grade(None, code="timeout", message="10 s")
 
@@ -27,3 +40,18 @@ def graded_group(
         rollouts.append(Rollout(completion, "text", grade))
     source = SourcedTask(environment, Task(task_id, "prompt"))
     return RolloutGroup(source, tuple(prompt_ids), "prompt", tuple(rollouts))
+
+
+def with_routing(group: RolloutGroup, layers: Sequence[int]) -> RolloutGroup:
+    """Each sample with random experts of ``layers`` of four, in two bytes, the same whichever of them are asked for."""
+    draw, rollouts = torch.Generator().manual_seed(5), []
+    for rollout in group.rollouts:
+        tokens = len(group.prompt_ids) + len(rollout.completion.token_ids)
+        routing = torch.randint(0, 2048, (tokens, 4, 3), generator=draw).short()[:, list(layers)]
+        rollouts.append(replace(rollout, completion=replace(rollout.completion, routing=routing)))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def request_of(group: RolloutGroup, index: int) -> Request:
+    """The request that ``group`` answers."""
+    return Request(group.source, group.prompt_ids, len(group.rollouts), SamplingParams(), index)
