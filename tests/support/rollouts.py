@@ -53,5 +53,8 @@ def with_routing(group: RolloutGroup, layers: Sequence[int]) -> RolloutGroup:
 
 
 def request_of(group: RolloutGroup, index: int) -> Request:
-    """The request that ``group`` answers."""
-    return Request(group.source, group.prompt_ids, len(group.rollouts), SamplingParams(), index)
+    """The request that ``group`` answers, with experts if it has them."""
+    wants = group.rollouts[0].completion.routing is not None
+    return Request(
+        group.source, group.prompt_ids, len(group.rollouts), SamplingParams(), index, wants_routing=wants
+    )
