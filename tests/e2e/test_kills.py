@@ -127,7 +127,7 @@ def _orphans_of(folder: Path) -> list[str]:
 
 
 def test_the_journal_gave_groups_back(first: Tale) -> None:
-    assert "groups come from the journal" in "".join(map(first.output, FIRST))
+    assert "groups were answered before" in "".join(map(first.output, FIRST))
 
 
 def test_saved_in_the_background_and_killed_meanwhile(workshop) -> None:

@@ -86,7 +86,7 @@ def test_a_run_that_failed_grades_have_stopped_is_resumed(outcomes, workshop):
     (workshop.folder / "unwell").unlink()
     resumed, other = run_many([_unwell(workshop, "unwell", resume=True), _unwell(workshop, "well")])
     other.check()
-    assert "4 of 4 groups come from the journal" in resumed.check().output
+    assert "4 of 4 groups were answered before" in resumed.check().output
     run_dir, well = workshop.run_dir("unwell"), workshop.run_dir("well")
     assert rows_of(run_dir) == rows_of(well)
     assert [_records(run_dir, step) for step in (1, 2, 3, 4)] == [_records(well, step) for step in (1, 2, 3, 4)]

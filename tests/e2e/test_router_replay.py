@@ -75,4 +75,4 @@ def test_it_goes_on_as_if_nothing_had_happened(told: Told, name: str) -> None:
 
 def test_the_journal_had_the_experts(told: Told) -> None:
     assert KILLED in told.codes[4][0]
-    assert "groups come from the journal" in told.output(4)
+    assert "groups were answered before" in told.output(4)
