@@ -164,7 +164,6 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if training.perform_rl_step or training.eval_only or training.eval_interval is not None:
         for name, is_given in (
             ("rl_inference_engine", config.rollout.rl_inference_engine == "mcore"),
-            ("rl_router_replay", config.rollout.rl_router_replay),
             ("transformer_impl", kernels.transformer_impl != "local"),
             ("enable_cuda_graph", kernels.enable_cuda_graph),
             ("cuda_graph_impl", kernels.cuda_graph_impl == "local"),

@@ -206,3 +206,9 @@ def _replay_problems(config: RLConfig) -> Iterator[Finding]:
             "--rl-router-replay with --rl-inference-engine mcore, which does not record the experts it chose; use "
             "--rl-inference-engine rollout",
         )
+    if config.algorithm.rl_surplus == "keep" and config.stages.count > 1:
+        yield Problem(
+            "--rl-router-replay",
+            "--rl-router-replay with --rl-surplus keep on pipeline stages: what is kept would have the experts of one "
+            "stage's layers; use --rl-surplus drop",
+        )

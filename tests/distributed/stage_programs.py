@@ -46,11 +46,16 @@ def configured(parallel: Mapping[str, Any], case: Mapping[str, Any]) -> RLConfig
 def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) -> Report:
     policy = tiny_policy(config)
     uneven_vectors(policy)
-    options = EngineOptions(**{"max_batch_size": 16, "max_sequence_length": 64} | dict(case.get("options", {})))
+    replay = config.rollout.rl_router_replay
+    sizes = {"max_batch_size": 16, "max_sequence_length": 64, "records_routing": replay}
+    options = EngineOptions(**sizes | dict(case.get("options", {})))
     engine = build(policy, options, groups)
     wanted = {"count": 6, "num_samples": 3, "max_new_tokens": 16} | dict(case.get("requests", {}))
     # At least `FEWEST_ROWS` tokens: a shorter prompt computed alone adds up in another order, on one rank as well.
-    requests = [replace(one, prompt_ids=(*BEGINNING, *one.prompt_ids)) for one in ragged_requests(**wanted)]
+    requests = [
+        replace(one, prompt_ids=(*BEGINNING, *one.prompt_ids), wants_routing=replay)
+        for one in ragged_requests(**wanted)
+    ]
     recipe = case.get("recipe")
     audits: list[Any] = []
     quantization = None
@@ -69,6 +74,10 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
             report[f"tokens {seed}"] = [c.token_ids for group in completions for c in group]
             report[f"logprobs {seed}"] = [c.inference_logprobs for group in completions for c in group]
             report[f"endings {seed}"] = [c.finish_reason for group in completions for c in group]
+            if replay:
+                every = torch.cat([c.routing for group in completions for c in group]).sort(-1).values
+                layers = [layer.index for layer in policy.layout.layers]
+                report[f"experts {seed}"] = {str(n): every[:, at].tolist() for at, n in enumerate(layers)}
     statistics = engine.statistics
     report["counts"] = {"preemptions": statistics.preemptions, "reused": statistics.reused_tokens}
     report["rows"] = engine.max_batch_size

@@ -10,6 +10,7 @@ from tests.support.ranks import run_ranks
 
 STAGES = {"pipeline_model_parallel_size": 2}
 PAGES = {"attention_backend": "paged"}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "add_qkv_bias": False, "qk_layernorm": True}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"flags": {"untie_embeddings_and_output_weights": False}},
@@ -42,7 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"cache_budget_gb": 6.5 * 640 * 64 / 2**30},
     },
     "int8": {"recipe": "int8"},
-    "experts": {"flags": {"num_experts": 4, "moe_ffn_hidden_size": 24, "add_qkv_bias": False, "qk_layernorm": True}},
+    "experts": {"flags": EXPERTS},
+    "experts, recorded": {"flags": EXPERTS | {"rl_router_replay": True}, "turns": True,
+                          "options": {"max_sequence_length": 96}},
 }  # fmt: skip
 VIRTUAL = STAGES | {"num_virtual_stages_per_pipeline_rank": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -50,7 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "one": (1, {}, list(CASES)),
     "TP2": (2, TENSOR, ["plain", "tied", "pages", "int8"]),
     "PP2": (2, STAGES, list(CASES)),
-    "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "pages", "prefixes", "int8"]),
+    "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "pages", "prefixes", "int8", "experts, recorded"]),
     "TP2 x PP2": (4, STAGES | TENSOR, ["plain", "tied", "pages", "int8"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "prefixes"]),
 }
@@ -60,7 +63,7 @@ COMPARED = {"TP2 x PP2": "TP2"}
 LONG = ("PP4",)
 Results = dict[str, list[dict[str, Any]]]
 """Of each rank, by layout."""
-UNEVEN_PRODUCTS = {"experts": 1e-5}
+UNEVEN_PRODUCTS = {"experts": 1e-5, "experts, recorded": 1e-5}
 """An expert may get fewer than `FEWEST_ROWS` tokens: its products depend on who else is in the lane."""
 
 
@@ -97,6 +100,18 @@ def test_as_without_stages(results: Results, layout: str, case: str) -> None:
             for own, wanted in zip(rank[case][f"logprobs {seed}"], one[case][f"logprobs {seed}"], strict=True):
                 assert own == (wanted if tolerance == 0 else pytest.approx(wanted, abs=tolerance))
         assert rank[case]["audit"] == one[case]["audit"]
+
+
+@pytest.mark.parametrize("layout", ["PP2", "PP2 x VPP2"])
+def test_each_stage_has_the_experts_of_its_layers(results: Results, layout: str) -> None:
+    case = "experts, recorded"
+    one, ranks = of(results, "one")[0][case], of(results, layout)
+    for seed in ("experts 1", "experts 2"):
+        assert sorted(layer for rank in ranks for layer in rank[case][seed]) == ["0", "1", "2", "3"]
+        for rank in ranks:
+            for layer, experts in rank[case][seed].items():
+                assert experts == one[seed][layer]
+        assert one[seed]["0"] != one[seed]["1"]
 
 
 def test_the_cases_are_what_they_are_called(results: Results) -> None:

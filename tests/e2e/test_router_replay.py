@@ -17,6 +17,7 @@ MIXTURE = {
     "rl_keep_zero_variance_groups": True,
 }  # fmt: skip
 REPLAY = MIXTURE | {"rl_router_replay": True}
+STAGES = REPLAY | {"pipeline_model_parallel_size": 2}
 RANKS = 2
 
 
@@ -32,6 +33,8 @@ class Told:
             Story("halved", self._argv("halved", REPLAY)),
             # In the third step, of which the journal then has a group of each rank, and a checkpoint nothing.
             Story("killed", self._argv("killed", REPLAY), [Kill(1, "journal_closed", 3)]),
+            Story("stages", self._argv("stages", STAGES)),
+            Story("stages_killed", self._argv("stages_killed", STAGES), [Kill(1, "journal_closed", 3)]),
         ]
         self.codes = {}
         for number, story in enumerate(stories):
@@ -65,14 +68,24 @@ def test_the_gap_is_smaller(told: Told) -> None:
         assert row["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("name", ["halved", "killed"])
-def test_it_goes_on_as_if_nothing_had_happened(told: Told, name: str) -> None:
-    whole, other = told.workshop.run_dir("whole"), told.workshop.run_dir(name)
+def test_stages_know_the_experts_of_their_layers(told: Told) -> None:
+    """The first step is that of two replicas with a whole model each, before the last bits of an update matter."""
+    whole, stages = (rows_of(told.workshop.run_dir(name))[0] for name in ("whole", "stages"))
+    for name in ("training/rollout_logprob_gap_mean", "training/rollout_logprob_gap_max", "parity/k3_kl"):
+        assert stages[name] == pytest.approx(whole[name], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("undisturbed", "name"), [("whole", "halved"), ("whole", "killed"), ("stages", "stages_killed")]
+)
+def test_it_goes_on_as_if_nothing_had_happened(told: Told, undisturbed: str, name: str) -> None:
+    whole, other = told.workshop.run_dir(undisturbed), told.workshop.run_dir(name)
     last = Path("checkpoints") / "step_0000004"
     assert differences(whole / last, other / last) == []
     assert rows_of(other) == rows_of(whole)
 
 
 def test_the_journal_had_the_experts(told: Told) -> None:
-    assert KILLED in told.codes[4][0]
-    assert "groups were answered before" in told.output(4)
+    for number in (4, 6):
+        assert KILLED in told.codes[number][0]
+        assert "groups were answered before" in told.output(number)

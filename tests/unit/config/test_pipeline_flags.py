@@ -79,7 +79,6 @@ def test_what_can_be(flags: tuple[object, ...]) -> None:
         ((PP, 2, "--eval-interval", 2, "--enable-cuda-graph"), ["--enable-cuda-graph", *STAGES]),
         ((PP, 2, *RL, "--cuda-graph-impl", "local"), ["--cuda-graph-impl local", *STAGES]),
         ((PP, 2, *RL, "--transformer-impl", "transformer_engine"), ["--transformer-impl", *STAGES]),
-        ((PP, 2, *RL, *EXPERTS, "--rl-router-replay"), ["--rl-router-replay", *STAGES]),
         (
             (PP, 2, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 3),
             ["--recompute-num-layers 3", "4 layers", "use 1, 2 or 4"],
