@@ -15,7 +15,6 @@ SUPERVISED = [
 ]  # fmt: skip
 PP = "--pipeline-model-parallel-size"
 RL = ("--perform-rl-step", "--grpo-group-size", 4, "--grpo-prompts-per-step", 4, "--micro-batch-size", 2)
-EXPERTS = ("--num-experts", 4, "--disable-bias-linear")
 STAGES = ("rollouts on pipeline stages", "one stage")
 
 
