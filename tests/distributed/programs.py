@@ -54,10 +54,11 @@ def train_variants(folder: str, tensor_size: int, variants: Mapping[str, Mapping
     return reports
 
 
-def join(tensor_size: int) -> ParallelGroups:
-    """Join the job with ``tensor_size`` ranks for a copy of the model."""
+def join(tensor_size: int = 1, stages: int = 1) -> ParallelGroups:
+    """Join the job with ``tensor_size`` x ``stages`` ranks for a copy of the model."""
     single_thread()
-    config = tiny_config(int(os.environ["WORLD_SIZE"]), tensor_model_parallel_size=tensor_size)
+    sizes = {"tensor_model_parallel_size": tensor_size, "pipeline_model_parallel_size": stages}
+    config = tiny_config(int(os.environ["WORLD_SIZE"]), **sizes)
     # Several buckets, as in a model of a real size, so that overlapping has something to put in order.
     optimizer.DistributedDataParallelConfig = partial(optimizer.DistributedDataParallelConfig, bucket_size=4_000)
     return initialize(config.parallel, current_platform())
@@ -68,7 +69,8 @@ def toy_config(groups: ParallelGroups, changes: Mapping[str, Any]) -> RLConfig:
 
     Adam's epsilon is large: where a gradient is nearly 0, 1e-8 would blow its rounding up to a visible step.
     """
-    fixed = {"tensor_model_parallel_size": groups.tensor_size, "adam_eps": 1e-4}
+    stages = groups.pipeline_group.size()
+    fixed = {"tensor_model_parallel_size": groups.tensor_size, "pipeline_model_parallel_size": stages, "adam_eps": 1e-4}
     return tiny_config(groups.world_size, **fixed, **changes)
 
 

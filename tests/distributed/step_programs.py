@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
+from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import initialize, shut_down
@@ -108,22 +110,27 @@ def save_while_gathering(folder: str, changes: Mapping[str, Any]) -> list[float]
     return distances
 
 
-def stop_on_one_rank(tensor_size: int, stopped_rank: int) -> dict[str, Any]:
+def stop_on_one_rank(stopped_rank: int, **sizes: int) -> dict[str, Any]:
     """A step during which one rank is asked to stop, and the same step afterwards."""
-    groups = join(tensor_size)
+    groups = join(**sizes)
     # One token an engine step: enough steps for the ranks of a copy to ask each other in between.
     run = toy_run(toy_config(groups, {"rl_decode_steps_per_sync": 1}), groups)
-    steps = 0
-    engine_step = RolloutEngine.step
+    steps, under_way = 0, []
+    kind = StagedEngine if groups.pipeline_group.size() > 1 else RolloutEngine
+    engine_step, engine_abort = kind.step, kind.abort
 
-    def step_until_asked(engine: RolloutEngine) -> list[Any]:
+    def step_until_asked(engine: Engine) -> list[Any]:
         nonlocal steps
         steps += 1
         if steps == 2 and groups.rank == stopped_rank:
             run.stop.reason = "SIGTERM"
         return engine_step(engine)
 
-    RolloutEngine.step = step_until_asked
+    def abort(engine: Engine) -> None:
+        under_way.append(any(lane.is_under_way for lane in getattr(engine, "lanes", ())))
+        engine_abort(engine)
+
+    kind.step, kind.abort = step_until_asked, abort
     before = run.source.state_dict()
     interrupted = rl_step(run, 1)
     after = run.source.state_dict()
@@ -131,7 +138,8 @@ def stop_on_one_rank(tensor_size: int, stopped_rank: int) -> dict[str, Any]:
     again = rl_step(run, 1)
     run.closing.close()
     shut_down()
-    return {"result": interrupted is None, "cursor": before == after, "loss": again.metrics["actor/pg_loss"]}
+    loss = again.metrics["actor/pg_loss"]
+    return {"result": interrupted is None, "cursor": before == after, "loss": loss, "under way": any(under_way)}
 
 
 def one_copy_generates() -> dict[str, int]:

@@ -7,12 +7,14 @@ import pytest
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2], ids=["data", "tensor"])
-def test_all_ranks_stop(tensor_size: int) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"tensor_size": 2}, {"stages": 2}], ids=["data", "tensor", "stages"])
+def test_all_ranks_stop(sizes: dict[str, int]) -> None:
+    """On stages the rollout is left with messages under way; the step after it must not take them for its own."""
     program = "tests.distributed.step_programs:stop_on_one_rank"
-    reports = run_ranks(program, 2, timeout=600, tensor_size=tensor_size, stopped_rank=1)
-    undisturbed = run_ranks(program, 2, timeout=600, tensor_size=tensor_size, stopped_rank=-1)
+    reports = run_ranks(program, 2, timeout=600, stopped_rank=1, **sizes)
+    undisturbed = run_ranks(program, 2, timeout=600, stopped_rank=-1, **sizes)
     assert [report["result"] for report in reports] == [True, True]
+    assert all(report["under way"] == ("stages" in sizes) for report in reports)
     assert [report["cursor"] for report in reports] == [True, True]
     assert [report["result"] for report in undisturbed] == [False, False]
     assert reports[0]["loss"] == reports[1]["loss"] != undisturbed[0]["loss"]  # a first step, a second one

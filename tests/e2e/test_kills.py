@@ -54,15 +54,17 @@ class Tale:
     """Stories that were told, beside one in which nobody died."""
 
     def __init__(
-        self, workshop, stories: dict[str, list[Kill]], timeout: float, omit: str = "", **flags: object
-    ) -> None:
-        self.workshop = workshop
+        self, workshop, stories: dict[str, list[Kill]], timeout: float, omit: str = "", whole: str = "whole",
+        **flags: object,
+    ) -> None:  # fmt: skip
+        """``whole`` is the one in which nobody died: of two replicas, or with the same ``flags``."""
+        self.workshop, self.whole = workshop, whole
         told = [Story(name, self._argv(name, **flags), kills, omit) for name, kills in stories.items()]
-        if not workshop.run_dir("whole").exists():
-            told.insert(0, Story("whole", self._argv("whole")))
+        if not workshop.run_dir(whole).exists():
+            told.insert(0, Story(whole, self._argv(whole, **(flags if whole != "whole" else {}))))
         self.logs = workshop.folder / "logs"
         self.codes = tell(told, self.logs, RANKS, timeout)
-        assert self.codes.get("whole", [[0] * RANKS]) == [[0] * RANKS], self.output("whole")
+        assert self.codes.get(whole, [[0] * RANKS]) == [[0] * RANKS], self.output(whole)
 
     def _argv(self, name: str, **flags: object) -> list[str]:
         return [str(word) for word in self.workshop.rl(name, **FLAGS, **flags)]
@@ -74,7 +76,7 @@ class Tale:
     def check(self, name: str) -> None:
         """Weights, optimizer, counters, random states, metrics and every recorded rollout are those of ``whole``."""
         assert self.codes[name][-1] == [0] * RANKS, self.output(name)
-        whole, run = self.workshop.run_dir("whole"), self.workshop.run_dir(name)
+        whole, run = self.workshop.run_dir(self.whole), self.workshop.run_dir(name)
         last = Path("checkpoints") / f"step_{STEPS:07d}"
         assert differences(whole / last, run / last) == []
         assert rows_of(run) == rows_of(whole)
@@ -136,6 +138,13 @@ def test_saved_in_the_background_and_killed_meanwhile(workshop) -> None:
     kills = [Kill(int(point in ("background_forked", "background_written")), point) for point in points]
     stories = {"background": [], "background_killed": kills}
     tale = Tale(workshop, stories, timeout=900, async_save=True)
+    tale.check_all(stories)
+
+
+def test_killed_on_either_stage(workshop) -> None:
+    """Amid a rollout, where messages are under way, and between two updates."""
+    stories = {"stages": [Kill(1, "rollout", 5), Kill(0, "rollout", 7), Kill(1, "optimizer_due", 4)]}
+    tale = Tale(workshop, stories, timeout=900, whole="whole_stages", pipeline_model_parallel_size=2)
     tale.check_all(stories)
 
 

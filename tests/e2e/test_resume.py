@@ -41,6 +41,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "eval_interval": 3, "rl_prompts_per_eval": 2, **KL,
         },
     ),
+    "rl_two_stages": (
+        2, "rl",
+        {
+            "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "eval_interval": 3,
+            "rl_prompts_per_eval": 2, "rl_rollout_quantization": "int8_smooth", **KL,
+        },
+    ),
     "rl_bf16_two_replicas": (
         2, "rl",  # one group: a replica generates nothing
         {
