@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config import RLConfig
+from megatron_rl.errors import QuantizationError
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
@@ -84,6 +85,40 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     report["lanes"] = len(engine.lanes) if isinstance(engine, StagedEngine) else 1
     report["audit"] = [(row.layer, row.ran) for rows in audits for row in rows]
     return report
+
+
+def refuse(parallel: Mapping[str, Any]) -> list[str]:
+    """What this rank says of a weight of the last stage that is not finite, and of a layer there left as it is."""
+    single_thread()
+    config = configured(parallel, {})
+    groups = initialize(config.parallel, current_platform())
+    policy, said = tiny_policy(config), []
+    quantization = RolloutQuantization(
+        torch.nn.ModuleList(policy.chunks), "int8", (), lambda _: None, model_group=groups.model_group
+    )
+    engine, last = build(policy, EngineOptions(16, 64), groups), quantization.linears.layers[-1]
+    is_last = groups.stage == groups.pipeline_group.size() - 1
+
+    def roll_out() -> None:
+        with rollout_mode(policy), quantization.rollout():
+            if is_last:
+                last.remove()
+            engine.begin(1, 0)
+            requests = ragged_requests(2, max_new_tokens=4)
+            for request in requests:
+                engine.submit(request)
+            drain(engine, requests)
+
+    with torch.no_grad():
+        kept = last.module.weight[0, 0].clone()
+        for value in (float("nan") if is_last else kept, kept):
+            last.module.weight[0, 0] = value
+            try:
+                roll_out()
+            except QuantizationError as error:
+                said.append(str(error))
+    shut_down()
+    return said
 
 
 def build(policy: PolicyModel, options: EngineOptions, groups: ParallelGroups) -> Engine:

@@ -125,3 +125,12 @@ def test_the_cases_are_what_they_are_called(results: Results) -> None:
         assert first[case]["counts"]["reused"] > 0
     assert len(first["int8"]["audit"]) == 16
     assert {ran for _, ran in first["int8"]["audit"]} == {"int8, channel x token"}
+
+
+def test_what_one_stage_cannot_quantise_all_refuse() -> None:
+    """One that raised alone would leave the other waiting in the rollout."""
+    first, second = run_ranks("tests.distributed.stage_programs:refuse", 2, timeout=300, parallel=STAGES)
+    assert first == second
+    not_finite, other_format = first
+    assert "layers.3.mlp.linear_fc2 holds NaN" in not_finite
+    assert "1 of 16 linear layers" in other_format and "layers.3.mlp.linear_fc2 should have run" in other_format

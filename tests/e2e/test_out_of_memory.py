@@ -58,6 +58,15 @@ def two_ranks(workshop) -> list[str]:
     return [output.splitlines()[-1] for ((_, output),) in ranks]
 
 
+def test_on_one_stage_the_other_does_not_wait_for_ever(workshop) -> None:
+    """It is amid the rollout; far sooner than --distributed-timeout-minutes it has seen that the first has ended."""
+    jobs = [(workshop.rl("stages", pipeline_model_parallel_size=2, save_interval=1), "rollout", PROMPTS + 1)]
+    ((code, output),), ((other_code, other),) = run_ranks("tests.support.memory_runs:failing_runs", 2, runs=jobs)
+    assert [code, other_code] == [1, 1]
+    assert "out of memory in a rollout (CUDA out of memory" in output.splitlines()[-1]
+    assert "another rank has ended" in other.splitlines()[-1]
+
+
 def saved_step(line: str) -> int:
     """Some step, but not the last one."""
     saved = int(line.partition(" is saved")[0].split()[-1])
