@@ -53,6 +53,8 @@ class Surveyed:
 
     name: str
     evaluation_only: bool
+    lowest_reward: float
+    """That it declares."""
     test_tasks: int
     first_chat: str | None
     """The id of a task whose prompt is chat messages."""

@@ -73,8 +73,9 @@ def survey(report: Report, path: str, skip: Collection[str], demonstrations: boo
             demonstrates = _demonstrates(name, environment)
         if isinstance(environment, DatasetEnvironment):
             overlong = (environment.overlong.buffer, environment.overlong.max_tokens, environment.overlong.free_tokens)
-        test_tasks = item.counts["test"]
-        found.append(Surveyed(name, environment.evaluation_only, test_tasks, item.first_chat, demonstrates, overlong))
+        lowest, test_tasks = float(environment.reward_range[0]), item.counts["test"]
+        about = (environment.evaluation_only, lowest, test_tasks, item.first_chat, demonstrates, overlong)
+        found.append(Surveyed(name, *about))
     return [asdict(each) for each in found]
 
 

@@ -125,6 +125,8 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
             f"{path}: no environment gives demonstrations ({names}), which supervised training needs; "
             "add --perform-rl-step to train by RL, or an environment that has some"
         )
+    if config.training.perform_rl_step:
+        yield from _rewards_below(config, trained)
     for item in trained if config.training.perform_rl_step and longest else ():
         buffer, max_tokens, free_tokens = item.overlong or (0, 0, 0)
         if longest <= free_tokens:  # a length punishment that no answer can reach: one of two numbers is wrong
@@ -136,6 +138,24 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
         if not item.test_tasks:
             yield (
                 f"{item.name}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
+            )
+
+
+def _rewards_below(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:
+    """Environments that declare rewards which the advantage would refuse in the first step that has one."""
+    # imported here: it brings torch, which wrong flags need not wait for
+    from megatron_rl.algorithms.extension import advantage_of
+
+    try:
+        bound = getattr(advantage_of(config), "lowest_reward", None)
+    except ConfigError:  # reported elsewhere
+        return
+    for item in trained if bound is not None else ():
+        if item.lowest_reward < bound:
+            yield (
+                f"{item.name}: its rewards begin at {item.lowest_reward:g}, and --rl-advantage "
+                f"{config.algorithm.rl_advantage} takes none below {bound:g}; use --rl-advantage-args "
+                f"lowest={item.lowest_reward:g}"
             )
 
 

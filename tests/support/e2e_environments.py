@@ -43,6 +43,13 @@ class Digits(Environment):
             yield Demonstration(task, str(number + number % 7))
 
 
+class Signed(Digits):
+    """Right is 1 and wrong is -1."""
+
+    name = "signed"
+    reward_range = (-1.0, 1.0)
+
+
 class Unreliable(Digits):
     """About one reward in five is NaN, infinite, a text, or nothing; with ``always`` every one."""
 

@@ -22,6 +22,11 @@ class Advantage(Extension):
     lowest: float = option(0.0)
     """Reward of a failure; the paper's is 0."""
 
+    @property
+    def lowest_reward(self) -> float:
+        """An environment that declares lower ones is refused before the run."""
+        return self.lowest
+
     def __call__(self, batch: TokenBatch) -> Terms:
         """See ``Extension``; 0 where the group has no other valid sample.
 

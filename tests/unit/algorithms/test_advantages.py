@@ -103,6 +103,15 @@ def test_reinforce_plus_plus_with_baseline_takes_the_group_mean_first() -> None:
     assert (advantages * TOKENS).sum().item() == pytest.approx(0.0, abs=1e-5)
 
 
+def test_reinforce_plus_plus_with_baseline_centres_each_group_by_its_own_mean() -> None:
+    # Means 0.5 and 5: -0.5, 0.5, -1, 1 1, whose mean is 0.2; squares 0.49 + 0.09 + 1.44 + 2 * 0.64 = 3.3, std
+    # sqrt(3.3 / 4) = 0.908295.  -0.7, 0.3, -1.2 and 0.8 divided by it.
+    rewards, groups, tokens = torch.tensor([0.0, 1.0, 4.0, 6.0]), torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 1, 2])
+    step = step_rewards(rewards, torch.ones(4, dtype=torch.bool), groups, "group", tokens)
+    advantages = reinforce_plus_plus_baseline.Advantage()(one_token_a_sample(step))[0]
+    assert_advantages(advantages, [-0.770675, 0.330289, -1.321157, 0.880771])
+
+
 def test_reinforce_plus_plus_adds_epsilon_to_the_std() -> None:
     # 1 and 3 of one token each: -1 and 1, std sqrt(2): 1 / (1.414214 + 1).
     two = (torch.tensor([1.0, 3.0]), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64))

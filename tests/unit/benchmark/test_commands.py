@@ -42,7 +42,7 @@ def test_update(tmp_path: Path) -> None:
     assert first["ours"]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("module", ["rollout", "update", "grading", "checkpoint", "gpu"])
+@pytest.mark.parametrize("module", ["rollout", "update", "grading", "checkpoint", "gpu", "memory"])
 def test_every_benchmark_runs_by_its_path(module: str) -> None:
     result = run_python(f"tools/benchmark/{module}.py", "--help")
     assert result.returncode == 0 and "--json" in result.stdout

@@ -90,6 +90,25 @@ def test_one_line_for_what_cannot_be(flags: tuple[object, ...], fragments: list[
     assert "\n" not in found
 
 
+@pytest.mark.parametrize(
+    ("chunks", "in_flight"),
+    [
+        (1, [4, 3, 2, 1]),
+        # Megatron's warm-up of 2 (P - r - 1) + (v - 1) P chunks of half a stage, and the one that comes back
+        (2, [5.5, 4.5, 3.5, 2.5]),
+    ],
+)
+def test_a_stage_keeps_the_micro_batches_that_are_on_their_way(chunks: int, in_flight: list[float]) -> None:
+    """Of 8 layers on 4 stages each has 2, a quarter of what one rank keeps of one micro-batch."""
+    ends = 2 * 128 * 64 * 4  # the final norm's input and output: tokens, hidden size, bytes
+    one, problems = read_config(SUPERVISED, 4)
+    staged, more = read_config([*SUPERVISED, PP, "4", "--num-virtual-stages-per-pipeline-rank", str(chunks)], 4)
+    assert problems == more == []
+    a_stage = (estimate(one, 4, 1000).activations - ends) / 4
+    found = [estimate(staged, 4, 1000, stage).activations for stage in range(4)]
+    assert found == [a_stage * count + (ends if stage == 3 else 0) for stage, count in enumerate(in_flight)]
+
+
 def test_the_estimate_is_of_the_fullest_stage() -> None:
     config, problems = read_config([*SUPERVISED, PP, "2"], 4)
     assert problems == []

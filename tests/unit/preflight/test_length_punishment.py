@@ -1,4 +1,4 @@
-"""A punishment of long answers that no answer can be long enough for is refused before the run."""
+"""What environments declare and the run's flags contradict is refused before the run."""
 
 from __future__ import annotations
 
@@ -19,3 +19,21 @@ def test_the_buffer_must_be_within_reach(tmp_path, buffer, longest, refused):
     problems = environment_problems(tiny_config(langrl_env_config=path, rl_max_new_tokens=longest), tokenizer=None)
     wanted = f"countdown: overlong_buffer 4 of max_response_tokens 16 begins beyond the {longest} tokens of"
     assert [problem.text.startswith(wanted) for problem in problems] == [True] * refused
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "refused"),
+    [
+        ("signed", {"rl_advantage": "maxrl"}, True),
+        ("signed", {"rl_advantage": "maxrl", "rl_advantage_args": ("lowest=-1",)}, False),
+        ("signed", {}, False),
+        ("countdown", {"rl_advantage": "maxrl"}, False),
+    ],
+)
+def test_rewards_that_the_advantage_would_refuse(tmp_path, environment, flags, refused):
+    path = tmp_path / "list.yaml"
+    named = {"signed": "tests.support.e2e_environments:Signed"}.get(environment, environment)
+    path.write_text(f"- {{environment: '{named}'}}\n")
+    problems = environment_problems(tiny_config(langrl_env_config=path, **flags), tokenizer=None)
+    wanted = "its rewards begin at -1, and --rl-advantage maxrl takes none below 0; use --rl-advantage-args lowest=-1"
+    assert [wanted in problem.text for problem in problems] == [True] * refused
