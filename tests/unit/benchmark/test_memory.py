@@ -12,10 +12,10 @@ def test_every_layout_can_run() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["TP2", "PP2", "experts EP2", "CP2"])
-def test_the_estimate_is_near_what_ranks_allocate(layout: str) -> None:
+@pytest.mark.parametrize(("layout", "tolerance"), [("TP2", 0.1), ("PP2", 0.1), ("experts EP2", 0.2), ("CP2", 0.3)])
+def test_the_estimate_is_near_what_ranks_allocate(layout: str, tolerance: float) -> None:
     for row in measured_layout(layout):
         own, theirs = row["measured"], row["estimated"]
         for use in ("weights", "gradients", "optimizer"):
             assert own[use] == pytest.approx(theirs[use], rel=0.01), (row["rank"], use)
-        assert own["peak"] == pytest.approx(theirs["peak"], rel=0.15), row["rank"]
+        assert own["peak"] == pytest.approx(theirs["peak"], rel=tolerance), row["rank"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import ModuleType
 
 import pytest
@@ -40,6 +41,17 @@ def test_a_sample_carries_its_reward_and_its_own_tokens(one_rank: ParallelGroups
     assert step.loss_tokens.tolist() == [1, 2, 1, 2]
     assert second.prompt_length == 3
     assert second.inference_logprobs.tolist() == [0.0, 0.0, 0.0, -1.5, -1.5]
+
+
+def test_what_a_conversation_read_is_no_loss_token(one_rank: ParallelGroups) -> None:
+    """Of 2 tokens the second answer read one."""
+    group = graded_group([0.0, 1.0])
+    first, second = group.rollouts
+    read = dataclasses.replace(second.completion, environment_spans=((0, 1),))
+    told = dataclasses.replace(group, rollouts=(first, dataclasses.replace(second, completion=read)))
+    samples, step = build(one_rank, [told])
+    assert step.loss_tokens.tolist() == [1, 1]
+    assert samples[1].environment_spans == ((len(group.prompt_ids), len(group.prompt_ids) + 1),)
 
 
 def test_failed_grades_leave_baseline_and_loss(one_rank: ParallelGroups) -> None:
