@@ -309,8 +309,8 @@ class ModelLayout:
 
     @property
     def routing_bytes(self) -> int:
-        """The experts that a token is sent to in all layers of this rank (`--rl-router-replay`)."""
-        return len(self.layers) * self.architecture.moe_router_topk * self.expert_id_bytes
+        """Of the experts of a token (`--rl-router-replay`), as `slot_numbers` on the stage that has the most layers."""
+        return self.most_layers * self.architecture.moe_router_topk * self.expert_id_bytes
 
     def cache_numbers(self, tokens: int) -> int:
         """What all layers keep of a sequence of ``tokens``, on one rank."""

@@ -46,6 +46,12 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"flags": EXPERTS},
     "experts, recorded": {"flags": EXPERTS | {"rl_router_replay": True}, "turns": True,
                           "options": {"max_sequence_length": 96}},
+    "experts within a budget": {
+        "flags": EXPERTS | {"rl_router_replay": True, "num_layers": 5},
+        "parallel": {"decoder_first_pipeline_num_layers": 3},
+        # 10 rows of three layers' keys and values, but of two layers' experts
+        "options": {"cache_budget_gb": 10 * (3 * 128 + 2 * 2) * 64 / 2**30},
+    },
 }  # fmt: skip
 VIRTUAL = STAGES | {"num_virtual_stages_per_pipeline_rank": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -63,7 +69,7 @@ COMPARED = {"TP2 x PP2": "TP2"}
 LONG = ("PP4",)
 Results = dict[str, list[dict[str, Any]]]
 """Of each rank, by layout."""
-UNEVEN_PRODUCTS = {"experts": 1e-5, "experts, recorded": 1e-5}
+UNEVEN_PRODUCTS = dict.fromkeys(("experts", "experts, recorded", "experts within a budget"), 1e-5)
 """An expert may get fewer than `FEWEST_ROWS` tokens: its products depend on who else is in the lane."""
 
 
@@ -119,6 +125,7 @@ def test_the_cases_are_what_they_are_called(results: Results) -> None:
     first, second = of(results, "PP2")
     assert {name: report["lanes"] for name, report in first.items() if report["lanes"] != 2} == {"few rows": 1}
     assert first["rows within a budget"]["rows"] == second["rows within a budget"]["rows"] == 10  # 6.5 x 5 / 3
+    assert first["experts within a budget"]["rows"] == second["experts within a budget"]["rows"] == 9
     assert all(first[case]["counts"] == second[case]["counts"] for case in CASES)
     assert first["pages, preempted"]["counts"]["preemptions"] > 0
     for case in ("prefixes", "prefixes in pages"):
