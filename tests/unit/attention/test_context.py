@@ -22,6 +22,7 @@ BATCHES = {
     "short": [37, 5, 60, 1, 25],
     "fewer tokens than chunks": [1, 1, 1, 3, 2],
     "long": [1500, 263, 1200, 300, 1],
+    "long on one of two ranks": [300],  # 75 and 300 keys, 150 and 225: only 300 is more than is spelt out
 }  # fmt: skip
 """Sums that four ranks divide but for the last one, which is filled up."""
 
