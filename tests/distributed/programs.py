@@ -54,11 +54,11 @@ def train_variants(folder: str, tensor_size: int, variants: Mapping[str, Mapping
     return reports
 
 
-def join(tensor_size: int = 1, stages: int = 1) -> ParallelGroups:
-    """Join the job with ``tensor_size`` x ``stages`` ranks for a copy of the model."""
+def join(tensor_size: int = 1, stages: int = 1, **changes: Any) -> ParallelGroups:
+    """Join the job with ``tensor_size`` x ``stages`` ranks for a copy of the model, and ``changes`` of other sizes."""
     single_thread()
     sizes = {"tensor_model_parallel_size": tensor_size, "pipeline_model_parallel_size": stages}
-    config = tiny_config(int(os.environ["WORLD_SIZE"]), **sizes)
+    config = tiny_config(int(os.environ["WORLD_SIZE"]), **sizes, **changes)
     # Several buckets, as in a model of a real size, so that overlapping has something to put in order.
     optimizer.DistributedDataParallelConfig = partial(optimizer.DistributedDataParallelConfig, bucket_size=4_000)
     return initialize(config.parallel, current_platform())

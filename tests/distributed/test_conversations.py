@@ -16,6 +16,7 @@ from megatron_rl.rollout.conversations import ConversationSettings
 from megatron_rl.types import Continuation, Grade, Task, Turn
 from tests.distributed.programs import join, toy_config
 from tests.support.ranks import run_ranks
+from tests.support.tiny import SHAPES
 from tests.support.toy import toy_run
 
 STEPS = 2
@@ -39,10 +40,10 @@ def _answer(task: Task, state: Any, turn: Turn) -> Grade:
     return Grade(reward, continuation=Continuation((reply,), turn.number + 1))
 
 
-def talk(tensor_size: int) -> dict[str, Any]:
+def talk(tensor_size: int, **changes: Any) -> dict[str, Any]:
     """Two steps of training on conversations: what was said in them, and the metrics."""
-    groups = join(tensor_size)
-    config = toy_config(groups, {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2})
+    groups = join(tensor_size, **changes)
+    config = toy_config(groups, {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2, **changes})
     settings = ConversationSettings({"toy": TURNS}, config.rollout.inference_max_seq_length)
     run = toy_run(config, groups, answer, settings)
     steps = []
@@ -80,8 +81,19 @@ def test_the_trainer_sees_what_the_engine_sampled(one_rank_alone: dict[str, Any]
 @pytest.mark.parametrize(("ranks", "tensor_size"), [(2, 1), (2, 2)], ids=["data", "tensor"])
 def test_two_ranks_lead_the_conversations_of_one(one_rank_alone, ranks: int, tensor_size: int) -> None:
     reports = run_ranks("tests.distributed.test_conversations:talk", ranks, tensor_size=tensor_size)
+    _assert_the_same(reports, one_rank_alone)
+
+
+def test_ranks_that_share_experts_wait_for_each_others_conversations() -> None:
+    experts = SHAPES["experts"]
+    alone = run_ranks("tests.distributed.test_conversations:talk", 1, tensor_size=1, **experts)[0]
+    sizes = experts | {"expert_model_parallel_size": 2}
+    _assert_the_same(run_ranks("tests.distributed.test_conversations:talk", 2, tensor_size=1, **sizes), alone)
+
+
+def _assert_the_same(reports: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
     for report in reports:
-        for own, alone in zip(report["steps"], one_rank_alone["steps"], strict=True):
+        for own, alone in zip(report["steps"], expected["steps"], strict=True):
             assert own["said"] == alone["said"]
             for name in ("actor/pg_loss", "critic/rewards/mean", "rollout/turns_mean", "perf/generated_tokens"):
                 assert own["metrics"][name] == pytest.approx(alone["metrics"][name], rel=0, abs=1e-5), name
