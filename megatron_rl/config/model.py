@@ -91,6 +91,8 @@ class ModelConfig:
     """Experts that each token is sent to."""
     moe_router_pre_softmax: bool = flag(False)
     """Weight experts by their share among all of them, not among those chosen."""
+    moe_grouped_gemm: bool = flag(False)
+    """A layer's experts are one product, not one each."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = flag(
         "none", only="the loss is the policy's alone"
     )
@@ -191,12 +193,14 @@ def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """What experts need, and what they cannot be combined with."""
     model, parts = config.model, config.parallel.tensor_model_parallel_size
     if model.num_experts is None:
-        for name in ("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"):
+        for name in ("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_grouped_gemm"):
             if name in config.typed:
                 given = f"--{name.replace('_', '-')}"
                 what = f"{given} without --num-experts: dense layers have no router; add it, or leave out {given}"
                 yield Problem(given, what)
         return
+    if model.moe_grouped_gemm:
+        yield from _grouped_problems(config)
     if model.num_experts * (model.num_layers or 0) > MOST_EXPERTS:
         yield "num_experts", (
             f"in each of {model.num_layers} layers are more than the {MOST_EXPERTS:,} experts that a model may have; "
@@ -214,3 +218,13 @@ def expert_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         )
     if "mlp" in (config.kernels.recompute_modules or ()):
         yield "recompute_modules", "with --num-experts: there is no dense MLP to recompute; use core_attn, or full"
+
+
+def _grouped_problems(config: RLConfig) -> Iterator[Finding]:
+    if config.quantization.rl_rollout_quantization != "none":
+        yield "moe_grouped_gemm", (
+            "with --rl-rollout-quantization: grouped products of quantised experts are not built yet; leave out one of "
+            "the two"
+        )
+    if config.checkpoint.ckpt_format == "torch":
+        yield "moe_grouped_gemm", "with --ckpt-format torch, whose files have single experts; use torch_dist"

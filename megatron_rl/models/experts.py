@@ -1,11 +1,18 @@
-"""The layer of routed experts: megatron's, and what it does in a rollout."""
+"""The layer of routed experts: megatron's, and one stacked parameter for all experts of a layer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as functional
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 if TYPE_CHECKING:
     from megatron_rl.models.rollout import RolloutPlan
@@ -18,3 +25,105 @@ class ExpertLayer(MoELayer):
         """``[T, hidden]`` -> ``[T, hidden]``; in evaluation mode, without gradients."""
         del plan  # of its forward pass the layer needs to know nothing
         return self(tokens[:, None])[0].view(tokens.shape)
+
+
+class GroupedExperts(MegatronModule):
+    """In place of megatron's `SequentialMLP`: a layer's experts are two parameters and two grouped products.
+
+    One call where there were as many as experts; on a CPU the same bits, forward and backward. In checkpoints and under
+    their names in the whole model experts stay single: see `parts`.
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any) -> None:
+        super().__init__(config=config)
+        self._count = num_local_experts
+        self._expert_group, self._tensor_group = pg_collection.ep, pg_collection.expt_tp
+        self._replica_group = pg_collection.expt_dp
+        width = config.moe_ffn_hidden_size // self._tensor_group.size()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self._halves = 2 if config.gated_linear_unit else 1
+
+        def stacked(rows: int, columns: int, cut: int) -> torch.nn.Parameter:
+            values = torch.empty(num_local_experts, rows, columns, dtype=config.params_dtype, device=device)
+            parameter = torch.nn.Parameter(values)
+            set_tensor_model_parallel_attributes(parameter, True, cut, self._halves if cut == 1 else 1)
+            parameter.allreduce = config.expert_model_parallel_size == 1  # megatron's mark of what replicas hold alike
+            return parameter
+
+        self.fc1 = stacked(self._halves * width, config.hidden_size, cut=1)
+        """[experts, gate and up, hidden]."""
+        self.fc2 = stacked(config.hidden_size, width, cut=2)
+        """[experts, hidden, width]."""
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probabilities: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """``tokens`` [N, hidden] sorted by expert -> [N, hidden], each times its fp32 probability."""
+        ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
+        inner = functional.grouped_mm(tokens, self.fc1.transpose(1, 2), offs=ends)
+        activation = self.config.activation_func
+        if self.config.gated_linear_unit:
+            gate, up = inner.chunk(2, -1)
+            inner = activation(gate) * up
+        else:
+            inner = activation(inner)
+        inner = (inner * probabilities[:, None]).to(tokens.dtype)
+        return functional.grouped_mm(inner, self.fc2.transpose(1, 2), offs=ends), None
+
+    def parts(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Views of the single experts, under the names that `SequentialMLP` gives them."""
+        for expert in range(self._count):
+            for name, stack in (("linear_fc1", self.fc1), ("linear_fc2", self.fc2)):
+                part = torch.nn.Parameter(stack.detach()[expert], requires_grad=False)
+                set_tensor_model_parallel_attributes(part, True, stack.partition_dim - 1, stack.partition_stride)
+                if hasattr(stack, "main_grad"):
+                    part.main_grad = stack.main_grad[expert]
+                yield f"local_experts.{expert}.{name}.weight", part
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For ``dist_checkpointing``: the files are those of `SequentialMLP`."""
+        first, whole = self._expert_group.rank() * self._count, self._expert_group.size() * self._count
+        rank, ranks = self._tensor_group.rank(), self._tensor_group.size()
+        axis = len(sharded_offsets)  # of experts; rows and columns come after it
+
+        def split(halves: int, cut: int) -> Any:
+            def build(key: str, stack: torch.Tensor, replica: Any, _: Any = None) -> list[list[ShardedTensor]]:
+                return [
+                    [
+                        ShardedTensor.from_rank_offsets(
+                            key, piece, *sharded_offsets, (axis, first + expert, whole),
+                            (axis + cut, rank + half * ranks, halves * ranks),
+                            replica_id=replica, prepend_axis_num=axis + 1,
+                        )
+                        for half, piece in enumerate(values.chunk(halves))
+                    ]
+                    for expert, values in enumerate(stack)
+                ]  # fmt: skip
+
+            return build
+
+        state: dict[str, Any] = {}
+        replica = (0, 0, self._replica_group.rank())
+        for name, stack, halves in (("fc1", self.fc1, self._halves), ("fc2", self.fc2, 1)):
+            key, build = f"{prefix}experts.linear_{name}", split(halves, stack.partition_dim)
+            state[f"{prefix}{name}"] = ShardedTensorFactory(f"{key}.weight", stack, build, _stacked, replica_id=replica)
+            for expert in range(self._count):  # without content; a loop over the experts asks for it
+                place = (*sharded_offsets, (axis, first + expert, whole))
+                state[f"{prefix}local_experts.{expert}.linear_{name}._extra_state"] = (
+                    make_sharded_object_for_checkpoint(
+                        None, f"{key}._extra_state", place, replica_id=(0, rank, replica[2])
+                    )
+                )
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(f"{prefix}local_experts.")]:
+            del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *given)
+
+
+@torch.no_grad()
+def _stacked(experts: list[list[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([torch.cat(pieces) for pieces in experts])

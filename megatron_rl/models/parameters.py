@@ -15,6 +15,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_rl.config import ModelConfig
 from megatron_rl.families import ModelLayout, Parameter
 from megatron_rl.families.layout import EMBEDDING, own_name
+from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.parallel import ParallelGroups
 
 _INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2")
@@ -28,9 +29,20 @@ def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn
     """
     for gpt in chunks:
         is_copy = gpt.share_embeddings_and_output_weights and not gpt.pre_process
-        for given, parameter in gpt.named_parameters():
+        for given, parameter in _singly(gpt):
             name = _global_name(gpt, given)
             yield (EMBEDDING if is_copy and name == "output_layer.weight" else name), parameter
+
+
+def _singly(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """``named_parameters``; of stacked experts views of each."""
+    for name, parameter in gpt.named_parameters():
+        owner, _, last = name.rpartition(".")
+        experts = gpt.get_submodule(owner)
+        if not isinstance(experts, GroupedExperts):
+            yield name, parameter
+        elif last == "fc1":  # and with it fc2: expert by expert
+            yield from ((f"{owner}.{part}", view) for part, view in experts.parts())
 
 
 def _global_name(gpt: GPTModel, given: str) -> str:

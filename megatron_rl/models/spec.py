@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.attention import PlannedSelfAttention
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.rollout import RolloutLayer
 from megatron_rl.models.rollout_ops import TorchNorm
 from megatron_rl.platform.megatron import submodules_of
@@ -55,6 +56,9 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
         layer.self_attention.submodules.linear_qkv = WholeColumnLinear
         layer.self_attention.submodules.linear_proj = WholeRowLinear
     if isinstance(mlp, MoESubmodules):
+        if config.moe_grouped_gemm:
+            mlp.experts = GroupedExperts
+            return spec
         mlp, ranks = submodules_of(mlp.experts), config.expert_tensor_parallel_size
     if ranks == 1:
         mlp.linear_fc1, mlp.linear_fc2 = WholeColumnLinear, WholeRowLinear

@@ -24,6 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": RECOMPUTED,
     "attention recomputed": {"recompute_granularity": "selective"},
     "experts": EXPERTS,
+    "experts, grouped": EXPERTS | {"moe_grouped_gemm": True},
+    "experts, grouped, overlaps": EXPERTS | OVERLAP | {"moe_grouped_gemm": True},
     "experts, recomputed": EXPERTS | RECOMPUTED,
     "experts, few": EXPERTS | FEW,
     "experts, distributed": EXPERTS | {"use_distributed_optimizer": True},
@@ -40,7 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 REFERENCE = {
     "distributed": "plain", "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
-    "experts, distributed": "experts", "experts, overlaps": "experts", "experts, overlaps, few": "experts, few",
+    "experts, grouped": "experts", "experts, grouped, overlaps": "experts", "experts, distributed": "experts",
+    "experts, overlaps": "experts", "experts, overlaps, few": "experts, few",
 }  # fmt: skip
 """Compared with another case on one rank."""
 STAGES = {"pipeline_model_parallel_size": 2}
@@ -55,12 +58,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "TP2 x PP2, sequence-parallel": (4, STAGES | TENSOR, ["plain", "tied", "fused", "replayed"]),
     "PP2 x VPP2 x DP2": (4, VIRTUAL, ["overlaps", "overlaps, few", "overlaps, few, tied"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "tied"]),
-    "EP2": (2, SHARED, ["experts", "replayed", "experts, recomputed", "experts, few", "experts, overlaps"]),
-    "EP2 x DP2": (4, SHARED, ["experts", "experts, distributed", "experts, overlaps", "experts, overlaps, few"]),
+    "EP2": (
+        2, SHARED,
+        ["experts", "replayed", "experts, recomputed", "experts, few", "experts, overlaps", "experts, grouped"],
+    ),
+    "EP2 x DP2": (
+        4, SHARED,
+        [
+            "experts", "experts, distributed", "experts, overlaps", "experts, overlaps, few",
+            "experts, grouped, overlaps",
+        ],
+    ),
     "TP2 x EP2, ETP1": (
         2, SHARED | TENSOR | {"expert_tensor_parallel_size": 1}, ["experts", "experts, few", "replayed"],
     ),
-    "TP2 x EP2, ETP2": (4, SHARED | TENSOR, ["experts", "experts, overlaps, few"]),
+    "TP2 x EP2, ETP2": (4, SHARED | TENSOR, ["experts", "experts, overlaps, few", "experts, grouped"]),
     "EP2 x PP2": (4, SHARED | STAGES, ["experts", "experts, few", "experts, overlaps"]),
     "EP2 x PP2 x VPP2": (4, SHARED | VIRTUAL, ["experts", "experts, few", "experts, overlaps"]),
     "TP2 x EP4, ETP1": (

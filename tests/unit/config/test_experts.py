@@ -25,6 +25,8 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
          ["--moe-ffn-hidden-size 33", "use 32 or 34"]),
         (1, {"recompute_granularity": "selective", "recompute_modules": "mlp"}, ["--recompute-modules mlp"]),
         (1, {"moe_router_load_balancing_type": "aux_loss"}, ["aux_loss is not built"]),
+        (1, {"moe_grouped_gemm": True, "rl_rollout_quantization": "int8"}, ["--moe-grouped-gemm", "not built yet"]),
+        (1, {"moe_grouped_gemm": True, "ckpt_format": "torch"}, ["--moe-grouped-gemm", "use torch_dist"]),
         (1, {"num_layers": "1000", "num_experts": "128"}, ["--num-experts 128", "1000 layers", "100,000 experts"]),
         (1, {"num_experts": None, "moe_ffn_hidden_size": "64"}, ["--moe-ffn-hidden-size without --num-experts"]),
         (3, SHARED | {"expert_model_parallel_size": "3"}, ["--expert-model-parallel-size 3", "experts 4", "1, 2 or 4"]),

@@ -1,0 +1,96 @@
+"""Stacked experts are the single ones: the same numbers in and out, the same gradients, the same files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+
+from megatron_rl.models import PolicyModel
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer.packing import collate
+from megatron_rl.trainer.scoring import Scorer
+from tests.support.generation import generate, ragged_requests, rollout_engine
+from tests.support.samples import random_samples
+from tests.support.tiny import SHAPES, tiny_config, tiny_policy
+
+
+@pytest.fixture(params=[False, True], ids=["fp32", "bf16"])
+def pair(request: pytest.FixtureRequest, one_rank: ParallelGroups) -> tuple[PolicyModel, PolicyModel]:
+    """Of one seed: a loop over the experts, and grouped ones."""
+    changes = SHAPES["experts"] | {"bf16": request.param}
+    return tuple(tiny_policy(tiny_config(**changes, moe_grouped_gemm=grouped)) for grouped in (False, True))
+
+
+def test_the_same_names_and_weights(pair: tuple[PolicyModel, PolicyModel]) -> None:
+    loop, grouped = (list(policy.named_parameters()) for policy in pair)
+    assert [name for name, _ in grouped] == [name for name, _ in loop]
+    assert all(torch.equal(own, other) for (_, own), (_, other) in zip(grouped, loop, strict=True))
+    assert len([*pair[1].parameters()]) < len([*pair[0].parameters()])
+
+
+def test_the_same_logprobs_and_gradients_to_the_bit(
+    pair: tuple[PolicyModel, PolicyModel], one_rank: ParallelGroups
+) -> None:
+    batch, found = collate(random_samples(6), "cpu"), []
+    for policy in pair:
+        scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+        logprobs = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
+        logprobs.sum().backward()
+        layers = [layer.mlp.experts for layer in policy.gpt.decoder.layers]
+        found.append((logprobs.detach(), [_gradients(experts) for experts in layers], policy.gpt.embedding))
+    (loop, of_loop, first), (grouped, of_grouped, second) = found
+    assert torch.equal(grouped, loop)
+    assert torch.equal(second.word_embeddings.weight.grad, first.word_embeddings.weight.grad)
+    for own, other in zip(of_grouped, of_loop, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+
+
+def _gradients(experts: torch.nn.Module) -> list[torch.Tensor]:
+    """Of fc1 and fc2, [experts, out, in]; an expert without tokens has none in the loop."""
+    if hasattr(experts, "fc1"):
+        return [experts.fc1.grad, experts.fc2.grad]
+    singles = [(one.linear_fc1.weight, one.linear_fc2.weight) for one in experts.local_experts]
+    return [
+        torch.stack([torch.zeros_like(w) if w.grad is None else w.grad for w in weights])
+        for weights in zip(*singles, strict=True)
+    ]
+
+
+def test_rollouts_draw_the_same(pair: tuple[PolicyModel, PolicyModel]) -> None:
+    loop, grouped = (
+        generate(policy, rollout_engine(policy), ragged_requests(4, num_samples=2, max_new_tokens=12))
+        for policy in pair
+    )
+    assert grouped == loop
+
+
+def test_checkpoints_have_the_same_pieces(pair: tuple[PolicyModel, PolicyModel]) -> None:
+    loop, grouped = (_pieces(policy.gpt.sharded_state_dict()) for policy in pair)
+    assert grouped == loop
+
+
+def _pieces(state: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Key, place and numbers of everything that is written."""
+    tensors: list[ShardedTensor | ShardedObject] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, ShardedTensorFactory):
+            value = value.build()
+        if isinstance(value, ShardedTensor | ShardedObject):
+            tensors.append(value)
+        elif isinstance(value, list | dict):
+            for one in value.values() if isinstance(value, dict) else value:
+                collect(one)
+
+    collect(state)
+    return sorted(
+        (one.key, one.global_shape, one.global_offset, one.replica_id, _sum(one.data))
+        for one in tensors
+    )
+
+
+def _sum(values: torch.Tensor | None) -> float:
+    return values.double().sum().item() if torch.is_tensor(values) else 0.0
