@@ -24,12 +24,14 @@ STAGES: dict[str, dict[str, Any]] = {
     "virtual": {**STAGED, "num_layers_per_virtual_pipeline_stage": 1},
     "uneven": {**STAGED, "decoder_first_pipeline_num_layers": 3},
 }
+CONTEXT = {"context": {**TORCH, "context_parallel_size": 2, "use_distributed_optimizer": True}}
+"""Ranks with the same weights, of which one writes."""
 
 
 @pytest.fixture(scope="module")
 def runs(workshop) -> None:
     """Whole runs and first halves in one process a rank, the second halves in fresh ones."""
-    both = [(workshop.rl, CASES), (workshop.supervised, STAGES)]
+    both = [(workshop.rl, CASES), (workshop.supervised, STAGES | CONTEXT)]
     first = [command(f"{name}_whole", **flags) for command, cases in both for name, flags in cases.items()]
     half = {"exit_interval": 2}
     first += [command(f"{name}_halved", **flags, **half) for command, cases in both for name, flags in cases.items()]
@@ -43,7 +45,7 @@ def runs(workshop) -> None:
 
 def test_a_resumed_run_ends_as_if_it_had_not_stopped(runs, workshop) -> None:
     last = Path("checkpoints") / "iter_0000004"
-    for name in (*CASES, *STAGES):
+    for name in (*CASES, *STAGES, *CONTEXT):
         whole, halved = workshop.run_dir(f"{name}_whole"), workshop.run_dir(f"{name}_halved")
         assert facts_of(halved)["status"] == "finished"
         assert differences(whole / last, halved / last) == [], name
