@@ -161,12 +161,10 @@ class Conversations:
         return [request for answer in answers if (request := self._apply(answer)) is not None]
 
     async def cancel(self) -> None:
-        """Forget everything."""
+        """Ask no more; the last call."""
         for task in self._asked:
             task.cancel()
         await asyncio.gather(*self._asked, return_exceptions=True)
-        self._asked.clear()
-        self._waiting = 0
 
     def _most_turns(self, request: Request) -> int:
         return 1 if self._settings is None else self._settings.max_turns.get(request.source.environment, 1)
