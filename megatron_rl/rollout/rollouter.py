@@ -26,8 +26,9 @@ from megatron_rl.types import Request, RolloutGroup
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS = 0.005
-_STOP_CHECK_EVERY = 8
-"""Engine steps between two looks at the stop request when several ranks must agree on it."""
+_EXCHANGE_EVERY = 8
+"""Engine steps between two exchanges of ranks that step together: of a request to stop, and of grades where no
+environment replies. Each lets pipeline stages wait for each other, which costs a pass of a lane."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class Rollouter:
                 for request, completions in engine.step():
                     conversations.add_turn(request, completions)
                 generated = time.perf_counter()
-            for turn in await conversations.replies(idle=not generating):
+            heeds = not generating or quota is not None or self._heeds_answers(steps)
+            for turn in await conversations.replies(idle=not generating) if heeds else ():
                 engine.submit(turn)
             steps += 1
             cancelled = self._must_stop(steps)
@@ -155,9 +157,15 @@ class Rollouter:
         agreed = max_over({"generating": generating, "waiting": waiting}, groups.lockstep_group)
         return bool(agreed["generating"]), bool(agreed["waiting"])
 
+    def _heeds_answers(self, steps: int) -> bool:
+        """At once where an answer may be a turn to generate, or concerns this rank alone."""
+        settings = self._conversations
+        replies = settings is not None and any(turns > 1 for turns in settings.max_turns.values())
+        return replies or self._groups.model_group.size() == 1 or steps % _EXCHANGE_EVERY == 0
+
     def _must_stop(self, steps: int) -> bool:
         """Ranks that step together must also stop together."""
         due = self._stop.requested and self._stop.seconds >= self._grace_seconds
         if self._groups.lockstep_group.size() == 1:
             return due
-        return steps % _STOP_CHECK_EVERY == 0 and any_rank(due, self._groups.lockstep_group)
+        return steps % _EXCHANGE_EVERY == 0 and any_rank(due, self._groups.lockstep_group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,9 @@ from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.loop import rl_step
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import initialize, shut_down
+from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.platform import current_platform
+from megatron_rl.rollout import conversations
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.run.progress import Progress
 from megatron_rl.run.rl import RLRun
@@ -156,6 +159,28 @@ def one_copy_generates() -> dict[str, int]:
     rollouter.close()
     shut_down()
     return {"steps": engine.steps, "groups": len(result.groups)}
+
+
+def slow_grades(max_turns: int) -> int:
+    """How often the leader of a copy tells the others of answers, while the engine takes 24 steps."""
+    groups, engine, told = join(tensor_size=2), ScriptedEngine(finish_at=[3, 24]), []
+
+    async def graded(_: str, items: Sequence[Any]) -> list[Grade]:
+        while engine.steps < 20:
+            await asyncio.sleep(0)
+        return [Grade(1.0)] * len(items)
+
+    def counted(*given: Any) -> Any:
+        told.append(1)
+        return broadcast_json(*given)
+
+    conversations.broadcast_json = counted
+    settings = conversations.ConversationSettings({"toy": max_turns}, 64)
+    rollouter = Rollouter(engine, toy_tokenizer(), groups, graded, StopRequest(), conversations=settings)
+    assert len(rollouter.run(make_requests(2), seed=1, policy_version=0).groups) == 2
+    rollouter.close()
+    shut_down()
+    return len(told)
 
 
 def keep_the_best() -> list[bool]:

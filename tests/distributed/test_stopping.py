@@ -24,3 +24,10 @@ def test_copies_that_share_experts_take_the_same_steps() -> None:
     """Megatron's groups of one size have none such yet: the group is put in, and a rank without work steps along."""
     reports = run_ranks("tests.distributed.step_programs:one_copy_generates", 2, timeout=600)
     assert reports == [{"steps": 3, "groups": 1}, {"steps": 3, "groups": 0}]
+
+
+def test_grades_are_told_seldom_where_nobody_replies() -> None:
+    """Each time the ranks of a copy wait for each other. Steps 8 and 16, and some when all is generated."""
+    program = "tests.distributed.step_programs:slow_grades"
+    seldom, at_once = (run_ranks(program, 2, timeout=600, max_turns=turns)[0] for turns in (1, 2))
+    assert seldom <= 8 < 17 <= at_once
