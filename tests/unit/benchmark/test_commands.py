@@ -46,3 +46,12 @@ def test_update(tmp_path: Path) -> None:
 def test_every_benchmark_runs_by_its_path(module: str) -> None:
     result = run_python(f"tools/benchmark/{module}.py", "--help")
     assert result.returncode == 0 and "--json" in result.stdout
+
+
+def test_experts(tmp_path: Path) -> None:
+    record = tmp_path / "e.json"
+    sizes = ("--shape", "32x1", "--vocab", "16", "--rounds", "1", "--experts", "4", "--rows", "8")
+    result = run_python("-m", "tools.benchmark.experts", *sizes, "--json", record)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(record.read_text())
+    assert all(set(found[kind]["median"]) == {"grouped", "loop"} for kind in ("update", "rollout"))
