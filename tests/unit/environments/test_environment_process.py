@@ -109,6 +109,18 @@ def test_a_server_that_dies_at_every_start_is_given_up_with_its_words(config, tm
         assert process.restarts == 3
 
 
+def test_a_server_that_is_killed_at_every_start_is_given_up(config, tmp_path, monkeypatch):
+    """As the kernel does where it does not fit into memory: one that never answered is not restarted for ever."""
+    stillborn = tmp_path / "python"
+    stillborn.write_text("#!/bin/sh\nkill -9 $$\n")
+    stillborn.chmod(0o755)
+    with EnvironmentServerProcess(config, tmp_path) as process:
+        monkeypatch.setattr(sys, "executable", str(stillborn))
+        os.kill(process.pid, signal.SIGKILL)
+        wait_until(lambda: process.fault or process.restarts > 10)
+        assert process.restarts == 4 and "exited (-9) while it started" in str(process.fault)
+
+
 def test_a_server_that_hangs_is_replaced(config, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.environments.process.PROBE_SECONDS", 0.3)
     monkeypatch.setattr("megatron_rl.environments.process.HUNG_SECONDS", 2.0)
