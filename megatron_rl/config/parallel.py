@@ -219,11 +219,6 @@ def _shared_in_rollouts(config: RLConfig) -> Iterator[Finding]:
             "with --rl-inference-engine mcore, whose ranks do not wait for one another; use --rl-inference-engine "
             "rollout"
         )
-    if config.quantization.rl_rollout_quantization != "none":
-        yield "expert_model_parallel_size", (
-            "with --rl-rollout-quantization is not built yet; use --tensor-model-parallel-size, or leave out the "
-            "quantization"
-        )
 
 
 def _without_rollouts(config: RLConfig, name: str, what: str) -> Iterator[Finding]:

@@ -46,8 +46,11 @@ def observed(model: torch.nn.Module, channels: bool) -> Iterator[dict[str, Obser
     for name, module in parallel_linears(model).items():
         seen = observations.setdefault(name, Observation())
 
-        def note(_module, args, output, seen=seen) -> None:
-            _note(seen, args[0].detach(), output[0].detach(), channels)
+        def note(module, args, output, seen=seen) -> None:
+            x, y = (values.reshape(-1, values.shape[-1]) for values in (args[0].detach(), output[0].detach()))
+            if module.is_expert:  # zeros are what ranks without tokens join in with, and look like any format
+                x, y = x[x.any(-1)], y[x.any(-1)]
+            _note(seen, x, y, channels)
 
         handles.append(module.register_forward_hook(note))
     try:
@@ -61,7 +64,6 @@ def _note(seen: Observation, x: torch.Tensor, y: torch.Tensor, channels: bool) -
     if not x.numel():  # an expert that no token was sent to
         return
     seen.calls += 1
-    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     if channels:
         amax = x.abs().amax(0).float()
         seen.channel_amax = amax if seen.channel_amax is None else torch.maximum(seen.channel_amax, amax)
@@ -92,12 +94,15 @@ def audit(
 ) -> list[LayerAudit]:
     """One row a linear layer, in the model's order; collective where ranks share rows."""
     quantised = {layer.name: layer for layer in linears.layers}
-    rows = []
-    for name, module in parallel_linears(model).items():
+    rows, modules = [], parallel_linears(model)
+    # Of copies that share experts one may have had no prompt.
+    had_tokens = any(observations[name].calls for name, module in modules.items() if not module.is_expert)
+    for name, module in modules.items():
         seen, layer = observations[name], quantised.get(name)
         wanted = FULL_PRECISION if layer is None else layer.recipe.format
         if seen.inputs is None:
-            idle = module.is_expert  # nobody was sent to this expert: no verdict, but no mistake either
+            # Nobody was sent to this expert, or to this rank: no verdict, but no mistake either.
+            idle = module.is_expert or not had_tokens
             rows.append(LayerAudit(name, wanted, wanted if idle else "not at all", 0.0, 0))
             continue
         plain = _reduced(seen.inputs.float() @ module.weight.float().t(), module)
@@ -111,13 +116,16 @@ def audit(
     return rows
 
 
-def of_all_ranks(rows: Sequence[LayerAudit], model_group: dist.ProcessGroup | None) -> list[LayerAudit]:
-    """The rows of the whole model copy, in its order; of ranks that share a layer one that does not agree counts."""
-    if model_group is None:
+def of_all_ranks(rows: Sequence[LayerAudit], group: dist.ProcessGroup | None) -> list[LayerAudit]:
+    """The rows of the whole model, in its order; of ranks that have a layer one that does not agree counts, then one
+    that has run.
+    """
+    if group is None:
         return list(rows)
     known: dict[str, LayerAudit] = {}
-    for row in (LayerAudit(**row) for part in gather_json([vars(row) for row in rows], model_group) for row in part):
-        if row.layer not in known or not row.agrees:
+    for row in (LayerAudit(**row) for part in gather_json([vars(row) for row in rows], group) for row in part):
+        best = known.setdefault(row.layer, row)
+        if (row.agrees, -row.calls) < (best.agrees, -best.calls):
             known[row.layer] = row
     return sorted(known.values(), key=lambda row: int(row.layer.split(".")[1]))  # stable: within a layer as it was
 

@@ -39,7 +39,8 @@ ParallelLinear = ColumnParallelLinear | RowParallelLinear
 def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear]:
     """The linears of the decoder's layers by name, ``layers.0.mlp.linear_fc1``, experts' included.
 
-    ``model`` may be a ``ModuleList`` of the chunks that a pipeline stage has; layers are counted over all stages.
+    ``model`` may be a ``ModuleList`` of the chunks that a pipeline stage has; layers and experts are counted over all
+    ranks.
     Embedding, output head, norms and router are not among them: they stay as they are.
     """
     found = {}
@@ -47,8 +48,17 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear]:
         prefix = f"layers.{layer.layer_number - 1}"
         for name, module in layer.named_modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                found[f"{prefix}.{name}"] = module
+                found[f"{prefix}.{_counted_over_ranks(layer, name)}"] = module
     return found
+
+
+def _counted_over_ranks(layer: torch.nn.Module, name: str) -> str:
+    """``mlp.experts.local_experts.0.linear_fc1`` by the number that the expert has in the whole layer."""
+    parts = name.split(".")
+    if "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        parts[place] = str(layer.mlp.local_expert_indices[int(parts[place])])
+    return ".".join(parts)
 
 
 def _chunks(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
@@ -63,14 +73,14 @@ class QuantizedLinears:
         model: torch.nn.Module,
         recipe: Recipe | None,
         skip: Sequence[str] = (),
-        model_group: dist.ProcessGroup | None = None,
+        lockstep_group: dist.ProcessGroup | None = None,
     ) -> None:
         """No copies without a recipe. ``skip``: patterns of layers that stay unquantised, see ``shapes.skipped``.
 
-        ``model_group`` are the ranks that refuse together what one of them cannot quantise; None: this rank alone.
+        ``lockstep_group`` are the ranks that refuse together what one of them cannot quantise; None: this rank alone.
         """
         self.recipe = recipe
-        self._model_group = model_group
+        self._lockstep_group = lockstep_group
         linears = {} if recipe is None else parallel_linears(model)
         self.plain = tuple(name for name in linears if skipped(name, skip, _chunks(model)[0].config.num_layers))
         """Names of the layers left as they are."""
@@ -111,10 +121,10 @@ class QuantizedLinears:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Write all copies anew, into the buffers they have; collective over the ranks of the model copy.
+        """Write all copies anew, into the buffers they have; collective over the lockstep group.
 
         Raises:
-            QuantizationError: a weight holds NaN or infinity; on all ranks of the copy, names the layer.
+            QuantizationError: a weight holds NaN or infinity; on all those ranks, names the layer.
         """
         for storage, size in self._released:
             take_back(storage, size).zero_()  # a refresh does not write the padding
@@ -129,8 +139,8 @@ class QuantizedLinears:
         bad = []
         if finite and not bool(torch.stack(finite).all()):
             bad = [layer.name for layer, good in zip(self.layers, finite, strict=True) if not good][:1]
-        if self._model_group is not None:  # a rank that raised alone would leave the others waiting in the rollout
-            bad = [name for names in gather_json(bad, self._model_group) for name in names]
+        if self._lockstep_group is not None:  # a rank that raised alone would leave the others waiting in the rollout
+            bad = [name for names in gather_json(bad, self._lockstep_group) for name in names]
         if bad:
             raise QuantizationError(
                 f"the weight of {bad[0]} holds NaN or infinity, which {self.recipe.name} cannot represent; go back "

@@ -41,13 +41,13 @@ class RolloutQuantization:
         skip: Sequence[str],
         on_audit: Callable[[Sequence[LayerAudit]], None],
         timed: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
-        model_group: dist.ProcessGroup | None = None,
+        lockstep_group: dist.ProcessGroup | None = None,
     ) -> None:
         """``on_audit`` receives the table of the first rollout; ``timed`` opens a phase of the step's timer.
 
-        See `QuantizedLinears` for ``model`` and ``model_group``.
+        See `QuantizedLinears` for ``model`` and ``lockstep_group``.
         """
-        self._model_group = model_group
+        self._lockstep_group = lockstep_group
         self._model, self._asked, self._skip = model, recipe, tuple(skip)
         self._on_audit, self._timed = on_audit, timed
         self._aligned = False
@@ -56,7 +56,7 @@ class RolloutQuantization:
     def weights_changed(self) -> None:
         """The copies are of other weights: made anew at once for aligned training, else before they are used again.
 
-        At once means collective over the model copy.
+        At once means collective over the lockstep group.
         """
         self.linears.weights_changed()
         if self._aligned:
@@ -88,13 +88,13 @@ class RolloutQuantization:
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        """Inside, the linears run quantised, on fresh copies. The first time it audits after.
+        """Inside, the linears run quantised, on fresh copies. The first time it audits after; collective.
 
         Raises:
             QuantizationError: a weight is not finite, or a layer ran in another format.
         """
         linears = self.linears
-        if not linears.layers:
+        if linears.recipe is None:
             yield
             return
         with self._timed("gen/requantize"):
@@ -105,9 +105,9 @@ class RolloutQuantization:
                 return
             with observed(self._model, channels=False) as seen:
                 yield
-        if any(one.calls for one in seen.values()):
+        rows = of_all_ranks(audit(self._model, linears, seen), self._lockstep_group)
+        if any(row.calls for row in rows):
             self._audited = True
-            rows = of_all_ranks(audit(self._model, linears, seen), self._model_group)
             self._on_audit(rows)
             refuse_other_formats(rows)
 
@@ -160,7 +160,7 @@ class RolloutQuantization:
     def _use(self, name: str) -> None:
         recipe = RECIPES.get(name)
         vars(self).pop("linears", None)  # the old buffers go before the new ones are made
-        self.linears = QuantizedLinears(self._model, recipe, self._skip, self._model_group)
+        self.linears = QuantizedLinears(self._model, recipe, self._skip, self._lockstep_group)
         self.recipe = name if ":" in name or recipe is None else recipe.name
         self.wants_calibration = recipe is not None and recipe.needs_calibration
         self._audited = False

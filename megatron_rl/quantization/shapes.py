@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -74,7 +75,9 @@ def layer_problems(
 
     ``shape_problem``: (rows, columns, split) of a rank's part -> why it cannot be quantised like the whole, or None.
     """
-    linears, patterns = config.layout().linears, config.quantization.rl_quantization_skip
+    places = itertools.product(range(config.stages.count), range(config.parallel.expert_model_parallel_size))
+    linears = [linear for place in places for linear in config.layout(1, *place).linears]
+    patterns = config.quantization.rl_quantization_skip
     names = [linear.name for linear in linears]
     skip = "--rl-quantization-skip"
     problems = [
@@ -91,7 +94,7 @@ def layer_problems(
         problems.append(config.problem("rl_quantization_skip", text))
     parts = config.parallel.tensor_model_parallel_size
     for linear in kept:
-        split: Split | None = None if parts == 1 else "rows" if linear.kind == "row" else "columns"
+        split: Split | None = None if linear.ranks == 1 else "rows" if linear.kind == "row" else "columns"
         problem = shape_problem(linear.rows // linear.blocks, linear.columns, split)
         if problem is not None:
             text = f"with --tensor-model-parallel-size {parts}: {linear.name}: {problem}"

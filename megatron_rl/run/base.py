@@ -162,10 +162,10 @@ def build_quantization(
 
     quantization = RolloutQuantization(
         torch.nn.ModuleList(policy.chunks), settings.rl_rollout_quantization, settings.rl_quantization_skip, report,
-        timer.phase, groups.model_group,
+        timer.phase, groups.lockstep_group,
     )  # fmt: skip
     linears = quantization.linears
-    where = "" if config.stages.count == 1 else " of the first stage"
+    where = "" if groups.expert_group.size() == groups.expert_tensor_group.size() else " of the first rank"
     if linears.layers and groups.is_main:
         logger.info(
             "rollouts run %d linear layers%s as %s, %d as they are: %.2f MiB beside %.2f MiB of their weights",

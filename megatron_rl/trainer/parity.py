@@ -108,7 +108,7 @@ class ParityGate:
             return ParityReport(self._format, 0, {}, ())
         measured = mismatch_metrics(sums)
         metrics = {name: measured[measure] for name, measure in _MEASURES.items()}
-        if self._quantization.linears.layers or self._rounded is not None:
+        if self._quantization.linears.recipe is not None or self._rounded is not None:
             with self._quantization.emulated(), contextlib.nullcontext() if self._rounded is None else self._rounded():
                 emulated = [scored for update in updates for scored in self._scorer.logprobs_and_top(update)]
             measured = mismatch_metrics(self._sums(emulated, batches))

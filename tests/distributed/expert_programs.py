@@ -7,31 +7,37 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from megatron_rl.config import RLConfig
+from megatron_rl.errors import QuantizationError
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.lockstep import LockstepEngine
 from megatron_rl.models import rollout_mode
-from megatron_rl.parallel import initialize, shut_down
+from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.parallel.collectives import any_rank
 from megatron_rl.platform import current_platform
+from megatron_rl.quantization.audit import LayerAudit
+from megatron_rl.quantization.rollout import RolloutQuantization
 from tests.support.generation import END, letters, ragged_requests, rollout_engine
 from tests.support.tiny import SHAPES, single_thread, tiny_config, tiny_policy
 
 GROUPS = 5
 
 
-def complete(parallel: Mapping[str, Any], deals: Mapping[str, list[int]]) -> dict[str, Any]:
+def complete(
+    parallel: Mapping[str, Any], deals: Mapping[str, list[int]], recipe: str = "none", skip: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Tokens, log-probs and experts of this rank's groups by number, for each way of dealing them to the replicas.
 
     A deal says which replica gets each group.
     """
-    single_thread()
-    config = tiny_config(int(os.environ["WORLD_SIZE"]), **SHAPES["experts"], rl_router_replay=True)
-    sizes = {"expert_tensor_parallel_size": None} | parallel
-    config = replace(config, parallel=replace(config.parallel, **sizes))
-    groups = initialize(config.parallel, current_platform())
+    config, groups = begin(parallel)
     policy, sizes = tiny_policy(config), EngineOptions(8, 48, records_routing=True)
     found = {}
     for name, deal in deals.items():
+        audit: list[LayerAudit] = []
+        quantization = RolloutQuantization(policy.gpt, recipe, skip, audit.extend, lockstep_group=groups.lockstep_group)
         # One that looks for prefixes prefills in two passes.
         engine = rollout_engine(policy, records_routing=True)
         if groups.shares_experts:
@@ -40,7 +46,7 @@ def complete(parallel: Mapping[str, Any], deals: Mapping[str, list[int]]) -> dic
         wanted += [replace(one, index=one.index + GROUPS, prompt_ids=one.prompt_ids + (1, 2)) for one in wanted]
         mine = [one for one in wanted if deal[one.index % GROUPS] == groups.rollout_group.rank()]
         answers = {}
-        with rollout_mode(policy):
+        with rollout_mode(policy), quantization.rollout():
             engine.begin(1, 0)
             for one in mine:
                 engine.submit(replace(one, wants_routing=True))
@@ -50,6 +56,34 @@ def complete(parallel: Mapping[str, Any], deals: Mapping[str, list[int]]) -> dic
                         [list(c.token_ids), list(c.inference_logprobs), c.routing.sort(-1).values.tolist()]
                         for c in completions
                     ]
-        found[name] = {"answers": answers, "decode steps": engine.statistics.decode_steps}
+        rows = [[row.layer, row.ran, row.calls] for row in audit]
+        found[name] = {"answers": answers, "decode steps": engine.statistics.decode_steps, "audit": rows}
     shut_down()
     return found
+
+
+def begin(parallel: Mapping[str, Any]) -> tuple[RLConfig, ParallelGroups]:
+    """A tiny model with experts, over ranks."""
+    single_thread()
+    config = tiny_config(int(os.environ["WORLD_SIZE"]), **SHAPES["experts"], rl_router_replay=True)
+    sizes = {"expert_tensor_parallel_size": None} | parallel
+    config = replace(config, parallel=replace(config.parallel, **sizes))
+    return config, initialize(config.parallel, current_platform())
+
+
+def refuse(parallel: Mapping[str, Any]) -> str:
+    """What this rank says of a weight of the last expert that is not finite."""
+    config, groups = begin(parallel)
+    policy, said = tiny_policy(config), ""
+    quantization = RolloutQuantization(policy.gpt, "int8", (), lambda _: None, lockstep_group=groups.lockstep_group)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "experts.3.linear_fc2" in name:
+                parameter[0, 0] = float("nan")
+    try:
+        with quantization.rollout():
+            pass
+    except QuantizationError as error:
+        said = str(error)
+    shut_down()
+    return said

@@ -62,7 +62,9 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     quantization = None
     if recipe:
         model = torch.nn.ModuleList(policy.chunks)
-        quantization = RolloutQuantization(model, recipe, (), audits.append, model_group=groups.model_group)
+        quantization = RolloutQuantization(
+            model, recipe, case.get("skip", ()), audits.append, lockstep_group=groups.lockstep_group
+        )
     report: Report = {}
     with rollout_mode(policy), nullcontext() if quantization is None else quantization.rollout():
         for seed in (1, 2):  # the second finds whatever the first has left
@@ -94,7 +96,7 @@ def refuse(parallel: Mapping[str, Any]) -> list[str]:
     groups = initialize(config.parallel, current_platform())
     policy, said = tiny_policy(config), []
     quantization = RolloutQuantization(
-        torch.nn.ModuleList(policy.chunks), "int8", (), lambda _: None, model_group=groups.model_group
+        torch.nn.ModuleList(policy.chunks), "int8", (), lambda _: None, lockstep_group=groups.lockstep_group
     )
     engine, last = build(policy, EngineOptions(16, 64), groups), quantization.linears.layers[-1]
     is_last = groups.stage == groups.pipeline_group.size() - 1

@@ -36,12 +36,53 @@ def test_as_on_one_rank(one: dict[str, Any], layout: str) -> None:
     deals = DEALS if replicas > 1 else {"all": [0] * 5}
     ranks = run_ranks("tests.distributed.expert_programs:complete", world_size, parallel=parallel, deals=deals)
     for deal in deals:
-        answers = {group: found for rank in ranks for group, found in rank[deal]["answers"].items()}
-        assert answers.keys() == one["answers"].keys()
-        for group, found in answers.items():
-            pairs = zip(found, one["answers"][group], strict=True)
-            for (tokens, logprobs, experts), (wanted, expected, chosen) in pairs:
-                assert (tokens, experts) == (wanted, chosen)
-                assert logprobs == pytest.approx(expected, abs=1e-5)
+        agree([rank[deal] for rank in ranks], one)
     if replicas > 1:
         assert ranks[-1]["one has all"]["decode steps"] == 0  # it took part all the same
+
+
+@pytest.mark.parametrize("layout", ["EP2", "TP2 x EP2, ETP1"])
+def test_quantised_as_on_one_rank(layout: str) -> None:
+    """Also where a rank has no prompts: of its dense layers, and of experts that see zeros alone, no verdict."""
+    world_size, parallel = LAYOUTS[layout]
+    program = "tests.distributed.expert_programs:complete"
+    (one,) = run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, recipe="int8")
+    deals = DEALS if layout == "EP2" else {"all": [0] * 5}
+    ranks = run_ranks(program, world_size, parallel=parallel, deals=deals, recipe="int8")
+    experts = [f"mlp.experts.local_experts.{expert}.linear_fc{number}" for expert in range(4) for number in (1, 2)]
+    names = ["self_attention.linear_proj", "self_attention.linear_qkv", *experts]
+    for deal in deals:
+        agree([rank[deal] for rank in ranks], one["all"])
+        for rank in ranks:
+            rows = rank[deal]["audit"]
+            assert [name for name, *_ in rows] == [f"layers.{layer}.{name}" for layer in range(2) for name in names]
+            assert {ran for _, ran, _ in rows} == {"int8, channel x token"}
+            assert all(calls for *_, calls in rows)
+
+
+def test_a_rank_whose_layers_all_stay_as_they_are_takes_part() -> None:
+    """Copies of the experts of the other rank alone."""
+    skip = ["*linear_proj", "*linear_qkv", "*.local_experts.[01].*"]
+    deals = {"uneven": DEALS["uneven"]}
+    first, second = run_ranks(
+        "tests.distributed.expert_programs:complete", 2, parallel=SHARED, deals=deals, recipe="int8", skip=skip
+    )
+    assert first["uneven"]["audit"] == second["uneven"]["audit"]
+    quantised = [name for name, ran, _ in first["uneven"]["audit"] if ran.startswith("int8")]
+    assert [name.split(".")[5] for name in quantised] == ["2", "2", "3", "3"] * 2
+
+
+def test_what_one_rank_cannot_quantise_all_refuse() -> None:
+    first, second = run_ranks("tests.distributed.expert_programs:refuse", 2, parallel=SHARED)
+    assert first == second
+    assert "layers.0.mlp.experts.local_experts.3.linear_fc2 holds NaN" in first
+
+
+def agree(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    """Between them the ranks have answered what one rank has."""
+    answers = {group: found for rank in ranks for group, found in rank["answers"].items()}
+    assert answers.keys() == one["answers"].keys()
+    for group, found in answers.items():
+        for (tokens, logprobs, experts), (wanted, expected, chosen) in zip(found, one["answers"][group], strict=True):
+            assert (tokens, experts) == (wanted, chosen)
+            assert logprobs == pytest.approx(expected, abs=1e-5)

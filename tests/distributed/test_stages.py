@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"cache_budget_gb": 6.5 * 640 * 64 / 2**30},
     },
     "int8": {"recipe": "int8"},
+    "int8 on the last stage": {"recipe": "int8", "skip": ["first:2"]},
     "experts": {"flags": EXPERTS},
     "experts, recorded": {"flags": EXPERTS | {"rl_router_replay": True}, "turns": True,
                           "options": {"max_sequence_length": 96}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ MIXTURE = {
 SHARED = MIXTURE | {"expert_model_parallel_size": 2}
 FEW = {"grpo_prompts_per_step": 1, "global_batch_size": None, "grpo_kl_beta": None}
 """One group: of two ranks one generates nothing."""
+INT8 = {"rl_rollout_quantization": "int8", "rl_router_replay": True, "train_iters": 3, "rl_mismatch_interval": 1,
+        "rl_mismatch_max_kl": 1.0, "rl_mismatch_action": "stop"}
 KILLS = [
     Kill(1, "grade_asked", 2), Kill(0, "journal_written", 3), Kill(1, "optimizer_due", 3), Kill(0, "save_renamed", 1),
 ]  # fmt: skip
@@ -36,6 +39,8 @@ class Told:
             "replicas": MIXTURE, "shared": SHARED, "killed": SHARED,
             "replicas_few": MIXTURE | FEW, "shared_few": SHARED | FEW,
             "replayed": SHARED | {"rl_router_replay": True},
+            "int8": SHARED | INT8,
+            "smooth": SHARED | INT8 | {"rl_rollout_quantization": "int8_smooth"},
         }  # fmt: skip
         stories = [
             Story(name, [str(word) for word in workshop.rl(name, **own)], KILLS if name == "killed" else [])
@@ -87,3 +92,17 @@ def test_the_trainer_goes_where_the_rollout_went(told: Told) -> None:
     assert replayed[1]["critic/rewards/mean"] == shared[1]["critic/rewards/mean"]
     assert replayed[1]["actor/grad_norm"] != pytest.approx(shared[1]["actor/grad_norm"], rel=1e-3)
     assert all(row["training/rollout_logprob_gap_max"] < 1e-4 for row in replayed if row["step"])
+
+
+@pytest.mark.parametrize("recipe", ["int8", "smooth"])
+def test_quantised_rollouts(told: Told, recipe: str) -> None:
+    """The parity gate's own quantised forward pass, over the same ranks, is what the engine ran."""
+    run_dir = told.workshop.run_dir(recipe)
+    rows = [row for row in rows_of(run_dir) if row["step"]]
+    assert len(rows) == 3
+    for row in rows:
+        assert 1e-4 < row["training/rollout_logprob_gap_mean"] < 0.05
+        assert row["parity/emulation_gap_mean"] < 1e-4
+    layers = json.loads((run_dir / "quantization.json").read_text())["layers"]
+    assert len(layers) == 2 * (2 + 4 * 2)
+    assert all(layer["agrees"] for layer in layers)

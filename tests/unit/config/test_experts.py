@@ -41,7 +41,6 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
         (2, SHARED | {"num_experts": None}, ["without --num-experts"]),
         (2, SHARED | {"ckpt_format": "torch"}, ["--ckpt-format torch"]),
         (2, SHARED | {"perform_rl_step": True, "rl_inference_engine": "mcore"}, ["use --rl-inference-engine rollout"]),
-        (2, SHARED | {"perform_rl_step": True, "rl_rollout_quantization": "int8"}, ["not built yet"]),
         (1, {"num_experts": None, "rl_router_replay": True}, ["--rl-router-replay without --num-experts", "no router"]),
         (1, {"rl_router_replay": True, "perform_rl_step": None}, ["--rl-router-replay without --perform-rl-step"]),
         (2, {"rl_router_replay": True, "rl_surplus": "keep", "rl_dynamic_sampling": True,
@@ -73,7 +72,7 @@ def test_rollouts_with_shared_experts_have_one_stage(problems) -> None:
 def test_what_goes_together_is_fine(problems) -> None:
     assert problems(1, **MIXTURE) == []
     assert problems(2, **MIXTURE, tensor_model_parallel_size="2", sequence_parallel=True) == []
-    assert problems(2, **MIXTURE, expert_model_parallel_size="2") == []
+    assert problems(2, **MIXTURE, expert_model_parallel_size="2", rl_rollout_quantization="int8") == []
     assert problems(4, **MIXTURE | TENSOR, expert_model_parallel_size="4", expert_tensor_parallel_size="1") == []
 
 

@@ -83,6 +83,18 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], probl
     assert problem in err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["last:1", "--pipeline-model-parallel-size", "2"],
+        ["*.local_experts.3.*", "--expert-model-parallel-size", "2", "--num-experts", "4"],
+    ],
+)
+def test_layers_of_any_rank_may_be_skipped(flags: list[str]) -> None:
+    given = command("--check-world-size", "2", "--rl-rollout-quantization", "int8", "--rl-quantization-skip", *flags)
+    assert cli.main(["estimate", *given]) == 0
+
+
 QWEN3_30B_A3B = shlex.split(
     "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --num-query-groups 4 "
     "--kv-channels 128 --num-experts 128 --moe-ffn-hidden-size 768 --no-add-qkv-bias --qk-layernorm --bf16 "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel, rollout_mode
@@ -131,11 +132,12 @@ def test_a_layer_that_ran_on_a_copy_of_other_weights_is_named(policy: PolicyMode
 
 def test_layers_that_were_never_called_are_refused(policy: PolicyModel) -> None:
     linears = linears_of(policy)
-    with linears.installed(), observed(policy.gpt, channels=False) as seen:
-        pass
+    called = parallel_linears(policy.gpt)[BROKEN]
+    with linears.installed(), observed(policy.gpt, channels=False) as seen, torch.no_grad():
+        called(torch.ones(4, 1, called.weight.shape[1]))
     rows = audit(policy.gpt, linears, seen)
-    assert {row.ran for row in rows} == {"not at all"}
-    with pytest.raises(QuantizationError, match=r"8 of 8 linear layers .* ran as 'not at all'"):
+    assert [row.ran == "not at all" for row in rows] == [row.layer != BROKEN for row in rows]
+    with pytest.raises(QuantizationError, match=r"7 of 8 linear layers .* ran as 'not at all'"):
         refuse_other_formats(rows)
 
 

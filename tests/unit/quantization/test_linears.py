@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel
 from megatron_rl.platform.megatron import VERSION
-from megatron_rl.quantization.audit import AUDITED_TOKENS, observed
+from megatron_rl.quantization.audit import AUDITED_TOKENS, audit, observed
 from megatron_rl.quantization.linears import QuantizedLinear, QuantizedLinears, parallel_linears
 from megatron_rl.quantization.shapes import skipped, stored_bytes, unmatched_patterns
 from megatron_rl.registry import RECIPES
@@ -355,6 +355,15 @@ class TestExperts:
 
         with written_out(linears):
             assert torch.allclose(self.forward(mixture), quantised, atol=1e-5)
+
+    def test_an_expert_that_saw_zeros_alone_is_not_judged(self, model: torch.nn.Module, mixture: MoELayer) -> None:
+        """They are what ranks without tokens join in with; full precision and quantised give zeros."""
+        linears = QuantizedLinears(model, RECIPES.get("int8"))
+        with linears.installed(), observed(model, channels=False) as seen, torch.no_grad():
+            mixture(torch.zeros(12, 2, 32))
+        rows = audit(model, linears, seen)
+        assert len(rows) == 8
+        assert all(row.agrees and row.calls == 0 for row in rows)
 
     def test_an_expert_nobody_is_sent_to_keeps_its_smoothing(self, model: torch.nn.Module, mixture: MoELayer) -> None:
         with torch.no_grad():  # everybody to experts 0 and 1
