@@ -34,7 +34,8 @@ class GroupedExperts(MegatronModule):
     their names in the whole model experts stay single: see `parts`.
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any) -> None:
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_: Any) -> None:
+        """Newer versions of megatron give the layer's name as well."""
         super().__init__(config=config)
         self._count = num_local_experts
         self._expert_group, self._tensor_group = pg_collection.ep, pg_collection.expt_tp
