@@ -171,7 +171,7 @@ class Reporter:
         if generated and generating:
             rates["perf/rollout_tokens_per_s"] = generated / generating
         if self._config.logging.log_throughput:
-            parameters = policy.num_parameters * self._groups.model_group.size()
+            parameters = active_parameters(policy, self._groups)
             flops = parameters * (6 * tokens + 2 * generated)
             rates["perf/tflops_per_rank"] = flops / seconds / self._groups.world_size / 1e12
         return rates
@@ -216,3 +216,14 @@ def _batch_record(update: int, batch: TokenBatch) -> dict[str, object]:
 def parameter_norm(policy: PolicyModel, groups: ParallelGroups) -> float:
     """L2 norm over the whole model; what several ranks hold counts once."""
     return math.sqrt(sum_over_model(policy.chunks, groups, lambda _, values: values.double().square().sum()).item())
+
+
+def active_parameters(policy: PolicyModel, groups: ParallelGroups) -> float:
+    """Of the whole model, those that a token meets: of the experts as many as it is sent to; collective."""
+    experts, chosen = policy.config.num_moe_experts or 1, policy.config.moe_router_topk
+    met = {True: chosen / experts, False: 1.0}
+
+    def share(name: str, values: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(values.numel() * met[".experts." in name], dtype=torch.float64)
+
+    return sum_over_model(policy.chunks, groups, share).item()

@@ -11,7 +11,7 @@ import torch
 from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.parallel import initialize, shut_down
 from megatron_rl.platform import current_platform
-from megatron_rl.run.reporting import parameter_norm
+from megatron_rl.run.reporting import active_parameters, parameter_norm
 from tests.support.tiny import SHAPES, single_thread, tiny_config, tiny_policy
 
 
@@ -32,6 +32,7 @@ def models(parallel: dict[str, int], shapes: list[str], **changes: object) -> di
             },
             "fingerprint": weights_fingerprint(policy, groups),
             "norm": parameter_norm(policy, groups),
+            "active": active_parameters(policy, groups),
         }
     shut_down()
     return found
