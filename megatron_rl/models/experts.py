@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as functional
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
@@ -24,7 +26,27 @@ class ExpertLayer(MoELayer):
     def decode(self, tokens: torch.Tensor, plan: RolloutPlan) -> torch.Tensor:
         """``[T, hidden]`` -> ``[T, hidden]``; in evaluation mode, without gradients."""
         del plan  # of its forward pass the layer needs to know nothing
+        if dispatches_on_device(self.config):
+            return self._on_device(tokens)
         return self(tokens[:, None])[0].view(tokens.shape)
+
+    def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What megatron's dispatcher does where each rank has a part of all experts, without a read by the host.
+
+        Sums go in megatron's order, so that with one tensor-parallel rank they are the same bits on a CPU.
+        """
+        probabilities, chosen = self.router(tokens[:, None])  # [T, experts] each
+        # Sorted by expert, then by token. How many they are is known: each token has as many experts.
+        places = torch.nonzero_static(chosen.t(), size=tokens.shape[0] * self.config.moe_router_topk)
+        expert, token = places.unbind(1)
+        output, _ = self.experts(tokens[token], chosen.sum(0), probabilities[token, expert])
+        summed = unpermute(output, token, tokens.shape)
+        return reduce_from_tensor_model_parallel_region(summed, self.experts.tensor_group)
+
+
+def dispatches_on_device(config: TransformerConfig) -> bool:
+    """Whether rollouts send tokens to experts without a read by the host, which no CUDA graph can hold."""
+    return config.moe_grouped_gemm and config.expert_model_parallel_size == 1
 
 
 class GroupedExperts(MegatronModule):
@@ -38,9 +60,9 @@ class GroupedExperts(MegatronModule):
         """Newer versions of megatron give the layer's name as well."""
         super().__init__(config=config)
         self._count = num_local_experts
-        self._expert_group, self._tensor_group = pg_collection.ep, pg_collection.expt_tp
+        self._expert_group, self.tensor_group = pg_collection.ep, pg_collection.expt_tp
         self._replica_group = pg_collection.expt_dp
-        width = config.moe_ffn_hidden_size // self._tensor_group.size()
+        width = config.moe_ffn_hidden_size // self.tensor_group.size()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self._halves = 2 if config.gated_linear_unit else 1
 
@@ -86,7 +108,7 @@ class GroupedExperts(MegatronModule):
     ) -> dict[str, Any]:
         """For ``dist_checkpointing``: the files are those of `SequentialMLP`."""
         first, whole = self._expert_group.rank() * self._count, self._expert_group.size() * self._count
-        rank, ranks = self._tensor_group.rank(), self._tensor_group.size()
+        rank, ranks = self.tensor_group.rank(), self.tensor_group.size()
         axis = len(sharded_offsets)  # of experts; rows and columns come after it
 
         def split(halves: int, cut: int) -> Any:

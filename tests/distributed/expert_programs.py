@@ -26,13 +26,17 @@ GROUPS = 5
 
 
 def complete(
-    parallel: Mapping[str, Any], deals: Mapping[str, list[int]], recipe: str = "none", skip: tuple[str, ...] = ()
+    parallel: Mapping[str, Any],
+    deals: Mapping[str, list[int]],
+    recipe: str = "none",
+    skip: tuple[str, ...] = (),
+    **settings: Any,
 ) -> dict[str, Any]:
     """Tokens, log-probs and experts of this rank's groups by number, for each way of dealing them to the replicas.
 
     A deal says which replica gets each group.
     """
-    config, groups = begin(parallel)
+    config, groups = begin(parallel, **settings)
     policy, sizes = tiny_policy(config), EngineOptions(8, 48, records_routing=True)
     found = {}
     for name, deal in deals.items():
@@ -62,10 +66,10 @@ def complete(
     return found
 
 
-def begin(parallel: Mapping[str, Any]) -> tuple[RLConfig, ParallelGroups]:
+def begin(parallel: Mapping[str, Any], **settings: Any) -> tuple[RLConfig, ParallelGroups]:
     """A tiny model with experts, over ranks."""
     single_thread()
-    config = tiny_config(int(os.environ["WORLD_SIZE"]), **SHAPES["experts"], rl_router_replay=True)
+    config = tiny_config(int(os.environ["WORLD_SIZE"]), **SHAPES["experts"], rl_router_replay=True, **settings)
     sizes = {"expert_tensor_parallel_size": None} | parallel
     config = replace(config, parallel=replace(config.parallel, **sizes))
     return config, initialize(config.parallel, current_platform())

@@ -14,6 +14,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP2": (2, SHARED),
     "TP2 x EP2, ETP1": (2, SHARED | TENSOR | {"expert_tensor_parallel_size": 1}),
     "TP2 x EP2, ETP2": (4, SHARED | TENSOR),
+    "TP2, grouped products": (2, TENSOR),
     "EP4": (4, {"expert_model_parallel_size": 4}),
     "TP2 x EP4, ETP1": (4, TENSOR | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
 }
@@ -34,7 +35,9 @@ def test_as_on_one_rank(one: dict[str, Any], layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
     replicas = world_size // parallel.get("tensor_model_parallel_size", 1)
     deals = DEALS if replicas > 1 else {"all": [0] * 5}
-    ranks = run_ranks("tests.distributed.expert_programs:complete", world_size, parallel=parallel, deals=deals)
+    grouped = {"moe_grouped_gemm": True} if "grouped" in layout else {}
+    program = "tests.distributed.expert_programs:complete"
+    ranks = run_ranks(program, world_size, parallel=parallel, deals=deals, **grouped)
     for deal in deals:
         agree([rank[deal] for rank in ranks], one)
     if replicas > 1:

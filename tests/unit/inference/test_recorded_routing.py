@@ -41,9 +41,10 @@ def mixture(**changes: object) -> PolicyModel:
     return policy
 
 
-@pytest.fixture(scope="module", params=["sdpa", "paged"])
+@pytest.fixture(scope="module", params=["sdpa", "paged", "sdpa, grouped products"])
 def policy(one_rank: object, request: pytest.FixtureRequest) -> PolicyModel:
-    return mixture(attention_backend=request.param)
+    backend, _, grouped = request.param.partition(", ")
+    return mixture(attention_backend=backend, moe_grouped_gemm=bool(grouped))
 
 
 def wanting(requests: Sequence[Request]) -> list[Request]:
