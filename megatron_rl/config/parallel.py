@@ -79,7 +79,7 @@ class KernelConfig:
     rl_fused_output_layer: bool = flag(False)
     """Train without the logits of a micro-batch in memory, at the cost of one more product of the output layer."""
     enable_cuda_graph: bool = flag(False)
-    """Capture the rollout engine's decode step in CUDA graphs; on a CPU, and with experts that are not grouped or that ranks share, it runs eager."""
+    """Capture the decode step of rollouts; eager on a CPU, and with experts in a loop or shared by ranks."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none")
     """Megatron's newer spelling: local is --enable-cuda-graph. Graphs of Transformer Engine's layers are not built."""
     use_cpu_initialization: bool = flag(False)
