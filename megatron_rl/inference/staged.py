@@ -7,6 +7,10 @@ A lane is a `RolloutEngine` with its share of the rows and of the cache. A stage
 on other stages, so as many lanes as stages keep all of them busy. Hidden states go from stage to stage, ids from the
 last one to the first; once a burst the last stage tells all what was drawn. With that all stages take the same
 decisions in the same order, and nothing else has to be agreed on.
+
+Copies of the model that share experts take the turns of all lanes together: a lane's step begins with one exchange of
+how many passes each copy has before it, and whoever has fewer joins in the others' passes with a token that nobody
+reads, through the experts of its stage alone and without a message to another stage (see `lockstep`).
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from megatron_rl.inference.sampler import SamplingKinds, uniform
 from megatron_rl.inference.scheduler import Chunk
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import max_over
 from megatron_rl.parallel.stages import StageMessages
 from megatron_rl.types import Completed, Request
 
@@ -51,6 +56,7 @@ class StagedEngine(Engine):
         for lane in self.lanes:
             lane.cache.numbers = self.kv_numbers
         self._turns = deque(self.lanes)
+        self._shares_experts = groups.shares_experts
         self._lane_of: dict[int, Lane] = {}
 
     def begin(self, seed: int, policy_version: int) -> None:
@@ -85,9 +91,12 @@ class StagedEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
-        """Until one lane has finished a step of its own. The others stay under way, so that the pipeline is full."""
-        while self.has_unfinished:
-            if self._turns[0].has_unfinished:
+        """Until one lane has finished a step of its own. The others stay under way, so that the pipeline is full.
+
+        Collective over the lockstep group where copies share experts: each lane takes its turns on all of them.
+        """
+        while self._shares_experts or self.has_unfinished:
+            if self._shares_experts or self._turns[0].has_unfinished:
                 complete = self._turns[0].take_turn()
                 if complete is not None:  # its next step comes first
                     return complete
@@ -120,6 +129,7 @@ class Lane(RolloutEngine):
         super().__init__(policy, options, stop_token_ids, decode_text, groups.tensor_group)
         self.runner = StageRunner(self.runner, policy, messages)
         self._turns: Generator[None, None, list[Completed]] | None = None
+        self._lockstep_group = groups.lockstep_group if groups.shares_experts else None
 
     def submit(self, request: Request) -> None:
         super().submit(request)
@@ -149,17 +159,30 @@ class Lane(RolloutEngine):
     def _pausing_step(self) -> Generator[None, None, list[Completed]]:
         """`RolloutEngine.step`, with pauses."""
         chunks, kinds = self._plan()
+        running = self._scheduler.running
+        burst = self._next_burst(running) if running else None
+        others_passes, others_steps = self._of_others(chunks, burst)
+        if not chunks and burst is None and not others_passes and not others_steps:
+            yield  # no copy has anything here: the other lanes go on
         if chunks:
             yield from self.runner.prefill_turns(chunks, kinds)
-        running = self._scheduler.running
-        if not running:
-            return []
-        burst = self._next_burst(running)
+        yield from self.runner.join_turns(others_passes)
         if burst is not None:
             yield from self.runner.decode_turns(*burst, kinds)
+        yield from self.runner.join_turns(others_steps)
+        if not running:
+            return []
         complete = self._finish(running)
         self.expected -= sum(_expected(request) for request, _ in complete)
         return complete
+
+    def _of_others(self, chunks: ListOf[Chunk], burst: tuple[int, int, int] | None) -> tuple[int, int]:
+        """Passes over prompts, and decode steps, that some copy of the lockstep group has beyond this one's."""
+        if self._lockstep_group is None:
+            return 0, 0
+        passes, steps = len([*self.runner.passes(chunks)]), burst[2] if burst else 0
+        most = max_over({"passes": passes, "steps": steps}, self._lockstep_group)
+        return int(most["passes"]) - passes, int(most["steps"]) - steps
 
 
 def _expected(request: Request) -> int:
@@ -174,6 +197,8 @@ class StageRunner(ModelRunner):
         self._messages = messages
         self._dtype, self._hidden_size = policy.dtype, policy.config.hidden_size
         self._chunks = len(policy.chunks)
+        self._mlps = [[layer.mlp for layer in chunk.decoder.layers] for chunk in policy.chunks]
+        self._nothing = torch.zeros(1, self._hidden_size, dtype=self._dtype, device=policy.device)
 
     def prefill_turns(self, chunks: ListOf[Chunk], kinds: SamplingKinds) -> Turns:
         """See `prefill`."""
@@ -217,6 +242,16 @@ class StageRunner(ModelRunner):
             messages.tell_all(*told)
         yield
         state.record(slice(0, rows), *(told or messages.told(steps, rows)))
+
+    def join_turns(self, passes: int) -> Turns:
+        """As many turns as so many passes take, through this rank's experts alone."""
+        for _ in range(passes):
+            for chunk, mlps in enumerate(self._mlps):
+                if chunk:
+                    yield
+                for experts in mlps:
+                    experts.decode(self._nothing, self.context)
+            yield
 
     def _through(self, ids: torch.Tensor, tokens: int) -> Generator[None, None, torch.Tensor | None]:
         """This rank's chunks of the forward pass of ``ids`` [tokens]; the logits where the last one is, else None."""

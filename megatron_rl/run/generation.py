@@ -97,10 +97,10 @@ def build_engine(
         from megatron_rl.inference.mcore import McoreEngine
 
         return McoreEngine(policy, options, ends)
-    if groups.shares_experts:
-        return LockstepEngine(policy, options, ends, tokenizer.decode, groups)
     if config.stages.count > 1:
         return StagedEngine(policy, options, ends, tokenizer.decode, groups)
+    if groups.shares_experts:
+        return LockstepEngine(policy, options, ends, tokenizer.decode, groups)
     return RolloutEngine(policy, options, ends, tokenizer.decode, groups.tensor_group)
 
 

@@ -11,8 +11,9 @@ import torch
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import QuantizationError
-from megatron_rl.inference.engine import EngineOptions
+from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.lockstep import LockstepEngine
+from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.parallel.collectives import any_rank
@@ -41,10 +42,13 @@ def complete(
     found = {}
     for name, deal in deals.items():
         audit: list[LayerAudit] = []
-        quantization = RolloutQuantization(policy.gpt, recipe, skip, audit.extend, lockstep_group=groups.lockstep_group)
+        model = torch.nn.ModuleList(policy.chunks)
+        quantization = RolloutQuantization(model, recipe, skip, audit.extend, lockstep_group=groups.lockstep_group)
         # One that looks for prefixes prefills in two passes.
-        engine = rollout_engine(policy, records_routing=True)
-        if groups.shares_experts:
+        engine: Engine = rollout_engine(policy, records_routing=True)
+        if config.stages.count > 1:
+            engine = StagedEngine(policy, sizes, [END], letters, groups)
+        elif groups.shares_experts:
             engine = LockstepEngine(policy, sizes, [END], letters, groups)
         wanted = ragged_requests(GROUPS, num_samples=3, longest_prompt=30, max_new_tokens=16)
         wanted += [replace(one, index=one.index + GROUPS, prompt_ids=one.prompt_ids + (1, 2)) for one in wanted]
@@ -62,6 +66,7 @@ def complete(
                     ]
         rows = [[row.layer, row.ran, row.calls] for row in audit]
         found[name] = {"answers": answers, "decode steps": engine.statistics.decode_steps, "audit": rows}
+        found[name]["layers"] = [layer.index for layer in policy.layout.layers]
     shut_down()
     return found
 

@@ -81,11 +81,24 @@ def test_what_one_rank_cannot_quantise_all_refuse() -> None:
     assert "layers.0.mlp.experts.local_experts.3.linear_fc2 holds NaN" in first
 
 
+@pytest.mark.parametrize(("recipe", "chunks"), [("none", None), ("int8", 2)])
+def test_on_stages_as_on_one_rank(recipe: str, chunks: int | None) -> None:
+    """Four layers on two stages, whole and interleaved, of two copies that share experts."""
+    program, given = "tests.distributed.expert_programs:complete", {"num_layers": 4, "recipe": recipe}
+    (one,) = run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, **given)
+    parallel = SHARED | {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks}
+    ranks = run_ranks(program, 4, parallel=parallel, deals=DEALS, **given)
+    for deal in DEALS:
+        agree([rank[deal] for rank in ranks], one["all"])
+        assert {len(rank[deal]["audit"]) for rank in ranks} == {0 if recipe == "none" else 40}
+    assert [rank["one has all"]["decode steps"] > 0 for rank in ranks] == [True, False] * 2
+
+
 def agree(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
     """Between them the ranks have answered what one rank has."""
-    answers = {group: found for rank in ranks for group, found in rank["answers"].items()}
-    assert answers.keys() == one["answers"].keys()
-    for group, found in answers.items():
+    answers = [(rank["layers"], group, found) for rank in ranks for group, found in rank["answers"].items()]
+    assert {group for _, group, _ in answers} == set(one["answers"])
+    for layers, group, found in answers:
         for (tokens, logprobs, experts), (wanted, expected, chosen) in zip(found, one["answers"][group], strict=True):
-            assert (tokens, experts) == (wanted, chosen)
+            assert (tokens, experts) == (wanted, [[token[layer] for layer in layers] for token in chosen])
             assert logprobs == pytest.approx(expected, abs=1e-5)
