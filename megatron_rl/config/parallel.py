@@ -200,39 +200,20 @@ def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             f"x --expert-tensor-parallel-size {cut} does not fit --tensor-model-parallel-size {parts}: one must divide "
             f"the other; use {divisors(parts // cut)}, or a multiple of {parts // cut}"
         )
-    if size == 1:
-        return
-    yield from _shared_in_rollouts(config)
-    if config.checkpoint.ckpt_format == "torch":
-        yield "expert_model_parallel_size", (
-            "with --ckpt-format torch, which holds tensor-parallel ranks and pipeline stages alone; use --ckpt-format "
-            "torch_dist"
-        )
+    if size > 1:
+        yield from _shared_problems(config)
 
 
-def _shared_in_rollouts(config: RLConfig) -> Iterator[Finding]:
-    if config.stages.count > 1:
-        yield from _without_rollouts(config, "expert_model_parallel_size", "shared experts on pipeline stages")
-        return
+def _shared_problems(config: RLConfig) -> Iterator[Finding]:
     if config.rollout.rl_inference_engine == "mcore":
         yield "expert_model_parallel_size", (
             "with --rl-inference-engine mcore, whose ranks do not wait for one another; use --rl-inference-engine "
             "rollout"
         )
-
-
-def _without_rollouts(config: RLConfig, name: str, what: str) -> Iterator[Finding]:
-    given = (
-        ("--perform-rl-step", config.training.perform_rl_step),
-        ("--eval-only", config.training.eval_only),
-        ("--eval-interval", config.training.eval_interval is not None),
-        ("--rl-rollout-quantization", config.quantization.rl_rollout_quantization != "none"),
-    )
-    found = [typed for typed, is_given in given if is_given]
-    if found:
-        yield name, (
-            f"with {found[0]}: rollouts are not built for {what} yet; use --tensor-model-parallel-size, or train "
-            "supervised without it"
+    if config.checkpoint.ckpt_format == "torch":
+        yield "expert_model_parallel_size", (
+            "with --ckpt-format torch, which holds tensor-parallel ranks and pipeline stages alone; use --ckpt-format "
+            "torch_dist"
         )
 
 

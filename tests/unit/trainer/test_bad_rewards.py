@@ -140,15 +140,15 @@ def test_a_step_of_nothing_else_changes_no_weight(
 def test_the_same_step_stops_a_run_that_tolerates_no_failures(
     bench: Bench, client: EnvironmentClient, tmp_path: Path
 ) -> None:
-    before, config = weights_of(bench.run.policy), bench.run.config
+    before, collector = weights_of(bench.run.policy), bench.run.collector
     grade = grading(client, "nan", "plain", tmp_path)
     bench.grade = lambda texts: grade([None] * len(texts))
-    bench.run.config = replace(config, environment=replace(config.environment, rl_max_failed_share=0.05))
+    bench.run.collector = replace(collector, max_failed_share=0.05)
     try:
         with pytest.raises(EnvironmentFault, match=r"16 of 16 grades failed \(invalid_reward 16\)"):
             rl_step(bench.run, 2)
     finally:
-        bench.run.config = config
+        bench.run.collector = collector
     assert all_equal(before, weights_of(bench.run.policy))
 
 
