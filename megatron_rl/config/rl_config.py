@@ -258,8 +258,13 @@ def resolve(config: RLConfig, world_size: int) -> RLConfig:
 
 def _implied(config: RLConfig) -> dict[str, Any]:
     """Values that others decide."""
+    rollout = config.rollout
     # Megatron writes "off" as top-p 0 and top-k -1.
-    values = {"rl_top_p": config.rollout.rl_top_p or 1.0, "rl_top_k": max(0, config.rollout.rl_top_k)}
+    values: dict[str, Any] = {"rl_top_p": rollout.rl_top_p or 1.0, "rl_top_k": max(0, rollout.rl_top_k)}
+    if rollout.rl_eval_top_p == 0:
+        values["rl_eval_top_p"] = 1.0
+    if rollout.rl_eval_top_k == -1:
+        values["rl_eval_top_k"] = 0
     if config.parallel.tensor_model_parallel_size == 1:
         values["sequence_parallel"] = False  # as Megatron does; ``notes`` tells whoever typed the flag
     if config.training.eval_only:  # it takes weights and no step: what only training needs has any value

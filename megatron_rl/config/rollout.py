@@ -82,9 +82,9 @@ class RolloutConfig:
     )
     """Sampling temperature of evaluations. Without it --rl-temperature, and so on for the next three."""
     rl_eval_top_p: float | None = flag(None, ge=0, le=1, derived=lambda config, _: config.rollout.rl_top_p)
-    """Top-p of evaluations. Without it --rl-top-p."""
+    """Top-p of evaluations; 1, and Megatron's 0, are off. Without it --rl-top-p."""
     rl_eval_top_k: int | None = flag(None, ge=-1, derived=lambda config, _: config.rollout.rl_top_k)
-    """Top-k of evaluations. Without it --rl-top-k."""
+    """Top-k of evaluations; 0, and Megatron's -1, are off. Without it --rl-top-k."""
     rl_eval_max_new_tokens: int | None = flag(
         None, ge=1, derived=lambda config, _: config.rollout.rl_max_new_tokens, source="--rl-max-new-tokens"
     )
@@ -176,13 +176,19 @@ def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             )
     if rollout.rl_router_replay:
         yield from _replay_problems(config)
-    if rollout.rl_inference_engine != "mcore":
-        return
-    if rollout.rl_temperature != 1.0:
-        yield "rl_temperature", (
-            "with --rl-inference-engine mcore: its log-probs are of the raw logits, not of what was sampled; use "
-            "--rl-temperature 1, or --rl-inference-engine rollout"
-        )
+    if rollout.rl_inference_engine == "mcore":
+        yield from _mcore_problems(config)
+
+
+def _mcore_problems(config: RLConfig) -> Iterator[Finding]:
+    """What megatron-core's own engine does not do."""
+    rollout, raw = config.rollout, (("rl_eval_temperature", 1.0), ("rl_eval_top_p", 1.0), ("rl_eval_top_k", 0))
+    for name, off in (("rl_temperature", 1.0), *(pair for pair in raw if pair[0] in config.typed)):
+        if getattr(rollout, name) != off:
+            yield name, (
+                "with --rl-inference-engine mcore: its log-probs are of the raw logits, not of what was sampled; use "
+                f"--{name.replace('_', '-')} {off:g}, or --rl-inference-engine rollout"
+            )
     if rollout.rl_kv_overcommit > 1:
         yield "rl_kv_overcommit", (
             "with --rl-inference-engine mcore: megatron-core's engine hands out its own KV cache; leave it out, or use "

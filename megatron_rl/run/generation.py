@@ -142,7 +142,7 @@ def build_evaluator_alone(run: Run) -> Evaluator:
     """The same with an engine of its own: nothing else generates in this program."""
     engine = build_engine(run.config, run.policy, run.tokenizer, run.groups, run.phases.cache_budget_gb())
     evaluator = build_evaluator(run, build_rollouter(run, engine))
-    factory = request_factory(run.config, run.tokenizer)
+    factory = evaluation_factory(run.config, run.tokenizer)
     run.phases.hold(engine, lambda: calibration_requests(factory, evaluator.tasks))
     return evaluator
 

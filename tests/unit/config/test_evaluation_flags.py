@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from megatron_rl.config import resolve
 from megatron_rl.run.generation import evaluation_factory, request_factory
 
@@ -22,6 +24,23 @@ def test_each_can_be_said_apart(config):
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_new_tokens) == (0.6, 20, 0.95, 50)
     assert evaluation_factory(asked, TOKENIZER).max_prompt_tokens == 128 - 50
     assert request_factory(asked, TOKENIZER).sampling.max_new_tokens == 20
+
+
+def test_megatrons_off_is_off(config):
+    """A top-p of 0 would leave the likeliest token alone, which is greedy."""
+    asked = resolve(config(rl_eval_top_p="0", rl_eval_top_k="-1"), 1)
+    sampling = evaluation_factory(asked, TOKENIZER).sampling
+    assert (sampling.top_p, sampling.top_k) == (1.0, 0)
+    assert resolve(asked, 1) == asked
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("rl_eval_temperature", "0.6"), ("rl_eval_top_p", "0.9"), ("rl_eval_top_k", "5")]
+)
+def test_megatrons_engine_draws_from_the_raw_distribution(problems, flag, value):
+    (problem,) = problems(rl_inference_engine="mcore", **{flag: value})
+    assert problem.startswith(f"--{flag.replace('_', '-')} {value} with --rl-inference-engine mcore")
+    assert problems(rl_inference_engine="mcore", rl_eval_temperature="1", rl_eval_top_p="0", rl_eval_top_k="-1") == []
 
 
 def test_longer_than_the_cache_is_refused(problems):
