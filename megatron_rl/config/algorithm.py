@@ -40,6 +40,7 @@ def _correction(config: RLConfig, _: int) -> str:
     rounded = config.quantization.rl_rollout_quantization != "none" or config.kv_cache_is_rounded
     return "token_tis" if rounded else "none"
 
+
 _NEVER_CUT = 1e9
 """Above exp of the largest log-ratio, `algorithms.batch.LOG_RATIO_LIMIT`."""
 

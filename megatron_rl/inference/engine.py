@@ -30,7 +30,6 @@ class EngineOptions:
     """Prompts go on from what the cache has of their beginning."""
     kv_overcommit: float = 1.0
     """How often the blocks of the KV cache may be promised to completions; 1: all may become as long as they may."""
-
     records_routing: bool = False
     """Keep beside keys and values which experts each token was sent to, for requests that want them."""
 

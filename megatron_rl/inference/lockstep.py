@@ -13,6 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
@@ -20,6 +21,12 @@ from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import max_over
 from megatron_rl.types import Completed
+
+
+def of_others(passes: int, steps: int, lockstep_group: dist.ProcessGroup) -> tuple[int, int]:
+    """Passes over prompts, and decode steps, that some copy of the model has beyond this one's; collective."""
+    most = max_over({"passes": passes, "steps": steps}, lockstep_group)
+    return int(most["passes"]) - passes, int(most["steps"]) - steps
 
 
 class LockstepEngine(RolloutEngine):
@@ -45,13 +52,13 @@ class LockstepEngine(RolloutEngine):
         running = self._scheduler.running
         burst = self._next_burst(running) if running else None
         passes, steps = len([*self.runner.passes(chunks)]), burst[2] if burst else 0
-        most = max_over({"passes": passes, "steps": steps}, self._lockstep_group)
+        others_passes, others_steps = of_others(passes, steps, self._lockstep_group)
         if chunks:
             self.runner.prefill(chunks, kinds)
-        self._join(int(most["passes"]) - passes)
+        self._join(others_passes)
         if burst is not None:
             self.decode(*burst, kinds)
-        self._join(int(most["steps"]) - steps)
+        self._join(others_steps)
         return self._finish(running) if running else []
 
     def _join(self, passes: int) -> None:

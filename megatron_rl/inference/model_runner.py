@@ -29,9 +29,7 @@ class ModelRunner:
     # -- prompts -------------------------------------------------------------------------------
 
     def prefill(self, chunks: ListOf[Chunk], kinds: SamplingKinds) -> None:
-        """Prompts laid end to end into the cache; the first token of every sequence whose prompt is complete.
-
-        """
+        """Prompts laid end to end into the cache; the first token of every sequence whose prompt is complete."""
         # First of all: a later pass may write over what is copied.
         self.copy([copy for chunk in chunks for copy in chunk.before])
         for batch in self.passes(chunks):

@@ -23,13 +23,13 @@ import torch
 
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
 from megatron_rl.inference.kv_cache import shared_out
+from megatron_rl.inference.lockstep import of_others
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.sampler import SamplingKinds, uniform
 from megatron_rl.inference.scheduler import Chunk
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import max_over
 from megatron_rl.parallel.stages import StageMessages
 from megatron_rl.types import Completed, Request
 
@@ -79,7 +79,7 @@ class StagedEngine(Engine):
     @property
     def statistics(self) -> EngineStatistics:
         """Of all lanes."""
-        return EngineStatistics(*map(sum, zip(*(vars(lane.statistics).values() for lane in self.lanes), strict=True)))
+        return sum((lane.statistics for lane in self.lanes), EngineStatistics())
 
     @property
     def has_unfinished(self) -> bool:
@@ -161,7 +161,10 @@ class Lane(RolloutEngine):
         chunks, kinds = self._plan()
         running = self._scheduler.running
         burst = self._next_burst(running) if running else None
-        others_passes, others_steps = self._of_others(chunks, burst)
+        others_passes = others_steps = 0
+        if self._lockstep_group is not None:
+            passes, steps = len([*self.runner.passes(chunks)]), burst[2] if burst else 0
+            others_passes, others_steps = of_others(passes, steps, self._lockstep_group)
         if not chunks and burst is None and not others_passes and not others_steps:
             yield  # no copy has anything here: the other lanes go on
         if chunks:
@@ -175,14 +178,6 @@ class Lane(RolloutEngine):
         complete = self._finish(running)
         self.expected -= sum(_expected(request) for request, _ in complete)
         return complete
-
-    def _of_others(self, chunks: ListOf[Chunk], burst: tuple[int, int, int] | None) -> tuple[int, int]:
-        """Passes over prompts, and decode steps, that some copy of the lockstep group has beyond this one's."""
-        if self._lockstep_group is None:
-            return 0, 0
-        passes, steps = len([*self.runner.passes(chunks)]), burst[2] if burst else 0
-        most = max_over({"passes": passes, "steps": steps}, self._lockstep_group)
-        return int(most["passes"]) - passes, int(most["steps"]) - steps
 
 
 def _expected(request: Request) -> int:

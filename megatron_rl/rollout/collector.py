@@ -60,9 +60,14 @@ class StepRollouts:
     grade_wait_seconds: float = 0.0
     failures: Failures = field(default_factory=lambda: Failures({}, ""))
     """Grades that failed, among those that were needed."""
-    refills: int = 0
+    draws: int = 0
     started: int = 0
-    """Prompts that were answered, needed or not."""
+    """Prompts that were begun, needed or not."""
+
+    @property
+    def refills(self) -> int:
+        """Draws after the first."""
+        return self.draws - 1
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -111,14 +116,12 @@ class Collector:
             EnvironmentFault: too many grades failed.
         """
         start, step = self.source.position(), StepRollouts()
-        while step.num_counting < self.prompts_per_step and step.refills <= self._most_refills:
+        while step.num_counting < self.prompts_per_step and step.draws <= self._most_refills:
             if not self._draw_more(step, seed, policy_version, journal):
                 self.source.return_to(start)
                 return None
             step.failures = failures_of(list(step.answered.values()), self.groups.rollout_group)
             refuse_failures(step.failures, len(step.drawn) * self.group_size, self.max_failed_share)
-            step.refills += 1
-        step.refills -= 1
         if len(step.drawn) < step.started:  # the others' prompts come again
             self.source.return_to(start)
             self.source.draw(len(step.drawn))
@@ -162,22 +165,24 @@ class Collector:
             kept = [record for part in gather_json(list(map(record_of, spare)), replicas) for record in part]
             self.surplus.turn_over(step.drawn, kept)
             metrics["perf/surplus_groups"] = float(len(kept))
-        own = [graded_rewards(group) for group in step.answered.values()]
-        rewards = torch.cat(gather_vectors(torch.cat([torch.zeros(0), *own]), replicas))
-        if rewards.numel():
-            metrics["rollout/score/mean"] = rewards.mean().item()
-            if not step.num_counting:  # so that the reason can be told
-                metrics |= {
-                    "critic/rewards/mean": rewards.mean().item(),
-                    "critic/rewards/max": rewards.max().item(),
-                    "critic/rewards/min": rewards.min().item(),
-                }
-        return metrics | {
+        return metrics | self._rewards_of_all(step) | {
             "training/refills": float(step.refills),
             "training/groups_started": float(step.started),
             "training/groups_answered": float(num_groups),
             "training/counting_share": step.num_counting / max(num_groups, 1),
         }
+
+    def _rewards_of_all(self, step: StepRollouts) -> dict[str, float]:
+        """Those of groups that do not count, too."""
+        own = [graded_rewards(group) for group in step.answered.values()]
+        rewards = torch.cat(gather_vectors(torch.cat([torch.zeros(0), *own]), self.groups.rollout_group))
+        if not rewards.numel():
+            return {}
+        mean, low, high = rewards.mean().item(), rewards.min().item(), rewards.max().item()
+        metrics = {"rollout/score/mean": mean}
+        if not step.num_counting:  # so that the reason can be told: what is trained on has none
+            metrics |= {"critic/rewards/mean": mean, "critic/rewards/min": low, "critic/rewards/max": high}
+        return metrics
 
     @property
     def _most_refills(self) -> int:
@@ -197,7 +202,7 @@ class Collector:
         needed = len(drawn) if quota is None else quota.num_needed
         step.states += [COUNTS] * needed if quota is None else quota.states[:needed]
         step.drawn += drawn[:needed]
-        step.started += len(drawn)
+        step.draws, step.started = step.draws + 1, step.started + len(drawn)
         for number, group in sorted(result.finished.items()):
             (step.answered if number < first + needed else step.spare)[number] = group
         step.statistics += result.statistics

@@ -263,5 +263,3 @@ class Conversations:
             rollouts = tuple(group[number] for number in range(request.num_samples))
             prompt_text = decode(request.prompt_ids)
             self.finished[request.index] = RolloutGroup(request.source, request.prompt_ids, prompt_text, rollouts)
-
-

@@ -47,6 +47,7 @@ class RLRun(TrainingRun):
     parity: ParityGate
     journal: RolloutJournal | None
     """None where no checkpoint is made on the way: a run that is killed then begins anew."""
+
     def committed(self, step: int) -> None:
         """What a checkpoint covers need not be in the journal."""
         if self.journal is not None:
