@@ -15,7 +15,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.inference.graphs import Work
+from megatron_rl.inference.graphs import GraphedDecode, Work
+from megatron_rl.inference.rollout_engine import RolloutEngine
+from megatron_rl.models import PolicyModel
+from megatron_rl.types import Request
+from tests.support.generation import ragged_requests
 
 REFUSED = {
     "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_consecutive",
@@ -127,3 +131,16 @@ class TapeRecorder:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def taped(
+    engine: RolloutEngine, policy: PolicyModel, sizes: tuple[int, ...] = (4, 8), reaches: tuple[int, ...] = (24, 48)
+) -> TapeRecorder:
+    """Put a tape in front of the engine's decode step."""
+    recorder = TapeRecorder()
+    engine.decode = GraphedDecode(engine.runner, policy, recorder, sizes, reaches)
+    return recorder
+
+
+def requests_of_a_step() -> list[Request]:
+    return ragged_requests(5, num_samples=2, max_new_tokens=12)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import re
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -14,22 +12,15 @@ import torch
 
 from megatron_rl.attention import choose
 from megatron_rl.attention.backend import DeviceFacts
-from megatron_rl.inference import graphs
 from megatron_rl.inference.batch_state import BatchState
-from megatron_rl.inference.graphs import GraphedDecode, graph_reaches, graph_sizes, with_graphs
-from megatron_rl.inference.rollout_engine import RolloutEngine
+from megatron_rl.inference.graphs import graph_reaches, graph_sizes
 from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.models import PolicyModel, rollout_mode
-from megatron_rl.phases.cache import CacheResidency
-from megatron_rl.platform.memory import DeviceMemory
 from megatron_rl.quantization.audit import observed
 from megatron_rl.run import generation
-from megatron_rl.trainer import Optimization
-from megatron_rl.types import Completion, Request
 from tests.support.generation import generate, largest_gap, ragged_requests, request, rollout_engine, tokens
-from tests.support.quantized import complete, disturb, linears_of, quantizable_policy, rollout_quantization
-from tests.support.tape import TapeRecorder
-from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tape import TapeRecorder, taped
+from tests.support.tiny import tiny_config
 
 # -- sizes, worked out by hand -------------------------------------------------------------------
 
@@ -75,15 +66,6 @@ def test_reaches(longest: int, reaches: tuple[int, ...]) -> None:
 
 
 # -- an engine whose decode step is on tape ------------------------------------------------------
-
-
-def taped(
-    engine: RolloutEngine, policy: PolicyModel, sizes: tuple[int, ...] = (4, 8), reaches: tuple[int, ...] = (24, 48)
-) -> TapeRecorder:
-    """Put a tape in front of the engine's decode step."""
-    recorder = TapeRecorder()
-    engine.decode = GraphedDecode(engine.runner, policy, recorder, sizes, reaches)
-    return recorder
 
 
 @pytest.fixture(params=["sdpa", "paged"])
@@ -237,193 +219,6 @@ def test_a_cpu_has_no_graphs_and_says_so(policy: PolicyModel, caplog: pytest.Log
     caplog.clear()
     rollout_engine(policy)
     assert not caplog.records
-
-
-EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_qkv_bias": False}
-
-
-def on_cuda(policy: PolicyModel) -> PolicyModel:
-    """A copy that says so."""
-    copied = copy.copy(policy)
-    object.__setattr__(copied, "device", torch.device("cuda"))
-    return copied
-
-
-def test_experts_in_a_loop_have_no_graphs(caplog: pytest.LogCaptureFixture, one_rank: object) -> None:
-    """Nor could they: the capture of their layers is refused."""
-    policy = tiny_policy(tiny_config(**EXPERTS))
-    engine = rollout_engine(policy)
-    taped(engine, policy)
-    generate(policy, engine, ragged_requests(2, max_new_tokens=8))
-    assert "operation not permitted when stream is capturing" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        assert with_graphs(engine.runner, on_cuda(policy), 16) == engine.runner.decode
-    assert "experts read on the host" in caplog.text
-
-
-def test_grouped_experts_have_graphs(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replay sends its own tokens to its own experts, and records them; an update changes weights in place."""
-    policy = tiny_policy(tiny_config(**EXPERTS, moe_grouped_gemm=True, rl_router_replay=True))
-    engine, twin = (rollout_engine(policy, records_routing=True) for _ in range(2))
-    monkeypatch.setattr(graphs, "CudaRecorder", lambda _: TapeRecorder())
-    assert isinstance(with_graphs(engine.runner, on_cuda(policy), 16), GraphedDecode)
-    recorder = taped(engine, policy, reaches=(48,))  # how far a burst reaches depends on who ends when
-    wanted = [dataclasses.replace(one, wants_routing=True) for one in requests_of_a_step()]
-    found, steps = [], 0
-    for _ in range(2):
-        groups, eager = generate(policy, engine, wanted), generate(policy, twin, wanted)
-        assert tokens(groups) == tokens(eager)
-        assert largest_gap(groups, eager) < 1e-5
-        pairs = list(zip(_routing(groups), _routing(eager), strict=True))
-        assert all(torch.equal(own, other) for own, other in pairs)
-        assert len({tuple(ids) for own, _ in pairs for ids in own.flatten(0, 1).sort(-1).values.tolist()}) > 3
-        steps += engine.statistics.decode_steps
-        found.append((tokens(groups), recorder.recorded))
-        disturb(policy, 0.3)
-    assert recorder.replayed == steps > 0
-    (first, recorded), (second, still) = found
-    assert first != second
-    assert still == recorded > 0
-
-
-def _routing(groups: list[tuple[Completion, ...]]) -> list[torch.Tensor]:
-    return [completion.routing for group in groups for completion in group]
-
-
-# -- over RL steps -------------------------------------------------------------------------------
-
-
-def requests_of_a_step() -> list[Request]:
-    return ragged_requests(5, num_samples=2, max_new_tokens=12)
-
-
-@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"use_distributed_optimizer": True, "bf16": True}])
-def test_an_optimizer_step_needs_no_recording(settings: dict[str, bool], one_rank: object) -> None:
-    """The run's own optimizer changes the weights in place; the next replay reads the new ones."""
-    config = tiny_config(lr=0.1, **settings)
-    policy = tiny_policy(config)
-    optimization = Optimization(policy, config)
-    engine, twin = rollout_engine(policy), rollout_engine(policy)
-    recorder = taped(engine, policy, reaches=(48,))  # how far a burst reaches depends on who ends when
-    before = generate(policy, engine, requests_of_a_step())
-    recorded = recorder.recorded
-    for step in range(3):
-        optimization.zero_grad()
-        generator = torch.Generator().manual_seed(step)
-        for parameter in policy.gpt.parameters():
-            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-        assert optimization.step().applied
-    after = generate(policy, engine, requests_of_a_step())
-    assert recorder.recorded == recorded > 0
-    eager = generate(policy, twin, requests_of_a_step())
-    assert tokens(after) == tokens(eager) != tokens(before)
-    assert largest_gap(after, eager) < 1e-5
-
-
-@pytest.mark.parametrize("recipe", ["int8", "fp8", "fp8_block", "int8_smooth"])
-def test_a_requantisation_needs_no_recording(recipe: str, one_rank: object) -> None:
-    policy = quantizable_policy()
-    quantization = rollout_quantization(policy, recipe)
-    engine, twin = rollout_engine(policy), rollout_engine(policy)
-    recorder = taped(engine, policy, reaches=(48,))  # how far a burst reaches depends on who ends when
-    complete(policy, engine, quantization, requests_of_a_step())  # calibrated and audited: eager
-    assert quantization.linears.layers
-    before = complete(policy, engine, quantization, requests_of_a_step())
-    recorded, replayed = recorder.recorded, recorder.replayed
-    assert replayed > 0
-    disturb(policy, 0.3)
-    quantization.weights_changed()
-    after = complete(policy, engine, quantization, requests_of_a_step())
-    assert recorder.recorded == recorded
-    assert recorder.replayed > replayed
-    eager = complete(policy, twin, quantization, requests_of_a_step())
-    assert tokens(after) == tokens(eager) != tokens(before)
-    assert largest_gap(after, eager) < 1e-5
-
-
-def test_quantised_rollouts_and_plain_evaluations_keep_their_own_graphs(one_rank: object) -> None:
-    policy = quantizable_policy()
-    linears = linears_of(policy, "int8")
-    engine, twin = rollout_engine(policy), rollout_engine(policy)
-    recorder = taped(engine, policy)
-    wanted = requests_of_a_step()
-    for turn in range(3):
-        with linears.installed():
-            quantised = generate(policy, engine, wanted)
-            assert largest_gap(quantised, generate(policy, twin, wanted)) < 1e-5
-            with linears.suspended():
-                plain = generate(policy, engine, wanted)
-                assert largest_gap(plain, generate(policy, twin, wanted)) < 1e-5
-        if turn == 0:
-            recorded = recorder.recorded
-    assert recorder.recorded == recorded
-    assert quantised != plain
-
-
-def test_graphs_of_a_recipe_go_with_its_buffers(one_rank: object) -> None:
-    policy = quantizable_policy()
-    quantization = rollout_quantization(policy, "int8")
-    engine, twin = rollout_engine(policy), rollout_engine(policy)
-    recorder = taped(engine, policy)
-    for _ in range(2):
-        complete(policy, engine, quantization, requests_of_a_step())
-    recorded = recorder.recorded
-    codes = weakref.ref(quantization.linears.layers[0].weight.codes)
-    assert quantization.fall_back() is not None
-    for _ in range(2):
-        groups = complete(policy, engine, quantization, requests_of_a_step())
-    assert recorder.recorded > recorded
-    assert groups == complete(policy, twin, quantization, requests_of_a_step())
-    assert codes() is None, "a tape holds what it reads, so this also says that the tapes are gone"
-
-
-def test_a_cache_made_anew_is_recorded_anew(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
-    engine = rollout_engine(policy)
-    recorder = taped(engine, policy)
-    wanted = requests_of_a_step()
-    first = generate(policy, engine, wanted)
-    recorded = recorder.recorded
-    cache = engine.cache
-    cache.keys = [torch.zeros_like(keys) for keys in cache.keys]
-    assert tokens(generate(policy, engine, wanted)) == tokens(first)
-    assert recorder.recorded == 2 * recorded
-    assert ["moved in memory" in r.message for r in caplog.records] == [True]
-
-
-def test_a_cache_that_goes_takes_its_graphs_along(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
-    """Their memory is free while the policy is trained, and every rank records anew, whatever its addresses are."""
-    engine = rollout_engine(policy)
-    recorder = taped(engine, policy)
-    device = DeviceMemory(policy.device)
-    residency = CacheResidency(engine.cache_tensors, device, 2**60, forget_graphs=engine.forget_graphs)
-    wanted = requests_of_a_step()
-    first = tokens(generate(policy, engine, wanted))
-    recorded = recorder.recorded
-    residency.after_rollout()
-    assert not engine.decode.recorded
-    residency.before_rollout()
-    assert tokens(generate(policy, engine, wanted)) == first
-    assert recorder.recorded == 2 * recorded
-    assert "moved in memory" not in caplog.text
-
-
-def test_weights_that_moved_are_recorded_anew_with_a_warning(
-    one_rank: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    policy = tiny_policy()
-    engine = rollout_engine(policy, stop_ids=())  # so that other weights make no shorter answers
-    recorder = taped(engine, policy)
-    wanted = requests_of_a_step()
-    generate(policy, engine, wanted)
-    recorded = recorder.recorded
-    parameter = policy.gpt.decoder.layers[1].mlp.linear_fc2.weight
-    parameter.data = parameter.data * -2.0
-    after = generate(policy, engine, wanted)
-    assert recorder.recorded == 2 * recorded
-    assert tokens(after) == tokens(generate(policy, rollout_engine(policy, stop_ids=()), wanted))
-    (line,) = [r.message for r in caplog.records]
-    assert "moved in memory" in line
 
 
 # -- rows that nobody runs in --------------------------------------------------------------------

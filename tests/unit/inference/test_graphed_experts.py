@@ -1,0 +1,70 @@
+"""Graphs of the decode step of a model with experts: grouped ones have them, a loop over experts cannot."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from megatron_rl.inference import graphs
+from megatron_rl.inference.graphs import GraphedDecode, with_graphs
+from megatron_rl.models import PolicyModel
+from megatron_rl.types import Completion
+from tests.support.generation import generate, largest_gap, ragged_requests, rollout_engine, tokens
+from tests.support.quantized import disturb
+from tests.support.tape import TapeRecorder, requests_of_a_step, taped
+from tests.support.tiny import tiny_config, tiny_policy
+
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_qkv_bias": False}
+
+
+def on_cuda(policy: PolicyModel) -> PolicyModel:
+    """A copy that says so."""
+    copied = copy.copy(policy)
+    object.__setattr__(copied, "device", torch.device("cuda"))
+    return copied
+
+
+def test_experts_in_a_loop_have_no_graphs(caplog: pytest.LogCaptureFixture, one_rank: object) -> None:
+    """Nor could they: the capture of their layers is refused."""
+    policy = tiny_policy(tiny_config(**EXPERTS))
+    engine = rollout_engine(policy)
+    taped(engine, policy)
+    generate(policy, engine, ragged_requests(2, max_new_tokens=8))
+    assert "operation not permitted when stream is capturing" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert with_graphs(engine.runner, on_cuda(policy), 16) == engine.runner.decode
+    assert "experts read on the host" in caplog.text
+
+
+def test_grouped_experts_have_graphs(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay sends its own tokens to its own experts, and records them; an update changes weights in place."""
+    policy = tiny_policy(tiny_config(**EXPERTS, moe_grouped_gemm=True, rl_router_replay=True))
+    engine, twin = (rollout_engine(policy, records_routing=True) for _ in range(2))
+    monkeypatch.setattr(graphs, "CudaRecorder", lambda _: TapeRecorder())
+    assert isinstance(with_graphs(engine.runner, on_cuda(policy), 16), GraphedDecode)
+    recorder = taped(engine, policy, reaches=(48,))  # how far a burst reaches depends on who ends when
+    wanted = [dataclasses.replace(one, wants_routing=True) for one in requests_of_a_step()]
+    found, steps = [], 0
+    for _ in range(2):
+        groups, eager = generate(policy, engine, wanted), generate(policy, twin, wanted)
+        assert tokens(groups) == tokens(eager)
+        assert largest_gap(groups, eager) < 1e-5
+        pairs = list(zip(_routing(groups), _routing(eager), strict=True))
+        assert all(torch.equal(own, other) for own, other in pairs)
+        assert len({tuple(ids) for own, _ in pairs for ids in own.flatten(0, 1).sort(-1).values.tolist()}) > 3
+        steps += engine.statistics.decode_steps
+        found.append((tokens(groups), recorder.recorded))
+        disturb(policy, 0.3)
+    assert recorder.replayed == steps > 0
+    (first, recorded), (second, still) = found
+    assert first != second
+    assert still == recorded > 0
+
+
+def _routing(groups: list[tuple[Completion, ...]]) -> list[torch.Tensor]:
+    return [completion.routing for group in groups for completion in group]
