@@ -114,6 +114,39 @@ LONG = (
 TOLERANCE = 2e-5
 
 
+Found = tuple[list[Any], dict[str, dict[str, torch.Tensor]]]
+"""Metrics of every rank, and the tensors of all ranks together."""
+
+
+def of_all_ranks(folder: Path, case: str, world_size: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors that the ranks have written; what several have is the same."""
+    together: dict[str, dict[str, torch.Tensor]] = {}
+    for rank in range(world_size):
+        for kind, tensors in torch.load(folder / f"{case}.{rank}.pt", weights_only=True).items():
+            for name, values in tensors.items():
+                known = together.setdefault(kind, {}).setdefault(name, values)
+                if "gradients" not in kind:  # without samples a replica's copy of a tied gradient is the sum, too
+                    torch.testing.assert_close(known, values, rtol=0, atol=1e-6)
+    return together
+
+
+def assert_equal(found: Found, on_one_rank: Found) -> None:
+    """Metrics within 1e-4, gradients within 2e-5 of the largest of their parameter, all others within 2e-5."""
+    (metrics, tensors), ((wanted,), expected) = found, on_one_rank
+    assert all(rank == metrics[0] for rank in metrics)
+    for own, one in zip(metrics[0], wanted, strict=True):
+        assert own.keys() == one.keys()
+        for name, value in one.items():
+            assert own[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert expected.keys() >= tensors.keys() >= {"logprobs"}
+    for kind, named in tensors.items():
+        assert named.keys() == expected[kind].keys()
+        for name, values in named.items():
+            difference = (values - expected[kind][name]).abs().max().item()
+            scale = expected[kind][name].abs().max().clamp_min(1e-2).item() if "gradients" in kind else 1.0
+            assert difference <= TOLERANCE * scale, f"{kind} of {name}"
+
+
 class Results:
     """Runs a layout when a test first asks for it."""
 
@@ -121,8 +154,8 @@ class Results:
         self._folder = folder
         self._metrics: dict[str, list[dict[str, Any]]] = {}
 
-    def of(self, layout: str | None, case: str) -> tuple[list[Any], dict[str, dict[str, torch.Tensor]]]:
-        """Metrics of every rank, and the tensors of all ranks together; ``layout`` None is one rank."""
+    def of(self, layout: str | None, case: str) -> Found:
+        """``layout`` None is one rank."""
         world_size, parallel, names = LAYOUTS[layout] if layout else (1, {}, [c for c in CASES if c not in REFERENCE])
         folder = self._folder / str(layout)
         if str(layout) not in self._metrics:
@@ -134,14 +167,7 @@ class Results:
                 "tests.distributed.layout_programs:train", world_size, timeout=600,
                 folder=str(folder), parallel=parallel, cases=cases,
             )  # fmt: skip
-        together: dict[str, dict[str, torch.Tensor]] = {}
-        for rank in range(world_size):
-            for kind, tensors in torch.load(folder / f"{case}.{rank}.pt", weights_only=True).items():
-                for name, values in tensors.items():
-                    known = together.setdefault(kind, {}).setdefault(name, values)
-                    if kind != "gradients":  # without samples a replica's copy of a tied gradient is the sum, too
-                        torch.testing.assert_close(known, values, rtol=0, atol=1e-6)
-        return [metrics[case] for metrics in self._metrics[str(layout)]], together
+        return [metrics[case] for metrics in self._metrics[str(layout)]], of_all_ranks(folder, case, world_size)
 
 
 @pytest.fixture(scope="module")
@@ -158,17 +184,4 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     ],
 )
 def test_as_on_one_rank(results: Results, layout: str, case: str) -> None:
-    metrics, tensors = results.of(layout, case)
-    (wanted,), expected = results.of(None, REFERENCE.get(case, case))
-    assert all(rank == metrics[0] for rank in metrics)
-    for own, one in zip(metrics[0], wanted, strict=True):
-        assert own.keys() == one.keys()
-        for name, value in one.items():
-            assert own[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-    assert expected["logprobs"].keys() == tensors["logprobs"].keys()
-    for kind, named in tensors.items():
-        assert named.keys() == expected[kind].keys()
-        for name, values in named.items():
-            difference = (values - expected[kind][name]).abs().max().item()
-            scale = expected[kind][name].abs().max().clamp_min(1e-2).item() if kind == "gradients" else 1.0
-            assert difference <= TOLERANCE * scale, f"{kind} of {name}"
+    assert_equal(results.of(layout, case), results.of(None, REFERENCE.get(case, case)))
