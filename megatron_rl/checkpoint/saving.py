@@ -16,6 +16,7 @@ import os
 import queue
 import shutil
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -71,6 +72,9 @@ class SaveAttempt:
             yield
         except (OSError, SafetensorError) as error:
             self._note(error)
+            # Its frames hold views of what was to be written. CPython up to 3.12.6 dies of those when it collects
+            # garbage (its issue 77894), so a full disk ended the run.
+            traceback.clear_frames(error.__traceback__)
 
     @contextlib.contextmanager
     def collective_part(self) -> Iterator[None]:
