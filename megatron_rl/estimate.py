@@ -82,6 +82,10 @@ class Estimate:
             + self.kv_cache + self.rollout_logits + self.teacher_in_rollouts + self.critic_in_rollouts
         )  # fmt: skip
 
+    def device_for(self, kv_cache: int, share: float) -> int:
+        """A device on which ``share`` of what is free beside the rest of a rollout holds ``kv_cache`` bytes."""
+        return self.rollout - self.kv_cache + math.ceil(kv_cache / share)
+
     @property
     def weights_aside(self) -> int:
         """A copy of the weights that quantised rollouts read unquantised."""
@@ -305,8 +309,12 @@ def size_problems(config: RLConfig, world_size: int) -> list[Problem]:
         "activations of one bin": (result.activations, shorter),
         "logits of one bin": (result.training_logits, shorter),
     }
-    if result.cache_slots:
+    share = config.rollout.rl_rollout_memory_fraction
+    if result.cache_slots and share is None:
         uses["the KV cache of one sequence"] = (slot_bytes(config), "lower --inference-max-seq-length")
+    elif result.cache_slots:
+        whole = f"free memory for one sequence at --rl-rollout-memory-fraction {share:g}"
+        uses[whole] = (int(slot_bytes(config) / share), "raise it, or lower --inference-max-seq-length")
     too_much = "TiB on each rank, which is more than any machine has"
     return [
         Problem(None, f"{use} take {size / 2**40:,.1f} {too_much}; {advice}")

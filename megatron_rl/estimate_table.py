@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config import RLConfig
-from megatron_rl.estimate import Estimate
+from megatron_rl.estimate import Estimate, slot_bytes
 from megatron_rl.metrics.table import format_table
 
 
@@ -33,6 +33,13 @@ def report_text(config: RLConfig, result: Estimate) -> str:
     if result.kv_cache:
         alone = _bytes(result.training - result.for_rollouts)
         lines[-1] += f"; {alone} a rank where what is the rollouts' has to go meanwhile"
+    share = config.rollout.rl_rollout_memory_fraction
+    if result.kv_cache and share is not None:
+        one, all_of_them = (_bytes(result.device_for(size, share)) for size in (slot_bytes(config), result.kv_cache))
+        lines.append(
+            f"--rl-rollout-memory-fraction {share:g}: what is free holds one sequence from {one} of device memory on, "
+            f"and the largest batch from {all_of_them} on"
+        )
     if result.optimizer_on_host:
         total = _bytes(result.optimizer_on_host)
         lines.append(f"optimizer state, in host memory during rollouts: {total} a rank, pinned")

@@ -40,7 +40,13 @@ from megatron_rl.config.precision import (
     precision_problems,
 )
 from megatron_rl.config.records import CheckpointConfig, LoggingConfig, record_problems
-from megatron_rl.config.rollout import EnvironmentConfig, RolloutConfig, length_problems, sampling_problems
+from megatron_rl.config.rollout import (
+    EnvironmentConfig,
+    RolloutConfig,
+    cache_size_problems,
+    length_problems,
+    sampling_problems,
+)
 from megatron_rl.config.teacher import TeacherConfig, teacher_problems
 from megatron_rl.config.training import (
     OptimizerConfig,
@@ -55,9 +61,10 @@ from megatron_rl.families.layout import Architecture, ExpertShare, Head, ModelLa
 
 RULES = (
     record_problems, parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems,
-    expert_problems, batch_problems, length_problems, precision_problems, kernel_problems, engine_problems,
-    alignment_problems, cache_problems, optimizer_problems, schedule_problems, sampling_problems, algorithm_problems,
-    dynamic_sampling_problems, partial_rollout_problems, critic_problems, teacher_problems, megatron_rl_problems,
+    expert_problems, batch_problems, length_problems, cache_size_problems, precision_problems, kernel_problems,
+    engine_problems, alignment_problems, cache_problems, optimizer_problems, schedule_problems, sampling_problems,
+    algorithm_problems, dynamic_sampling_problems, partial_rollout_problems, critic_problems, teacher_problems,
+    megatron_rl_problems,
 )  # fmt: skip
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
 _CHANGES_NO_BYTE = ("tokenizer_model", "langrl_env_config", "lr")

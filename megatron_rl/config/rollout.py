@@ -103,6 +103,8 @@ class RolloutConfig:
         None, gt=0, aliases=("--inference-buffer-size-gb",)
     )
     """Most GiB of KV cache a rank. Without it what the largest batch needs, if it is free (Megatron's default: 40)."""
+    rl_rollout_memory_fraction: float | None = flag(None, gt=0, le=1)
+    """Most of the KV cache as a share of the memory that is free beside the rest of a rollout. Without it 0.9."""
     inference_dynamic_batching_max_tokens: int = flag(8192, ge=1)
     """Prompt tokens computed between two bursts of decode steps; a longer prompt enters in pieces."""
     rl_prefix_reuse: bool = flag(True, off="--no-rl-prefix-reuse")
@@ -152,6 +154,16 @@ def length_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             f"cannot hold one sequence: {longest} tokens of this model in {config.kv_cache_dtype} take {needed:.3g} "
             f"GiB on each of {config.parallel.tensor_model_parallel_size} tensor-parallel ranks; use at least "
             f"{math.ceil(needed * 100) / 100:g}"
+        )
+
+
+def cache_size_problems(config: RLConfig, _: int) -> Iterator[Finding]:
+    """One flag says how large the KV cache may become."""
+    given = config.rollout.inference_dynamic_batching_buffer_size_gb
+    if given is not None and config.rollout.rl_rollout_memory_fraction is not None:
+        yield "rl_rollout_memory_fraction", (
+            f"and --inference-dynamic-batching-buffer-size-gb {given:g} both say how large the KV cache may become; "
+            "leave one of them out"
         )
 
 

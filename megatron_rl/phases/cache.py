@@ -21,7 +21,13 @@ MARGIN = 0.1
 
 
 def plan_cache(
-    sequence: int, sequences: int, asked: int | None, free: int, in_rollouts: int, in_training: int
+    sequence: int,
+    sequences: int,
+    asked: int | None,
+    free: int,
+    in_rollouts: int,
+    in_training: int,
+    share: float | None = None,
 ) -> tuple[int, bool]:
     """The bytes a KV cache may take: what the largest batch needs, at most ``asked``, at most what fits; in the log.
 
@@ -32,34 +38,39 @@ def plan_cache(
         free: bytes now, on the rank that has the least, before there is a cache.
         in_rollouts: what else a rollout takes of them; negative where it gives something back.
         in_training: what an update takes of them.
+        share: `--rl-rollout-memory-fraction`, the most of what is left beside a rollout; all but ``MARGIN`` without it.
 
     Returns:
-        The bytes, and whether they are less than wanted because no more is free.
+        The bytes, and whether they are less than wanted because no more is free, or may be taken.
 
     Raises:
         EngineError: no sequence fits beside what a rollout needs.
     """
     wanted = sequence * sequences
     limit = wanted if asked is None else min(wanted, asked)
-    fits = int((free - in_rollouts) * (1 - MARGIN))
+    fits = int((free - in_rollouts) * (1 - MARGIN if share is None else share))
     size = min(limit, fits)
     if size < min(sequence, limit):
         raise EngineError(
             f"no room for the KV cache: one sequence takes {in_words(sequence)}, and of {in_words(free)} free "
-            f"memory {in_words(fits)} can be used; lower --inference-max-seq-length, or use more "
+            f"memory {in_words(fits)} can be used; {_to_raise(share)}lower --inference-max-seq-length, or use more "
             "tensor-parallel ranks, --use-distributed-optimizer or --rl-offload-optimizer-during-inference"
         )
     limited_by = "the largest batch" if limit == wanted else "--inference-dynamic-batching-buffer-size-gb"
     if size < limit:
-        limited_by = f"{in_words(limit)} do not fit"
+        limited_by = f"{in_words(limit)} do not fit" if share is None else f"--rl-rollout-memory-fraction {share:g}"
     stays = size <= free - int(in_training * (1 + MARGIN))
     logger.log(
-        logging.WARNING if size < limit else logging.INFO,
+        logging.WARNING if size < limit and share is None else logging.INFO,
         "KV cache: %s for %d of %d sequences at once (%s); %s are free, of which an update takes %s: the cache %s "
         "meanwhile", in_words(size), size // sequence, sequences, limited_by, in_words(free), in_words(in_training),
         "stays" if stays else "is released",
     )  # fmt: skip
     return size, size < limit
+
+
+def _to_raise(share: float | None) -> str:
+    return "" if share is None else f"raise --rl-rollout-memory-fraction ({share:g}), "
 
 
 def in_words(size: int) -> str:

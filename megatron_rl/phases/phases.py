@@ -106,6 +106,7 @@ class Phases:
             free=-int(worst["not free"]),
             in_rollouts=int(worst["in rollouts"]),
             in_training=int(worst["in training"]),
+            share=self._config.rollout.rl_rollout_memory_fraction,
         )
         return size / 2**30 if is_short else flag
 

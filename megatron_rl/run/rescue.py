@@ -38,8 +38,10 @@ def naming_memory(config: RLConfig, phase: Phase) -> Iterator[None]:
 
 def _to_lower_in_rollouts(config: RLConfig) -> str:
     rollout = config.rollout
-    budget = rollout.inference_dynamic_batching_buffer_size_gb
+    budget, share = rollout.inference_dynamic_batching_buffer_size_gb, rollout.rl_rollout_memory_fraction
     cache = f"--inference-dynamic-batching-buffer-size-gb ({'not given' if budget is None else budget})"
+    if share is not None:
+        cache = f"--rl-rollout-memory-fraction ({share:g})"
     longest = f"--rl-max-new-tokens ({rollout.rl_max_new_tokens})"
     offload = "" if rollout.rl_offload_optimizer_during_inference else (
         ", or give --rl-offload-optimizer-during-inference"

@@ -221,6 +221,10 @@ ONE_PROBLEM = [
         ["gb 1.5", "1048576 tokens", "fp32", "2 GiB", "at least 2"],
     ),
     (
+        {"inference_dynamic_batching_buffer_size_gb": "2", "rl_rollout_memory_fraction": "0.5"}, 1,
+        ["--rl-rollout-memory-fraction 0.5", "buffer-size-gb 2", "leave one of them out"],
+    ),
+    (
         {"langrl_inference_server_type": "inplace_megatron_chat"}, 1,
         ["inplace_megatron_chat is refused", "use inplace_megatron"],
     ),
@@ -286,6 +290,7 @@ def test_one_broken_rule_gives_one_line_with_its_numbers(problems, changes, rank
             {"rl_kv_cache_dtype": "fp8", "rl_mismatch_action": "fallback", "rl_rollout_quantization": "int8"}, 1,
         ),
         ({"inference_dynamic_batching_buffer_size_gb": "2", "seq_length": "1048576"}, 1),
+        ({"rl_rollout_memory_fraction": "1"}, 1),
         ({"rl_sequence_packing_bin_size": "128"}, 1),
         ({"rl_max_new_tokens": "127"}, 1),
     ],

@@ -23,9 +23,13 @@ DEEP = {"num_layers": 1000, "kv_channels": 2**16, "num_query_groups": 4}
         (WIDE, "weights, gradients and optimizer state take 16.0 TiB on each rank"),
         ({"vocab_size": 10**8, "seq_length": 2**20, "micro_batch_size": 1}, "logits of one bin take"),
         (LONG, "activations of one bin take"),
+        (
+            {**DEEP, "seq_length": 128, "micro_batch_size": 1, "rl_rollout_memory_fraction": 0.01},
+            "free memory for one sequence at --rl-rollout-memory-fraction 0.01 take 24.4 TiB on each rank",
+        ),
         ({**DEEP, "seq_length": 4096}, "the KV cache of one sequence take 7.8 TiB on each rank"),
     ],
-    ids=["wide", "vocabulary", "long", "deep"],
+    ids=["wide", "vocabulary", "long", "share", "deep"],
 )
 def test_what_no_machine_has(changes: dict[str, int], start: str) -> None:
     (line,) = [line for line in map(str, size_problems(tiny_config(**changes), 1)) if line.startswith(start)]

@@ -137,6 +137,16 @@ def test_one_flag_changes_its_row(change: tuple[str, ...], expected: dict[str, i
     assert {name: getattr(result, name) for name in expected} == expected
 
 
+def test_a_share_of_free_memory_says_which_devices_will_do() -> None:
+    config = example().with_values(inference_dynamic_batching_buffer_size_gb=None, rl_rollout_memory_fraction=0.25)
+    result = estimate(config, 64, TOKENIZER)
+    beside, batch = result.weights + result.rollout_logits, result.kv_cache
+    assert result.device_for(batch, 0.25) == beside + 4 * batch
+    one, whole = ((beside + 4 * size) / 2**30 for size in (batch // 32, batch))
+    line = f"holds one sequence from {one:.2f} GiB of device memory on, and the largest batch from {whole:.2f} GiB on"
+    assert f"--rl-rollout-memory-fraction 0.25: what is free {line}" in report_text(config, result).splitlines()
+
+
 def test_recomputing_layers_leaves_their_inputs() -> None:
     whole = ("--no-recompute-activations", "--recompute-granularity", "full", "--recompute-method", "uniform",
              "--recompute-num-layers", "1")  # fmt: skip

@@ -53,6 +53,30 @@ def test_the_cache_takes_what_fits(
     assert "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("share", "room", "size", "words"),
+    [
+        (0.5, (20, 4, 0), 8, ["8.00 GiB for 4 of 10", "--rl-rollout-memory-fraction 0.5"]),
+        (1.0, (20, 4, 0), 16, ["16.00 GiB for 8 of 10"]),  # no margin where the user says so
+        (0.5, (20, -20, 0), 20, ["the largest batch"]),
+        (0.5, (100, 0, 0), 20, ["the largest batch"]),
+    ],
+)
+def test_a_share_of_what_is_free(share: float, room: tuple[int, int, int], size: int, words: list[str], log) -> None:
+    planned = plan_cache(2 * GB, 10, None, *(number * GB for number in room), share=share)
+    assert planned == (size * GB, size < 20)
+    (record,) = log.records
+    assert record.levelno == logging.INFO, "what the user asked for is no warning"
+    for text in words:
+        assert text in record.getMessage()
+
+
+def test_a_share_below_one_sequence_is_refused_in_one_line() -> None:
+    with pytest.raises(EngineError, match=r"raise --rl-rollout-memory-fraction \(0.1\), lower") as refused:
+        plan_cache(2 * GB, 10, None, 16 * GB, 0, 0, share=0.1)
+    assert "1.60 GiB can be used" in str(refused.value)
+
+
 @pytest.mark.parametrize("room", [(11, 9, 0), (5, 9, 0), (0, 0, 0)])
 def test_less_than_one_sequence_is_refused_in_one_line(room: tuple[int, int, int]) -> None:
     with pytest.raises(EngineError, match="one sequence takes 2.00 GiB") as refused:

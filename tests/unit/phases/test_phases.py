@@ -87,6 +87,16 @@ def test_what_does_not_fit_is_cut_with_a_warning(
     assert slots(moving, moved) == 16, "the state makes room for the whole batch"
 
 
+def test_a_share_of_the_free_memory_sizes_the_engine(one_rank: ParallelGroups, free) -> None:
+    config = tiny_config(bf16=True)
+    result = estimate(config, 1, VOCABULARY)
+    in_rollouts = result.rollout_logits + 8 * result.parameters_per_rank - result.gradients  # moments are yet to come
+    free(in_rollouts + 11 * slot_bytes(config))
+    assert slots(*phase_memory(one_rank, rl_rollout_memory_fraction=0.5)) == 5
+    free(in_rollouts + 110 * slot_bytes(config))
+    assert phase_memory(one_rank, rl_rollout_memory_fraction=0.5)[0].cache_budget_gb() is None, "all sixteen fit"
+
+
 def test_no_room_for_one_sequence(one_rank: ParallelGroups, free) -> None:
     free(1000)
     memory, _ = phase_memory(one_rank)
