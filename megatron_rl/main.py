@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -107,10 +108,11 @@ def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> 
     return 0
 
 
-def _refuse(problems: Sequence[Problem], rank: int) -> int:
-    """Every rank finds the same problems; one names them."""
-    if rank == 0:
-        sys.stderr.write(f"{len(problems)} problem(s) in the configuration:\n")
+def _refuse(problems: Sequence[Problem], rank: int, alone: bool = False) -> int:
+    """Every rank finds the same problems and rank 0 names them; one that is ``alone`` with its own does so itself."""
+    if rank == 0 or alone:
+        where = f", on rank {rank} ({socket.gethostname()}) alone" if alone else ""
+        sys.stderr.write(f"{len(problems)} problem(s) in the configuration{where}:\n")
         sys.stderr.writelines(f"  {line}\n" for line in problem_lines(problems))
         sys.stderr.flush()
     return CONFIGURATION_ERROR
@@ -126,14 +128,18 @@ def _run(config: RLConfig, problems: Sequence[Problem], command: Sequence[str], 
     platform = current_platform()
     if not platform.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    if problems or backend_problems(config):  # the process groups cannot even be built
-        if os.environ.get("RANK", "0") != "0":
-            _wait_for_rank_0(stop)
-            raise ConfigError(problems)
+    rank = int(os.environ.get("RANK", "0"))
+    if found := [*problems, *backend_problems(config)]:  # the process groups cannot even be built
+        if rank != 0:
+            _wait_for_rank_0(stop)  # which ends this process, unless rank 0 finds nothing wrong
+            return _refuse(found, rank, alone=True)
         raise ConfigError([*problems, *preflight(config)])
-    for name in (config.checkpoint.load_hf, config.teacher.rl_teacher_load_hf, config.critic.rl_critic_load_hf):
-        if name is not None:  # before the process groups: their timeout may be shorter than a download
-            model_directory(name, weights=True)
+    try:
+        for name in (config.checkpoint.load_hf, config.teacher.rl_teacher_load_hf, config.critic.rl_critic_load_hf):
+            if name is not None:  # before the process groups: their timeout may be shorter than a download
+                model_directory(name, weights=True)
+    except ConfigError as error:  # a full disk or a lost connection is of one machine
+        return _refuse(error.problems, rank, alone=rank != 0)
     groups = initialize(config.parallel, platform)
     try:
         found = (preflight(config) or size_problems(config, groups.world_size)) if groups.is_main else []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +81,40 @@ def test_a_name_that_nobody_has_is_one_line(cached, name):
     [line] = [str(problem) for problem in problems if name in str(problem)]
     assert line.startswith(f"--load-hf: {name} is no directory here, and cannot be had from the Hugging Face hub (")
     assert line.endswith("give a directory, or a name that the hub or its cache has") and "\n" not in line
+
+
+RANK_1 = """
+import sys
+import huggingface_hub
+from megatron_rl import main
+
+def snapshot_download(name, allow_patterns):
+    if sys.argv[1] in allow_patterns:
+        raise OSError(28, "No space left on device")
+    return sys.argv[2]
+
+huggingface_hub.snapshot_download = snapshot_download
+main.PATIENCE_WITH_RANK_0_S = 0.1
+sys.exit(main.main(["train_rl.py", *sys.argv[3:]]))
+"""
+
+
+@pytest.mark.parametrize("missing", ["*.json", "*.safetensors"], ids=["settings", "weights"])
+def test_a_rank_whose_download_fails_alone_says_so(missing, tmp_path):
+    """As torchrun starts rank 1; rank 0, which has the files, is not needed to see it."""
+    write_model(tmp_path / "model", "qwen2", SMALL)
+    flags = ["--load-hf", NAME, "--perform-rl-step", "--langrl-env-config", "list.yaml", "--run-dir", "run"]
+    flags += ["--grpo-prompts-per-step", "2", "--grpo-group-size", "2", "--seq-length", "16", "--lr", "1e-3"]
+    flags += ["--train-iters", "1", "--tokenizer-model", "nowhere"]
+    ended = subprocess.run(
+        [sys.executable, "-c", RANK_1, missing, str(tmp_path / "model"), *flags],
+        cwd=tmp_path, env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert "problem(s) in the configuration, on rank 1 (" in ended.stderr
+    [line] = [line for line in ended.stderr.splitlines() if "No space left on device" in line]
+    assert f"{NAME} is no directory here, and cannot be had from the Hugging Face hub (" in line
 
 
 @pytest.mark.parametrize("name", ["model", "a/b/c", "./a", "../a", "/a/b", "~/a", "a/b/"])
