@@ -45,8 +45,11 @@ PATIENCE_WITH_RANK_0_S = 120.0
 PATIENCE_WITH_RUN_DIRECTORY_S = 5.0
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], command: Sequence[str] | None = None, check_world_size: int | None = None) -> int:
     """Returns the exit code.
+
+    ``command``: the words that start this again, where they are not what Python and the launcher know;
+    ``check_world_size``: ranks that --check and --estimate look at, if not those of this launch.
 
     0: finished or stopped on request; 1: failed; 2: wrong configuration; 3: finished without a single update;
     130: interrupted twice. torchrun ends with 1 whatever a rank's own code is, and names that in its report.
@@ -55,15 +58,15 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(rank)
     config, problems = read_config(argv[1:], world_size)
     if config.training.check or config.training.estimate:
-        world_size = config.training.check_world_size or world_size
+        world_size = config.training.check_world_size or check_world_size or world_size
         config, problems = read_config(argv[1:], world_size)
         return _tell_of(config, problems, world_size) if rank == 0 else 0
     stop = StopRequest().install()  # before torch is imported, which takes seconds
     code = RUN_ERROR
     try:
-        code = _run(config, problems, typed_command(argv), stop)
+        code = _run(config, problems, command or typed_command(argv), stop)
     except ConfigError as error:
-        code = _refuse(error.problems, rank)
+        code = refuse(error.problems, rank)
     except MegatronRLError as error:
         logger.error("%s", error)
     except RuntimeError as error:
@@ -99,16 +102,21 @@ def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> 
             text = report_text(config, estimate(config, world_size, vocabulary(config)))
         else:
             sys.stdout.writelines(f"note: {note}\n" for note in notes(config))
-            if found := [*problems, *preflight(config)] or size_problems(config, world_size):
+            if found := every_problem(config, problems, world_size):
                 raise ConfigError(found)
             text = "configuration is valid"
     except ConfigError as error:
-        return _refuse(error.problems, rank=0)
+        return refuse(error.problems)
     sys.stdout.write(text + "\n")
     return 0
 
 
-def _refuse(problems: Sequence[Problem], rank: int, alone: bool = False) -> int:
+def every_problem(config: RLConfig, problems: Sequence[Problem], world_size: int) -> list[Problem]:
+    """``problems`` of the flags, and what else can be found before a model is built."""
+    return [*problems, *preflight(config)] or size_problems(config, world_size)
+
+
+def refuse(problems: Sequence[Problem], rank: int = 0, alone: bool = False) -> int:
     """Every rank finds the same problems and rank 0 names them; one that is ``alone`` with its own does so itself."""
     if rank == 0 or alone:
         where = f", on rank {rank} ({socket.gethostname()}) alone" if alone else ""
@@ -132,14 +140,14 @@ def _run(config: RLConfig, problems: Sequence[Problem], command: Sequence[str], 
     if found := [*problems, *backend_problems(config)]:  # the process groups cannot even be built
         if rank != 0:
             _wait_for_rank_0(stop)  # which ends this process, unless rank 0 finds nothing wrong
-            return _refuse(found, rank, alone=True)
+            return refuse(found, rank, alone=True)
         raise ConfigError([*problems, *preflight(config)])
     try:
         for name in (config.checkpoint.load_hf, config.teacher.rl_teacher_load_hf, config.critic.rl_critic_load_hf):
             if name is not None:  # before the process groups: their timeout may be shorter than a download
                 model_directory(name, weights=True)
     except ConfigError as error:  # a full disk or a lost connection is of one machine
-        return _refuse(error.problems, rank, alone=rank != 0)
+        return refuse(error.problems, rank, alone=rank != 0)
     groups = initialize(config.parallel, platform)
     try:
         found = (preflight(config) or size_problems(config, groups.world_size)) if groups.is_main else []

@@ -13,6 +13,8 @@ _SECOND_PRESS_AFTER_S = 1.0
 _PEERS_NOTICE_S = 0.3
 """The launcher signals one rank after the other: one that ended at once would be a lost connection to the next."""
 
+TYPED_COMMAND = "MEGATRON_RL_COMMAND"
+"""Environment variable in which `megatron-rl` tells the ranks that it starts what was typed."""
 TORCHRUN_AND_SIGNALS = "ends with exit code 1 and a traceback of its own: nothing is wrong"
 
 logger = logging.getLogger(__name__)
@@ -74,8 +76,8 @@ class StopRequest:
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    """Whether torchrun has started this process, and not `megatron-rl`, which uses torchrun's library."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and TYPED_COMMAND not in os.environ
 
 
 def _end_at_signal(reader: int) -> None:

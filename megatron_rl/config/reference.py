@@ -17,12 +17,7 @@ from megatron_rl.config.rl_config import all_flags, section_classes
 REFERENCE = Path(__file__).parents[2] / "docs" / "flags.md"
 _WIDTH = 110
 _INDENT = 6 * " "
-_STARTS = (
-    "torchrun --nproc-per-node=RANKS train_rl.py",
-    "torchrun --nproc-per-node=RANKS -m megatron_rl.cli train",
-    "megatron-rl train",
-)
-"""From a checkout, installed, and installed on one rank."""
+_STARTS = ("megatron-rl train --nproc RANKS", "torchrun --nproc-per-node=RANKS train_rl.py")
 _HEADER = """# Flags
 
 Written by `python -m megatron_rl.config.reference` from the sections in `megatron_rl/config/`; do not edit.
@@ -34,9 +29,9 @@ are accepted, with a note when used, and have no effect because they have no mea
 """
 
 
-def help_text(*, common_only: bool) -> str:
-    """The common flags, or all of them, grouped by section."""
-    lines = [f"usage: {start} [--config FILE] [--flag VALUE ...]" for start in _STARTS] + [""]
+def help_text(*, common_only: bool, starts: Sequence[str] = _STARTS) -> str:
+    """The common flags, or all of them, grouped by section, after what a command ``starts`` with."""
+    lines = [f"usage: {start} [--config FILE] [--flag VALUE ...]" for start in starts] + [""]
     for section, cls in section_classes().items():
         shown = [flag for flag in flags_of(cls) if flag.common or not common_only]
         if shown:

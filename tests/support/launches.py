@@ -22,19 +22,23 @@ PATIENCE_S = 300.0
 
 
 class Launch:
-    """`train_rl.py` under torchrun, or alone with ``ranks`` 0."""
+    """`train_rl.py` under torchrun, or alone with ``ranks`` 0; or `megatron-rl train`, which launches by itself."""
 
-    def __init__(self, argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0) -> None:
+    def __init__(
+        self, argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0, by_itself: bool = False
+    ) -> None:
         self.run_dir = run_dir
         self._log = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        launcher = [sys.executable]
-        if ranks:
+        launcher, program = [sys.executable], ["train_rl.py"]
+        if by_itself:
+            program = ["-m", "megatron_rl.cli", "train", f"--nproc={ranks}", f"--max-restarts={restarts}"]
+        elif ranks:
             launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
             launcher += [f"--max-restarts={restarts}"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*launcher, "train_rl.py", *argv],
+                [*launcher, *program, *argv],
                 cwd=REPOSITORY,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
                 stdin=subprocess.DEVNULL,
@@ -110,9 +114,11 @@ class Launch:
 
 
 @contextlib.contextmanager
-def launched(argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0) -> Iterator[Launch]:
+def launched(
+    argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0, by_itself: bool = False
+) -> Iterator[Launch]:
     """A launch that leaves nothing behind, whatever the test does."""
-    launch = Launch(argv, run_dir, ranks, restarts)
+    launch = Launch(argv, run_dir, ranks, restarts, by_itself)
     try:
         yield launch
     finally:

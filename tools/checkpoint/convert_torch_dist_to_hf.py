@@ -1,58 +1,17 @@
 #!/usr/bin/env python
-"""Writes what a checkpoint of a run holds as a Hugging Face directory.
+"""``megatron-rl export``, from a checkout that is not installed.
 
     python tools/checkpoint/convert_torch_dist_to_hf.py --input-dir RUN_DIR/checkpoints --output-dir NEW_HF_DIR
-
-The output appears under its name only once it is complete. One process, no GPU, and no model is built.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_rl.errors import ConfigError, MegatronRLError
-
-
-def main(argv: Sequence[str]) -> int:
-    """0, or 2 with one line for every problem."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    options = _parser().parse_args(argv)
-    try:
-        _convert(options.input_dir, options.output_dir, options.origin_hf_dir)
-    except ConfigError as error:
-        sys.stderr.writelines(f"{line}\n" for line in error.lines)
-        return 2
-    except (MegatronRLError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input-dir", type=Path, required=True, help="a run, its checkpoints, or one of them")
-    parser.add_argument("--output-dir", type=Path, required=True, help="must not exist")
-    parser.add_argument(
-        "--origin-hf-dir", type=Path, help="has config.json and the tokenizer's files, if not the model's origin does"
-    )
-    return parser
-
-
-def _convert(source: Path, target: Path, origin: Path | None) -> None:
-    if target.exists():  # before minutes of checksums
-        raise ConfigError([f"--output-dir {target} exists; choose another directory"])
-    from megatron_rl.checkpoint.hf.save import export_checkpoint, origin_of
-    from megatron_rl.families import read_model
-
-    model = origin_of(source, "--origin-hf-dir") if origin is None else read_model(origin)
-    export_checkpoint(source, model, target)
-
+from megatron_rl.cli.export import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli.ranks import read_ranks
 from megatron_rl.config import RLConfig, read_config
 
 REPOSITORY = Path(__file__).parents[3]
@@ -18,7 +19,7 @@ QWEN2_5_0_5B = {
     "num_hidden_layers": 24, "num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0, "tie_word_embeddings": True, "vocab_size": 151936,
 }  # fmt: skip
-_STARTS = re.compile(r"(?:train_rl\.py|megatron-rl (?:train|estimate)|megatron_rl\.cli (?:train|estimate))(?=\s+--)")
+_STARTS = re.compile(r"(?:train_rl\.py|megatron-rl (?:train|eval|check|estimate))(?=\s+--)")
 
 
 def _commands(page: Path) -> list[str]:
@@ -36,8 +37,9 @@ def _read(text: str) -> tuple[RLConfig, list[str], bool]:
     """The configuration, its problems, and whether the command is only a part of one."""
     words = shlex.split(text[_STARTS.search(text).end() :], comments=True)
     shown = [word for word in words if word not in ("...", "FLAGS", "--help")]
+    found, flags = read_ranks(shown)
     ranks = re.search(r"--nproc-per-node[= ](\d+)", text)
-    config, problems = read_config(shown, int(ranks[1]) if ranks else 1)
+    config, problems = read_config(flags, int(ranks[1]) if ranks else found.world_size)
     return config, problems, "--run-dir" not in shown
 
 

@@ -167,9 +167,9 @@ def test_torch_is_not_imported() -> None:
 
 def test_sub_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
-    assert "megatron-rl {estimate,train}" in capsys.readouterr().out
+    assert "usage: megatron-rl COMMAND" in capsys.readouterr().out
     assert cli.main([]) == cli.main(["evaluate"]) == 2
-    assert "megatron-rl {estimate,train}" in capsys.readouterr().err
+    assert "usage: megatron-rl COMMAND" in capsys.readouterr().err
     assert cli.main(["train", "--no-such-flag", "--check"]) == 2
     assert "--no-such-flag is not a flag" in capsys.readouterr().err
 

@@ -1,0 +1,46 @@
+"""The `megatron-rl` command: one file a sub-command, imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import megatron_rl
+from megatron_rl.main import CONFIGURATION_ERROR
+
+_COMMANDS = {
+    "train": ("megatron_rl.cli.train:train", "train, on as many ranks as --nproc says"),
+    "eval": ("megatron_rl.cli.train:evaluate", "evaluate weights on held-out tasks: train --eval-only"),
+    "check": ("megatron_rl.cli.train:check", "look for everything wrong with the flags of train, and stop"),
+    "estimate": ("megatron_rl.cli.train:estimate", "print the bytes that a run takes on each rank, by phase"),
+    "export": ("megatron_rl.cli.export:main", "write a checkpoint as a Hugging Face directory"),
+    "report": ("megatron_rl.metrics.report:main", "write a run's report.html anew"),
+    "new": ("megatron_rl.cli.new:main", "write an environment to start from, with its test"),
+}
+"""Sub-command -> what runs it, given the words behind it, and its line in the help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the sub-command, see ``megatron_rl.main.main``; 2 if there is none."""
+    command, *words = [*(sys.argv[1:] if argv is None else argv)] or [""]
+    if command in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0
+    if command == "--version":
+        sys.stdout.write(f"megatron-rl {megatron_rl.__version__}\n")
+        return 0
+    if command not in _COMMANDS:
+        sys.stderr.write(_usage())
+        return CONFIGURATION_ERROR
+    module, function = _COMMANDS[command][0].split(":")
+    return getattr(importlib.import_module(module), function)(words)
+
+
+def _usage() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
+    return "\n".join([
+        "usage: megatron-rl COMMAND ...", "", *lines, "",
+        "megatron-rl COMMAND --help says more; megatron-rl --version prints the version.", "",
+    ])  # fmt: skip

@@ -1,0 +1,64 @@
+"""``megatron-rl train --nproc 8 FLAGS``, and the commands that are the same with a flag more."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron_rl.cli.ranks import Ranks, read_ranks
+from megatron_rl.config import read_config
+from megatron_rl.config.reference import help_text
+from megatron_rl.errors import ConfigError
+from megatron_rl.main import every_problem, refuse
+from megatron_rl.main import main as run_here
+from megatron_rl.metrics.logging import configure_logging
+from megatron_rl.signals import by_torchrun
+
+
+def train(words: Sequence[str]) -> int:
+    """Returns the exit code of `megatron_rl.main.main`, of whichever rank ended first where one failed."""
+    return _run("train", words)
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """``megatron-rl eval``; see `train`."""
+    return _run("eval", words, "--eval-only")
+
+
+def check(words: Sequence[str]) -> int:
+    """``megatron-rl check``, for as many ranks as a launch of these words would start."""
+    return _run("check", words, "--check")
+
+
+def estimate(words: Sequence[str]) -> int:
+    """``megatron-rl estimate``; see `check`."""
+    return _run("estimate", words, "--estimate")
+
+
+def _run(name: str, words: Sequence[str], *more: str) -> int:
+    if {"-h", "--help", "--help-all"} & set(words):
+        usage = f"megatron-rl {name} [--nproc RANKS] [--nnodes N --node-rank R --master-addr HOST]"
+        sys.stdout.write(help_text(common_only="--help-all" not in words, starts=(usage,)))
+        return 0
+    try:
+        ranks, flags = read_ranks(words)
+    except ConfigError as error:
+        return refuse(error.problems)
+    argv, command = [*flags, *more], ["megatron-rl", name, *words]
+    asks = bool({"--check", "--estimate"} & set(argv))
+    if ranks.is_one or asks:
+        typed = None if by_torchrun() else command
+        return run_here(["megatron-rl", *argv], typed, ranks.world_size if ranks.world_size > 1 else None)
+    return _launch(ranks, argv, command)
+
+
+def _launch(ranks: Ranks, argv: Sequence[str], command: Sequence[str]) -> int:
+    """What can be found wrong is found here, before there are ranks, and by one machine."""
+    configure_logging(rank=0)
+    config, problems = read_config(argv, ranks.world_size)
+    found = every_problem(config, problems, ranks.world_size) if ranks.node_rank == 0 else problems
+    if found:
+        return refuse(found)
+    from megatron_rl.cli.launch import launch  # imports torch, which wrong flags need not wait for
+
+    return launch(ranks, argv, command)

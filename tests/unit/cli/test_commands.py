@@ -1,0 +1,52 @@
+"""`megatron-rl`: its sub-commands, what they print and their exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_rl
+from megatron_rl import cli
+from tests.support.ranks import REPOSITORY
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megatron-rl {megatron_rl.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "check", "estimate"])
+def test_help_begins_with_what_one_types(command: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: megatron-rl {command} [--nproc RANKS]")
+
+
+@pytest.mark.parametrize("command", ["export", "report", "new"])
+def test_the_other_commands_have_a_help(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_new_writes_an_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["new", "evenness", "--dir", str(tmp_path)]) == 0
+    assert (tmp_path / "evenness" / "__init__.py").is_file()
+    assert cli.main(["new", "Even-ness", "--dir", str(tmp_path)]) == 1
+    assert "'Even-ness' cannot name an environment" in capsys.readouterr().err
+
+
+def test_wrong_flags_are_found_before_anything_is_imported_or_started():
+    """For 8 ranks here, and for those of 2 machines: torch is not there yet, so no rank can be."""
+    program = (
+        "import sys; from megatron_rl.cli import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    place = ["--nproc", "4", "--nnodes=2", "--node-rank=1", "--master-addr=a"]
+    words = ["train", *place, "--tensor-model-parallel-size=3"]
+    finished = subprocess.run([sys.executable, "-c", program, *words], cwd=REPOSITORY, capture_output=True, text=True)
+    assert finished.returncode == 2, finished.stderr
+    assert "world size 8 is not divisible by 3" in finished.stderr
