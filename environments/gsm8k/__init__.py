@@ -9,10 +9,11 @@ from dataclasses import replace
 from megatron_rl.environments.data import DatasetEnvironment, Problem, Row, RowError, Source
 from megatron_rl.environments.data.layouts import QUESTION_SOLVED, VERL, VERL_SOLVED
 from megatron_rl.errors import ConfigError
-from megatron_rl.types import Demonstration, Prompt, Split
+from megatron_rl.types import Demonstration, Prompt, Split, Transcript
 
-INSTRUCTION = "Solve the problem step by step. Write the answer on the last line, as #### and the number."
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 SOLUTION = re.compile(r"(.*?)\n*#### *(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*", re.DOTALL)
+MARK = "####"
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
 
@@ -20,16 +21,17 @@ class GSM8K(DatasetEnvironment):
     """Grade-school word problems with a number for an answer.
 
     ``path`` is a file of training rows and ``test_path`` one of test rows, both as published or as verl
-    prepares them; without them the published splits come from the hub. The reward is 1 or 0.
+    prepares them; without them the published splits come from the hub. Both ask with verl's prompt. The reward is 1 or
+    0. With ``strict`` a number counts only after ####, as in verl and SkyRL; without it also in a box or as the last.
     """
 
     name = "gsm8k"
     grader = "exact_number"
     source = Source("openai/gsm8k", "train", (QUESTION_SOLVED, VERL_SOLVED, VERL), config="main")
 
-    def __init__(self, *, test_path: str = "", **options: object) -> None:
+    def __init__(self, *, test_path: str = "", strict: bool = False, **options: object) -> None:
         super().__init__(**options)
-        self._test_path = test_path
+        self._test_path, self._strict = test_path, strict
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """The published split, or the rows of its file."""
@@ -56,7 +58,12 @@ class GSM8K(DatasetEnvironment):
 
     def prompt(self, statement: str) -> Prompt:
         """Asks for the published form of an answer."""
-        return ({"role": "user", "content": f"{statement}\n\n{INSTRUCTION}"},)
+        return ({"role": "user", "content": f"{statement} {INSTRUCTION}"},)
+
+    def answer_in(self, transcript: Transcript) -> str:
+        """With ``strict`` nothing, unless the answer is marked."""
+        answer = super().answer_in(transcript)
+        return "" if self._strict and MARK not in answer else answer
 
     def demonstrations(self, split: Split) -> Iterator[Demonstration]:
         """The worked solutions, in the order of the data set."""

@@ -255,6 +255,17 @@ class TestGsm8k:
         environment.evaluation_only = True
         assert survey_tasks(environment).problems == []
 
+    @pytest.mark.parametrize(
+        ("completion", "loose", "strict"),
+        [("Six.\n#### 6", 1, 1), ("#### 5", 0, 0), ("\\boxed{6}", 1, 0), ("So it is 6", 1, 0), ("", 0, 0)],
+    )
+    def test_strictly_only_a_marked_number_counts(self, tmp_path, completion, loose, strict):
+        rows = [{"question": "Q?", "answer": "3+3 = 6\n#### 6"}]
+        for expected, options in ((loose, {}), (strict, {"strict": True})):
+            environment = written(tmp_path, "gsm8k", rows, **options)
+            [task] = environment.tasks("train")
+            assert environment.grade(task, answer(completion)).reward == expected
+
     @pytest.mark.parametrize("solution", ["it is 5", "#### five", "#### 5 apples"])
     def test_a_solution_without_a_number_is_refused(self, tmp_path, solution):
         environment = written(tmp_path, "gsm8k", [{"question": "Q?", "answer": solution}])
@@ -327,11 +338,11 @@ def solves(text, task):
     return used == Counter(puzzle["numbers"]) and value == puzzle["target"]
 
 
-def written(folder, name, rows):
+def written(folder, name, rows, **options):
     """The environment on a file of these rows."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return find_environment(name).from_options({"path": str(path)})
+    return find_environment(name).from_options({"path": str(path), **options})
 
 
 @pytest.mark.parametrize("name", sorted(REAL))

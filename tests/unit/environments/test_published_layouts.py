@@ -85,7 +85,7 @@ def test_the_demonstrations_of_verls_gsm8k_are_the_published_ones(tmp_path):
     [shown] = environment(tmp_path, "gsm8k", [PUBLISHED["gsm8k of verl"][1]]).demonstrations("train")
     assert shown.completion == "He has 2*3 = 6.\n#### 1006"
     [published] = environment(tmp_path, "gsm8k", [{"question": "How many?", "answer": WORKED}]).demonstrations("train")
-    assert (published.task.id, published.completion) == (shown.task.id, shown.completion)
+    assert (published.task, published.completion) == (shown.task, shown.completion), "asked with the same words, too"
 
 
 def test_a_prepared_gsm8k_without_solutions_has_no_demonstrations(tmp_path):
