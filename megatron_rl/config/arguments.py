@@ -76,7 +76,7 @@ class Reading:
 
 
 def read_flags(argv: Sequence[str]) -> Reading:
-    """What ``argv`` (without the program's name), its --config file and its Hugging Face directory say."""
+    """What ``argv`` (without the program's name), its --config files and its Hugging Face directory say."""
     for token, common_only in (("--help", True), ("-h", True), ("--help-all", False)):
         if token in argv:
             from megatron_rl.config.reference import help_text  # here, so that it can run as a program itself
@@ -86,10 +86,11 @@ def read_flags(argv: Sequence[str]) -> Reading:
     reading = Reading()
     typed = _read_command_line(argv, reading)
     files = [s.texts[0] for s in typed if s.spelling == "config" and len(s.texts) == 1]
-    if files and _spellings()["config"][0].refusal(files[-1]) is None:  # else it is a problem below
-        for setting in _read_yaml(files[-1], reading):
-            _apply(setting, reading)
-    for setting in typed:  # after the file, so that the command line wins
+    for path in files:  # in order, so that the later one wins
+        if _spellings()["config"][0].refusal(path) is None:  # else it is a problem below
+            for setting in _read_yaml(path, reading):
+                _apply(setting, reading)
+    for setting in typed:  # after the files, so that the command line wins
         _apply(setting, reading)
     reading.file_is_lost |= "--config" in reading.failed
     _read_directory(reading)

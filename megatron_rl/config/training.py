@@ -26,7 +26,7 @@ class TrainingConfig:
     """Length, batch sizes and life cycle of the run."""
 
     config: str | None = flag(None, path=True, common=True)
-    """YAML file that sets flags (name: value); the command line wins."""
+    """YAML file that sets flags (name: value); of several the later one wins, and the command line over all."""
     perform_rl_step: bool = flag(False, common=True)
     """Train by reinforcement; without it, on the environments' demonstrations."""
     train_iters: int | None = flag(None, ge=1, common=True)

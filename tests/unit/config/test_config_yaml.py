@@ -44,6 +44,16 @@ def test_the_command_line_wins_wherever_it_stands(write):
     assert (config.training.seed, config.optimizer.lr) == (2, 0.1)
 
 
+def test_of_several_files_the_later_one_wins(write, tmp_path):
+    first = write("seed: 1\nlr: 0.1\nweight-decay: 0.2\n")
+    second = tmp_path / "second.yaml"
+    second.write_text("seed: 2\nlr: 0.3\n")
+    config = parse_config(["--config", first, "--lr", "0.4", "--config", str(second)])
+    assert (config.training.seed, config.optimizer.lr, config.optimizer.weight_decay) == (2, 0.4, 0.2)
+    with pytest.raises(ConfigError, match="run.yaml line 1: sed is not a flag"):
+        parse_config(["--config", write("sed: 1\n"), "--config", str(second)])
+
+
 def test_an_exponent_without_a_point_is_a_number(write):
     # YAML 1.1 itself reads 1e-6 as text.
     assert parse_config(["--config", write("lr: 1e-6\n")]).optimizer.lr == 1e-6
