@@ -145,11 +145,10 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
                 f"{item.name}: overlong_buffer {buffer} of max_response_tokens {max_tokens} begins "
                 f"beyond the {longest} tokens of --rl-max-new-tokens; make max_response_tokens {longest}"
             )
-    for item in found if config.training.eval_interval is not None else ():
-        if not item.test_tasks:
-            yield (
-                f"{item.name}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
-            )
+    # Data that is trained on whole needs no test split where another entry is what models are measured by.
+    if config.training.eval_interval is not None and not any(item.test_tasks for item in found):
+        names = ", ".join(item.name for item in found)
+        yield f"{names}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
 
 
 def _rewards_below(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:

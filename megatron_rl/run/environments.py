@@ -54,22 +54,31 @@ class EnvironmentAccess:
         return ConversationSettings(max_turns, max_sequence_length)
 
     def held_out_tasks(self, count: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[SourcedTask]:
-        """The first ``count`` held-out tasks of every environment whose prompts fit, or as many as its entry says."""
+        """The first ``count`` held-out tasks of every environment whose prompts fit, or as many as its entry says.
+
+        An environment without any, which trains on all it has, is not evaluated.
+
+        Raises:
+            EnvironmentFault: none has any, or an environment's own all are too long.
+        """
         tasks: list[SourcedTask] = []
         for spec in self.served:
             fitting: list[SourcedTask] = []
-            for task in self.client.fetch_tasks(spec.name, "test"):
+            found = self.client.fetch_tasks(spec.name, "test")
+            for task in found:
                 prompt_ids = tuple(tokenizer.encode_prompt(task.prompt))
                 if 0 < len(prompt_ids) <= max_prompt_tokens:
                     fitting.append(SourcedTask(spec.name, task, prompt_ids=prompt_ids))
                 if len(fitting) == (spec.eval_prompts or count):
                     break
-            if not fitting:
+            if found and not fitting:
                 raise EnvironmentFault(
                     f"environment {spec.name!r} has no held-out task that fits in {max_prompt_tokens} tokens; "
                     "leave out --eval-interval or raise --inference-max-seq-length"
                 )
             tasks += fitting
+        if not tasks:
+            raise EnvironmentFault("no environment has held-out tasks; add a test split, or leave out --eval-interval")
         return tasks
 
 

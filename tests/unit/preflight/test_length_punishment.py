@@ -46,3 +46,15 @@ def test_conversations_that_partial_rollouts_would_put_aside(tmp_path, partial, 
     problems = environment_problems(tiny_config(langrl_env_config=path, rl_partial_rollouts=partial), tokenizer=None)
     wanted = "turns cannot be put aside by --rl-partial-rollouts; leave one of them out"
     assert [wanted in problem.text for problem in problems] == [True] * refused
+
+
+@pytest.mark.parametrize(("both", "refused"), [(True, False), (False, True)])
+def test_data_that_is_trained_on_whole_beside_data_that_is_evaluated(tmp_path, both, refused):
+    """Only where nothing at all could be evaluated is an evaluation refused."""
+    path = tmp_path / "list.yaml"
+    trained = "- {environment: countdown, args: {train_tasks: 8, test_tasks: 0}}\n"
+    measured = "- {environment: arithmetic, args: {train_tasks: 4, test_tasks: 4}, evaluation_only: true}\n"
+    path.write_text(trained + measured * both)
+    problems = environment_problems(tiny_config(langrl_env_config=path, eval_interval=2), tokenizer=None)
+    wanted = "countdown: there are no test tasks, which --eval-interval needs"
+    assert [wanted in problem.text for problem in problems] == [True] * refused
