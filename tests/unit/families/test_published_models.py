@@ -42,6 +42,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
          "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 152064, "max_position_embeddings": 131072},
         32_763_876_352,
         {"kv_channels": 128, "add_qkv_bias": True, "norm_epsilon": 1e-5, "rotary_base": 1_000_000}),
+    "Qwen2.5-7B": (
+        {**QWEN2_5, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
+         "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "vocab_size": 152064, "max_position_embeddings": 131072},
+        7_615_616_512,
+        {"kv_channels": 128, "norm_epsilon": 1e-6}),
     "Qwen2.5-0.5B": (
         {**QWEN2_5, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_hidden_layers": 24,
          "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 151936, "max_position_embeddings": 32768,

@@ -1,0 +1,83 @@
+"""Every recipe: its command is valid for its real number of ranks, and so is its rehearsal for two."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RLConfig, read_config
+from megatron_rl.environments.config import load_environment_specs
+from megatron_rl.estimate import estimate, size_problems
+from megatron_rl.preflight.machine import recipe_problems
+from tests.support.recipes import EXAMPLES, SCRIPTS, family, launched, promised
+from tests.unit.families.test_published_models import PUBLISHED
+
+REHEARSAL = runpy.run_path(str(EXAMPLES / "rehearsal" / "prepare.py"))
+
+
+def _name(script: Path) -> str:
+    return f"{script.parent.name}/{script.stem}"
+
+
+@pytest.fixture(params=SCRIPTS, ids=_name)
+def script(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def _published(folder: Path, name: str) -> Path:
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name][0]))
+    return folder
+
+
+def _config(script: Path, folder: Path) -> RLConfig:
+    model = str(_published(folder, promised(script)["model"]))
+    launch = launched(script, MODEL=model, CHECKPOINT=model)
+    config, problems = read_config([*launch.flags, "--tokenizer-model", "unused"], launch.ranks)
+    assert [*problems, *recipe_problems(config), *size_problems(config, launch.ranks)] == []
+    return config
+
+
+def test_the_command_is_valid_on_its_ranks(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    config = _config(script, tmp_path)
+    assert config.training.perform_rl_step
+    assert load_environment_specs(config.environment.langrl_env_config)
+
+
+def test_the_memory_is_what_the_readme_says(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    row = promised(script)
+    config = _config(script, tmp_path)
+    assert int(row["ranks"]) == launched(script).ranks
+    found = estimate(config, int(row["ranks"]), PUBLISHED[row["model"]][0]["vocab_size"])
+    assert (row["rollouts"], row["updates"]) == (_gib(found.rollout), _gib(found.training - found.for_rollouts))
+    assert max(found.rollout, found.training - found.for_rollouts) < 75 * 2**30, "of the 80 GB of an H100 or A100"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f}"
+
+
+def test_the_rehearsal_is_valid_on_two_ranks(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags that the script gives with a tiny model; launch.sh does the same."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    model = tmp_path / "model"
+    REHEARSAL["write_model"](family(script), model)
+    flags = launched(script, MODEL=str(model), CHECKPOINT=str(model), NNODES="1", GPUS_PER_NODE="2").flags
+    words = REHEARSAL["changed_flags"](tmp_path, [*flags, "--rehearse", "--train-iters", "3"])
+    config, problems = read_config(words, 2)
+    assert problems == []
+    assert config.total_steps == 3, "what stands behind --rehearse wins"
+    own = read_config(flags, launched(script).ranks)[0]
+    for section in ("algorithm", "quantization"):  # the algorithm and the formats are the recipe's own
+        before, after = getattr(own, section), getattr(config, section)
+        changed = {name for name in vars(before) if getattr(before, name) != getattr(after, name)}
+        assert changed <= {"grpo_prompts_per_step", "grpo_group_size", "rl_oversampling"}
+    assert own.parallel.expert_model_parallel_size == 1 or config.parallel.expert_model_parallel_size == 2
+
+
+def test_recipes_are_found() -> None:
+    assert {"infir2_fp8_7b/stage1"} <= set(map(_name, SCRIPTS))
