@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.config import RLConfig, difference_from_defaults, notes, read_config
+from megatron_rl.config import RLConfig, notes, read_config, typed_settings
 from megatron_rl.config.teacher_model import layout_problems
 from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
 from megatron_rl.estimate import estimate, size_problems
@@ -41,6 +41,7 @@ INTERRUPTED = 130
 
 SIGNS_OF_A_LOST_RANK = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 """In the words of gloo and NCCL."""
+SETTINGS_WIDTH, SETTINGS_LINES = 110, 5
 PATIENCE_WITH_RANK_0_S = 120.0
 PATIENCE_WITH_RUN_DIRECTORY_S = 5.0
 
@@ -181,8 +182,7 @@ def _build_and_execute(
         program = evaluate
     for note in notes(config):
         logger.info("note: %s", note)
-    for name, value in difference_from_defaults(config).items():
-        logger.info("  %s = %s", name, value)
+    _tell_settings(config)
     tokenizer = open_tokenizer(config)
     try:
         with open_run(config, platform, groups, tokenizer, stop, command) as base:
@@ -201,6 +201,19 @@ def _build_and_execute(
             logger.error("finished without a single update: the weights are those the run started from")
         return NO_UPDATE
     return 0
+
+
+def _tell_settings(config: RLConfig) -> None:
+    """What the user set, in a few lines; the run directory has all of it, and what follows from it."""
+    lines = [""]
+    for setting in typed_settings(config):
+        if len(lines[-1]) + len(setting) > SETTINGS_WIDTH:
+            lines.append("")
+        lines[-1] += f" {setting}"
+    if len(lines) > SETTINGS_LINES:
+        lines[SETTINGS_LINES:] = [" ..."]
+    where = Path(config.logging.run_dir) / "config.diff.yaml"
+    logger.info("settings (all that differ from the defaults: %s)\n%s", where, "\n".join(f" {line}" for line in lines))
 
 
 def _watchdog(config: RLConfig, groups: ParallelGroups, stop: StopRequest) -> Watchdog:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.flags import Flag
+from megatron_rl.config.hints import foreign_hint
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, validate
 from megatron_rl.errors import MAX_PROBLEMS, Problem, collecting, one_line, shorten
 from megatron_rl.families import read_model
@@ -108,7 +109,9 @@ def _read_command_line(argv: Sequence[str], reading: Reading) -> list[Setting]:
             last = settings.pop()
             settings.append(Setting(last.where, last.spelling, (*last.texts, token)))
         else:
-            reading.refuse(None, f"{shorten(token)} stands before any flag; every value follows its flag")
+            foreign = foreign_hint(token.partition("=")[0][:_LONGEST_FLAG])  # verl's flags have no dashes
+            advice = f"use {foreign}" if foreign is not None else "every value follows its flag"
+            reading.refuse(None, f"{shorten(token)} stands before any flag; {advice}")
     return settings
 
 
@@ -167,11 +170,7 @@ def _apply(setting: Setting, reading: Reading) -> None:
     known = _spellings().get(setting.spelling)
     if known is None:
         # what is not shown needs no comparison with every flag, which would take half a minute for 5000 of them
-        near: list[str] = []
-        if len(reading.problems) < MAX_PROBLEMS:
-            near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
-        dashes = "" if setting.from_file else "--"
-        hint = f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
+        hint = _hint(setting) if len(reading.problems) < MAX_PROBLEMS else ""
         reading.refuse(None, f"{setting.where} is not a flag; {hint}")
         return
     flag, switches_on = known
@@ -180,6 +179,15 @@ def _apply(setting: Setting, reading: Reading) -> None:
     except ValueError as error:
         reading.refuse(flag.spelling, f"{setting.where} {error}")
         reading.failed.add(flag.spelling)
+
+
+def _hint(setting: Setting) -> str:
+    foreign = foreign_hint(setting.spelling[:_LONGEST_FLAG])
+    if foreign is not None:
+        return f"use {foreign.removeprefix('--') if setting.from_file else foreign}"
+    near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
+    dashes = "" if setting.from_file else "--"
+    return f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
 
 
 def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
@@ -247,7 +255,4 @@ def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], sourc
 
 
 def _as_typed(flag: Flag, value: Any) -> str:
-    if flag.kind is bool:
-        return next(f"--{spelling}" for spelling, switches_on in flag.spellings.items() if switches_on == value)
-    name = f"--{flag.name.replace('_', '-')}"
-    return f"no {name}" if value is None else f"{name} {value}"
+    return f"no --{flag.name.replace('_', '-')}" if value is None else flag.typed(value)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import shlex
 import sys
 import types
 import unicodedata
@@ -89,6 +90,13 @@ class Flag:
             opposite = on.removeprefix("no-") if on.startswith("no-") else f"no-{on}"
             spellings |= {text.removeprefix("--"): False for text in (self.off or opposite, *self.off_aliases)}
         return spellings
+
+    def typed(self, value: Any) -> str:
+        """As one types it: ``--lr 1e-06``, ``--no-bf16``."""
+        if self.kind is bool:
+            return next(f"--{spelling}" for spelling, switches_on in self.spellings.items() if switches_on == value)
+        values = value if self.many else (value,)
+        return shlex.join([f"--{self.name.replace('_', '-')}", *map(str, values)])
 
     def convert(self, text: str) -> Any:
         """One value from its text; ``ValueError`` says what was expected instead."""

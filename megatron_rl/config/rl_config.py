@@ -67,6 +67,7 @@ RULES = (
     megatron_rl_problems,
 )  # fmt: skip
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 _CHANGES_NO_BYTE = ("tokenizer_model", "langrl_env_config", "lr")
 
 
@@ -334,6 +335,14 @@ def _bounds(config: RLConfig) -> Iterator[Problem]:
 def _absent(config: RLConfig) -> Iterator[Problem]:
     """What is not built, and what has no default: a run needs it, or an RL run; an estimate only what changes bytes."""
     spared = _CHANGES_NO_BYTE if config.training.estimate else ()
+    if all(config.value(name) is None for name in _SHAPE):  # one directory says all of it
+        yield Problem(
+            "--num-layers",
+            "--load-hf is missing: the model to start from, a Hugging Face directory or a name on the hub; for example "
+            "--load-hf Qwen/Qwen2.5-0.5B-Instruct (or give the shape of a new one: --num-layers, --hidden-size, "
+            "--num-attention-heads and --tokenizer-model)",
+        )
+        spared += (*_SHAPE, "tokenizer_model")
     for section, cls in section_classes().items():
         for flag in flags_of(cls) if section != "algorithm" or config.training.perform_rl_step else ():
             if flag.only is not None and config.value(flag.name) != flag.default:
@@ -388,6 +397,12 @@ def difference_from_defaults(config: RLConfig) -> dict[str, Any]:
     """Field -> value, for the fields that are not at their declared default."""
     found = {flag.name: (config.value(flag.name), flag.default) for flag in all_flags()}
     return {name: _plain(value) for name, (value, default) in found.items() if value != default}
+
+
+def typed_settings(config: RLConfig) -> list[str]:
+    """``--lr 1e-06``: what the user set and is not the default anyway, in the order it was typed."""
+    found = {flag.name: flag for flag in all_flags() if config.value(flag.name) not in (flag.default, None)}
+    return [found[name].typed(config.value(name)) for name in config.typed if name in found]
 
 
 def _plain(value: Any) -> Any:

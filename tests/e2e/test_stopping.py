@@ -125,7 +125,7 @@ def test_a_rank_that_is_stopped_for_a_while_costs_nothing(workshop, whole):
 def test_a_signal_to_torchrun_while_the_ranks_start_is_a_clean_stop(workshop, number):
     name = f"starting_{number.name}"
     with launched(workshop.rl(name), workshop.run_dir(name), ranks=2) as launch:
-        launch.wait_until(lambda: "hidden_size" in launch.output, "the start of rank 0")
+        launch.wait_until(lambda: "--hidden-size" in launch.output, "the start of rank 0")
         launch.signal_group(number)
         assert launch.wait() == 1  # torchrun's own
         assert launch.leftovers() == []

@@ -19,7 +19,7 @@ def test_the_working_command_has_no_problems(problems):
 def test_everything_required_is_listed_at_once():
     missing = [problem.flag for problem in validate(parse_config(["--perform-rl-step"]), 1)]
     assert missing == [
-        "--num-layers", "--hidden-size", "--num-attention-heads", "--tokenizer-model", "--seq-length", "--lr",
+        "--num-layers", "--seq-length", "--lr",
         "--langrl-env-config", "--grpo-prompts-per-step", "--grpo-group-size", "--run-dir", "--train-iters",
     ]
 

@@ -1,0 +1,78 @@
+"""Words of TRL, verl and Hugging Face lead to flags that are there; the first of all is the model."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megatron_rl.config import read_config, typed_settings
+from megatron_rl.config.flags import flags_of
+from megatron_rl.config.hints import FOREIGN, foreign_hint
+from megatron_rl.config.rl_config import all_flags
+
+OURS = {text for flag in all_flags() for text in flag.spellings}
+
+
+def _problems(*argv: str) -> list[str]:
+    return [str(problem) for problem in read_config(argv, 1)[1]]
+
+
+def test_every_hint_names_flags_that_are_there_and_no_flag_of_ours_has_one():
+    from megatron_rl.cli.ranks import Ranks
+
+    known = OURS | {text for flag in flags_of(Ranks) for text in flag.spellings}
+    for word, hint in FOREIGN.items():
+        flags = [part.removeprefix("--") for part in shlex.split(hint) if part.startswith("--")]
+        assert flags and set(flags) <= known, (word, hint)
+    assert OURS & set(FOREIGN) == set()
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--learning-rate", "1e-6"], "--learning-rate is not a flag; use --lr"),
+        (["--num_generations", "8"], "--num_generations is not a flag; use --grpo-group-size"),
+        (["--model", "Qwen/Qwen3-0.6B"], "--model is not a flag; use --load-hf"),
+        (["--actor_rollout_ref.rollout.n=8"], "--actor_rollout_ref.rollout.n is not a flag; use --grpo-group-size"),
+        (
+            ["data.train_batch_size=64"],
+            "'data.train_batch_size=64' stands before any flag; use --grpo-prompts-per-step",
+        ),
+        (["--learning-rat", "1"], "--learning-rat is not a flag; --help-all lists all flags"),
+    ],
+)
+def test_a_foreign_word_is_translated(argv: list[str], line: str):
+    assert line in _problems(*argv)
+
+
+def test_in_a_file_the_hint_is_spelt_as_in_a_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rate: 1e-6\n")
+    assert f"{path} line 1: learning_rate is not a flag; use lr" in _problems("--config", str(path))
+
+
+def test_a_word_of_which_only_the_end_is_known_is_none():
+    assert foreign_hint("critic.optim.lr") == "--lr"
+    assert foreign_hint("lr.other") is None
+
+
+@pytest.mark.parametrize("argv", [[], ["--perform-rl-step"], ["--tokenizer-model", "x"]])
+def test_a_bare_call_asks_for_the_model_first(argv: list[str]):
+    first, *others = _problems(*argv)
+    assert first.startswith("--load-hf is missing: the model to start from")
+    assert not any("--num-layers" in line or "--tokenizer-model" in line for line in others)
+
+
+def test_a_shape_of_which_a_part_is_missing_is_completed():
+    lines = _problems("--num-layers", "2")
+    assert not any("--load-hf" in line for line in lines)
+    assert sum(" is missing" in line for line in lines[:3]) == 3  # two widths and the tokenizer
+
+
+def test_what_was_typed_is_told_as_one_types_it():
+    argv = ["--lr", "1e-6", "--bf16", "--seed", "1234", "--no-swiglu", "--rl-stop-strings", "a b", "c"]
+    config, _ = read_config([*argv, "--run-dir", "x"], 1)
+    told = typed_settings(config)
+    assert told == ["--lr 1e-06", "--bf16", "--rl-stop-strings 'a b' c", "--run-dir x"]  # not what is the default
+    assert typed_settings(read_config(shlex.split(" ".join(told)), 1)[0]) == told
