@@ -140,8 +140,8 @@ def _run(config: RLConfig, problems: Sequence[Problem], command: Sequence[str], 
     rank = int(os.environ.get("RANK", "0"))
     if found := [*problems, *backend_problems(config)]:  # the process groups cannot even be built
         if rank != 0:
-            _wait_for_rank_0(stop)  # which ends this process, unless rank 0 finds nothing wrong
-            return refuse(found, rank, alone=True)
+            _wait_for_rank_0(stop)
+            return refuse(found, rank, alone=not stop.requested)  # nobody stops the others: rank 0 finds nothing wrong
         raise ConfigError([*problems, *preflight(config)])
     try:
         for name in (config.checkpoint.load_hf, config.teacher.rl_teacher_load_hf, config.critic.rl_critic_load_hf):

@@ -188,6 +188,7 @@ def test_under_torchrun_the_lines_are_whole(workshop, used_port, endless_tokeniz
     with launched(argv, workshop.run_dir("many"), ranks=ranks) as launch:
         assert launch.wait() != 0
         assert _is_complete(launch.output, fragments), launch.output
+        assert launch.output.count("problem(s) in the configuration") == 1, "all ranks find them, one says so"
         ours = launch.output.partition("torch/distributed")[0]
         assert "Traceback" not in ours
         cause = launch.output.partition("Root Cause")[2]  # torchrun's: the first rank that ended
