@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,8 @@ from megatron_rl.registry import FAMILIES  # noqa: E402
 
 OVERRIDES = yaml.safe_load((Path(__file__).parent / "overrides.yaml").read_text())
 RANKS = 2
+FILES = ("path", "test_path")
+"""Options of environments."""
 SHAPE = {
     "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "max_position_embeddings": 2048, "initializer_range": 0.02, "head_dim": 64,
@@ -94,13 +97,15 @@ def _write_tokenizer(directory: Path) -> tuple[dict[int, float], int]:
     return likely | dict.fromkeys(ends, 4.0), tokenizer.get_vocab_size()
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    with (ROOT / OVERRIDES["environments"][name]["path"]).open() as file:
-        return [json.loads(line) for line in islice(file, OVERRIDES["rows"])]
+def _rows(name: str, option: str) -> list[dict[str, Any]]:
+    """Those that the option gets: a problem to learn from may not be one to be tested on."""
+    start = 0 if option == "path" else OVERRIDES["rows"]
+    with (ROOT / OVERRIDES["environments"][name][option]).open() as file:
+        return [json.loads(line) for line in islice(file, start, start + OVERRIDES["rows"])]
 
 
 def _answers(name: str) -> Iterator[str]:
-    for row in _rows(name):
+    for row in (row for option in FILES if option in OVERRIDES["environments"][name] for row in _rows(name, option)):
         gold = row["reward_model"]["ground_truth"] if "reward_model" in row else row["answer"]
         yield gold.rpartition("####")[2].strip().replace(",", "")
 
@@ -127,11 +132,12 @@ def _batches(config: RLConfig, samples: int) -> dict[str, int]:
     """Groups no larger than the recipe's, as many updates a step, and as many prompts in flight for one that counts."""
     algorithm, batch = config.algorithm, config.training.global_batch_size
     group = min(algorithm.grpo_group_size, 8)
-    prompts = samples // group
+    updates = config.samples_per_step // batch if batch else 1
+    least = RANKS * updates // math.gcd(RANKS * updates, group)  # prompts, so that each rank has as much of each update
+    prompts = max(samples // group // least, 1) * least
     found = {"grpo-group-size": group, "grpo-prompts-per-step": prompts}
     if batch:
-        updates = config.samples_per_step // batch
-        found["global-batch-size"] = max(2, prompts * group // updates)
+        found["global-batch-size"] = prompts * group // updates
     if algorithm.rl_oversampling:
         found["rl-oversampling"] = algorithm.rl_oversampling * prompts // algorithm.grpo_prompts_per_step
     return found
@@ -166,10 +172,10 @@ def _write_environments(work: Path, path: Path, changes: dict[str, Any]) -> Path
         name = find_environment(entry.get("environment", entry.get("agent_type"))).name
         options = entry.setdefault("args", entry.pop("agent_args", None) or {})
         options.update(OVERRIDES["environments"].get(name, {}))
-        for option in ("path", "test_path"):
-            if option in options and name in OVERRIDES["environments"]:
-                options[option] = str(work / "data" / f"{name}.jsonl")
-                Path(options[option]).write_text("".join(json.dumps(row) + "\n" for row in _rows(name)))
+        for option in FILES:
+            if option in OVERRIDES["environments"].get(name, {}):
+                options[option] = str(work / "data" / f"{name}.{option}.jsonl")
+                Path(options[option]).write_text("".join(json.dumps(row) + "\n" for row in _rows(name, option)))
         if options.get("overlong_buffer"):
             options.update(overlong_buffer=8, max_response_tokens=changes["rl-max-new-tokens"])
         for option in ("config", "test_split", "exclude_path"):  # of data sets on the hub, and files that are not here
