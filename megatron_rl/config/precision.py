@@ -81,7 +81,7 @@ def precision_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 def _aligned_fp8(config: RLConfig) -> Iterator[Finding]:
     """fp8 training on local layers is aligned training: the trainer's forward pass on the rollouts' weights."""
     rollouts = config.quantization.rl_rollout_quantization
-    if not config.training.perform_rl_step:
+    if not (config.training.perform_rl_step or config.training.eval_only):
         yield "fp8_format", "without --perform-rl-step: supervised training runs in full precision; leave it out"
     if config.typed.get("rl_train_forward") == "plain":
         yield "fp8_format", "with --rl-train-forward plain: one asks for what the other forbids; leave one of them out"

@@ -297,9 +297,6 @@ def _implied(config: RLConfig) -> dict[str, Any]:
         values["rl_eval_top_k"] = 0
     if config.parallel.tensor_model_parallel_size == 1:
         values["sequence_parallel"] = False  # as Megatron does; ``notes`` tells whoever typed the flag
-    if config.training.eval_only:  # it takes weights and no step: what only training needs has any value
-        values |= {"perform_rl_step": False, "train_samples": None, "train_iters": 1, "eval_interval": 1}
-        values |= {"rl_router_replay": False, "finetune": True, "resume": False, "lr": config.optimizer.lr or 1.0}
     precision = config.precision
     local = config.kernels.transformer_impl != "transformer_engine"  # which has fp8 products of its own
     if local and (precision.fp8_format, precision.fp8_recipe) == ("e4m3", "blockwise"):
@@ -307,6 +304,10 @@ def _implied(config: RLConfig) -> dict[str, Any]:
         aligned = {"rl_rollout_quantization": "fp8_block_pow2", "rl_train_forward": "quantized"}
         unset = {name for name in aligned if name not in config.typed and config.value(name) in ("none", "plain")}
         values |= {name: value for name, value in aligned.items() if name in unset}
+    if config.training.eval_only:  # it takes weights and no step: what only training needs has any value
+        values |= {"perform_rl_step": False, "train_samples": None, "train_iters": 1, "eval_interval": 1}
+        values |= {"rl_router_replay": False, "rl_train_forward": "plain", "finetune": True, "resume": False}
+        values |= {"lr": config.optimizer.lr or 1.0}
     return values
 
 

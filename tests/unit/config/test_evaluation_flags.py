@@ -48,3 +48,20 @@ def test_longer_than_the_cache_is_refused(problems):
     assert problem.startswith("--rl-eval-max-new-tokens 128 leaves no room for a prompt in 128 tokens")
     (problem,) = problems(rl_max_new_tokens="128")
     assert problem.startswith("--rl-max-new-tokens")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
+        {"rl_train_forward": "quantized", "rl_rollout_quantization": "fp8_block_pow2"},
+    ],
+)
+def test_a_command_of_aligned_training_evaluates_too(config, problems, asked):
+    """Answers are drawn in the rollouts' format; the trainer's is nobody's concern."""
+    flags = {"eval_only": True, "load": "checkpoints", **asked}
+    assert problems(**flags) == []
+    found = resolve(config(**flags), 1)
+    formats = found.quantization
+    assert (formats.rl_rollout_quantization, formats.rl_train_forward) == ("fp8_block_pow2", "plain")
+    assert resolve(found, 1) == found
