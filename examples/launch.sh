@@ -27,17 +27,24 @@ if asks_for --rehearse "$@"; then  # before the script's defaults, which give wa
     export CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
     rm -rf "${WORK:?}" "${RUN_DIR:?}"
     mkdir -p "$WORK"
+    STAGES=${STAGES_OF_ALL:-$WORK/stages}
     python examples/rehearsal/prepare.py model "$FAMILY" "$WORK/model"
 fi
 RUN_DIR=${RUN_DIR:-$RUNS/$RECIPE/$SCRIPT}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 
+after() {  # SCRIPT: a rehearsal begins with that one of the recipe, and starts from what it leaves
+    [ -n "$REHEARSES" ] || return 0
+    STAGES_OF_ALL=$STAGES bash "examples/$RECIPE/$1" --rehearse
+    unset MODEL CHECKPOINT
+}
+
 stage() {  # NAME COMMAND...: run it; a rehearsal notes the seconds
     if [ -z "$REHEARSES" ]; then "${@:2}"; return; fi
-    echo "== rehearsal of $RECIPE/$SCRIPT: $1 =="
+    echo "== rehearsal of $RECIPE: $SCRIPT: $1 =="
     local began=$SECONDS
     "${@:2}"
-    printf '%s\t%s\n' "$1" $((SECONDS - began)) >> "$WORK/stages"
+    printf '%s\t%s\t%s\n' "$SCRIPT" "$1" $((SECONDS - began)) >> "$STAGES"
 }
 
 start() {  # FLAGS...: on all ranks of this node
@@ -64,11 +71,12 @@ rehearse() {  # FLAGS...: train, export the last checkpoint, evaluate it
     python examples/rehearsal/prepare.py flags "$WORK" "$@"
     mapfile -d '' flags < "$WORK/flags"
     stage train start "${flags[@]}"
+    [ -z "${STAGES_OF_ALL:-}" ] || return 0  # another script goes on
     stage export python tools/checkpoint/convert_torch_dist_to_hf.py --input-dir "$RUN_DIR" --output-dir "$WORK/hf"
     stage evaluate start "${flags[@]}" --eval-only --load "$RUN_DIR/checkpoints" --run-dir "$WORK/evaluation"
-    finish
+    table
 }
 
-finish() {  # the table of a rehearsal
-    [ -z "$REHEARSES" ] || python examples/rehearsal/prepare.py table "$WORK" "$RUN_DIR"
+table() {  # of a rehearsal, at its end
+    [ -z "$REHEARSES" ] || [ -n "${STAGES_OF_ALL:-}" ] || python examples/rehearsal/prepare.py table "$STAGES" "$RUNS/$RECIPE"
 }

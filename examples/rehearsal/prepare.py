@@ -3,7 +3,7 @@
 
     prepare.py model FAMILY DIRECTORY       a tiny random model of that family, in the Hugging Face format
     prepare.py flags WORK FLAGS...          WORK/flags: the recipe's flags, changed; WORK/environments.yaml
-    prepare.py table WORK RUN_DIR           what ran, and how long it took
+    prepare.py table STAGES RUNS            what ran, and how long it took
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _rows(name: str, option: str) -> list[dict[str, Any]]:
 def _answers(name: str) -> Iterator[str]:
     for row in (row for option in FILES if option in OVERRIDES["environments"][name] for row in _rows(name, option)):
         gold = row["reward_model"]["ground_truth"] if "reward_model" in row else row["answer"]
-        yield gold.rpartition("####")[2].strip().replace(",", "")
+        gold = gold.rpartition("####")[2].strip().replace(",", "")
+        yield re.sub(r"^0+(?=\d)", "", gold)  # AIME's are padded
 
 
 def changed_flags(work: Path, flags: Sequence[str]) -> list[str]:
@@ -186,19 +187,19 @@ def _write_environments(work: Path, path: Path, changes: dict[str, Any]) -> Path
     return target
 
 
-def print_table(work: Path, run_dir: Path) -> None:
-    """A line for each stage that ran."""
-    told = {"train": _told_of_training(run_dir), "evaluate": _told_of_evaluation(work / "evaluation")}
-    stages = [line.split("\t") for line in (work / "stages").read_text().splitlines()]
-    rows = [("stage", "seconds", "result")]
-    rows += [(name, seconds, told.get(name, "done")) for name, seconds in stages]
-    rows.append(("all", str(sum(int(seconds) for _, seconds in stages)), f"{RANKS} CPU ranks, a random model"))
-    sys.stdout.write(format_table(rows[0], rows[1:]) + "\n")
+def print_table(stages: Path, runs: Path) -> None:
+    """A line for each of ``stages``: script, name, seconds. A script's run is ``runs/SCRIPT``."""
+    rows, seconds = [], 0
+    for line in stages.read_text().splitlines():
+        script, name, took = line.split("\t")
+        told = {"train": _told_of_training, "evaluate": _told_of_evaluation}.get(name, lambda _: "done")
+        rows.append((script, name, took, told(runs / script)))
+        seconds += int(took)
+    rows.append(("all", "", str(seconds), f"{RANKS} CPU ranks, a random model"))
+    sys.stdout.write(format_table(("script", "stage", "seconds", "result"), rows) + "\n")
 
 
 def _told_of_training(run_dir: Path) -> str:
-    if not (run_dir / "summary.json").is_file():
-        return ""
     steps = [row for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if row["step"]]
     algorithm = yaml.safe_load((run_dir / "config.yaml").read_text())["algorithm"]
     answers, right = 0, 0.0
@@ -210,8 +211,8 @@ def _told_of_training(run_dir: Path) -> str:
     return f"{len(steps)} steps, {answers} answers graded, {round(right)} of them right"
 
 
-def _told_of_evaluation(folder: Path) -> str:
-    found = json.loads((folder / "evaluation.json").read_text()) if (folder / "evaluation.json").is_file() else {}
+def _told_of_evaluation(run_dir: Path) -> str:
+    found = json.loads((run_dir.with_suffix(".rehearsal") / "evaluation" / "evaluation.json").read_text())
     return ", ".join(f"{name} pass@1 {values['pass@1']:.3f}" for name, values in found.items())
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import notes, read_config, validate
 from tests.support.flags import parse_config
+from tests.support.recipes import launched
 from tests.unit.families.test_published_models import PUBLISHED
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo"
-EXPERTS = EXAMPLE.with_name("qwen3_30b_a3b_grpo")
+EXPERTS = EXAMPLE.with_name("qwen3_30b_a3b_fp8") / "fp8_rollouts.sh"
 
 PROMISED = """
 --perform-rl-step --langrl-env-config --env-config --langrl-inference-server-type --grpo-prompts-per-step
@@ -31,23 +28,13 @@ PROMISED = """
 """
 
 
-@functools.cache
-def script_flags(script: Path, **variables: str) -> list[str]:
-    """What the script gives to ``train_rl.py``: it is run with a ``torchrun`` that only notes its arguments."""
-    with tempfile.TemporaryDirectory() as folder:
-        launcher = Path(folder) / "torchrun"
-        launcher.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-        launcher.chmod(0o755)
-        environment = {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
-        words = subprocess.run(
-            ["bash", str(script)], cwd=script.parents[2], env=environment, check=True, capture_output=True, text=True
-        ).stdout.split("\0")
-    return words[words.index("train_rl.py") + 1 : -1]
+def _flags(script: Path, **variables: str) -> list[str]:
+    return [*launched(script, **variables).flags]
 
 
 @pytest.fixture(scope="module")
 def flags() -> list[str]:
-    return script_flags(EXAMPLE / "run.sh")
+    return _flags(EXAMPLE / "run.sh")
 
 
 def test_it_has_every_promised_flag(flags):
@@ -80,7 +67,7 @@ def test_flags_without_effect_are_noted(flags):
 
 
 def test_a_directory_of_checkpoints_is_where_it_starts(tmp_path):
-    flags = script_flags(EXAMPLE / "run.sh", CHECKPOINT=str(tmp_path), TOKENIZER="words")
+    flags = _flags(EXAMPLE / "run.sh", CHECKPOINT=str(tmp_path), TOKENIZER="words")
     config, problems = read_config(flags, 64)
     assert problems == []
     assert (config.checkpoint.pretrained_checkpoint, config.checkpoint.load_hf) == (str(tmp_path), None)
@@ -91,7 +78,7 @@ def test_a_hugging_face_directory_is_where_it_starts_too(tmp_path):
     """Every flag of the shape agrees with the config.json that the model is published with."""
     config_json = PUBLISHED["Qwen2.5-32B"][0]
     (tmp_path / "config.json").write_text(json.dumps(config_json))
-    config, problems = read_config(script_flags(EXAMPLE / "run.sh", CHECKPOINT=str(tmp_path)), 64)
+    config, problems = read_config(_flags(EXAMPLE / "run.sh", CHECKPOINT=str(tmp_path)), 64)
     assert problems == []
     assert (config.checkpoint.pretrained_checkpoint, config.checkpoint.load_hf) == (None, str(tmp_path))
     assert config.tokenizer.tokenizer_model == str(tmp_path)
@@ -100,7 +87,7 @@ def test_a_hugging_face_directory_is_where_it_starts_too(tmp_path):
 
 @pytest.mark.parametrize("layout", [{"PP": "2"}, {"TP": "4", "PP": "2"}, {"CP": "2"}, {"PP": "4", "CP": "2"}])
 def test_its_layouts_are_valid(layout):
-    config, problems = read_config(script_flags(EXAMPLE / "run.sh", **layout), 64)
+    config, problems = read_config(_flags(EXAMPLE / "run.sh", **layout), 64)
     assert problems == []
     parallel, ranks = config.parallel, {"TP": "8", "PP": "1", "CP": "1"} | layout
     assert parallel.tensor_model_parallel_size == int(ranks["TP"])
@@ -115,15 +102,22 @@ def experts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("layout", [{}, {"PP": "2"}, {"TP": "4", "EP": "4"}, {"CP": "2"}, {"EP": "1", "PP": "4"}])
-def test_the_example_with_experts_and_its_layouts_are_valid(experts: Path, layout: dict[str, str]) -> None:
-    """The flags of the shape agree with config.json."""
-    flags = script_flags(EXPERTS / "run.sh", CHECKPOINT=str(experts), **layout)
-    config, problems = read_config(flags, 16)
+LAYOUTS = {
+    "PP 2": {"pipeline-model-parallel": 2},
+    "TP 1": {"tensor-model-parallel": 1},
+    "EP 4": {"expert-model-parallel": 4},
+    "TP 1, CP 2": {"tensor-model-parallel": 1, "context-parallel": 2},
+    "TP 1, EP 1, PP 4": {"tensor-model-parallel": 1, "expert-model-parallel": 1, "pipeline-model-parallel": 4},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_other_layouts_of_the_recipe_with_experts_are_valid(experts: Path, name: str) -> None:
+    launch = launched(EXPERTS, MODEL=str(experts))
+    changes = [word for flag, size in LAYOUTS[name].items() for word in (f"--{flag}-size", str(size))]
+    config, problems = read_config([*launch.flags, "--tokenizer-model", "unused", *changes], launch.ranks)
     assert problems == []
-    assert config.parallel.expert_model_parallel_size == int(layout.get("EP", 8))
-    assert config.samples_per_step == config.training.global_batch_size
-    assert (EXAMPLE.parents[1] / config.environment.langrl_env_config).is_file()
+    assert config.parallel.expert_model_parallel_size == LAYOUTS[name].get("expert-model-parallel", 8)
 
 
 def test_a_wrong_size_would_be_seen(flags):

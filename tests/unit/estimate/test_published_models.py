@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config import RLConfig, read_config
 from megatron_rl.estimate import Estimate, estimate
 from megatron_rl.estimate_table import report_text
-from tests.unit.config.test_config_examples import script_flags
+from tests.support.recipes import launched
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen2p5_32b_grpo" / "run.sh"
 TOKENIZER = 151665
@@ -37,7 +37,7 @@ SHAPES = {
 
 
 def example(*changes: str, ranks: int = 64) -> RLConfig:
-    config, problems = read_config([*script_flags(EXAMPLE), *changes], ranks)
+    config, problems = read_config([*launched(EXAMPLE).flags, *changes], ranks)
     assert not problems
     return config
 
