@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_rl.models import BalanceLosses
 from megatron_rl.run.base import Run
+from megatron_rl.run.chats import PromptFormats
 from megatron_rl.run.generation import build_evaluator_alone
 from megatron_rl.run.rescue import naming_memory
 from megatron_rl.run.training import StepResult, TrainingRun, ready, start_training, train
@@ -29,7 +30,10 @@ def build(base: Run) -> SupervisedRun:
     """The program's parts; collective over the job."""
     parts, _ = start_training(base)
     config, groups = parts.config, parts.groups
-    source = DemonstrationSource(parts.environments.demonstrations(), parts.tokenizer, config.training.seq_length)
+    taught = parts.environments.demonstrations()
+    prompts = ((environment, demonstration.task.prompt) for environment, demonstration in taught)
+    parts.states.register("chats", PromptFormats(parts.tokenizer, prompts), optional=True)
+    source = DemonstrationSource(taught, parts.tokenizer, config.training.seq_length)
     parts.states.register("prompts", source)
     # The loss is that of the plain distribution, so the temperature is 1.
     scorer = Scorer(

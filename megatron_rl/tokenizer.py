@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.chat import ChatFormat
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
 from megatron_rl.families.hf_config import end_token_ids, read_object
 from megatron_rl.types import Message, Prompt
@@ -43,10 +45,28 @@ class Tokenizer:
         """All that end an answer, `end_token_id` first."""
         self.passed_over: tuple[int, ...] = tuple(number for number in more if number not in known)
         """Asked for, but no special tokens: a ``config.json`` may have the default of its class, an ordinary word."""
+        self._chat: ChatFormat = ChatFormat()
+        self._chats: Mapping[str, ChatFormat] = {}
 
     def ending_also_at(self, token_ids: Iterable[int]) -> Tokenizer:
         """The same with further end tokens."""
-        return Tokenizer(self._backend, self.name, (*self.end_token_ids, *self.passed_over, *token_ids))
+        ending = Tokenizer(self._backend, self.name, (*self.end_token_ids, *self.passed_over, *token_ids))
+        return ending.formatting(self._chat, self._chats)
+
+    def formatting(
+        self, chat: ChatFormat | None = None, by_environment: Mapping[str, ChatFormat] | None = None
+    ) -> Tokenizer:
+        """The same with other settings of chats: the run's, those of its environments by name; None keeps them."""
+        formatting = copy(self)
+        formatting._chat = self._chat if chat is None else chat
+        formatting._chats = self._chats if by_environment is None else by_environment
+        return formatting
+
+    def chat_format(self, environment: str = "") -> ChatFormat:
+        """What becomes of the chats of an environment: its own settings, the run's, and the tokenizer's template."""
+        own = self._backend.chat_template
+        found = self._chats.get(environment, ChatFormat()).over(self._chat)
+        return found.over(ChatFormat(own)) if isinstance(own, str) else found
 
     def difference(self, other: Tokenizer) -> str | None:
         """Which tokens are others for ``other``, in words; None where it has all of these under their ids."""
@@ -86,18 +106,20 @@ class Tokenizer:
                 "vocabulary covers the environment's texts"
             ]) from error
 
-    def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt.
+    def encode_prompt(self, prompt: Prompt, environment: str = "") -> list[int]:
+        """Ids of a prompt of ``environment``.
 
-        Chat messages go through the tokenizer's chat template, which has all special tokens there are. Plain text gets
-        the beginning-of-text token where the tokenizer gives one, unless it has it already.
+        Chat messages go through its chat template, which has all special tokens there are. Plain text gets the
+        beginning-of-text token where the tokenizer gives one, unless it has it already.
         """
         if not isinstance(prompt, str):
-            return self.encode(self.render(prompt))
+            return self.encode(self.render(prompt, environment))
         ids = self.encode(prompt)
         return ids if ids[:1] == self._beginning else self._beginning + ids
 
-    def encode_reply(self, prompt: Prompt, messages: Sequence[Message], ended: bool) -> list[int]:
+    def encode_reply(
+        self, prompt: Prompt, messages: Sequence[Message], ended: bool, environment: str = ""
+    ) -> list[int]:
         """Ids that follow a turn of the model: ``messages``, and the beginning of its next turn.
 
         The model's own tokens are never encoded again. For a plain-text ``prompt`` the messages' contents follow
@@ -111,7 +133,7 @@ class Tokenizer:
             return self.encode("".join(message["content"] for message in messages))
         conversation = [*prompt, {"role": "assistant", "content": _SPOKEN}, *messages]
         try:
-            rendered = self.render(conversation)
+            rendered = self.render(conversation, environment)
         except Exception as error:  # a template raises whatever its author chose
             roles = ", ".join(message["role"] for message in messages)
             raise EnvironmentFault(f"the chat template cannot render a reply of {roles}: {error}") from error
@@ -126,16 +148,20 @@ class Tokenizer:
                 return text.removeprefix(end)
         return text
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], environment: str = "") -> str:
         """Text of chat messages and of the beginning of the next turn; raises what the template raises."""
+        chat = self.chat_format(environment)
         return self._backend.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            chat.conversation(messages),
+            chat_template=chat.template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **chat.template_kwargs,
         )
 
-    @property
-    def has_chat_template(self) -> bool:
-        """True when chat prompts can be rendered."""
-        return bool(self._backend.chat_template)
+    def has_chat_template(self, environment: str = "") -> bool:
+        """True when chats of ``environment`` can be rendered."""
+        return bool(self.chat_format(environment).template or self._backend.chat_template)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""

@@ -135,6 +135,12 @@ class TokenizerConfig:
         None, path=True, common=True, needed=("prompts are text", "Qwen/Qwen2.5-1.5B")
     )
     """Tokenizer: a directory, or a name on the Hugging Face hub."""
+    chat_template: str | None = flag(None, path=True)
+    """File with a Jinja chat template for prompts that are chats. Without it the tokenizer's own."""
+    chat_template_kwargs: str | None = flag(None)
+    """Variables for the chat template as a JSON object, for example '{"enable_thinking": false}'."""
+    system_prompt: str | None = flag(None)
+    """System message of chats that have none of their own."""
     vocab_size: int | None = flag(None, ge=1, le=100_000_000)
     """Rows of the embedding, before padding, where the model has more than the tokenizer has tokens."""
     make_vocab_size_divisible_by: int = flag(128, ge=1, le=1_000_000)

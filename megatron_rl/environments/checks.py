@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.loader import Begin, ignore
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
@@ -33,6 +34,8 @@ class TaskSurvey:
     """Rows of each split."""
     first_chat: str | None = None
     """The id of a task whose prompt is chat messages."""
+    chat: ChatFormat = ChatFormat()
+    """What its entry of the list says of chats."""
 
 
 class TooMuch(ConfigError):

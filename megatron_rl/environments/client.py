@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 
+from megatron_rl.chat import ChatFormat
 from megatron_rl.environments import wire
 from megatron_rl.environments.child import LOAD_SECONDS
 from megatron_rl.environments.results import failed, result_from_json
@@ -66,6 +67,8 @@ class ServedEnvironment:
     eval_prompts: int | None = None
     eval_samples: int | None = None
     """Of an evaluation, where the list says another number than the flags."""
+    chat: ChatFormat = ChatFormat()
+    """Of prompts that are chats, before what the flags say."""
 
 
 class EnvironmentClient:
@@ -112,7 +115,7 @@ class EnvironmentClient:
     def environments(self) -> tuple[ServedEnvironment, ...]:
         """What is served, in the order of the list; ``EnvironmentFault`` when the server does not say."""
         names = [field.name for field in fields(ServedEnvironment)]
-        rows = self._get("/v1/environments")["items"]
+        rows = [row | {"chat": ChatFormat(**row["chat"])} for row in self._get("/v1/environments")["items"]]
         return tuple(ServedEnvironment(*(row[name] for name in names)) for row in rows)
 
     def _fetch(self, environment: str, what: str, split: Split) -> Iterator[Any]:

@@ -8,6 +8,9 @@
   grade_deadline: 5.0            # seconds one grade may take; both default to what the environment says
   eval_prompts: 30               # of an evaluation, in place of --rl-prompts-per-eval
   eval_samples: 32               # completions of each, in place of --rl-samples-per-eval-prompt
+  chat_template: short.jinja     # of its chats, in place of --chat-template
+  chat_template_kwargs: {enable_thinking: false}    # besides --chat-template-kwargs, and before them
+  system_prompt: Be short.       # in place of --system-prompt; "" is none
   name: long_arithmetic          # only needed to tell two entries of one environment apart
 """
 
@@ -23,6 +26,7 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
 from megatron_rl.environments.base import Environment, suggestion
 from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.loader import NAME_PATTERN, find_environment, ignore
@@ -60,11 +64,13 @@ RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]]
         *(None, (int, float), lambda value: 0 < value <= MAX_GRADE_DEADLINE),
         f"give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}",
     ),
+    "chat_template": (None, (str,), lambda _: True, "it must be the path of a file"),
+    "system_prompt": (None, (str,), lambda _: True, "it must be a text"),
 }
 """Default of a key, the types and values that it may have besides, and how to say so."""
 SPELLINGS = (("environment", "agent_type"), ("args", "agent_args"))
 """Ours and Megatron's."""
-KEYS = (*chain(*SPELLINGS), *RULES)
+KEYS = (*chain(*SPELLINGS), *RULES, "chat_template_kwargs")
 
 BeginEntry = Callable[[str, str, str], None]
 """Told, before an author's code runs, the entry's file and line, its name, and what comes next."""
@@ -86,6 +92,8 @@ class EnvironmentSpec:
     eval_prompts: int | None = None
     eval_samples: int | None = None
     """None leaves it to the flags."""
+    chat: ChatFormat = ChatFormat()
+    """Of prompts that are chats, before what the flags say."""
     where: str = field(default="", compare=False)
     """File and line."""
     named: bool = field(default=False, compare=False)
@@ -140,7 +148,7 @@ def prepare_environments(
         begin_part = partial(begin, spec.where, spec.name)
         try:
             begin_part("it was set up")
-            prepared[spec.name] = survey_tasks(spec.create(), begin_part)
+            prepared[spec.name] = replace(survey_tasks(spec.create(), begin_part), chat=spec.chat)
             found = prepared[spec.name].problems
         except ConfigError as error:
             found = error.lines
@@ -213,6 +221,7 @@ def _parse_entry(entry: object, where: str, begin: Callable[[str, str], None]) -
         values[key] = value = entry.get(key, default)
         if value is not default and not (type(value) in types and is_right(value)):
             problems.append(f"{key} is {shorten(value)}; {wanted}")
+    chat = _chat_format(entry, values.pop("chat_template"), values.pop("system_prompt"), problems)
     if fault := _fault_of(options := options or {}):
         problems, options = [*problems, fault], {}
     environment = None
@@ -232,7 +241,20 @@ def _parse_entry(entry: object, where: str, begin: Callable[[str, str], None]) -
     values["evaluation_only"] |= environment.evaluation_only
     named = values["name"] is not None
     values |= {"name": values["name"] or environment.name, "weight": float(values["weight"])}
-    return EnvironmentSpec(reference=reference, options=options, named=named, where=where, **values)
+    return EnvironmentSpec(reference=reference, options=options, named=named, where=where, chat=chat, **values)
+
+
+def _chat_format(entry: Mapping[str, Any], path: object, system_prompt: object, problems: list[str]) -> ChatFormat:
+    """The three keys of chats; what is wrong with them is added to ``problems``."""
+    kwargs, template = entry.get("chat_template_kwargs") or {}, None
+    if (fault := kwargs_refusal(kwargs)) is not None:
+        problems.append(f"chat_template_kwargs {fault}")
+    if isinstance(path, str):
+        try:
+            template = read_template(path)
+        except ValueError as error:
+            problems.append(f"chat_template {shorten(path)} {error}")
+    return ChatFormat(template, kwargs, system_prompt, path)
 
 
 def _fault_of(options: object) -> str:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.child import LOAD_SECONDS, kill_group, start_child
 from megatron_rl.environments.wire import receive, send
 from megatron_rl.errors import ConfigError, one_line
@@ -63,6 +64,8 @@ class Surveyed:
     overlong: Sequence[int] | None
     """Buffer, longest and longest free response in tokens, of an environment that reads a data set."""
     max_turns: int = 1
+    chat: ChatFormat = ChatFormat()
+    """What its entry of the list says of chats."""
 
 
 def found(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
@@ -90,7 +93,7 @@ def surveyed(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bo
     problems = [*(failures[where] for where in lines), *answer.problems]
     if problems:
         raise ConfigError(problems)
-    return [Surveyed(**row) for row in answer.result]
+    return [Surveyed(**row | {"chat": ChatFormat(**row["chat"])}) for row in answer.result]
 
 
 def _all_but_failing(work: str, arguments: Mapping[str, Any], seconds: float) -> tuple[Answer, dict[str, str]]:

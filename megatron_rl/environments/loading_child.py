@@ -75,7 +75,7 @@ def survey(report: Report, path: str, skip: Collection[str], demonstrations: boo
             overlong = (environment.overlong.buffer, environment.overlong.max_tokens, environment.overlong.free_tokens)
         lowest, test_tasks = float(environment.reward_range[0]), item.counts["test"]
         about = (environment.evaluation_only, lowest, test_tasks, item.first_chat, demonstrates, overlong)
-        found.append(Surveyed(name, *about, max_turns=environment.max_turns))
+        found.append(Surveyed(name, *about, max_turns=environment.max_turns, chat=item.chat))
     return [asdict(each) for each in found]
 
 

@@ -134,6 +134,7 @@ class Environments(Served):
             "weight": spec.weight,
             "eval_prompts": spec.eval_prompts,
             "eval_samples": spec.eval_samples,
+            "chat": vars(spec.chat),
             "environment": environment.name,
             "description": environment.description(),
             "evaluation_only": environment.evaluation_only,

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import resource
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 from megatron_rl.config import RLConfig
 from megatron_rl.environments.loading import Surveyed, surveyed
-from megatron_rl.errors import ConfigError, Problem, collecting, one_line
+from megatron_rl.errors import ConfigError, Problem, collecting
 from megatron_rl.families import model_directory, read_model, weight_problems
+from megatron_rl.preflight.chats import chat_format, chat_problems
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
-from megatron_rl.types import Message
-
-DEADLINE_S = 10.0
-_QUESTION = "What is 2 + 3?"
-_LONGEST_TEXT = 100_000
-_MEMORY_BYTES = 2**30
 
 
 def open_tokenizer(config: RLConfig) -> Tokenizer:
-    """`--tokenizer-model`, which knows the end tokens that the model's directory names.
+    """`--tokenizer-model`, which knows the end tokens that the model's directory names, and what flags say of chats.
 
     Raises:
-        ConfigError: it cannot be used, or what the directory says of end tokens cannot be read.
+        ConfigError: it cannot be used, or what the directory says of end tokens, or a flag of chats, cannot be read.
     """
+    chat = chat_format(config)
     names = [name for name in (config.checkpoint.load_hf, config.model.hf_config) if name is not None]
-    return load_tokenizer(config.tokenizer.tokenizer_model, [str(model_directory(name)) for name in names])
+    tokenizer = load_tokenizer(config.tokenizer.tokenizer_model, [str(model_directory(name)) for name in names])
+    return tokenizer.formatting(chat)
 
 
 def vocabulary(config: RLConfig) -> int:
@@ -114,7 +107,7 @@ def environment_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[
         lines = _environment_faults(config, path, found, supervised)
         problems += [Problem("--langrl-env-config", line) for line in lines]
         if tokenizer is not None and (alone or not all(item.evaluation_only for item in found)):
-            problems += _chat_prompts(found, tokenizer)
+            problems += chat_problems(config, found, tokenizer)
     return problems
 
 
@@ -167,69 +160,3 @@ def _rewards_below(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[st
                 f"{config.algorithm.rl_advantage} takes none below {bound:g}; use --rl-advantage-args "
                 f"lowest={item.lowest_reward:g}"
             )
-
-
-def _chat_prompts(found: Sequence[Surveyed], tokenizer: Tokenizer) -> Iterator[Problem]:
-    """A prompt that is a list of messages needs a chat template to become text, and one that does so."""
-    chats = [item for item in found if item.first_chat is not None]
-    if chats and tokenizer.has_chat_template:
-        yield from template_problems(tokenizer)
-        return
-    for item in chats:
-        yield Problem(
-            "--tokenizer-model",
-            f"{item.name}: task {item.first_chat!r} is a chat, and tokenizer {tokenizer.name!r} has no chat template; "
-            'set "chat_template" in its tokenizer_config.json, or use the tokenizer of a chat model',
-        )
-
-
-def template_problems(tokenizer: Tokenizer, deadline_s: float = DEADLINE_S) -> Iterator[Problem]:
-    """Why the chat template cannot render a single question, if it cannot.
-
-    It is a program that came with the tokenizer: transformers renders it in jinja's sandbox, here where it can be
-    stopped.
-    """
-    fault = _fault_of(tokenizer, deadline_s)
-    if fault is not None:
-        yield Problem(
-            "--tokenizer-model",
-            f'the chat template of tokenizer {tokenizer.name!r} {fault}; mend "chat_template" in its '
-            "tokenizer_config.json or its chat_template.jinja, or use the tokenizer of a chat model",
-        )
-
-
-def _fault_of(tokenizer: Tokenizer, deadline_s: float) -> str | None:
-    # Forked, so that nothing is imported or loaded again; the copy runs jinja and no thread of this process.
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_render, args=(tokenizer, writer), daemon=True)
-    process.start()
-    writer.close()
-    try:
-        if not reader.poll(deadline_s):
-            return f"does not end: a single question takes more than {deadline_s:g} s"
-        return reader.recv_bytes().decode() or None
-    except EOFError:
-        process.join()
-        return f"ends the process that renders it (exit code {process.exitcode})"
-    finally:
-        process.kill()
-        process.join()
-        reader.close()
-
-
-def _render(tokenizer: Tokenizer, writer: Connection) -> None:
-    """In the process."""
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY_BYTES, resource.RLIM_INFINITY))
-    messages: list[Message] = [{"role": "user", "content": _QUESTION}]
-    fault = ""
-    try:
-        text = tokenizer.render(messages)
-        if len(text) > _LONGEST_TEXT:
-            fault = f"makes more than {_LONGEST_TEXT:,} characters of a single question"
-        elif "".join(_QUESTION.split()) not in "".join(text.split()):
-            fault = f"leaves out what the user says: {_QUESTION!r} becomes {one_line(text, 100)!r}"
-    except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
-        fault = f"cannot render a single question ({one_line(f'{type(error).__name__}: {error}', 300)})"
-    writer.send_bytes(fault.encode())

@@ -221,8 +221,8 @@ class Conversations:
         ended = bool(said) and said[-1] in self._tokenizer.end_token_ids
         reply, problem = [], "the reply has no tokens"
         try:
-            prompt = conversation.request.source.task.prompt
-            reply = self._tokenizer.encode_reply(prompt, going_on.messages, ended)
+            source = conversation.request.source
+            reply = self._tokenizer.encode_reply(source.task.prompt, going_on.messages, ended, source.environment)
         except EnvironmentFault as fault:
             problem = str(fault)
         if conversation.length + len(reply) >= self._settings.max_sequence_length:

@@ -33,10 +33,11 @@ class PromptSource:
     def __init__(
         self,
         pools: Sequence[TaskPool],
-        encode: Callable[[Task], Sequence[int]],
+        encode: Callable[[Task, str], Sequence[int]],
         max_prompt_tokens: int,
         seed: int,
     ) -> None:
+        """``encode`` gives the prompt of a task of an environment in tokens."""
         self._pools = [pool for pool in pools if pool.weight > 0]
         if not self._pools:
             raise ConfigError(["no environment has a positive weight, so there is nothing to train on"])
@@ -77,7 +78,7 @@ class PromptSource:
             tasks = [pool.tasks for pool in self._pools if pool.environment == environment]
             self._by_id[environment] = {task.id: task for part in tasks for task in part}
         task = self._by_id[environment].get(task_id)
-        return None if task is None else SourcedTask(environment, task, epoch, tuple(self._encode(task)))
+        return None if task is None else SourcedTask(environment, task, epoch, tuple(self._encode(task, environment)))
 
     def state_dict(self) -> dict[str, int]:
         """The cursor, for a checkpoint."""
@@ -130,7 +131,7 @@ class PromptSource:
             random.Random(f"{self._seed}/{pool.environment}/{epoch}").shuffle(order)
             self._order[pool.environment] = (epoch, order)
         task = pool.tasks[order[index]]
-        return SourcedTask(pool.environment, task, epoch, tuple(self._encode(task)))
+        return SourcedTask(pool.environment, task, epoch, tuple(self._encode(task, pool.environment)))
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ def open_run(
     timer = PhaseTimer(sync=platform.synchronize if config.logging.timing_log_level > 0 else None)
     with contextlib.ExitStack() as closing:
         environments = closing.enter_context(open_environments(config, groups, directory))
+        tokenizer = tokenizer.formatting(by_environment={each.name: each.chat for each in environments.served})
         seed_everything(config.training.seed)
         policy = build_model(config, platform, tokenizer.vocab_size)
         quantization = build_quantization(config, policy, groups, directory, timer)

@@ -40,10 +40,10 @@ class EnvironmentAccess:
             for spec in self._trained_on
         ]
 
-    def demonstrations(self) -> list[Demonstration]:
-        """Demonstrations of all training environments, one environment after the other."""
+    def demonstrations(self) -> list[tuple[str, Demonstration]]:
+        """Demonstrations of all training environments with its name, one environment after the other."""
         return [
-            demonstration
+            (spec.name, demonstration)
             for spec in self._trained_on
             for demonstration in self.client.fetch_demonstrations(spec.name, "train")
         ]
@@ -66,7 +66,7 @@ class EnvironmentAccess:
             fitting: list[SourcedTask] = []
             found = self.client.fetch_tasks(spec.name, "test")
             for task in found:
-                prompt_ids = tuple(tokenizer.encode_prompt(task.prompt))
+                prompt_ids = tuple(tokenizer.encode_prompt(task.prompt, spec.name))
                 if 0 < len(prompt_ids) <= max_prompt_tokens:
                     fitting.append(SourcedTask(spec.name, task, prompt_ids=prompt_ids))
                 if len(fitting) == (spec.eval_prompts or count):

@@ -24,6 +24,7 @@ from megatron_rl.rollout.partial import PartialRollouts
 from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.rollout.staged_routing import StagedRouting
 from megatron_rl.run.base import Run
+from megatron_rl.run.chats import PromptFormats
 from megatron_rl.run.generation import (
     build_engine,
     build_evaluator,
@@ -90,9 +91,12 @@ def build(base: Run) -> RLRun:
     if config.quantization.rl_train_forward == "quantized":
         parts.closing.enter_context(phases.quantization.aligned())
     factory = request_factory(config, parts.tokenizer)
+    pools = parts.environments.training_pools()
+    prompts = ((pool.environment, task.prompt) for pool in pools for task in pool.tasks)
+    states.register("chats", PromptFormats(parts.tokenizer, prompts), optional=True)
     source = PromptSource(
-        parts.environments.training_pools(),
-        lambda task: parts.tokenizer.encode_prompt(task.prompt),
+        pools,
+        lambda task, environment: parts.tokenizer.encode_prompt(task.prompt, environment),
         factory.max_prompt_tokens,
         config.training.seed,
     )

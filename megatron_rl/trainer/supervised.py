@@ -28,8 +28,9 @@ class DemonstrationSource:
     """
 
     def __init__(
-        self, demonstrations: Sequence[Demonstration], tokenizer: Tokenizer, max_tokens: int
+        self, demonstrations: Sequence[tuple[str, Demonstration]], tokenizer: Tokenizer, max_tokens: int
     ) -> None:
+        """``demonstrations`` with the names of their environments."""
         if not demonstrations:
             raise EnvironmentFault(
                 "no environment of the list gives demonstrations, which supervised training needs; "
@@ -52,7 +53,7 @@ class DemonstrationSource:
         while len(samples) < count:
             if not samples and seen > len(self._demonstrations):
                 raise EnvironmentFault(f"no demonstration fits in {self._max_tokens} tokens; raise --seq-length")
-            sample = self._sample(self._demonstrations[self._cursor % len(self._demonstrations)])
+            sample = self._sample(*self._demonstrations[self._cursor % len(self._demonstrations)])
             self._cursor += 1
             seen += 1
             if sample.length <= self._max_tokens:
@@ -69,13 +70,13 @@ class DemonstrationSource:
         """Continue where `state_dict` was taken."""
         self._cursor = int(state.get("demonstrations", 0))
 
-    def _sample(self, demonstration: Demonstration) -> Sample:
+    def _sample(self, environment: str, demonstration: Demonstration) -> Sample:
         asked, tokenizer = demonstration.task.prompt, self._tokenizer
-        prompt = tokenizer.encode_prompt(asked)
+        prompt = tokenizer.encode_prompt(asked, environment)
         ids = prompt + tokenizer.encode(demonstration.completion) + [tokenizer.end_token_id]
         spans = []
         for turn in demonstration.later:
-            reply = tokenizer.encode_reply(asked, turn.messages, ended=True)
+            reply = tokenizer.encode_reply(asked, turn.messages, True, environment)
             spans.append((len(ids), len(ids) + len(reply)))
             ids += reply + tokenizer.encode(turn.completion) + [tokenizer.end_token_id]
         return Sample(torch.tensor(ids), len(prompt), 0.0, torch.zeros(len(ids)), self._cursor, tuple(spans))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.types import Demonstration, Grade, Split, Task, Transcript
+from megatron_rl.types import Demonstration, Grade, Prompt, Split, Task, Transcript
 
 BAD_REWARDS = (float("nan"), float("inf"), -float("inf"), "a lot", None)
 
@@ -28,8 +28,10 @@ class Digits(Environment):
             text = f"{number}+{number % 7}="
             if self._long_every and number % self._long_every == 0:
                 text = "1+" * 60 + text
-            prompt = ({"role": "user", "content": text},) if self._chat else text
-            yield Task(id=f"{split}-{number}", prompt=prompt)
+            yield Task(f"{split}-{number}", self._prompt(text))
+
+    def _prompt(self, text: str) -> Prompt:
+        return ({"role": "user", "content": text},) if self._chat else text
 
     def grade(self, task: Task, transcript: Transcript) -> float | Grade:
         """Digits over characters."""
@@ -39,7 +41,7 @@ class Digits(Environment):
     def demonstrations(self, split: Split) -> Iterator[Demonstration]:
         """Sums, right ones."""
         for number in range(self._num_demonstrations):
-            task = Task(id=f"demonstration-{number}", prompt=f"{number}+{number % 7}=")
+            task = Task(f"demonstration-{number}", self._prompt(f"{number}+{number % 7}="))
             yield Demonstration(task, str(number + number % 7))
 
 

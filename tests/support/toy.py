@@ -82,9 +82,9 @@ class ToyEnvironments:
         """One environment with eight prompts."""
         return [TaskPool("toy", TASKS, 1.0)]
 
-    def demonstrations(self) -> list[Demonstration]:
+    def demonstrations(self) -> list[tuple[str, Demonstration]]:
         """Each prompt backwards."""
-        return list(DEMONSTRATIONS)
+        return [("toy", demonstration) for demonstration in DEMONSTRATIONS]
 
     def conversations(self, max_sequence_length: int) -> ConversationSettings | None:
         """What the test has given."""

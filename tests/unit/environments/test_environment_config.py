@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.checks import MAX_PROBLEMS, read_rows, survey_tasks
 from megatron_rl.environments.config import load_environment_specs
@@ -133,6 +134,31 @@ def test_bad_weights(problems, weight):
 def test_bad_sizes_of_an_evaluation(problems, name, value):
     [problem] = problems(f"- environment: arithmetic\n  {name}: {value}\n")
     assert problem.startswith(f"1: {name} is ") and "it must be a whole number from 1 to 1" in problem
+
+
+def test_the_keys_of_chats(tmp_path):
+    template = tmp_path / "short.jinja"
+    template.write_text("{{ messages }}")
+    keys = f"  chat_template: {template}\n  chat_template_kwargs: {{thinking: false}}\n  system_prompt: ''\n"
+    own, none = load(tmp_path, f"- environment: arithmetic\n{keys}- environment: gsm8k\n")
+    assert own.chat == ChatFormat("{{ messages }}", {"thinking": False}, "")
+    assert none.chat == ChatFormat()
+
+
+@pytest.mark.parametrize(
+    ("key", "fault"),
+    [
+        ("chat_template: none.jinja", "1: chat_template 'none.jinja' cannot be read (No such file or directory)"),
+        ("chat_template: {default: a}", "1: chat_template is {'default': 'a'}; it must be the path of a file"),
+        ("chat_template_kwargs: '{}'", "1: chat_template_kwargs is '{}'; give a JSON object"),
+        ("chat_template_kwargs: {messages: []}", "1: chat_template_kwargs has 'messages', which is not for"),
+        ("chat_template_kwargs: {day: 2020-01-01}", "1: chat_template_kwargs must be plain JSON values"),
+        ("system_prompt: 3", "1: system_prompt is 3; it must be a text"),
+    ],
+)
+def test_bad_keys_of_chats(problems, key, fault):
+    [problem] = problems(f"- environment: arithmetic\n  {key}\n")
+    assert problem.startswith(fault)
 
 
 ANCHORS = "- a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

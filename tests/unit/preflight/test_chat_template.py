@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_rl.preflight.inputs import template_problems
+from megatron_rl.chat import ChatFormat
+from megatron_rl.environments.loading import Surveyed
+from megatron_rl.errors import ConfigError
+from megatron_rl.preflight.chats import chat_format, chat_problems, template_problems
 from megatron_rl.tokenizer import load_tokenizer
-from tests.support.tiny import write_tokenizer
+from tests.support.tiny import tiny_config, write_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}\n{% endfor %}"
@@ -27,7 +31,7 @@ def _problems(tokenizer: Path, folder: Path, template: object, deadline_s: float
     directory = shutil.copytree(tokenizer, folder / "tokenizer")
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    return [problem.text for problem in template_problems(load_tokenizer(str(directory)), deadline_s)]
+    return [problem.text for problem in template_problems(load_tokenizer(str(directory)), deadline_s=deadline_s)]
 
 
 @pytest.mark.parametrize("template", [CHATML, {"default": CHATML}, [{"name": "default", "template": CHATML}]])
@@ -67,3 +71,86 @@ def test_what_does_not(tokenizer: Path, tmp_path: Path, template: object, fault:
 def test_what_never_ends_is_stopped(tokenizer: Path, tmp_path: Path, template: str) -> None:
     (line,) = _problems(tokenizer, tmp_path, template, deadline_s=0.5)
     assert "does not end: a single question takes more than 0.5 s" in line
+
+
+def test_a_fault_has_the_templates_line(tokenizer: Path) -> None:
+    for template, fault in (
+        ("{% for m in messages %}\n{{ m.content }}\n{% endfor", "TemplateSyntaxError: unexpected end of template"),
+        ("\n\n{{ nothing.there }}", "UndefinedError: 'nothing' is undefined"),
+        ("\n\n{{ raise_exception('no system role') }}", "TemplateError: no system role"),
+    ):
+        written = load_tokenizer(str(tokenizer)).formatting(ChatFormat(template, path="own.jinja"))
+        [problem] = template_problems(written)
+        assert problem.text.startswith(f"chat template own.jinja cannot render a single question ({fault}")
+        assert "line 3); mend it, or use the tokenizer's own" in problem.text
+
+
+def test_a_template_that_leaves_out_the_system_prompt(tokenizer: Path) -> None:
+    dropping = "{{ messages[-1].content }}"
+    written = load_tokenizer(str(tokenizer)).formatting(ChatFormat(dropping, system_prompt="Be short."))
+    [problem] = template_problems(written)
+    assert "leaves out what the system prompt says: 'Be short.' becomes 'What is 2 + 3?'" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ({"chat_template": "none.jinja"}, "none.jinja cannot be read (No such file or directory)"),
+        ({"chat_template": "."}, ". cannot be read (Is a directory)"),
+        ({"chat_template_kwargs": "{enable_thinking: false}"}, "{enable_thinking: false} is not JSON (Expecting"),
+        ({"chat_template_kwargs": "[1]"}, 'is [1]; give a JSON object, such as {"enable_thinking": false}'),
+        ({"chat_template_kwargs": '{"tokenize": true}'}, "has 'tokenize', which is not for the template to know"),
+        ({"chat_template_kwargs": '{"a": NaN}'}, "is not JSON (NaN is not JSON)"),
+    ],
+)
+def test_flags_that_cannot_be_read_are_one_line(flags: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        chat_format(tiny_config(**flags))
+    [line] = refused.value.lines
+    assert line.startswith(f"--{next(iter(flags)).replace('_', '-')} ") and fault in line
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    for name, content, fault in (
+        ("binary", b"\xff\xfe\x00", "is not UTF-8 text"),
+        ("empty", b" \n", "is empty"),
+        ("large", b"x" * (2**20 + 1), "has more than 1 MiB"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=fault):
+            chat_format(tiny_config(chat_template=tmp_path / name))
+
+
+def _found(name: str, is_chat: bool, chat: ChatFormat) -> Surveyed:
+    return Surveyed(name, False, 0.0, 1, "0" if is_chat else None, False, None, chat=chat)
+
+
+def _chat_lines(tokenizer: Path, found: list[Surveyed], **flags: Any) -> list[str]:
+    config = tiny_config(**flags)
+    loaded = load_tokenizer(str(tokenizer)).formatting(chat_format(config))
+    return [problem.text for problem in chat_problems(config, found, loaded)]
+
+
+def test_what_would_have_no_effect_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(CHATML)
+    plain, chat = _found("sums", False, ChatFormat()), _found("talk", True, ChatFormat())
+    named = {"chat_template": tmp_path / "own.jinja"}
+    assert _chat_lines(tokenizer, [plain, chat], **named, system_prompt="S") == []
+    [line] = _chat_lines(tokenizer, [plain], system_prompt="S")
+    assert line.startswith("--system-prompt has no effect: all prompts are plain text")
+    [line] = _chat_lines(tokenizer, [_found("sums", False, ChatFormat(system_prompt="S")), chat], **named)
+    assert line.startswith("sums: the chat template or system prompt of its entry has no effect")
+    [line] = _chat_lines(tokenizer, [chat], **named, chat_template_kwargs='{"enable_thinkin": false}')
+    assert line.startswith("--chat-template-kwargs has 'enable_thinkin', which no chat template reads")
+    misspelt = _found("talk", True, ChatFormat(template_kwargs={"role_": 1}))
+    assert _chat_lines(tokenizer, [misspelt], **named)[0].startswith("talk: chat_template_kwargs has 'role_'")
+
+
+def test_a_template_from_a_flag_or_an_entry_is_enough(tokenizer: Path, tmp_path: Path) -> None:
+    """The tokenizer has none."""
+    (tmp_path / "own.jinja").write_text(CHATML)
+    chat = _found("talk", True, ChatFormat())
+    [line] = _chat_lines(tokenizer, [chat])
+    assert "has no chat template; give one with --chat-template FILE" in line
+    assert _chat_lines(tokenizer, [chat], chat_template=tmp_path / "own.jinja") == []
+    assert _chat_lines(tokenizer, [_found("talk", True, ChatFormat(CHATML))]) == []

@@ -56,7 +56,7 @@ def source() -> PromptSource:
     """Draws a, b, c, ..."""
 
     def of(names: Sequence[str]) -> PromptSource:
-        return PromptSource([TaskPool("toy", [Task(name, name) for name in names], 1.0)], lambda _: (1, 2), 50, seed=1)
+        return PromptSource([TaskPool("toy", [Task(name, name) for name in names], 1.0)], lambda *_: (1, 2), 50, seed=1)
 
     numbers = [int(drawn.task.id) for drawn in of(list(map(str, range(26)))).draw(26)]
     return of([LETTERS[numbers.index(place)] for place in range(26)])

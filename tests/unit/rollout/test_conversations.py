@@ -177,7 +177,7 @@ def test_a_turn_ends_with_any_end_token(harness: Harness, monkeypatch: pytest.Mo
     """Turns ``c$``, ``ce`` and ``cb``; with ``$`` and ``e`` the template's closing is not said again."""
     ended = []
     tokenizer = letters_tokenizer({5: "e"}).ending_also_at([5])
-    monkeypatch.setattr(tokenizer, "encode_reply", lambda prompt, messages, closed: ended.append(closed) or [X])
+    monkeypatch.setattr(tokenizer, "encode_reply", lambda prompt, messages, closed, _: ended.append(closed) or [X])
     monkeypatch.setitem(globals(), "toy_tokenizer", lambda: tokenizer)
     said = {(0, 0): (C, END), (0, 1): (C, 5), (0, 2): (C, B), (0, 3): (C,)}
     harness.run(ScriptedEngine(said), replying("x", until=3))

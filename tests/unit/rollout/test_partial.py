@@ -144,7 +144,7 @@ def test_a_share_of_nothing_stops_at_once() -> None:
 
 def source(*tasks: str) -> PromptSource:
     pool = TaskPool("toy", [Task(task, "p") for task in tasks], 1.0)
-    return PromptSource([pool], lambda task: (1, 2), 8, seed=1)
+    return PromptSource([pool], lambda *_: (1, 2), 8, seed=1)
 
 
 def put_aside(groups: ParallelGroups, *requests: Request) -> PutAside:

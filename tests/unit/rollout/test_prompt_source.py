@@ -17,7 +17,7 @@ def pool(name: str, count: int, weight: float = 1.0) -> TaskPool:
 
 
 def source(*pools: TaskPool, longest: int = 100, seed: int = 0) -> PromptSource:
-    return PromptSource(pools, lambda task: [5] * len(task.prompt), longest, seed)
+    return PromptSource(pools, lambda task, _: [5] * len(task.prompt), longest, seed)
 
 
 def ids(prompts: PromptSource, count: int) -> list[str]:

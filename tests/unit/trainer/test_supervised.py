@@ -23,7 +23,7 @@ from tests.support.toy import LETTERS, toy_tokenizer
 def source(*texts: str, max_tokens: int = 8) -> DemonstrationSource:
     """``ab:cd`` is prompt ``ab``, answer ``cd``."""
     pairs = [text.split(":") for text in texts]
-    demonstrations = [Demonstration(Task(prompt, prompt), answer) for prompt, answer in pairs]
+    demonstrations = [("toy", Demonstration(Task(prompt, prompt), answer)) for prompt, answer in pairs]
     return DemonstrationSource(demonstrations, toy_tokenizer(), max_tokens)
 
 

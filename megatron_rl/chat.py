@@ -1,0 +1,96 @@
+"""How a chat becomes a prompt: the template, the variables it is given, and a system message.
+
+`--chat-template`, `--chat-template-kwargs` and `--system-prompt` say it for a run, and the keys ``chat_template``,
+``chat_template_kwargs`` and ``system_prompt`` for one environment of the list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import one_line, shorten
+from megatron_rl.json_text import check_bounds, dumps
+from megatron_rl.types import Message
+
+MAX_TEMPLATE = 2**20
+"""Bytes of a template; published ones have 1 to 20 KB."""
+OURS = frozenset({
+    "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})  # fmt: skip
+"""Arguments of transformers' ``apply_chat_template`` that are no variables of the template, or that we set."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """One level of settings; what it leaves open, the level below decides, at the bottom the tokenizer.
+
+    ``ChatFormat(template_kwargs={"enable_thinking": False}, system_prompt="Be short.")``
+    """
+
+    template: str | None = None
+    """Jinja source. None: that of the level below."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values, added to those of the level below."""
+    system_prompt: str | None = None
+    """Empty: none, whatever the level below has."""
+    path: str | None = field(default=None, compare=False)
+    """The template's file."""
+
+    def over(self, below: ChatFormat) -> ChatFormat:
+        """Both levels in one."""
+        chosen = below if self.template is None else self
+        return ChatFormat(
+            chosen.template,
+            {**below.template_kwargs, **self.template_kwargs},
+            below.system_prompt if self.system_prompt is None else self.system_prompt,
+            chosen.path,
+        )
+
+    def conversation(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+        """``messages`` as the template gets them: the system prompt first, unless they begin with one of their own."""
+        told = [dict(message) for message in messages]
+        if self.system_prompt and not (told and told[0]["role"] == "system"):
+            told.insert(0, {"role": "system", "content": self.system_prompt})
+        return told
+
+    def fingerprints(self) -> dict[str, str]:
+        """Setting -> digest: equal where all chats become the same prompts."""
+        kwargs = dumps(dict(sorted(self.template_kwargs.items())))
+        settings = {"template": self.template, "template_kwargs": kwargs, "system_prompt": self.system_prompt}
+        return {name: hashlib.sha256((text or "").encode()).hexdigest()[:16] for name, text in settings.items()}
+
+
+def read_template(path: str) -> str:
+    """The Jinja source in a file; ``ValueError`` says why it cannot be used."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_TEMPLATE + 1)
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror}); give a file with a Jinja chat template") from error
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8 text; give a file with a Jinja chat template") from None
+    if len(data) > MAX_TEMPLATE:
+        raise ValueError(f"has more than {MAX_TEMPLATE // 2**20} MiB; give a file with a Jinja chat template")
+    if not text.strip():
+        raise ValueError("is empty; give a file with a Jinja chat template, or leave it out for the tokenizer's own")
+    return text
+
+
+def kwargs_refusal(value: object) -> str | None:
+    """Why ``value`` cannot be the variables of a template; None if it can."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        return f"is {shorten(value)}; give a JSON object, such as {{\"enable_thinking\": false}}"
+    try:
+        check_bounds(value)
+        dumps(dict(value))
+    except (TypeError, ValueError) as error:
+        return f"must be plain JSON values: {one_line(str(error))}"
+    taken = [name for name in value if name in OURS]
+    return f"has {taken[0]!r}, which is not for the template to know; leave it out" if taken else None
