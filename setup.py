@@ -1,5 +1,7 @@
 """Package metadata. ``environments/`` is installed as ``megatron_rl_environments``."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 LIBRARY = find_packages(include=["megatron_rl", "megatron_rl.*"])
@@ -12,10 +14,24 @@ setup(
     name="megatron-rl",
     version="0.1.0",
     description="Reinforcement learning of language models inside one Megatron process per GPU",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["reinforcement learning", "language models", "GRPO", "DAPO", "PPO", "Megatron", "PyTorch"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11,<3.13",
     packages=LIBRARY + ENVIRONMENTS,
     package_dir={"megatron_rl_environments": "environments"},
-    package_data={"megatron_rl": ["metrics/*.html"]},
+    package_data={"megatron_rl": ["py.typed", "metrics/*.html"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.16.1,<0.20",
@@ -39,6 +55,7 @@ setup(
         # transformers loads quantised exports with these, and asks for these versions
         "export": ["accelerate>=1.1.0", "compressed-tensors>=0.15.0"],
         "te": ["transformer-engine[pytorch]>=2.8"],
+        "docs": ["mkdocs-material>=9.5,<10"],
         "test": [
             "pytest>=8.0",
             "pytest-xdist>=3.8",

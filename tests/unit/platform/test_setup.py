@@ -18,7 +18,7 @@ def checkout(tmp_path: Path) -> Path:
     """As much of the project as the set-up looks at, in a folder whose name has a space."""
     copy = tmp_path / "a checkout"
     (copy / "tools").mkdir(parents=True)
-    for name in ("setup.py", "constraints.txt", "tools/setup.sh", "tools/has_everything.py"):
+    for name in ("setup.py", "README.md", "constraints.txt", "tools/setup.sh", "tools/has_everything.py"):
         shutil.copy(ROOT / name, copy / name)
     (copy / "of_the_checkout.py").write_text("")
     return copy
