@@ -14,6 +14,7 @@ from megatron_rl.config import RLConfig, read_config
 
 REPOSITORY = Path(__file__).parents[3]
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+TUTORIAL = REPOSITORY / "docs" / "tutorial.md"
 QWEN2_5_0_5B = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
     "num_hidden_layers": 24, "num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
@@ -37,6 +38,7 @@ def _read(text: str) -> tuple[RLConfig, list[str], bool]:
     """The configuration, its problems, and whether the command is only a part of one."""
     words = shlex.split(text[_STARTS.search(text).end() :], comments=True)
     shown = [word for word in words if word not in ("...", "FLAGS", "--help")]
+    shown += ["--eval-only"] if "megatron-rl eval" in text else []
     found, flags = read_ranks(shown)
     ranks = re.search(r"--nproc-per-node[= ](\d+)", text)
     config, problems = read_config(flags, int(ranks[1]) if ranks else found.world_size)
@@ -53,6 +55,8 @@ def test_its_flags_are_there(text: str, tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(QWEN2_5_0_5B))
         (tmp_path / name / "tokenizer_config.json").touch()
+    settings = re.search(r"`sorting-model.yaml`.*?```yaml\n(.*?)```", TUTORIAL.read_text(), re.DOTALL)[1]
+    (tmp_path / "sorting-model.yaml").write_text(settings)
     monkeypatch.chdir(tmp_path)
     _, problems, is_a_part = _read(text)
     left_out = (" is missing", "not divisible")  # what a part of a command does not say
