@@ -93,14 +93,15 @@ def _take(state: dict[str, Any], policy: PolicyModel, optimization: Optimization
 
 
 def _states(policy: Model, critic: Model | None, loading: bool) -> dict[str, Any]:
-    state = _state(*policy, loading)
+    state = sharded_state(*policy, loading)
     if critic is not None:
-        state["critic"] = _state(*critic, loading)
+        state["critic"] = sharded_state(*critic, loading)
         add_prefix_for_sharding(state["critic"], _OF_CRITIC)
     return state
 
 
-def _state(policy: PolicyModel, optimization: Optimization | None, loading: bool) -> dict[str, Any]:
+def sharded_state(policy: PolicyModel, optimization: Optimization | None, loading: bool) -> dict[str, Any]:
+    """What this rank has, in megatron's words for which part of the whole model it is; collective."""
     metadata = ensure_metadata_has_dp_cp_group(dict(_METADATA))
     # Names in the files are those of the whole model: that of a chunk keeps chunks apart in memory alone.
     state: dict[str, Any] = {
@@ -216,28 +217,16 @@ def _take_settings(read: dict[str, Any], saved: dict[str, Any], own_groups: Sequ
         _inner(read)["state"]["common_step"] = _inner(saved)["state"]["common_step"]
 
 
-def load_state(optimization: Optimization, state: dict[str, Any], gathered: Sequence[Any] = ()) -> None:
-    """Put a loaded state in place. Rates and decays stay as configured.
-
-    Args:
-        gathered: what megatron's ``get_parameter_state_dp_zero`` gave, for each distributed optimizer; the values
-            count on data-parallel rank 0. Empty where ``state`` holds the parameters' state itself.
-    """
+def load_state(optimization: Optimization, state: dict[str, Any]) -> None:
+    """Put a loaded state in place. Rates and decays stay as configured."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_settings_kept(optimization))
         stack.enter_context(groups_known_by_what_they_are())
-        for part in distributed_parts(optimization):
-            stack.enter_context(step_counters_offered(part))
+        for part in optimization.optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                stack.enter_context(step_counters_offered(part))
         optimization.optimizer.load_state_dict(state)
-        for part, values in zip(distributed_parts(optimization) if gathered else (), gathered, strict=True):
-            with torch.no_grad():  # in fp32 it writes into slices of the model's own parameters
-                part.load_parameter_state_from_dp_zero(values)
     separate_step_counters(optimization)
-
-
-def distributed_parts(optimization: Optimization) -> list[DistributedOptimizer]:
-    """The parts of the optimizer that data-parallel ranks share."""
-    return [part for part in optimization.optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
 
 
 @contextlib.contextmanager

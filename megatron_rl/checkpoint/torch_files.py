@@ -23,8 +23,6 @@ from megatron_rl.families.layout import own_name
 from megatron_rl.json_text import parse_json
 
 MODEL_FILE = "model_optim_rng.pt"
-OPTIMIZER_FILE = "distrib_optim.pt"
-"""The distributed optimizer's parameters and moments, of all data-parallel ranks."""
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")
 _NAME = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

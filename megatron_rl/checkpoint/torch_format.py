@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.atomic import sync
-from megatron_rl.checkpoint.run_state import read_run_state
 from megatron_rl.checkpoint.saving import SaveAttempt, together
-from megatron_rl.checkpoint.tensors import distributed_parts, load_state, make_room, named_chunks
-from megatron_rl.checkpoint.torch_files import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    Split,
-    read,
-    read_models,
-    topology_problems,
-)
+from megatron_rl.checkpoint.tensors import load_state, make_room, named_chunks, sharded_state
+from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read_models, topology_problems
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families.layout import own_name
 from megatron_rl.models import PolicyModel
@@ -31,6 +27,7 @@ from megatron_rl.trainer import Optimization
 
 _VERSION = 3.0
 """Megatron's number for the order of rows in fused projections."""
+_STATE = "optimizer_state"
 
 
 def save(
@@ -47,18 +44,14 @@ def save(
     """
     content: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": step}
     content |= {name: gpt.state_dict() for name, gpt in named_chunks(policy).items()}
-    gathered = None
     if optimization is not None:
-        gathered = _gather_parameter_state(optimization)
-        content["optimizer"] = optimization.optimizer.state_dict()
+        content |= _state_by_names(policy, optimization)
     if not groups.is_with_main:
         return
     with attempt.part():
         target = _rank_directory(directory, groups)
         target.mkdir()
         _write(content, target / MODEL_FILE)
-        if gathered is not None:
-            _write(gathered, target / OPTIMIZER_FILE)
         sync(target)
 
 
@@ -92,50 +85,28 @@ def load(
     Raises:
         CheckpointError: the checkpoint does not hold this model in this topology; on every rank.
     """
-    content, gathered = together(lambda: _read(directory, policy, groups, optimization))
+    content = together(lambda: _read_fitting(directory, policy, groups, with_optimizer=optimization is not None))
     if optimization is not None:
         make_room(optimization)
     for name, gpt in named_chunks(policy).items():
         gpt.load_state_dict(content[name], strict=False)  # compared already; what is left out is empty
     if optimization is not None:
-        parts = gathered if isinstance(gathered, list) else [gathered] * len(distributed_parts(optimization))
-        load_state(optimization, content["optimizer"], parts)
+        load_state(optimization, together(lambda: _with_own_order(directory, content, policy, optimization)))
 
 
-def _read(
-    directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization | None
-) -> tuple[dict[str, Any], Any]:
-    content = _read_fitting(directory, policy, groups, mapped=optimization is None)
-    if optimization is None:
-        return content, None
-    if policy.config.transformer_impl == "transformer_engine":
-        raise CheckpointError(
-            f"checkpoint {str(directory)!r} keeps the optimizer's state in the order of megatron's own layers, which "
-            "--transformer-impl transformer_engine changes; take its weights alone with --pretrained-checkpoint"
-        )
-    if policy.config.moe_grouped_gemm:
-        raise CheckpointError(
-            f"checkpoint {str(directory)!r} keeps the optimizer's state in the order of single experts; add "
-            "--no-moe-grouped-gemm, or take its weights alone with --pretrained-checkpoint"
-        )
-    ranks = read_run_state(directory).world.get("ranks", groups.world_size)
-    if ranks != groups.world_size:
-        raise CheckpointError(
-            f"checkpoint {str(directory)!r} was saved by {ranks} ranks, this run has {groups.world_size}; "
-            f"--ckpt-format torch holds one topology: start {ranks} ranks, or take its weights alone with "
-            "--pretrained-checkpoint"
-        )
-    if "optimizer" not in content:
-        raise CheckpointError(f"checkpoint {str(directory)!r} has no optimizer state; add --no-load-optim")
-    is_needed = groups.is_with_main and bool(distributed_parts(optimization))
-    return content, read(_rank_directory(directory, groups) / OPTIMIZER_FILE) if is_needed else None
-
-
-def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups, mapped: bool) -> dict[str, Any]:
+def _read_fitting(
+    directory: Path, policy: PolicyModel, groups: ParallelGroups, with_optimizer: bool
+) -> dict[str, Any]:
     """This rank's file, whose tensors are those of this rank's chunks."""
     for problem in topology_problems(directory, _split(groups)):
         raise CheckpointError(problem)
-    content, chunks = read_models(_rank_directory(directory, groups) / MODEL_FILE, mapped), named_chunks(policy)
+    content = read_models(_rank_directory(directory, groups) / MODEL_FILE, mapped=not with_optimizer)
+    if with_optimizer and _STATE not in content:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} has the optimizer's state as an earlier version wrote it; add "
+            "--no-load-optim"
+        )
+    chunks = named_chunks(policy)
     if any(name not in content for name in chunks) or f"model{len(chunks)}" in content:
         raise CheckpointError(
             f"checkpoint {str(directory)!r} has other chunks of layers a stage than this model's {len(chunks)}; use "
@@ -160,11 +131,41 @@ def _fitting(directory: Path, tensors: dict[str, torch.Tensor], gpt: GPTModel) -
     return {given: tensors[name] for name, given in names.items()}
 
 
-def _gather_parameter_state(optimization: Optimization) -> Any:
-    """What Megatron-LM writes as `OPTIMIZER_FILE`: of each part on the first of the ranks that share it, None on the
-    others. Collective.
+# -- the optimizer's state: its tensors by their names in the whole model, not in the order that this model has them ---
+
+
+def _state_by_names(policy: PolicyModel, optimization: Optimization) -> dict[str, Any]:
+    """What a file has of it; collective."""
+    state = sharded_state(policy, optimization, loading=False)["optimizer"]
+    pieces, rest = save_preprocess(state, validate_access_integrity=False)
+    return {"optimizer": rest, _STATE: {_name(piece): piece.data for piece in nested_values(pieces)}}
+
+
+def _with_own_order(
+    directory: Path, content: dict[str, Any], policy: PolicyModel, optimization: Optimization
+) -> dict[str, Any]:
+    """The reverse, for this model's parameters."""
+    pieces, rest, stacks = load_preprocess(sharded_state(policy, optimization, loading=True)["optimizer"])
+    pieces, _ = extract_sharded_base(pieces)
+    found, state = content[_STATE], content["optimizer"]
+
+    def taken(piece: ShardedTensor) -> torch.Tensor:
+        tensor = found.get(_name(piece))
+        if tensor is None or tensor.shape != piece.local_shape:
+            raise CheckpointError(
+                f"checkpoint {str(directory)!r} has no {_name(piece)} of {list(piece.local_shape)}; use the flags it "
+                "was trained with, or --no-load-optim"
+            )
+        return tensor
+
+    dict_list_map_inplace(taken, pieces)
+    for part in (rest, pieces):
+        merge(state, part)
+    return apply_factory_merges(state, stacks)
+
+
+def _name(piece: ShardedTensor) -> str:
+    """And where it lies in the whole tensor. Example, layer 1 and expert 3:
+    ``optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc2.weight@1.3.0.0``.
     """
-    if not distributed_parts(optimization):
-        return None
-    states = [part.get_parameter_state_dp_zero() for part in distributed_parts(optimization)]
-    return states[0] if len(states) == 1 else states
+    return f"{piece.key}@{'.'.join(map(str, piece.global_offset))}"

@@ -95,8 +95,7 @@ class ModelConfig:
     moe_grouped_gemm: bool | None = flag(
         None, derived=lambda config, _: config.model.num_experts is not None and not [*_grouped_problems(config)]
     )
-    """A layer's experts are one product, not one each. Without it they are where they can be: with --ckpt-format
-    torch_dist, and widths of whole 16 bytes."""
+    """A layer's experts are one product, not one each. Without it they are where widths are whole 16 bytes."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = flag("none")
     """Loss that keeps experts equally busy, within each micro-batch or sequence (Megatron's default: aux_loss)."""
     moe_aux_loss_coeff: float = flag(0.0, ge=0, le=1000)
@@ -258,5 +257,3 @@ def _grouped_problems(config: RLConfig) -> Iterator[Finding]:
                 "with --moe-grouped-gemm: torch's grouped products take rows of whole 16 bytes; use "
                 f"{nearest_multiples(width, multiple)}, or --no-moe-grouped-gemm"
             )
-    if config.checkpoint.ckpt_format == "torch":
-        yield "moe_grouped_gemm", "with --ckpt-format torch, whose files have single experts; use torch_dist"

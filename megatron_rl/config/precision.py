@@ -118,11 +118,6 @@ def engine_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         yield "transformer_impl", "with --rl-inference-engine mcore is not built: it was never tried; use rollout"
     if config.model.num_experts is not None:
         yield "transformer_impl", "with --num-experts is not built; use --transformer-impl local"
-    if config.checkpoint.ckpt_format == "torch":
-        yield "transformer_impl", (
-            "with --ckpt-format torch: it keeps the optimizer's state in the order of the parameters, which other "
-            "layers change; use torch_dist"
-        )
 
 
 def alignment_problems(config: RLConfig, _: int) -> Iterator[Finding]:

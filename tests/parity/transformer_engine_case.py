@@ -20,7 +20,6 @@ from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.checkpoint.saving import SaveAttempt
 from megatron_rl.checkpoint.tensors import load, save_tensors
-from megatron_rl.errors import CheckpointError
 from megatron_rl.families import read_model
 from megatron_rl.loop import rl_step
 from megatron_rl.models import PolicyModel, build_model
@@ -102,25 +101,20 @@ def _same_model(groups: ParallelGroups) -> dict[str, Any]:
                 - theirs["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"]
             ).abs().max().item(),
         }  # fmt: skip
-        report |= _resumed(other, local, Path(folder)) | torch_format_report
+        report |= _resumed(other, local, groups, Path(folder)) | torch_format_report
     return report
 
 
 def _torch_format(local: PolicyModel, groups: ParallelGroups, folder: Path) -> dict[str, Any]:
-    """Weights of local layers by name; the optimizer's state goes by order, and is refused."""
+    """Weights of local layers by name."""
     directory, other = _made(folder, "iter_0000001"), tiny_policy(tiny_config(**ENGINE), seed=3)
     torch_format.save(directory, 1, local, None, groups, SaveAttempt(directory, True))
     torch_format.load(directory, other, groups)
     ours, theirs = (dict(policy.gpt.named_parameters()) for policy in (local, other))
-    refused = ""
-    try:
-        torch_format.load(directory, other, groups, Optimization(other, tiny_config(**ENGINE)))
-    except CheckpointError as error:
-        refused = str(error)
     norm = theirs["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"]
     same = torch.equal(ours["decoder.layers.1.input_layernorm.weight"], norm)
     weight = "decoder.layers.1.self_attention.linear_qkv.weight"
-    return {"by_name": same and torch.equal(ours[weight], theirs[weight]), "refused": refused}
+    return {"by_name": same and torch.equal(ours[weight], theirs[weight])}
 
 
 def _made(folder: str | Path, name: str) -> Path:
@@ -129,13 +123,18 @@ def _made(folder: str | Path, name: str) -> Path:
     return directory
 
 
-def _resumed(other: PolicyModel, local: PolicyModel, folder: Path) -> dict[str, Any]:
-    """Train the one, resume with the other, take one more step with both: the same weights after it?"""
+def _resumed(other: PolicyModel, local: PolicyModel, groups: ParallelGroups, folder: Path) -> dict[str, Any]:
+    """Train the one, resume with the other, take one more step with both: the same weights after it, in each format?"""
     flags = {"use_distributed_optimizer": True, "lr_decay_style": "constant"}
-    optimizations = [Optimization(other, tiny_config(**ENGINE, **flags)), Optimization(local, tiny_config(**flags))]
+    third = tiny_policy(seed=4)
+    optimizations = [Optimization(other, tiny_config(**ENGINE, **flags))]
+    optimizations += [Optimization(policy, tiny_config(**flags)) for policy in (local, third)]
     _step(optimizations[0], seed=1)
     save_tensors(_made(folder, "all"), other, optimizations[0])
     load(folder / "all", local, optimizations[1])
+    directory = _made(folder, "iter_0000002")
+    torch_format.save(directory, 2, other, optimizations[0], groups, SaveAttempt(directory, True))
+    torch_format.load(directory, third, groups, optimizations[2])
     for optimization in optimizations:
         _step(optimization, seed=2)
     pairs = {
@@ -143,8 +142,11 @@ def _resumed(other: PolicyModel, local: PolicyModel, folder: Path) -> dict[str, 
         "decoder.layers.1.pre_mlp_layernorm.weight": "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
         "decoder.layers.1.mlp.linear_fc1.weight": "decoder.layers.1.mlp.linear_fc1.weight",
     }
-    ours, theirs = (dict(policy.gpt.named_parameters()) for policy in (local, other))
-    return {"after_resume": max((ours[a] - theirs[b]).abs().max().item() for a, b in pairs.items())}
+    theirs = dict(other.gpt.named_parameters())
+    return {
+        key: max((policy.gpt.get_parameter(a) - theirs[b]).abs().max().item() for a, b in pairs.items())
+        for key, policy in (("after_resume", local), ("after_resume_torch", third))
+    }
 
 
 def _step(optimization: Optimization, seed: int) -> None:

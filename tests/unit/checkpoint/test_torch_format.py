@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -30,20 +31,24 @@ from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read, split_of
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import PolicyModel
+from megatron_rl.models.parameters import named_parameters
 from megatron_rl.trainer import Optimization
+from tests.support.checkpoints import contents
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2, "add_qkv_bias": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
     "distributed": {"use_distributed_optimizer": True},
     "distributed_bf16": {"use_distributed_optimizer": True, "bf16": True},
     "sgd": {"optimizer": "sgd"},
-    "experts": {
-        "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2, "add_qkv_bias": False,
-        "ckpt_format": "torch",
-    },
-}  # fmt: skip
+    "experts": EXPERTS,
+    "experts_bf16": EXPERTS | {"bf16": True},
+    "experts_distributed": EXPERTS | {"use_distributed_optimizer": True},
+    "experts_distributed_bf16": EXPERTS | {"use_distributed_optimizer": True, "bf16": True},
+    "experts_sgd": EXPERTS | {"optimizer": "sgd"},
+}
 
 
 def _built(config: RLConfig, seed: int, updates: int = 0) -> tuple[PolicyModel, Optimization]:
@@ -108,7 +113,7 @@ def test_weights_moments_and_counters_come_back_bit_for_bit(one_rank, tmp_path: 
     manager = CheckpointManager(tmp_path, 0, one_rank, "torch")
     assert manager.resume(manager.newest(), other_policy, other).components == {"progress": {"updates": 3}}
     _assert_same(_everything(policy, optimization), _everything(other_policy, other))
-    if variant != "sgd":
+    if "sgd" not in variant:
         steps = {value.item() for part in other.optimizer.chained_optimizers for value in _steps(part)}
         assert steps == {3.0}
     for both in (optimization, other):
@@ -116,18 +121,64 @@ def test_weights_moments_and_counters_come_back_bit_for_bit(one_rank, tmp_path: 
     _assert_same(_everything(policy, optimization), _everything(other_policy, other))
 
 
-def test_grouped_experts_take_weights_and_no_optimizer(one_rank, tmp_path: Path) -> None:
-    config = tiny_config(**VARIANTS["experts"])
-    policy, optimization = _built(config, seed=1, updates=1)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("experts")])
+@pytest.mark.parametrize("was_grouped", [True, False])
+def test_a_run_may_group_its_experts_from_now_on_or_no_longer(one_rank, tmp_path, variant: str, was_grouped) -> None:
+    """What it saves is the same, and the next updates are."""
+    flags = ({}, {"no_moe_grouped_gemm": True})
+    before, after = (VARIANTS[variant] | flag for flag in (flags if was_grouped else reversed(flags)))
+    runs = [_built(tiny_config(**before), seed=1, updates=2), _built(tiny_config(**after), seed=2)]
+    runs[0][1].schedule.go_to(finished_steps=2)
+    managers = [CheckpointManager(tmp_path / name, 0, one_rank, "torch") for name in ("before", "after")]
+    managers[0].save(_state(tiny_config(), 2, 2), *runs[0])
+    managers[1].resume(managers[0].newest(), *runs[1])
+    managers[1].save(_state(tiny_config(), 2, 2), *runs[1])
+    ours, theirs = (_tensors(manager.newest()) for manager in managers)
+    kind = "momentum_buffer" if "sgd" in variant else "exp_avg"
+    name = f"optimizer.state.{kind}.decoder.layers.mlp.experts.experts.linear_fc2.weight@1.3.0.0"
+    assert any(found.endswith(name) for found in ours)
+    _assert_same(ours, theirs)
+    for manager, run in zip(managers, runs, strict=True):
+        _update_by_name(run[1])
+        manager.save(_state(tiny_config(), 3, 3), *run)
+    ours, theirs = (_tensors(manager.newest()) for manager in managers)
+    for found in ours:  # the gradients' norm is added up in another order
+        torch.testing.assert_close(ours[found], theirs[found])
+
+
+def _tensors(checkpoint: Path) -> dict[str, Any]:
+    return {name: value for name, value in contents(checkpoint).items() if torch.is_tensor(value)}
+
+
+def _update_by_name(optimization: Optimization) -> None:
+    """Each parameter's gradients hang on its name, of stacked experts on each one's."""
+    optimization.zero_grad()
+    for name, parameter in named_parameters(optimization.policy.chunks):
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    assert optimization.step().applied
+
+
+def test_another_optimizer_is_one_line(one_rank, tmp_path: Path) -> None:
+    policy, optimization = _built(tiny_config(), seed=1, updates=1)
     manager = CheckpointManager(tmp_path, 0, one_rank, "torch")
-    manager.save(_state(config, 2, 1), policy, optimization)
-    grouped, other = _built(tiny_config(**VARIANTS["experts"] | {"ckpt_format": "torch_dist"}), seed=2)
-    with pytest.raises(CheckpointError, match="in the order of single experts; add --no-moe-grouped-gemm"):
-        manager.resume(manager.newest(), grouped, other)
-    torch_format.load(manager.newest(), grouped, one_rank)
-    found, wanted = (dict(one.named_parameters()) for one in (grouped, policy))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    manager.save(_state(tiny_config(), 1, 1), policy, optimization)
+    other_policy, other = _built(tiny_config(use_distributed_optimizer=True), seed=2)
+    with pytest.raises(CheckpointError, match=r"has no optimizer\.state\.\S+@0\.0 of \[.*--no-load-optim"):
+        manager.resume(manager.newest(), other_policy, other)
+
+
+def test_an_earlier_versions_optimizer_is_one_line(one_rank, tmp_path: Path) -> None:
+    """It went by the order of the parameters."""
+    policy, optimization = _built(tiny_config(), seed=1, updates=1)
+    manager = CheckpointManager(tmp_path, 0, one_rank, "torch")
+    manager.save(_state(tiny_config(), 1, 1), policy, optimization)
+    path = _file(manager.newest())
+    content = torch.load(path, weights_only=True)
+    del content["optimizer_state"]
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match="as an earlier version wrote it; add --no-load-optim"):
+        torch_format.load(path.parent.parent, policy, one_rank, optimization)
 
 
 def _steps(part: Any) -> list[torch.Tensor]:
@@ -335,7 +386,7 @@ def test_released_weights_are_read_under_the_name_that_the_message_gives(one_ran
 
 
 def test_a_kill_before_the_pointer_moves_leaves_it_where_it_was(saved, one_rank, monkeypatch) -> None:
-    root, policy = saved
+    root, _ = saved
     replace = os.replace
 
     def killed(source: Path, target: Path) -> None:
@@ -346,9 +397,7 @@ def test_a_kill_before_the_pointer_moves_leaves_it_where_it_was(saved, one_rank,
     monkeypatch.setattr(os, "replace", killed)
     config = tiny_config()
     with pytest.raises(KeyboardInterrupt):
-        CheckpointManager(root, 0, one_rank, "torch").save(
-            _state(config, 6, 1), policy, _built(config, seed=1, updates=1)[1]
-        )
+        CheckpointManager(root, 0, one_rank, "torch").save(_state(config, 6, 1), *_built(config, seed=1, updates=1))
     assert (root / MEGATRON.pointer).read_text().strip() == "4"
     assert find_checkpoint(root) == root / "iter_0000006"
 
@@ -395,11 +444,9 @@ def test_experts_over_ranks_and_ranks_that_are_missing(one_rank, tmp_path: Path)
 
 
 def test_what_a_kill_left_is_not_seen_and_removed_by_the_next_save(saved, one_rank) -> None:
-    root, policy = saved
+    root, _ = saved
     temporary_directory(root, 8, "abc", MEGATRON).mkdir()
     assert find_checkpoint(root) == root / "iter_0000004"
     config = tiny_config()
-    CheckpointManager(root, 1, one_rank, "torch").save(
-        _state(config, 6, 1), policy, _built(config, seed=1, updates=1)[1]
-    )
+    CheckpointManager(root, 1, one_rank, "torch").save(_state(config, 6, 1), *_built(config, seed=1, updates=1))
     assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000006"]

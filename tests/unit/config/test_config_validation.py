@@ -124,7 +124,6 @@ ONE_PROBLEM = [
         {**ENGINE, "num_experts": "4", "disable_bias_linear": True}, 1,
         ["transformer_engine with --num-experts", "--transformer-impl local"],
     ),
-    ({**ENGINE, "ckpt_format": "torch"}, 1, ["--ckpt-format torch", "order of the parameters", "torch_dist"]),
     ({**ENGINE, "bf16": True, "fp8_recipe": "tensorwise"}, 1, ["--fp8-recipe tensorwise needs --fp8-format e4m3"]),
     (
         {**ENGINE, "bf16": True, "fp8_format": "hybrid", "fp8_recipe": "delayed"}, 1,

@@ -30,7 +30,6 @@ MIXTURE = {"num_experts": "4", "swiglu": True, "disable_bias_linear": True}
         (1, {"num_experts": None, "moe_z_loss_coeff": "0.01"}, ["--moe-z-loss-coeff without --num-experts"]),
         (1, {"moe_grouped_gemm": True, "moe_ffn_hidden_size": "30"},
          ["--moe-ffn-hidden-size 30", "16 bytes", "use 28 or 32"]),
-        (1, {"moe_grouped_gemm": True, "ckpt_format": "torch"}, ["--moe-grouped-gemm", "use torch_dist"]),
         (1, {"num_layers": "1000", "num_experts": "128"}, ["--num-experts 128", "1000 layers", "100,000 experts"]),
         (1, {"num_experts": None, "moe_ffn_hidden_size": "64"}, ["--moe-ffn-hidden-size without --num-experts"]),
         (3, SHARED | {"expert_model_parallel_size": "3"}, ["--expert-model-parallel-size 3", "experts 4", "1, 2 or 4"]),
@@ -99,7 +98,7 @@ def test_an_evaluation_replays_nothing(config) -> None:
     ("changes", "grouped"),
     [
         ({}, True),
-        ({"ckpt_format": "torch"}, False),
+        ({"ckpt_format": "torch"}, True),
         ({"moe_ffn_hidden_size": "36"}, True),
         ({"moe_ffn_hidden_size": "36", "bf16": True}, False),
         ({"no_moe_grouped_gemm": True}, False),
