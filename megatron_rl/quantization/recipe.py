@@ -146,10 +146,6 @@ class Recipe(ABC):
         then shared and products added up over them, so that the result is the one of a single rank.
         """
 
-    def groups_on_device(self, device: torch.device) -> bool:
-        """Whether `grouped_matmul` leaves the borders of the groups on the device, as a CUDA graph must."""
-        return False
-
     def grouped_matmul(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
         """`matmul` of each group of tokens with its expert's weight: [T, K] -> [T, N], ``q`` a stack.
 

@@ -102,26 +102,11 @@ class RowRecipe(Recipe):
             product = self._summed(tokens, q, ranks).to(x.dtype)
         return product.view(*x.shape[:-1], q.rows)
 
-    def groups_on_device(self, device: torch.device) -> bool:
-        """On CUDA torch has rowwise fp8 for compute capability 9.0 and 10.0, and nothing for integers."""
-        if device.type != "cuda":
-            return True
-        return not self._integer and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
-
     def grouped_matmul(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
-        if not self.groups_on_device(x.device):
-            return super().grouped_matmul(x, q, ends)
+        """The borders of the groups stay on the device, as a CUDA graph needs it."""
         if x.is_cuda:
-            from megatron_rl.quantization.kernels import quantize
-
-            packed = quantize(x, Packing(self.code_type, q.codes.shape[-1]))
-            product = torch._scaled_grouped_mm(
-                packed.codes, q.codes.transpose(1, 2), packed.scales[:, 0], q.scales[..., 0], offs=ends,
-                out_dtype=torch.bfloat16,
-            )  # fmt: skip
-            return product[:, : q.rows].to(x.dtype)
-        places = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
-        expert = torch.searchsorted(ends, places, right=True).clamp_max_(q.codes.shape[0] - 1)  # of each token
+            return self.grouped_by_kernel(x, q, ends)
+        expert = _expert_of_each(x, ends)
         smoothing = None if q.smoothing is None else q.smoothing[expert]
         codes, scale = self.activation_codes(x, replace(q, smoothing=smoothing))
         longest = EXACT_COLUMNS if self._integer else q.columns
@@ -129,6 +114,22 @@ class RowRecipe(Recipe):
         products = [functional.grouped_mm(a, b.transpose(1, 2), offs=ends) for a, b in pieces]
         product = products[0] if len(products) == 1 else sum(part.to(torch.int32) for part in products).float()
         return product.mul_(scale).mul_(q.scales[expert, : q.rows, 0]).to(x.dtype)
+
+    def grouped_by_kernel(self, x: torch.Tensor, q: QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
+        """`grouped_matmul` on CUDA, or in Triton's interpreter."""
+        from megatron_rl.quantization.grouped_kernels import grouped_product
+        from megatron_rl.quantization.kernels import quantize
+
+        # Of each token its expert's: the quantiser divides all of its rows by the same.
+        values = x if q.smoothing is None else x.float() / q.smoothing[_expert_of_each(x, ends)]
+        packed = quantize(values, Packing(self.code_type, q.codes.shape[-1]))
+        if not self._integer and x.is_cuda and torch.cuda.get_device_capability(x.device) in ((9, 0), (10, 0)):
+            product = torch._scaled_grouped_mm(  # faster, and for these two alone
+                packed.codes, q.codes.transpose(1, 2), packed.scales[:, 0], q.scales[..., 0], offs=ends,
+                out_dtype=torch.bfloat16,
+            )  # fmt: skip
+            return product[:, : q.rows].to(x.dtype)
+        return grouped_product(packed.codes, q.codes[:, : q.rows], packed.scales, q.scales, ends, x.dtype)
 
     def packing(self, q: QuantizedWeight, ranks: dist.ProcessGroup | None) -> Packing | None:
         """Scales that ranks share, and smoothing, are not the kernels'."""
@@ -175,6 +176,12 @@ class RowRecipe(Recipe):
         if q.smoothing is not None:
             values = values * q.smoothing
         return values.to(x.dtype).view(x.shape)
+
+
+def _expert_of_each(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[T], of tokens sorted by expert; the last expert's number behind the last end."""
+    places = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
+    return torch.searchsorted(ends, places, right=True).clamp_max_(len(ends) - 1)
 
 
 def int8_accumulate(codes: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:

@@ -89,7 +89,7 @@ def test_a_replay_is_the_eager_step(one_rank, bf16, sampling, caplog):
     assert _captures(caplog) == 2, "one for each engine: graphs are kept between rollouts"
 
 
-@pytest.mark.parametrize("recipe", ["none", "fp8"])
+@pytest.mark.parametrize("recipe", ["none", "fp8", "int8"])
 def test_grouped_experts_replayed_are_the_eager_step(one_rank, recipe, caplog):
     """bf16 from compute capability 9.0: torch's other grouped products read the sizes of the groups on the host."""
     if torch.cuda.get_device_capability() < (9, 0):

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_rl.quantization.formats import FP8
+from megatron_rl.registry import RECIPES
+from tests.unit.quantization.test_grouped_kernel import GroupedChecks, on, stack_of
 from tests.unit.quantization.test_kernels import (
     CODE_TYPES,
     KernelChecks,
@@ -19,6 +21,29 @@ from tests.unit.quantization.test_kernels import (
 
 pytestmark = pytest.mark.gpu
 COLUMNS = 4096
+
+
+class TestGroupedCompiled(GroupedChecks):
+    """The checks of the interpreter, and a graph."""
+
+    device = "cuda"
+    bf16_error = 0.0
+
+    def test_one_graph_serves_any_sizes_of_groups(self):
+        """Also none, and experts whose tokens fill several tiles; nothing is read by the host."""
+        recipe, q = RECIPES.get("int8"), stack_of("int8", 8, 272, COLUMNS)
+        x, held = numbers(200, COLUMNS, torch.float32).cuda(), on("cuda", q)
+        ends = torch.full((8,), 200, dtype=torch.int32, device="cuda")
+        recipe.grouped_by_kernel(x, held, ends)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            product = recipe.grouped_by_kernel(x, held, ends)
+        for borders in ([25, 50, 75, 100, 125, 150, 175, 200], [0, 0, 0, 199, 199, 199, 199, 200], [0] * 8):
+            ends.copy_(torch.tensor(borders))
+            graph.replay()
+            wanted = recipe.grouped_matmul(x.cpu(), q, ends.cpu())
+            assert torch.equal(product[: borders[-1]].cpu(), wanted[: borders[-1]])
 
 
 class TestCompiled(KernelChecks):

@@ -6,7 +6,7 @@ import inspect
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -58,8 +58,10 @@ class Resources:
     """Bytes that did not fit in registers."""
 
 
-def compile_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], **options) -> Compiled:
-    """Arguments without a type are int32, pointers are multiples of 16 as torch's."""
+def compile_for_hopper(
+    kernel, types: dict[str, str], constants: dict[str, object], sixteens: Sequence[str] = (), **options
+) -> Compiled:
+    """Arguments without a type are int32; pointers are multiples of 16 as torch's, and so are ``sixteens``."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -67,7 +69,8 @@ def compile_for_hopper(kernel, types: dict[str, str], constants: dict[str, objec
     aligned = {
         (parameter.num,): [["tt.divisibility", 16]]
         for parameter in kernel.params
-        if signature[parameter.name].startswith("*") and not parameter.do_not_specialize_on_alignment
+        if parameter.name in sixteens
+        or (signature[parameter.name].startswith("*") and not parameter.do_not_specialize_on_alignment)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.support.compiling import SHARED_MEMORY, compiled, kind_of_call
+from tests.support.compiling import SHARED_MEMORY, compile_for_hopper, compiled, kind_of_call
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -53,6 +53,36 @@ def test_any_number_of_tokens_takes_the_same_kernel(tokens):
     sizes = dict.fromkeys(("rows", "code_rows", "scale_column_stride"), tokens)
     assert kind_of_call(blocks_kernel, types, sizes) == kind_of_call(blocks_kernel, types)
     assert kind_of_call(blocks_kernel, types, {"columns": 4096}) != kind_of_call(blocks_kernel, types)
+
+
+@pytest.mark.parametrize(("codes", "product"), [("i8", ".s32.s8.s8"), ("fp8e4nv", ".f32.f16.f16")])
+@pytest.mark.parametrize("tokens", [1, 64, 512])
+def test_grouped_products(tokens, codes, product):
+    """On tensor cores, and all of it stays in registers. Hopper would multiply fp8 as fp16; it has torch's."""
+    from megatron_rl.quantization.grouped_kernels import grouped_kernel
+    from megatron_rl.quantization.kernels import tiles_for
+
+    tiles = tiles_for(tokens)
+    pointers = {"codes": f"*{codes}", "weight_codes": f"*{codes}", "out": "*bf16", "ends": "*i32"}
+    pointers |= dict.fromkeys(("scales", "weight_scales"), "*fp32")
+    constants = {"EXPERTS": 128, "ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth}
+    strides = ("code_stride", "weight_stride", "out_stride", "expert_stride", "expert_scale_stride")
+    made = compile_for_hopper(
+        grouped_kernel, pointers, constants | {"STEPS": 8}, ("columns", "depth", *strides), num_warps=tiles.warps,
+        num_stages=tiles.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    assert product in made.ptx
+    assert made.shared <= SHARED_MEMORY
+    assert made.resources.spilled == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 4096])
+def test_any_number_of_tiles_takes_the_same_grouped_kernel(tokens):
+    from megatron_rl.quantization.grouped_kernels import grouped_kernel
+
+    types = dict.fromkeys(("codes", "weight_codes"), "*i8") | {"out": "*bf16", "ends": "*i32"}
+    types |= dict.fromkeys(("scales", "weight_scales"), "*fp32")
+    assert kind_of_call(grouped_kernel, types, {"row_tiles": tokens}) == kind_of_call(grouped_kernel, types)
 
 
 @pytest.mark.parametrize(("tokens", "raw", "even"), [(1, True, True), (64, False, False), (512, False, True)])
