@@ -13,7 +13,7 @@ from megatron_rl.cli.ranks import read_ranks
 from megatron_rl.config import RLConfig, read_config
 
 REPOSITORY = Path(__file__).parents[3]
-PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")])
 TUTORIAL = REPOSITORY / "docs" / "tutorial.md"
 QWEN2_5_0_5B = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
