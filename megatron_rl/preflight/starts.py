@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig
 from megatron_rl.config.records import names_several
-from megatron_rl.errors import CheckpointError, Problem, collecting
+from megatron_rl.errors import CheckpointError, ConfigError, Problem, collecting
 from megatron_rl.families import model_directory, read_model, weight_problems
 from megatron_rl.tokenizer import Tokenizer
 
@@ -148,7 +148,10 @@ def _each(config: RLConfig) -> list[RLConfig]:
 
 def _weights_alone(config: RLConfig) -> list[tuple[str, str]]:
     """Flag and directory of the checkpoints a new run starts from; also of an empty `--load`, unless it may be."""
-    flag, origin = first_weights(config)
+    try:
+        flag, origin = first_weights(config)
+    except ConfigError:  # of a --load-hf that cannot be had; reported when the flags were read
+        return []
     load = config.checkpoint.load
     # Megatron's habit: the first start of a run names an empty --load, and where else to start from.
     if load is not None and origin.kind == "drawn" and not _loads_what_it_saves(config):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli.train import check
 from megatron_rl.config import read_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import hub, model_directory, read_model
@@ -81,6 +82,14 @@ def test_a_name_that_nobody_has_is_one_line(cached, name):
     [line] = [str(problem) for problem in problems if name in str(problem)]
     assert line.startswith(f"--load-hf: {name} is no directory here, and cannot be had from the Hugging Face hub (")
     assert line.endswith("give a directory, or a name that the hub or its cache has") and "\n" not in line
+
+
+def test_it_does_not_hide_what_else_is_wrong(cached, capsys):
+    flags = ["--load-hf", "somebody/another", "--perform-rl-step", "--langrl-env-config", "absent.yaml"]
+    assert check(flags) == 2
+    told = capsys.readouterr().err
+    assert told.count("somebody/another is no directory here") == 1
+    assert "--lr is missing" in told and "absent.yaml" in told
 
 
 RANK_1 = """
