@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +51,15 @@ class _Call:
             output.copy_(result)
 
 
+class _NoLists(TorchFunctionMode):
+    """Refuses ``tolist``, which is no operator: of a CPU's tensor a dispatch mode does not see it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.tolist:
+            raise RuntimeError("operation not permitted when stream is capturing: tolist")
+        return function(*args, **(kwargs or {}))
+
+
 class Tape(TorchDispatchMode):
     """Records inside ``with``; what the block writes into memory that was there before is undone at its end."""
 
@@ -60,6 +70,11 @@ class Tape(TorchDispatchMode):
         self._outside: dict[int, tuple[torch.Tensor, int]] = {}
         self._fresh: set[int] = set()
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._no_lists = _NoLists()
+
+    def __enter__(self) -> Tape:
+        self._no_lists.__enter__()
+        return super().__enter__()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,6 +100,7 @@ class Tape(TorchDispatchMode):
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
+        self._no_lists.__exit__(*args)
         for storage, before in self._before.values():
             storage.copy_(before)
 
