@@ -218,7 +218,17 @@ def _take_settings(read: dict[str, Any], saved: dict[str, Any], own_groups: Sequ
 
 
 def load_state(optimization: Optimization, state: dict[str, Any]) -> None:
-    """Put a loaded state in place. Rates and decays stay as configured."""
+    """Put a loaded state in place. Rates and decays stay as configured.
+
+    Raises:
+        CheckpointError: it is a `DistributedOptimizer`'s and this one is none; the other way round a tensor is missing.
+    """
+    saved = (state, *(part for part in state.values() if isinstance(part, dict)))
+    is_distributed = any(isinstance(part, DistributedOptimizer) for part in optimization.optimizer.chained_optimizers)
+    if not is_distributed and any("param_state_sharding_type" in part for part in saved):
+        raise CheckpointError(
+            "the optimizer's state was saved with --use-distributed-optimizer; add it, or --no-load-optim"
+        )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_settings_kept(optimization))
         stack.enter_context(groups_known_by_what_they_are())

@@ -159,13 +159,23 @@ def _update_by_name(optimization: Optimization) -> None:
     assert optimization.step().applied
 
 
-def test_another_optimizer_is_one_line(one_rank, tmp_path: Path) -> None:
-    policy, optimization = _built(tiny_config(), seed=1, updates=1)
-    manager = CheckpointManager(tmp_path, 0, one_rank, "torch")
-    manager.save(_state(tiny_config(), 1, 1), policy, optimization)
-    other_policy, other = _built(tiny_config(use_distributed_optimizer=True), seed=2)
-    with pytest.raises(CheckpointError, match=r"has no optimizer\.state\.\S+@0\.0 of \[.*--no-load-optim"):
-        manager.resume(manager.newest(), other_policy, other)
+@pytest.mark.parametrize("format_", ["torch", "torch_dist"])
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("fp32", "distributed", {"torch": r"has no optimizer\.state\.\S+@0\.0 of \[.*--no-load-optim"}),
+        ("distributed", "fp32", dict.fromkeys(("torch", "torch_dist"), "with --use-distributed-optimizer; add it")),
+        ("distributed_bf16", "bf16", {}),
+        ("sgd", "fp32", {}),
+    ],
+)
+def test_another_optimizer_is_one_line(one_rank, tmp_path: Path, before, after, told, format_: str) -> None:
+    manager = CheckpointManager(tmp_path, 0, one_rank, format_)
+    manager.save(_state(tiny_config(), 1, 1), *_built(tiny_config(**VARIANTS[before]), seed=1, updates=1))
+    missing = {"torch": "has no optimizer", "torch_dist": "does not fit this model"}
+    with pytest.raises(CheckpointError, match=told.get(format_, missing[format_])) as caught:
+        manager.resume(manager.newest(), *_built(tiny_config(**VARIANTS[after]), seed=2))
+    assert "\n" not in str(caught.value)
 
 
 def test_an_earlier_versions_optimizer_is_one_line(one_rank, tmp_path: Path) -> None:
