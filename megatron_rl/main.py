@@ -174,12 +174,12 @@ def _wait_for_rank_0(stop: StopRequest) -> None:
 def _build_and_execute(
     config: RLConfig, platform: Platform, groups: ParallelGroups, command: Sequence[str], stop: StopRequest
 ) -> int:
-    from megatron_rl import evaluate, loop, supervised
+    from megatron_rl import evaluation, loop, supervised
     from megatron_rl.run.base import open_run
 
     program = loop if config.training.perform_rl_step else supervised
     if config.training.eval_only:
-        program = evaluate
+        program = evaluation
     for note in notes(config):
         logger.info("note: %s", note)
     _tell_settings(config)

@@ -14,6 +14,8 @@ _COMMANDS = {
     "eval": ("megatron_rl.cli.train:evaluate", "evaluate weights on held-out tasks: train --eval-only"),
     "check": ("megatron_rl.cli.train:check", "look for everything wrong with the flags of train, and stop"),
     "estimate": ("megatron_rl.cli.train:estimate", "print the bytes that a run takes on each rank, by phase"),
+    "chat": ("megatron_rl.cli.chat:main", "talk to a checkpoint or a Hugging Face model"),
+    "generate": ("megatron_rl.cli.generate:main", "answer the prompts of a file"),
     "export": ("megatron_rl.cli.export:main", "write a checkpoint as a Hugging Face directory"),
     "report": ("megatron_rl.metrics.report:main", "write a run's report.html anew"),
     "new": ("megatron_rl.cli.new:main", "write an environment to start from, with its test"),

@@ -33,8 +33,8 @@ ENDED_BY_SIGNAL = 128
 _LOOK_AGAIN_S = 0.2
 
 
-def launch(ranks: Ranks, argv: Sequence[str], command: Sequence[str]) -> int:
-    """Run ``train_rl.py argv`` on all ranks of this machine; the exit code.
+def launch(ranks: Ranks, entry: str, words: Sequence[str], command: Sequence[str]) -> int:
+    """Run ``entry``, "module:function", with ``words`` on all ranks of this machine; the exit code.
 
     It is that of the rank that failed first, 128 + n where signal n has ended it, and 0 if none failed.
 
@@ -49,7 +49,7 @@ def launch(ranks: Ranks, argv: Sequence[str], command: Sequence[str]) -> int:
     if "LOGLEVEL" not in os.environ:  # torch's own switch for what its launcher says
         for name in ("torch.distributed.run", "torch.distributed.elastic"):
             _silence(name)
-    arguments = parse_args([*_launcher_flags(ranks), "-m", RANK_MODULE, *argv])
+    arguments = parse_args([*_launcher_flags(ranks), "-m", RANK_MODULE, entry, *words])
     with _environment(ranks, command), forwarding_signals() as told:
         try:
             run(arguments)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.flags import flag, flags_of
+from megatron_rl.cli.options import take
+from megatron_rl.config.flags import flag
 from megatron_rl.errors import ConfigError, Problem
 
 
@@ -43,23 +44,8 @@ def read_ranks(words: Sequence[str]) -> tuple[Ranks, list[str]]:
     Raises:
         ConfigError: names every value that cannot be.
     """
-    spellings = {f"--{text}": each for each in flags_of(Ranks) for text in each.spellings}
-    values, others, problems = {}, [], []
-    rest = [*words]
-    while rest:
-        word = rest.pop(0)
-        name, equals, text = word.partition("=")
-        known = spellings.get(name.replace("_", "-"))
-        if known is None:
-            others.append(word)
-            continue
-        if not equals:
-            text = rest.pop(0) if rest and not rest[0].startswith("--") else ""
-        try:
-            values[known.name] = known.convert(text)
-        except ValueError as error:
-            problems.append(Problem(name, f"{name} {error if text else 'needs a value'}"))
-    ranks = Ranks(**values)
+    ranks, others = take(Ranks, words)
+    problems = []
     if ranks.node_rank >= ranks.nnodes:
         text = f"--node-rank {ranks.node_rank} is not below --nnodes {ranks.nnodes}; machines are numbered from 0"
         problems.append(Problem("--node-rank", text))

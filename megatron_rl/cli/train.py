@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.main import every_problem, refuse
 from megatron_rl.main import main as run_here
 from megatron_rl.metrics.logging import configure_logging
-from megatron_rl.signals import by_torchrun
+from megatron_rl.signals import TYPED_COMMAND, by_torchrun
 
 
 def train(words: Sequence[str]) -> int:
@@ -61,4 +63,9 @@ def _launch(ranks: Ranks, argv: Sequence[str], command: Sequence[str]) -> int:
         return refuse(found)
     from megatron_rl.cli.launch import launch  # imports torch, which wrong flags need not wait for
 
-    return launch(ranks, argv, command)
+    return launch(ranks, "megatron_rl.cli.train:rank", argv, command)
+
+
+def rank(words: Sequence[str]) -> int:
+    """What each launched rank does."""
+    return run_here(["megatron-rl", *words], shlex.split(os.environ[TYPED_COMMAND]))

@@ -108,6 +108,13 @@ class Engine(Protocol):
     def has_unfinished(self) -> bool:
         """True while submitted groups have not come back."""
 
+    def unfinished_tokens(self) -> list[tuple[int, ...]]:
+        """What the first sample of each unfinished request has drawn so far, to be shown while the rest is drawn.
+
+        A read of the device more. Empty of an engine that tells only what is complete.
+        """
+        return []
+
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
         """The KV cache: between rollouts its memory may go, and come back zeroed at other addresses. None: it stays."""

@@ -43,6 +43,10 @@ class OutputProcessor:
             sequence.append(token_ids, logprobs)
         self._leave(preempted)
 
+    def so_far(self, running: ListOf[Sequence]) -> list[tuple[int, ...]]:
+        """The tokens that each has drawn; they stay unread."""
+        return [s.output_ids + ids for s, ids, _ in self._read(running, [s.num_unread for s in running])]
+
     def _read(
         self, sequences: ListOf[Sequence], counts: ListOf[int]
     ) -> Iterator[tuple[Sequence, tuple[int, ...], tuple[float, ...]]]:

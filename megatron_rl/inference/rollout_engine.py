@@ -89,6 +89,10 @@ class RolloutEngine(Engine):
     def has_unfinished(self) -> bool:
         return bool(self._groups)
 
+    def unfinished_tokens(self) -> list[tuple[int, ...]]:
+        running = [s for s in self._scheduler.running if s.sample == 0]
+        return self._outputs.so_far(running)
+
     @torch.inference_mode()
     def interrupt(self) -> list[Request]:
         running = self._scheduler.running

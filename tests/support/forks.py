@@ -34,7 +34,7 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).parents[2]
 _PRELOADED = (
-    "megatron_rl.main", "megatron_rl.loop", "megatron_rl.supervised", "megatron_rl.evaluate",
+    "megatron_rl.main", "megatron_rl.loop", "megatron_rl.supervised", "megatron_rl.evaluation",
     "megatron.core.dist_checkpointing.strategies.torch", "torch._dynamo", "torch.utils.tensorboard",
     "transformers.models.auto", "transformers.tokenization_utils_fast",
 )  # fmt: skip

@@ -1,0 +1,125 @@
+"""``megatron-rl generate MODEL --prompts FILE --output FILE``: answers to the prompts of a file.
+
+    MODEL is a Hugging Face directory or name, a run directory, or a checkpoint. A text file has a prompt a line;
+    a .jsonl file has a text, {"prompt": text} or {"messages": [{"role": ..., "content": ...}, ...]} a line.
+    The output has {"prompt": ..., "completion": ..., "finish_reason": ..., "num_tokens": ...} a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.atomic import write_text_atomic
+from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
+from megatron_rl.cli.options import described, take
+from megatron_rl.cli.start import start, start_rank
+from megatron_rl.config import RLConfig
+from megatron_rl.config.flags import flag
+from megatron_rl.errors import ConfigError, shorten
+from megatron_rl.types import Prompt
+
+AT_ONCE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What is answered, and where the answers go."""
+
+    prompts: str | None = flag(None, path=True)
+    """Text or .jsonl file."""
+    output: str | None = flag(None, path=True)
+    """Where to write; without it the screen."""
+    raw: bool = flag(False)
+    """Texts are the beginning of what the model goes on with, no messages of a user."""
+
+
+USAGE = f"""usage: megatron-rl generate MODEL --prompts FILE [--output FILE] [--nproc RANKS] [FLAGS]
+
+{__doc__}
+{described(Files)}{USAGE_OF_FLAGS}"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked for."""
+
+    config: RLConfig
+    files: Files
+    prompts: Sequence[Prompt]
+
+
+def main(words: Sequence[str]) -> int:
+    """0: all answered; 1: failed; 2: wrong flags or prompts."""
+    return start("generate", words, USAGE, _parse, _generate, "megatron_rl.cli.generate:rank")
+
+
+def rank(words: Sequence[str]) -> int:
+    """What each launched rank does."""
+    return start_rank(words, _parse, _generate)
+
+
+def _parse(words: Sequence[str], world_size: int) -> Job:
+    files, rest = take(Files, words[1:])
+    if files.prompts is None:
+        raise ConfigError(["--prompts is missing: a text file with a prompt a line, or a .jsonl file"])
+    prompts = list(read_prompts(Path(files.prompts)))
+    return Job(model_config(words[0], rest, world_size, at_once=min(AT_ONCE, len(prompts))), files, prompts)
+
+
+def read_prompts(path: Path) -> Iterator[Prompt]:
+    """Of a text or .jsonl file, without empty lines.
+
+    Raises:
+        ConfigError: it cannot be read, a line is none of the forms, or there are no prompts.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--prompts {path} cannot be read: {error}"]) from error
+    if not any(map(str.strip, lines)):
+        raise ConfigError([f"--prompts {path} is empty"])
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _prompt(line, f"{path}:{number}") if path.suffix == ".jsonl" else line
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        value: Any = json.loads(line)
+        if isinstance(value, dict):
+            value = value["prompt"] if "prompt" in value else value["messages"]
+        if isinstance(value, str):
+            return value
+        return tuple({"role": str(turn["role"]), "content": str(turn["content"])} for turn in value)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError([
+            f'{where}: {shorten(line)} is no prompt; write a text, {{"prompt": text}} or {{"messages": [...]}}'
+        ]) from error
+
+
+def _generate(job: Job) -> int:
+    from megatron_rl.generation import as_prompt, open_generator
+
+    with open_generator(job.config) as generator:
+        is_text = [isinstance(prompt, str) and not job.files.raw for prompt in job.prompts]
+        asked = [as_prompt(generator.tokenizer, prompt) if text else prompt
+                 for prompt, text in zip(job.prompts, is_text, strict=True)]  # fmt: skip
+        answers = generator.answers(asked)
+        if not generator.groups.is_main:
+            return 0
+    rows = [
+        {"prompt": prompt, "completion": answer.text, "finish_reason": answer.finish_reason,
+         "num_tokens": answer.num_tokens}
+        for prompt, answer in zip(job.prompts, answers, strict=True)
+    ]  # fmt: skip
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if job.files.output is None:
+        sys.stdout.write(text)
+    else:
+        write_text_atomic(Path(job.files.output), text)
+    return 0

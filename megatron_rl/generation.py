@@ -1,0 +1,171 @@
+"""Text from a model without a run: what `megatron-rl chat` and `generate` and `megatron_rl.generate` stand on.
+
+The engine is that of the rollouts, on one rank or on those of a job. All ranks make the same calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.config import RLConfig
+from megatron_rl.errors import ConfigError, shorten
+from megatron_rl.inference.engine import Engine
+from megatron_rl.models import build_model
+from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
+from megatron_rl.parallel.collectives import any_rank, collect_json
+from megatron_rl.phases import Phases
+from megatron_rl.platform import current_platform
+from megatron_rl.preflight.inputs import open_tokenizer
+from megatron_rl.quantization.rollout import RolloutQuantization
+from megatron_rl.rollout.prompt_source import RequestFactory
+from megatron_rl.run.generation import build_engine, calibration_requests, evaluation_factory
+from megatron_rl.run.weights import end_tokens_of, read_first_weights
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.types import Message, Prompt, Request, SourcedTask, Task
+
+SOURCE = "generate"
+"""Stands for the name of an environment where draws are seeded."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said to a prompt."""
+
+    text: str
+    finish_reason: str
+    """See `megatron_rl.types.FinishReason`."""
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model that is ready to answer, see `open_generator`."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    factory: RequestFactory
+    groups: ParallelGroups
+
+    def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """One for each prompt, in order; the copies of the model share the work. Empty on all ranks but the main one.
+
+        Raises:
+            ConfigError: a prompt is empty or too long.
+        """
+        requests = [self.request(prompt, self.tokenizer.encode_prompt(prompt), n) for n, prompt in enumerate(prompts)]
+        for request in requests[self.groups.rollout_rank :: self.groups.rollout_size]:
+            self.engine.submit(request)
+        found: list[tuple[int, str, str | None, int]] = []
+        while any_rank(self.engine.has_unfinished, self.groups.lockstep_group):
+            for request, (completion,) in self.engine.step():
+                ids = completion.token_ids
+                found.append((request.index, self.tokenizer.decode(ids), completion.finish_reason, len(ids)))
+        everything = collect_json(found, self.groups.rollout_group)
+        rows = sorted(tuple(row) for part in everything or () for row in part)
+        return [Answer(*row) for _, *row in rows] if self.groups.is_main else []
+
+    def request(self, prompt: Prompt, ids: Sequence[int], number: int) -> Request:
+        """One answer to ``ids``, which are ``prompt`` or go on from it.
+
+        Raises:
+            ConfigError: there is nothing to answer, or no room for it.
+        """
+        if not 0 < len(ids) < self.factory.max_sequence_length:
+            what = "; shorten it, or raise --seq-length" if ids else "; give it a word to go on from"
+            raise ConfigError([
+                f"prompt {number + 1}, {shorten(prompt)}, has {len(ids)} tokens, and --seq-length "
+                f"{self.factory.max_sequence_length} is for prompt and answer{what}"
+            ])
+        return self.factory.request(SourcedTask(SOURCE, Task(str(number), prompt), prompt_ids=tuple(ids)), 1, number)
+
+
+class Chat:
+    """A conversation: token ids that only grow, so that each turn goes on from the KV cache of the one before."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._prompt: Prompt = ""
+        self._ids: list[int] = []
+        self._ended = True
+        self._turns = 0
+
+    def say(self, text: str, stop: Callable[[], bool]) -> Iterator[str]:
+        """Add a message of the user; yields the answer as far as it is known, longer each time.
+
+        ``stop`` is asked on every rank between steps of the engine: once a rank says yes, the answer ends there. What
+        was said stays part of the conversation.
+
+        Raises:
+            ConfigError: the conversation has no room left.
+        """
+        tokenizer, engine = self._generator.tokenizer, self._generator.engine
+        if self._turns == 0:
+            self._prompt = as_prompt(tokenizer, text)
+            ids = tokenizer.encode_prompt(self._prompt)
+        else:
+            message: Message = {"role": "user", "content": text}
+            ids = self._ids + tokenizer.encode_reply(self._prompt, [message], self._ended)
+        request = self._generator.request(self._prompt, ids, self._turns)
+        engine.submit(replace(request, turn=self._turns, goes_on=True))
+        said: tuple[int, ...] = ()
+        while any_rank(engine.has_unfinished):
+            if any_rank(stop()):
+                said = next((each.begun[0].token_ids for each in engine.interrupt() if each.begun), said)
+                self._ended = False
+                break
+            for _, (completion,) in engine.step():
+                said, self._ended = completion.token_ids, completion.finish_reason == "stop"
+            for ids_so_far in engine.unfinished_tokens():
+                said = ids_so_far
+            yield tokenizer.decode(said)
+        self._ids, self._turns = [*ids, *said], self._turns + 1
+        yield tokenizer.decode(said)
+
+
+def as_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
+    """A user's message where the tokenizer knows how to write one, else the text itself."""
+    return ({"role": "user", "content": text},) if tokenizer.has_chat_template() else text
+
+
+@contextlib.contextmanager
+def open_generator(config: RLConfig) -> Iterator[Generator]:
+    """The weights that ``config`` names, in an engine. Collective over the job.
+
+    Raises:
+        MegatronRLError: they cannot be read, or there is no room for them.
+    """
+    platform = current_platform()
+    groups = initialize(config.parallel, platform)
+    try:
+        seed_everything(config.training.seed)
+        tokenizer = open_tokenizer(config)
+        policy = build_model(config, platform, tokenizer.vocab_size)
+        checkpoints = CheckpointManager(Path(config.checkpoint.save), 0, groups, config.checkpoint.ckpt_format)
+        origin = read_first_weights(config, policy, checkpoints, groups)
+        tokenizer = tokenizer.ending_also_at(end_tokens_of(origin))
+        settings = config.quantization
+        quantization = RolloutQuantization(
+            torch.nn.ModuleList(policy.chunks), settings.rl_rollout_quantization, settings.rl_quantization_skip,
+            on_audit=lambda rows: None, lockstep_group=groups.lockstep_group,
+        )  # fmt: skip
+        phases = Phases(config, policy, groups, quantization)
+        engine = build_engine(config, policy, tokenizer, groups, phases.cache_budget_gb())
+        generator = Generator(engine, tokenizer, evaluation_factory(config, tokenizer), groups)
+        phases.hold(engine, lambda: _for_calibration(generator))
+        with phases.rollouts():
+            engine.begin(config.training.seed, policy_version=0)
+            yield generator
+    finally:
+        shut_down()
+
+
+def _for_calibration(generator: Generator) -> list[Request]:
+    prompt = as_prompt(generator.tokenizer, "What is 2 + 3?")
+    ids = tuple(generator.tokenizer.encode_prompt(prompt))
+    return calibration_requests(generator.factory, [SourcedTask(SOURCE, Task("calibration", prompt), prompt_ids=ids)])

@@ -1,0 +1,84 @@
+"""What `chat` and `generate` understand: models, short flags and files of prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.cli.generate import read_prompts
+from megatron_rl.cli.model import model_config
+from megatron_rl.errors import ConfigError
+from megatron_rl.families.family import SMALL
+from tests.support.hugging_face import write_model
+from tests.support.tiny import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory, "qwen2", {**SMALL, "vocab_size": 17})
+    write_tokenizer(directory)
+    return directory
+
+
+def test_short_flags_are_those_of_evaluations(model: Path):
+    words = ["--temperature=0.7", "--top-p", "0.9", "--max-new-tokens", "5", "--seed", "3"]
+    config = model_config(str(model), words, world_size=1, at_once=7)
+    rollout = config.rollout
+    assert (rollout.rl_eval_temperature, rollout.rl_eval_top_p, rollout.rl_eval_max_new_tokens) == (0.7, 0.9, 5)
+    assert (config.training.seed, rollout.inference_max_batch_size) == (3, 7)
+
+
+def test_temperature_0_is_greedy(model: Path):
+    assert model_config(str(model), ["--temperature", "0"], 1, 1).rollout.rl_eval_top_k == 1
+
+
+def test_an_answer_has_half_of_what_a_short_model_may_see(model: Path):
+    config = model_config(str(model), [], 1, 1)
+    positions = config.model.max_position_embeddings
+    assert (config.training.seq_length, config.rollout.rl_eval_max_new_tokens) == (positions, positions // 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nowhere/model"], "nowhere/model"),
+        (["{folder}"], "no config.json of Hugging Face and, there or above, no config.yaml of a run of ours"),
+        (["{model}", "--temprature", "1"], "--temprature is not a flag"),
+        (["{model}", "--tensor-model-parallel-size", "3"], "world size 1 is not divisible by 3"),
+    ],
+)
+def test_what_is_wrong_is_one_line(model, tmp_path, capsys, monkeypatch, words, line):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = [word.format(model=model, folder=tmp_path) for word in words]
+    assert cli.main(["chat", *words]) == 2
+    head, *problems = capsys.readouterr().err.splitlines()
+    assert head.endswith("problem(s) in the configuration:")
+    assert any(line in problem for problem in problems)
+
+
+def test_prompts_of_a_file(tmp_path: Path):
+    text, rows = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_text("one\n\n two\n")
+    rows.write_text('"one"\n{"prompt": "two"}\n{"messages": [{"role": "user", "content": "three"}]}\n')
+    assert list(read_prompts(text)) == ["one", " two"]
+    assert list(read_prompts(rows)) == ["one", "two", ({"role": "user", "content": "three"},)]
+
+
+@pytest.mark.parametrize("line", ["{", '{"text": "a"}', "3", '{"messages": [{"role": "user"}]}'])
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'"fine"\n{line}\n')
+    with pytest.raises(ConfigError, match=rf"{path}:2: .* is no prompt"):
+        list(read_prompts(path))
+
+
+@pytest.mark.parametrize("content", [None, "", "\n \n"])
+def test_a_file_without_prompts_is_one_line(model: Path, tmp_path: Path, capsys, content: str | None):
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_text(content)
+    assert cli.main(["generate", str(model), "--prompts", str(path)]) == 2
+    assert f"--prompts {path}" in capsys.readouterr().err
