@@ -109,7 +109,8 @@ def template_problems(tokenizer: Tokenizer, environment: str = "", deadline_s: f
         yield Problem(
             "--tokenizer-model",
             f'the chat template of tokenizer {tokenizer.name!r} {fault}; mend "chat_template" in its '
-            "tokenizer_config.json or its chat_template.jinja, or use the tokenizer of a chat model",
+            "tokenizer_config.json or its chat_template.jinja, give another with --chat-template FILE, or use the "
+            "tokenizer of a chat model",
         )
 
 
