@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -35,3 +36,9 @@ def test_a_second_rehearsal_begins_anew(tmp_path: Path) -> None:
     script = EXAMPLES / "infir2_fp8_7b" / "stage1.sh"
     for steps in ("1", "2"):
         assert f"{steps} steps" in _rehearse(script, tmp_path, "--train-iters", steps)
+
+
+def test_an_evaluation_of_every_checkpoint(tmp_path: Path) -> None:
+    _rehearse(EXAMPLES / "flash_rl_gsm8k" / "eval.sh", tmp_path)
+    rows = (tmp_path / "flash_rl_gsm8k" / "eval.rehearsal" / "all" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2]

@@ -31,19 +31,20 @@ class Launch:
 
 
 @functools.cache
-def launched(script: Path, **variables: str) -> Launch:
-    """The script is run with a ``torchrun`` that only notes its arguments; ``variables`` are its environment."""
+def launched(script: Path, *words: str, **variables: str) -> Launch:
+    """The script is run on ``words`` with a ``torchrun`` that only notes its arguments; ``variables`` are its
+    environment."""
     with tempfile.TemporaryDirectory() as folder:
         launcher = Path(folder) / "torchrun"
         launcher.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
         launcher.chmod(0o755)
         environment = {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
-        words = subprocess.run(
-            ["bash", str(script)], cwd=folder, env=environment, check=True, capture_output=True, text=True
+        noted = subprocess.run(
+            ["bash", str(script), *words], cwd=folder, env=environment, check=True, capture_output=True, text=True
         ).stdout.split("\0")
-    place = words.index("train_rl.py")
-    nodes, each = (int(words[words.index(flag, 0, place) + 1]) for flag in ("--nnodes", "--nproc-per-node"))
-    return Launch(nodes * each, tuple(words[place + 1 : -1]))
+    place = noted.index("train_rl.py")
+    nodes, each = (int(noted[noted.index(flag, 0, place) + 1]) for flag in ("--nnodes", "--nproc-per-node"))
+    return Launch(nodes * each, tuple(noted[place + 1 : -1]))
 
 
 def family(script: Path) -> str:
