@@ -50,7 +50,7 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
 
     if outcome.skipped_updates or outcome.skipped_critic_updates:
         run.reporter.dump_batches(step, outcome.updates)
-    run.reporter.records(step, rollouts.groups, run.tokenizer.decode_token, rollouts.numbers, outcome.updates)
+    run.reporter.records(step, rollouts.groups, run.tokenizer.decode_raw, rollouts.numbers, outcome.updates)
     metrics = rollout_metrics(list(rollouts.answered.values()), run.groups.rollout_group)
     metrics |= engine_metrics(rollouts.statistics, run.groups.rollout_group)
     metrics |= reward_metrics(rewards) | outcome.metrics | parity

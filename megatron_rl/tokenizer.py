@@ -143,7 +143,7 @@ class Tokenizer:
         return self.encode(self._without_end_token(after[0]) if ended else after[0])
 
     def _without_end_token(self, text: str) -> str:
-        for end in map(self.decode_token, self.end_token_ids):
+        for end in (self.decode_raw([number]) for number in self.end_token_ids):
             if text.startswith(end):
                 return text.removeprefix(end)
         return text
@@ -169,9 +169,9 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def decode_token(self, token_id: int) -> str:
-        """Text of a single token, special tokens by name; for reports."""
-        return self._backend.decode([token_id], clean_up_tokenization_spaces=False)
+    def decode_raw(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids as the model sees them, special tokens by name; for records."""
+        return self._backend.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
 
 def load_tokenizer(path: str, model_directories: Iterable[str] = ()) -> Tokenizer:

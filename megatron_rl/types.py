@@ -242,7 +242,6 @@ class RolloutGroup:
 
     source: SourcedTask
     prompt_ids: tuple[int, ...]
-    prompt_text: str
     rollouts: tuple[Rollout, ...]
 
     @property

@@ -2,9 +2,13 @@
 
 For prompt ``P0 P1`` and answer ``A0 E``::
 
-    {"step": 12, "environment": "arithmetic", "task_id": "7", "sample": 0, "prompt": "...", "prompt_ids": [P0, P1],
-     "completion": "...", "token_ids": [A0, E], "inference_logprobs": [l2, l3], "token_texts": ["4", "<eos>"],
-     "reward": 1.0, "status": "ok", "code": "", ..., "finish_reason": "stop", "policy_version": 11}
+    {"step": 12, "environment": "arithmetic", "task_id": "7", "sample": 0,
+     "prompt": "<bos>2+2=", "prompt_ids": [P0, P1], "gold": "4",
+     "completion": "4", "token_ids": [A0, E], "inference_logprobs": [l2, l3], "token_texts": ["4", "<eos>"],
+     "reward": 1.0, "correct": true, "status": "ok", "code": "", ..., "finish_reason": "stop", "policy_version": 11}
+
+The prompt is as the model saw it, special tokens included. ``correct`` is what evaluations count: the verdict, or else
+whether the reward is positive; null where the grade failed.
 
 Records of an evaluation have ``"greedy": true`` or ``false`` besides. Those of training say what became of the sample::
 
@@ -24,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.atomic import write_text_atomic
+from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.metrics.jsonl import to_plain
-from megatron_rl.types import RolloutGroup
+from megatron_rl.types import RolloutGroup, Task
 
 GRADE_FIELDS = ("reward", "code", "message", "metrics", "extracted")
 
@@ -36,7 +41,7 @@ def training_rows(
     numbers: Sequence[int],
     use: Mapping[int, tuple[int, float]],
     limit: int,
-    decode_token: Callable[[int], str],
+    decode_raw: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
     """Rows of those of this rank's ``groups`` whose number in the step is below ``limit``; JSON values only.
 
@@ -44,7 +49,7 @@ def training_rows(
     by their number in the whole step.
     """
     kept = [(number, group) for number, group in zip(numbers, groups, strict=True) if number < limit]
-    by_group = rows_by_group(step, [group for _, group in kept], decode_token)
+    by_group = rows_by_group(step, [group for _, group in kept], decode_raw)
     for (number, group), rows in zip(kept, by_group, strict=True):
         for row in rows:
             # Every group of a step has as many samples: this is how the step numbers them.
@@ -54,30 +59,43 @@ def training_rows(
 
 
 def rows_by_group(
-    step: int, groups: Iterable[RolloutGroup], decode_token: Callable[[int], str]
+    step: int, groups: Iterable[RolloutGroup], decode_raw: Callable[[Sequence[int]], str]
 ) -> list[list[dict[str, Any]]]:
-    """A row a sample; ``decode_token`` gives the text of one token id, so that the report can show its log-prob."""
-    decode = cache(decode_token)
-    return [
-        [
+    """A row a sample.
+
+    ``decode_raw`` gives the text of ids with the special tokens by name: of whole prompts, and of one token at a time,
+    so that the report can show its log-prob.
+    """
+    token_text = cache(lambda token: decode_raw((token,)))
+    rows = []
+    for group in groups:
+        prompt, gold = decode_raw(group.prompt_ids), gold_answer(group.source.task)
+        rows.append([
             to_plain({
                 "step": step,
                 "environment": group.source.environment,
                 "task_id": group.source.task.id,
                 "sample": index,
-                "prompt": group.prompt_text,
+                "prompt": prompt,
                 "prompt_ids": group.prompt_ids,
+                "gold": gold,
                 "completion": rollout.text,
                 **{name: value for name, value in vars(rollout.completion).items() if name != "routing"},
                 "status": "error" if rollout.grade.failed else "ok",
                 "verdict": rollout.grade.status,
+                "correct": None if rollout.grade.failed else is_correct(rollout.grade),
                 **{name: getattr(rollout.grade, name) for name in GRADE_FIELDS},
-                "token_texts": list(map(decode, rollout.completion.token_ids)),
+                "token_texts": list(map(token_text, rollout.completion.token_ids)),
             })
             for index, rollout in enumerate(group.rollouts)
-        ]
-        for group in groups
-    ]
+        ])
+    return rows
+
+
+def gold_answer(task: Task) -> str | None:
+    """The right answer as the environment gives it to its grader: `gold` or else `answer` of the task's data."""
+    gold = task.data.get("gold", task.data.get("answer"))
+    return gold if gold is None or isinstance(gold, str) else json.dumps(gold)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

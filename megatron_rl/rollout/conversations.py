@@ -258,9 +258,8 @@ class Conversations:
 
     def _keep(self, request: Request, sample: int, completion: Completion, grade: Grade) -> None:
         """A sample is complete, and perhaps its group."""
-        decode, group = self._tokenizer.decode, self._rollouts.setdefault(request.index, {})
-        group[sample] = Rollout(completion, decode(completion.token_ids), grade)
+        group = self._rollouts.setdefault(request.index, {})
+        group[sample] = Rollout(completion, self._tokenizer.decode(completion.token_ids), grade)
         if len(group) == request.num_samples:
             rollouts = tuple(group[number] for number in range(request.num_samples))
-            prompt_text = decode(request.prompt_ids)
-            self.finished[request.index] = RolloutGroup(request.source, request.prompt_ids, prompt_text, rollouts)
+            self.finished[request.index] = RolloutGroup(request.source, request.prompt_ids, rollouts)

@@ -11,16 +11,14 @@ import numpy
 import torch
 
 from megatron_rl.algorithms.passk import pass_at_k
+from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.trainer.packing import balance
-from megatron_rl.types import Grade, Request, Rollout, RolloutGroup, SourcedTask
-
-VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
-"""Of the graders in this library; an environment may have words of its own."""
+from megatron_rl.types import Request, Rollout, RolloutGroup, SourcedTask
 
 
 class _TaskScore(NamedTuple):
@@ -157,15 +155,6 @@ class Evaluator:
                 "truncated": score.truncated.sum() / total,
             }
         return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
-
-
-def is_correct(grade: Grade) -> bool:
-    """The verdict where it is one of the graders' own words, else whether the reward is positive.
-
-    The reward alone would count a wrong answer that gets a format reward, and not a right one whose length was
-    punished.
-    """
-    return grade.status == "correct" if grade.status in VERDICTS else grade.reward > 0
 
 
 def majority_is_correct(graded: Sequence[Rollout]) -> bool:

@@ -101,7 +101,7 @@ class StepJournal:
     def group_for(self, request: Request) -> RolloutGroup | None:
         """The finished group of an earlier start or step, if it is the answer to exactly this request.
 
-        Its texts are left empty: they follow from the tokens.
+        Its answers' texts are left empty: they follow from the tokens.
         """
         asked, record = asked_of(request), self._found.get(request.index)
         if record is None or record["asked"] != asked:
@@ -111,7 +111,7 @@ class StepJournal:
         rollouts = tuple(_rollout(rollout, request.wants_routing) for rollout in record["rollouts"])
         if request.wants_routing and any(rollout.completion.routing is None for rollout in rollouts):
             return None  # of a start without --rl-router-replay
-        group = RolloutGroup(request.source, request.prompt_ids, "", rollouts)
+        group = RolloutGroup(request.source, request.prompt_ids, rollouts)
         return group if self._staged is None else self._staged.part(group)
 
     def add(self, index: int, group: RolloutGroup) -> None:

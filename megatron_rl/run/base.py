@@ -60,7 +60,7 @@ class Run:
     def answers_end_also_at(self, token_ids: Sequence[int]) -> None:
         """Take up the end tokens of the run that the weights come from."""
         self.tokenizer = tokenizer = self.tokenizer.ending_also_at(token_ids)
-        ends = ", ".join(f"{tokenizer.decode_token(number)} ({number})" for number in tokenizer.end_token_ids)
+        ends = ", ".join(f"{tokenizer.decode_raw([number])} ({number})" for number in tokenizer.end_token_ids)
         logger.info("an answer ends with %s", ends)
         if tokenizer.passed_over:
             logger.warning(

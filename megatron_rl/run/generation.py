@@ -158,7 +158,7 @@ def evaluate(run: Run, evaluator: Evaluator, alone: bool = False) -> dict[str, f
         outcome = evaluator.evaluate(run.progress.policy_version)
     if outcome is None:
         return None
-    run.reporter.evaluation_records(run.progress.step, outcome.groups, run.tokenizer.decode_token)
+    run.reporter.evaluation_records(run.progress.step, outcome.groups, run.tokenizer.decode_raw)
     if outcome.ungraded:
         fault = no_results(outcome.ungraded, failures_of(outcome.groups, run.groups.rollout_group))
         if alone:

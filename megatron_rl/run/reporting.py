@@ -94,7 +94,7 @@ class Reporter:
         self,
         step: int,
         groups: Sequence[RolloutGroup],
-        decode_token: Callable[[int], str],
+        decode_raw: Callable[[Sequence[int]], str],
         numbers: Sequence[int],
         updates: Sequence[Sequence[TokenBatch]],
     ) -> None:
@@ -113,18 +113,18 @@ class Reporter:
         ]
         everywhere = gather_json(trained, replicas)
         use = {sample: (update, advantage) for part in everywhere for sample, update, advantage in part}
-        parts = collect_json(training_rows(step, groups, numbers, use, wanted, decode_token), replicas)
+        parts = collect_json(training_rows(step, groups, numbers, use, wanted, decode_raw), replicas)
         if parts is not None:
             rows = sorted((row for part in parts for row in part), key=lambda row: row["group"])
             write_rows(self._directory.rollouts_path(step), rows)
 
     def evaluation_records(
-        self, step: int, groups: Sequence[RolloutGroup], decode_token: Callable[[int], str]
+        self, step: int, groups: Sequence[RolloutGroup], decode_raw: Callable[[Sequence[int]], str]
     ) -> None:
         """Write `--rl-log-rollouts` tasks of each environment: sampled and greedy answers, by turns in ``groups``."""
         wanted = self._config.logging.rl_log_rollouts
         if self._groups.is_main and wanted:
-            by_group = rows_by_group(step, first_of_each(groups, wanted), decode_token)
+            by_group = rows_by_group(step, first_of_each(groups, wanted), decode_raw)
             rows = [{**row, "greedy": index % 2 == 1} for index, rows in enumerate(by_group) for row in rows]
             write_rows(self._directory.evaluation_path(step), rows)
 

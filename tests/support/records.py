@@ -13,11 +13,11 @@ def write_rollouts(
     path: Path,
     step: int,
     groups: Sequence[RolloutGroup],
-    decode_token: Callable[[int], str] = lambda token: f"[{token}]",
+    decode_raw: Callable[[Sequence[int]], str] = lambda ids: "".join(f"[{token}]" for token in ids),
     greedy: Sequence[bool] | None = None,
 ) -> None:
     """All samples of ``groups``; ``greedy`` says of each group of an evaluation whether it is the greedy answer."""
-    by_group = rows_by_group(step, groups, decode_token)
+    by_group = rows_by_group(step, groups, decode_raw)
     for rows, is_greedy in zip(by_group, greedy or (), strict=greedy is not None):
         for row in rows:
             row["greedy"] = is_greedy

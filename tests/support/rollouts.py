@@ -39,7 +39,7 @@ def graded_group(
         grade = FAILED if reward is None else Grade(reward)
         rollouts.append(Rollout(completion, "text", grade))
     source = SourcedTask(environment, Task(task_id, "prompt"))
-    return RolloutGroup(source, tuple(prompt_ids), "prompt", tuple(rollouts))
+    return RolloutGroup(source, tuple(prompt_ids), tuple(rollouts))
 
 
 def with_routing(group: RolloutGroup, layers: Sequence[int]) -> RolloutGroup:

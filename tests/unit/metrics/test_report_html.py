@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -63,10 +64,15 @@ def embedded_data(page: str) -> Any:
     return json.loads(collector.scripts[0][1])
 
 
+def decode(ids: Sequence[int]) -> str:
+    """Prompts are characters, and token 7 is hostile."""
+    return HOSTILE[0] if ids == (7,) else "".join(map(chr, ids))
+
+
 def make_group(text: str, tokens: int = 1) -> RolloutGroup:
     completion = Completion((7,) * tokens, (-0.5,) * tokens, "stop", policy_version=0)
     rollout = Rollout(completion, text, Grade(1.0))
-    return RolloutGroup(SourcedTask(text, Task(text, text)), (1,), text, (rollout,))
+    return RolloutGroup(SourcedTask(text, Task(text, text)), tuple(map(ord, text)), (rollout,))
 
 
 @pytest.fixture
@@ -78,7 +84,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def test_hostile_text_comes_back_unchanged_and_stays_data(run: RunDirectory) -> None:
     groups = [make_group(text) for text in HOSTILE]
-    write_rollouts(run.rollouts_path(1), 1, groups, decode_token=lambda token: HOSTILE[0])
+    write_rollouts(run.rollouts_path(1), 1, groups, decode_raw=decode)
     page = write_report(run.path).read_text(encoding="utf-8")
     data = embedded_data(page)
     step = data["rollouts"][0]

@@ -27,7 +27,7 @@ GRADES = (
     Grade(-1.0, status="no_answer"),
     Grade(None, code="timeout", message="slow"),
 )
-WORDS = {0: "calls ", 1: "<tool>", 2: "42", 3: "</tool>", 4: "so\n42"}
+WORDS = {9: "6*7?", 0: "calls ", 1: "<tool>", 2: "42", 3: "</tool>", 4: "so\n42"}
 
 
 @pytest.fixture
@@ -35,11 +35,11 @@ def shown(tmp_path: Path) -> dict[str, Any]:
     """A step of four samples, in the first of which the environment wrote tokens 1 to 3; and an evaluation."""
     run = RunDirectory(tmp_path)
     run.create({}, {}, ["train"])
-    completion = Completion(tuple(WORDS), (-0.5,) * 5, "stop", policy_version=0)
+    completion = Completion(tuple(range(5)), (-0.5,) * 5, "stop", policy_version=0)
     rollouts = tuple(Rollout(completion, "calls 42", grade) for grade in GRADES)
-    group = RolloutGroup(SourcedTask("dapo", Task("7", "p")), (1,), "6*7?", rollouts)
+    group = RolloutGroup(SourcedTask("dapo", Task("7", "p")), (9,), rollouts)
     path = run.rollouts_path(1)
-    write_rollouts(path, 1, [group], decode_token=WORDS.get)
+    write_rollouts(path, 1, [group], decode_raw=lambda ids: "".join(map(WORDS.__getitem__, ids)))
     first, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({**json.loads(first), "environment_spans": [[1, 4]]}), *rest]) + "\n")
     write_rollouts(run.evaluation_path(1), 1, [replace(group, rollouts=rollouts[1:2])], greedy=[True])

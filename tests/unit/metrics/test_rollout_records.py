@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.rollouts import training_rows
+from megatron_rl.metrics.rollouts import gold_answer, rows_by_group, training_rows
 from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
 
-VOCABULARY = {5: "4", 6: "<eos>"}
+VOCABULARY = {1: "<bos>", 2: "2+2=", 5: "4", 6: "<eos>"}
+
+
+def spelled(ids: Sequence[int]) -> str:
+    return "".join(map(VOCABULARY.__getitem__, ids))
 
 
 def make_group(task: str, *grades: Grade) -> RolloutGroup:
     completion = Completion((5, 6), (-0.25, float("-inf")), "stop", policy_version=11)
     rollouts = tuple(Rollout(completion, "4 \ud800", grade) for grade in grades)
-    return RolloutGroup(SourcedTask("arithmetic", Task(task, "2+2")), (1, 2), "user: 2+2", rollouts)
+    return RolloutGroup(SourcedTask("arithmetic", Task(task, "2+2", {"gold": "4"})), (1, 2), rollouts)
 
 
 GROUPS = [
@@ -36,8 +41,9 @@ def test_round_trip(tmp_path: Path) -> None:
         "environment": "arithmetic",
         "task_id": "a",
         "sample": 0,
-        "prompt": "user: 2+2",
+        "prompt": "[1][2]",
         "prompt_ids": [1, 2],
+        "gold": "4",
         "completion": "4 \ud800",
         "token_ids": [5, 6],
         "inference_logprobs": [-0.25, None],
@@ -48,6 +54,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "status": "ok",
         "code": "",
         "verdict": "",
+        "correct": True,
         "extracted": None,
         "environment_spans": [],
         "message": "",
@@ -66,13 +73,13 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_token_texts_are_decoded_once_per_id(tmp_path: Path) -> None:
     decoded: list[int] = []
 
-    def decode(token: int) -> str:
-        decoded.append(token)
-        return VOCABULARY[token]
+    def decode(ids: Sequence[int]) -> str:
+        decoded.extend(ids)
+        return spelled(ids)
 
-    write_rollouts(tmp_path / "rows.jsonl", 1, GROUPS, decode_token=decode)
+    write_rollouts(tmp_path / "rows.jsonl", 1, GROUPS[1:], decode_raw=decode)
     assert read_rows(tmp_path / "rows.jsonl")[0]["token_texts"] == ["4", "<eos>"]
-    assert decoded == [5, 6]
+    assert decoded == [1, 2, 5, 6]
 
 
 def test_rows_of_training_say_what_became_of_each_sample() -> None:
@@ -80,11 +87,25 @@ def test_rows_of_training_say_what_became_of_each_sample() -> None:
     grade = Grade(1.0)
     groups = [make_group("a", grade, grade), make_group("b", grade, grade)]
     use = {0: (0, 1.5), 2: (1, 0.5), 3: (0, -0.5), 6: (1, 2.0)}
-    rows = training_rows(12, groups, [1, 3], use, 4, VOCABULARY.__getitem__)
+    rows = training_rows(12, groups, [1, 3], use, 4, spelled)
     assert [(row["group"], row["sample"], row["advantage"], row["update"]) for row in rows] == [
         (1, 0, 0.5, 1), (1, 1, -0.5, 0), (3, 0, 2.0, 1), (3, 1, None, None),
     ]  # fmt: skip
-    assert {row["group"] for row in training_rows(12, groups, [1, 3], use, 3, VOCABULARY.__getitem__)} == {1}
+    assert {row["group"] for row in training_rows(12, groups, [1, 3], use, 3, spelled)} == {1}
+
+
+def test_the_gold_answer_is_what_the_grader_is_given() -> None:
+    assert gold_answer(Task("a", "2+2", {"gold": "4", "answer": "no"})) == "4"
+    assert gold_answer(Task("a", "2+2", {"answer": 4})) == "4"
+    assert gold_answer(Task("a", "2+2", {"gold": [1, 2]})) == "[1, 2]"
+    assert gold_answer(Task("a", "2+2")) is None
+
+
+def test_what_is_correct_is_recorded_as_evaluations_count_it() -> None:
+    """The verdict where there is one, else the reward; nothing where the grade failed."""
+    grades = [Grade(0.5, status="wrong"), Grade(0.5), Grade(0.0), Grade(None, code="timeout")]
+    [rows] = rows_by_group(1, [make_group("a", *grades)], spelled)
+    assert [row["correct"] for row in rows] == [False, True, False, None]
 
 
 def test_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.inference.engine import EngineStatistics
+from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.evaluation import Evaluator, is_correct, powers_of_two_up_to
+from megatron_rl.rollout.evaluation import Evaluator, powers_of_two_up_to
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.types import Grade, Request, RolloutGroup, SamplingParams, SourcedTask, Task

@@ -39,7 +39,7 @@ def group(index: int) -> RolloutGroup:
     plain = Completion((index, 0), logprobs[:2], "stop", 3)
     failed = Grade(None, code="worker_died", message="twice")
     good = Grade(0.1, {"calls": 2.0}, status="correct", extracted="12")
-    return RolloutGroup(request(index).source, (1, 2), "", (Rollout(talk, "", failed), Rollout(plain, "", good)))
+    return RolloutGroup(request(index).source, (1, 2), (Rollout(talk, "", failed), Rollout(plain, "", good)))
 
 
 @pytest.fixture

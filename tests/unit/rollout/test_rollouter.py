@@ -192,7 +192,6 @@ def test_the_grader_sees_text_ending_and_length(harness: Harness) -> None:
     group = harness.run(ScriptedEngine(finish_at=[1]), look).groups[0]
     assert seen == [Transcript("a", "stop", 2), Transcript("aa", "length", 2)]
     assert [transcript.ended for transcript in seen] == [True, False]
-    assert group.prompt_text == "ab"
     assert [rollout.text for rollout in group.rollouts] == ["a", "aa"]
     assert group.rollouts[0].completion.policy_version == 4
 
