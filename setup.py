@@ -31,7 +31,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=LIBRARY + ENVIRONMENTS,
     package_dir={"megatron_rl_environments": "environments"},
-    package_data={"megatron_rl": ["py.typed", "metrics/*.html"]},
+    package_data={"megatron_rl": ["py.typed", "metrics/page/*"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.16.1,<0.20",

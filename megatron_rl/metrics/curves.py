@@ -41,33 +41,54 @@ def charts_for(rows: Sequence[Row]) -> list[Chart]:
     recorded = list(dict.fromkeys(name for row in rows for name in row))
     held_out: dict[str, dict[str, str]] = {}
     lengths = {"response_length/mean": "mean", "response_length/max": "max"}
+    truncated = {"response_length/clip_ratio": "training"}
+    held_out_rewards: dict[str, str] = {}
+    # Lengths, cuts and rewards have scales of their own: beside them shares of right answers would be flat lines.
+    elsewhere = {"response_length": lengths, "truncated": truncated, "reward": held_out_rewards}
     for environment, measures in by_environment(dict.fromkeys(recorded, 0.0)).items():
         drawn = {f"val/{environment}/{measure}": measure for measure in measures if measure not in COUNTS}
-        if drawn.pop(f"val/{environment}/response_length", None):
-            lengths[f"val/{environment}/response_length"] = f"held-out {environment}"
+        for measure, lines in elsewhere.items():
+            if drawn.pop(f"val/{environment}/{measure}", None):
+                lines[f"val/{environment}/{measure}"] = f"held-out {environment}"
+        reward, passed = f"val/{environment}/reward", f"val/{environment}/pass@1"
+        if all(row.get(reward) == row.get(passed) for row in rows):
+            held_out_rewards.pop(reward, None)
         held_out[environment] = drawn
+    trained = trained_environments(rows)
+    by_name = trained if len(trained) > 1 else []
+    rewards = {f"reward/{name}/mean": name for name in by_name}
+    signal = {f"reward/{name}/signal_share": name for name in by_name}
     idle = "perf/rollout_idle_share"
     ranks = {name: name.removeprefix(f"{idle}/").replace("_", " ") for name in recorded if name.startswith(f"{idle}/")}
     gap = {"training/rollout_logprob_gap_mean": "mean", "training/rollout_logprob_gap_max": "max"}
-    clipped = {"actor/pg_clipfrac": "clipped tokens", "actor/pg_clipfrac_lower": "dual clip",
-               "response_length/clip_ratio": "answers cut at the limit"}  # fmt: skip
+    clipped = {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "dual clip"}
     return [
-        Chart("Training reward", {"critic/rewards/mean": "reward", "critic/score/mean": "score"}),
+        Chart("Training reward", {"critic/rewards/mean": "reward", "critic/score/mean": "score", **rewards}),
         *(Chart(f"Held-out: {name}", lines) for name, lines in held_out.items()),
         Chart("Supervised loss", {"train/loss": "loss"}),
         Chart("Perplexity", {"train/perplexity": "perplexity"}, scale="log"),
         Chart("Response length", lengths),
+        Chart("Share of answers cut at the limit", truncated),
+        Chart("Share of groups with signal", {"training/signal_share": "all", **signal}),
+        Chart("Held-out reward", held_out_rewards),
         Chart("Entropy", {"actor/entropy": "entropy"}),
         Chart("Gradient norm", {"actor/grad_norm": "gradient norm"}),
         Chart("Log-prob gap, engine and trainer", gap, scale="log"),
         Chart("Policy loss", {"actor/pg_loss": "policy loss"}),
         Chart("KL divergence", {"actor/ppo_kl": "to old policy", "actor/kl_loss": "to reference"}),
-        Chart("Clipped fraction", clipped),
+        Chart("Share of tokens clipped", clipped),
         Chart("Learning rate", {"actor/lr": "learning rate"}),
         Chart("Tokens per second", {"perf/throughput": "whole step", "perf/rollout_tokens_per_s": "rollout"}),
         Chart("Idle share of the generation", {idle: "mean of the ranks", **ranks}),
         Chart("Seconds by phase", _phase_lines(recorded), kind="stack"),
     ]
+
+
+def trained_environments(rows: Sequence[Row]) -> list[str]:
+    """The environments that rewards were recorded of, ``reward/<environment>/mean``, in the order they came up."""
+    metrics = dict.fromkeys(name for row in rows for name in row)
+    named = [name for name in metrics if name.startswith("reward/") and name.endswith("/mean")]
+    return [name.removeprefix("reward/").removesuffix("/mean") for name in named]
 
 
 def build_curves(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """``report.html``: a run in one self-contained file, without a server or a network.
 
-Rebuild it with::
+A run writes it at its end and, from a process of its own, on its way. Rebuild it with::
 
     python -m megatron_rl.metrics.report RUN_DIR
 """
@@ -8,39 +8,31 @@ Rebuild it with::
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_rl.atomic import write_text_atomic
-from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number
-from megatron_rl.metrics.evaluation import last_evaluation, result_table
-from megatron_rl.metrics.jsonl import read_json_object, read_rows, to_plain
+from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number, trained_environments
+from megatron_rl.metrics.evaluation import by_environment, last_evaluation, result_table
+from megatron_rl.metrics.jsonl import read_json_object, read_rows
+from megatron_rl.metrics.page import build_page
+from megatron_rl.metrics.report_rollouts import build_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
 
-TEMPLATE = "report_template.html"
-PLACEHOLDER = "__REPORT_DATA__"
-HTML_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
-
-MAX_STEPS = 40
-MAX_TOKENS_PER_SAMPLE = 2_000
-MAX_CHARACTERS = 12_000
-TOKEN_BUDGET = 300_000
-"""About 6 MB of page."""
-SHOWN_AS_RECORDED = ("environment", "task_id", "sample", "reward", "extracted", "finish_reason", "policy_version")
+MOST_FIGURES = 4
+AVERAGED = 5
+"""Steps at either end whose mean stands for the reward at the beginning and now."""
 
 
 def write_report(run_dir: Path) -> Path:
     """Build ``report.html`` from what the run directory holds; returns its path."""
     run = RunDirectory(run_dir)
-    template = files("megatron_rl.metrics").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    page = template.replace(PLACEHOLDER, to_script_json(build_payload(run)), 1)
-    write_text_atomic(run.report, page)
+    write_text_atomic(run.report, build_page(build_payload(run)))
     return run.report
 
 
@@ -50,42 +42,22 @@ def build_payload(run: RunDirectory) -> dict[str, Any]:
     for row in read_rows(run.metrics):  # a file edited or joined by hand may hold a step twice
         merged.setdefault(row["step"], {}).update(row)
     rows = [merged[step] for step in sorted(merged)]
-    newest = last_evaluation(rows)
+    facts, newest = run.read_facts(), last_evaluation(rows)
     headers, results = result_table(newest)
     return {
         "name": run.path.resolve().name,
-        "facts": _facts(run.read_facts(), rows),
-        "summary": _evaluation_figures(read_json_object(run.summary)),
-        "table": _table(rows),
+        "status": facts.get("status"),
+        "error": facts.get("error"),
+        "progress": _progress(run, rows),
+        "figures": _figures(rows),
         # The same numbers as in ``evaluation.json``, if there is one.
         "evaluation": {"step": newest["step"], "headers": headers, "rows": results} if newest else None,
+        "training": _training(rows),
         "charts": build_curves(rows),
         "rollouts": build_rollouts(run.rollouts),
+        "facts": _facts(facts, read_json_object(run.summary)),
+        "table": _table(rows),
     }
-
-
-def _evaluation_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary with "pass@1: 0.29 -> 0.98" in place of the nested evaluations."""
-    results = summary.get("eval") or {}
-    before, after = results.get("before", {}), results.get("after", {})
-    changes = {
-        f"held-out {measure}": f"{before[measure]:.3g} \u2192 {after[measure]:.3g}"
-        for measure in after
-        if measure in before and (measure.startswith("pass@") or measure == "greedy")
-    }
-    return {**changes, **{name: value for name, value in summary.items() if name != "eval"}}
-
-
-def to_script_json(value: object) -> str:
-    """Strict JSON that cannot leave the ``<script>`` element it is put in.
-
-    Completions are written by a model under training: one of them will contain ``</script>`` or ``<!--``.
-    ``json`` itself escapes everything outside ASCII, the line separators U+2028 and U+2029 included.
-    """
-    text = json.dumps(to_plain(value), allow_nan=False, separators=(",", ":"))
-    for character, escape in HTML_ESCAPES.items():
-        text = text.replace(character, escape)
-    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,18 +71,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _facts(run_facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _progress(run: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> str:
+    """``step 12 of 80, 10:07:31 UTC``: how far the page goes, since it is not kept up to date once it is open."""
+    if not rows:
+        return ""
+    settings = yaml.safe_load(run.config.read_text(encoding="utf-8")) if run.config.exists() else None
+    total = ((settings or {}).get("training") or {}).get("train_iters")
+    newest = rows[-1]
+    when = newest.get("time", "")[11:19]
+    return f"step {newest['step']}{f' of {total}' if total else ''}{f', {when} UTC' if when else ''}"
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """``("gsm8k pass@1", "0.29 -> 0.98")`` of each environment, first and newest evaluation; then what is trained."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for environment, measures in by_environment(row).items():
+            measure = next((name for name in ("pass@1", "greedy", "reward") if name in measures), None)
+            if measure is not None and measures[measure] is not None:
+                found.setdefault(f"{environment} {measure}", []).append(measures[measure])
+    figures = [(name, _change(values[0], values[-1])) for name, values in found.items()]
+    trained = [
+        (label, _change(*ends))
+        for metric, label in (("critic/rewards/mean", "training reward"), ("train/loss", "loss"))
+        if (ends := _ends(rows, metric)) is not None
+    ]
+    return [*trained, *figures][:MOST_FIGURES]
+
+
+def _training(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A row an environment that is trained on, and one of them together unless there is one alone."""
+    environments = trained_environments(rows)
+    named = {name: (f"reward/{name}/mean", f"reward/{name}/signal_share") for name in environments}
+    if len(named) != 1:
+        named["all"] = ("critic/rewards/mean", "training/signal_share")
+    table = []
+    for name, metrics in named.items():
+        ends = [_ends(rows, metric) for metric in metrics]
+        if any(ends):
+            table.append([name, *("-" if pair is None else _change(*pair) for pair in ends)])
+    note = f"First and last: means of up to {AVERAGED} steps. A group has signal when its samples differ in reward."
+    return {"headers": ["environment", "reward", "share of groups with signal"], "rows": table, "note": note}
+
+
+def _ends(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[float, float] | None:
+    """Means of the metric over its first and its last steps, at most half of all each."""
+    values = [row[metric] for row in rows if row.get(metric) is not None]
+    count = min(AVERAGED, max(1, len(values) // 2))
+    return (sum(values[:count]) / count, sum(values[-count:]) / count) if values else None
+
+
+def _change(first: float, last: float) -> str:
+    return f"{last:.3g}" if first == last else f"{first:.3g} \u2192 {last:.3g}"
+
+
+def _facts(run_facts: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     versions, starts = run_facts.get("versions", {}), len(run_facts.get("starts", []))
+    totals = {name: value for name, value in summary.items() if isinstance(value, int | float)}
     facts = {
-        "status": run_facts.get("status"),
-        "last step": rows[-1]["step"] if rows else None,
+        "command": shlex.join(run_facts.get("command", [])) or None,
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or None,
+        "commit": run_facts.get("git_commit"),
+        "host": run_facts.get("host"),
         "started": run_facts.get("created"),
         "updated": run_facts.get("updated"),
         "starts": starts if starts > 1 else None,
-        "host": run_facts.get("host"),
-        "commit": run_facts.get("git_commit"),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or None,
-        "command": shlex.join(run_facts.get("command", [])) or None,
+        **{name.replace("_", " "): value for name, value in totals.items()},
     }
     return {name: fact for name, fact in facts.items() if fact is not None}
 
@@ -125,76 +151,6 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             rounded = {name: round_number(number) for name, number in numbers.items()}
             table.append({"chart": chart.title, "line": series.label, **rounded})
     return table
-
-
-def build_rollouts(folder: Path) -> list[dict[str, Any]]:
-    """One entry a step: its prompts once, and the samples that refer to them."""
-    paths = [path for kind in ("step", "eval") for path in spread(sorted(folder.glob(f"{kind}_*.jsonl")), MAX_STEPS)]
-    budget = TOKEN_BUDGET // max(1, len(paths))
-    recorded = [(path.name.startswith("eval"), read_rows(path)) for path in paths]
-    return [_build_step(rows, budget, held_out) for held_out, rows in recorded if rows]
-
-
-def spread(items: Sequence[Path], limit: int) -> list[Path]:
-    """At most ``limit`` items evenly apart, the first and the last among them."""
-    count = min(len(items), limit)
-    return [items[round(index * (len(items) - 1) / max(1, count - 1))] for index in range(count)]
-
-
-def _build_step(rows: Sequence[Mapping[str, Any]], budget: int, held_out: bool) -> dict[str, Any]:
-    """The first samples, group by group, until the token budget is used; at least one."""
-    prompts: dict[str, int] = {}
-    samples: list[dict[str, Any]] = []
-    used = 0
-    for row in rows:
-        tokens = min(len(row["token_ids"]), MAX_TOKENS_PER_SAMPLE)
-        if samples and used + tokens > budget:
-            break
-        used += tokens
-        prompt = prompts.setdefault(_cut(row["prompt"]), len(prompts))
-        samples.append({"prompt": prompt, **_build_sample(row)})
-    step = rows[0]["step"]
-    return {
-        "step": step,
-        "held_out": held_out,
-        "label": f"held-out, step {step}" if held_out else f"step {step}",
-        "recorded": len(rows),
-        "verdicts": dict(Counter(filter(None, map(_verdict, rows))).most_common()),
-        "prompts": list(prompts),
-        "samples": samples,
-    }
-
-
-def _verdict(row: Mapping[str, Any]) -> str:
-    """The grader's word for a sample; "" where it has none, ``not graded`` where the grade failed."""
-    return "not graded" if row["status"] == "error" else row["verdict"]
-
-
-def _build_sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of a record, under the record's own names where it is shown as it is."""
-    tokens = row["token_texts"][:MAX_TOKENS_PER_SAMPLE]
-    logprobs = [None if value is None else round(value, 4) for value in row["inference_logprobs"][: len(tokens)]]
-    clipped = [(start, min(end, len(tokens))) for start, end in row["environment_spans"]]
-    spans = [(start, end) for start, end in clipped if start < end]
-    for start, end in spans:
-        logprobs[start:end] = [None] * (end - start)  # what stands there was never drawn from the policy
-    return {
-        **{name: row[name] for name in SHOWN_AS_RECORDED},
-        "completion": _cut(row["completion"]),
-        "tokens": tokens,
-        "logprobs": logprobs,
-        "spans": spans,
-        "num_tokens": len(row["token_ids"]),
-        "greedy": row.get("greedy", False),
-        "verdict": _verdict(row),
-        "error": ": ".join(filter(None, (row["code"], row["message"]))),
-    }
-
-
-def _cut(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
-    return f"{text[:MAX_CHARACTERS]} ... ({len(text) - MAX_CHARACTERS} more characters)"
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ def test_the_answers_are_in_the_report(outcomes, workshop):
     assert [row["environment"] for row in rows] == ["digits"] * 9 + ["unreliable"] * 8
     assert [(row["sample"], row["greedy"]) for row in rows[:3]] == [(0, False), (1, False), (0, True)]
     [shown] = report_of(run_dir)["rollouts"]
-    assert (shown["label"], len(shown["samples"])) == ("held-out, step 0", 17)
+    numbers = [number for group in shown["groups"] for sample in group["samples"] for number in sample["samples"]]
+    assert (shown["label"], len(shown["groups"]), len(numbers)) == ("held-out, step 0", 5, 17)
 
 
 def test_a_list_for_evaluation_alone_needs_nothing_to_train_on(outcomes, workshop):

@@ -4,7 +4,7 @@
 const fs = require("fs");
 const page = fs.readFileSync(process.argv[2], "utf8");
 const [, stored] = page.match(/id="report-data">([^]*?)<\/script>/);
-const [, script] = page.match(/<script>\n([^]*?)<\/script>/);
+const [, script] = page.match(/<script>\n([^]*?)<\/script>/);  // the one without an id
 
 class Node {
   constructor(tag) { Object.assign(this, { tag, children: [], style: {}, attributes: {}, listeners: {}, value: "", checked: false, className: "" }); }
@@ -24,33 +24,51 @@ global.document = {
   createElementNS: (_, tag) => new Node(tag),
   getElementById: (id) => sections[id] ??= new Node(id),
 };
+global.innerWidth = 1280;
 global.ResizeObserver = class { observe() {} };
 document.getElementById("report-data").textContent = stored;
 new Function(script)();
 
 const rollouts = sections.rollouts;
 const texts = (nodes) => nodes.map((node) => node.textContent);
-const coloured = (article) => texts(article.find((node) => node.tag === "span" && node.style.background));
+const named = (name) => (node) => node.className.split(" ").includes(name);
+const labelled = (name) => rollouts.find((node) => node.attributes["aria-label"] === name)[0];
+const coloured = (sample) => texts(sample.find((node) => node.tag === "span" && node.style.background));
 const shown = () => {
-  const articles = rollouts.find((node) => node.tag === "article");
+  const samples = rollouts.find(named("sample"));
   return {
     counts: texts(rollouts.find((node) => node.attributes["aria-pressed"])),
-    samples: texts(articles),
-    environment: texts(rollouts.find((node) => node.className === "environment")),
-    coloured: coloured(articles[0]),
-    coloured_of_second: articles[1] ? coloured(articles[1]) : [],
+    groups: rollouts.find(named("group")).map((group) => group.children[0].textContent),
+    prompts: texts(rollouts.find(named("prompt"))),
+    samples: texts(samples),
+    folded: samples.map((sample) => sample.find(named("folded")).length > 0),
+    environment: texts(rollouts.find(named("environment"))),
+    coloured: samples.map(coloured),
   };
 };
 const [choose] = rollouts.find((node) => node.tag === "select");
 const steps = texts(choose.children), opened = steps[choose.value], views = {};
-steps.forEach((step, index) => {
-  choose.value = index;
+function view(step, name) {
+  choose.value = choose.children[steps.indexOf(step)].value;
   choose.listeners.input();
-  views[step] = shown();
-});
-choose.value = 0;
-choose.listeners.input();
+  views[name] = shown();
+}
+steps.forEach((step) => view(step, step));
+view(steps[0], steps[0]);
 rollouts.find((node) => node.attributes["aria-pressed"])[0].listeners.click();
-views[`${steps[0]}, filtered`] = shown();
-const evaluation = texts(sections.evaluation.find((node) => ["th", "td"].includes(node.tag)));
-console.log(JSON.stringify({ evaluation, steps, opened, views }));
+views.filtered = shown();
+rollouts.find((node) => node.attributes["aria-pressed"])[0].listeners.click();
+const search = labelled("search");
+search.value = " CALLS 42 ";
+view("all steps", "searched");
+search.value = "";
+view(steps[0], steps[0]);
+const more = rollouts.find(named("more"));
+if (more.length) more[0].listeners.click();
+views.unfolded = shown();
+const header = (name) => texts(sections[name].find((node) => ["th", "td"].includes(node.tag)));
+const cards = sections.curves.find((node) => node.tag === "h3").length;
+console.log(JSON.stringify({
+  results: header("results"), steps, opened, views, cards, curves: sections.curves.textContent, run: sections.run.textContent,
+  header: sections.header.textContent, order: Object.keys(sections),
+}));

@@ -14,20 +14,22 @@ import pytest
 
 from megatron_rl.metrics.curves import MAX_POINTS, build_curves, select_indices
 from megatron_rl.metrics.jsonl import JsonlWriter
-from megatron_rl.metrics.report import (
+from megatron_rl.metrics.page import to_script_json
+from megatron_rl.metrics.report import main, write_report
+from megatron_rl.metrics.report_rollouts import (
+    FEWEST_STEPS,
     MAX_STEPS,
     MAX_TOKENS_PER_SAMPLE,
     TOKEN_BUDGET,
     build_rollouts,
-    main,
-    to_script_json,
-    write_report,
+    read_groups,
 )
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
 
 HOSTILE = (
+    "__STYLE__ __SCRIPT__ $& \\1",
     "</script><script>alert(1)</script>",
     "<!-- <script>",
     "__REPORT_DATA__",
@@ -72,7 +74,7 @@ def decode(ids: Sequence[int]) -> str:
 def make_group(text: str, tokens: int = 1) -> RolloutGroup:
     completion = Completion((7,) * tokens, (-0.5,) * tokens, "stop", policy_version=0)
     rollout = Rollout(completion, text, Grade(1.0))
-    return RolloutGroup(SourcedTask(text, Task(text, text)), tuple(map(ord, text)), (rollout,))
+    return RolloutGroup(SourcedTask(text, Task(text, text, {"gold": text})), tuple(map(ord, text)), (rollout,))
 
 
 @pytest.fixture
@@ -87,10 +89,11 @@ def test_hostile_text_comes_back_unchanged_and_stays_data(run: RunDirectory) -> 
     write_rollouts(run.rollouts_path(1), 1, groups, decode_raw=decode)
     page = write_report(run.path).read_text(encoding="utf-8")
     data = embedded_data(page)
-    step = data["rollouts"][0]
-    assert step["prompts"] == list(HOSTILE)
-    assert [sample["completion"] for sample in step["samples"]] == list(HOSTILE)
-    assert step["samples"][0]["tokens"] == [HOSTILE[0]]
+    shown = data["rollouts"][0]["groups"]
+    assert [group["prompt"] for group in shown] == list(HOSTILE)
+    assert [group["gold"] for group in shown] == list(HOSTILE)
+    assert [group["samples"][0]["completion"] for group in shown] == list(HOSTILE)
+    assert shown[0]["samples"][0]["tokens"] == [HOSTILE[0]]
     assert page.count("</script>") == 2
     assert HOSTILE[0] in data["facts"]["command"]
 
@@ -125,6 +128,8 @@ def test_only_recorded_metrics_get_a_chart(run: RunDirectory) -> None:
     writer.write(2, {"critic/rewards/mean": 0.5, "critic/score/mean": 0.5, "val/gsm8k/pass@1": 0.75})
     data = embedded_data(write_report(run.path).read_text(encoding="utf-8"))
     assert [chart["title"] for chart in data["charts"]] == ["Training reward", "Held-out: gsm8k"]
+    assert data["figures"] == [["training reward", "0.25 \u2192 0.5"], ["gsm8k pass@1", "0.75"]]
+    assert data["progress"].startswith("step 2, ")
     # The score repeats the reward here, so one line stands for both.
     assert data["charts"][0]["series"] == [{"label": "reward", "steps": [1, 2], "values": [0.25, 0.5]}]
     numbers = {"first": 0.25, "last": 0.5, "lowest": 0.25, "highest": 0.5}
@@ -194,11 +199,53 @@ def test_verdict_and_extracted_answer_stand_beside_the_reward(run: RunDirectory)
     group = make_group("2+2")
     rollouts = tuple(replace(group.rollouts[0], grade=grade) for grade in grades)
     write_rollouts(run.rollouts_path(1), 1, [replace(group, rollouts=rollouts)])
-    step = embedded_data(write_report(run.path).read_text(encoding="utf-8"))["rollouts"][0]
-    assert [(sample["verdict"], sample["extracted"]) for sample in step["samples"]] == [
-        ("wrong", "35"), ("correct", "34"), ("wrong", "<b>36"), ("no_answer", None), ("not graded", None), ("", None),
+    [shown] = embedded_data(write_report(run.path).read_text(encoding="utf-8"))["rollouts"][0]["groups"]
+    assert [(sample["verdict"], sample["correct"], sample["extracted"]) for sample in shown["samples"]] == [
+        ("wrong", False, "35"), ("correct", True, "34"), ("wrong", False, "<b>36"), ("no_answer", False, None),
+        ("not graded", None, None), ("correct", True, None),
     ]  # fmt: skip
-    assert step["verdicts"] == {"wrong": 2, "correct": 1, "no_answer": 1, "not graded": 1}
+    assert [sample["by_reward"] for sample in shown["samples"]] == [False] * 5 + [True]
+    # rewards -1, 1, -1, -1 and 0.5 of the five that were graded
+    assert (shown["count"], shown["mean"], shown["correct"], shown["equal"]) == (6, -0.3, 2, False)
+
+
+def test_identical_answers_are_shown_once(tmp_path: Path) -> None:
+    """Of six samples 0, 2 and 5 say the same; 3 got another reward, and 4 was cut at its limit."""
+    group = make_group("2+2")
+    said = group.rollouts[0]
+    cut = replace(said, completion=replace(said.completion, finish_reason="length"))
+    rollouts = (said, replace(said, text="other"), said, replace(said, grade=Grade(0.0)), cut, said)
+    write_rollouts(tmp_path / "step_000001.jsonl", 1, [replace(group, rollouts=rollouts)])
+    [shown] = build_rollouts(tmp_path)[0]["groups"]
+    assert [sample["samples"] for sample in shown["samples"]] == [[0, 2, 5], [1], [3], [4]]
+    assert (shown["count"], shown["truncated"], shown["mean"]) == (6, 1, pytest.approx(5 / 6))
+
+
+def test_rewards_and_signal_by_environment(run: RunDirectory) -> None:
+    writer = JsonlWriter(run.metrics)
+    for step, (easy, hard) in enumerate([(0.5, 0.0), (1.0, 0.25)], start=1):
+        writer.write(step, {
+            "critic/rewards/mean": (easy + hard) / 2, "training/signal_share": 0.75,
+            "reward/easy/mean": easy, "reward/easy/signal_share": 1.0,
+            "reward/hard/mean": hard, "reward/hard/signal_share": 0.5,
+        })  # fmt: skip
+    data = embedded_data(write_report(run.path).read_text(encoding="utf-8"))
+    assert data["training"]["rows"] == [
+        ["easy", "0.5 \u2192 1", "1"], ["hard", "0 \u2192 0.25", "0.5"], ["all", "0.25 \u2192 0.625", "0.75"],
+    ]  # fmt: skip
+    lines = {chart["title"]: [one["label"] for one in chart["series"]] for chart in data["charts"]}
+    assert lines["Training reward"] == ["reward", "easy", "hard"]
+    assert lines["Share of groups with signal"] == ["all", "easy", "hard"]
+
+
+def test_measures_of_another_scale_have_charts_of_their_own() -> None:
+    rows = [{"step": 1, "val/a/pass@1": 0.98, "val/a/truncated": 0.0, "val/a/response_length": 900.0,
+             "val/a/reward": -0.5, "val/b/pass@1": 0.5, "val/b/reward": 0.5}]  # fmt: skip
+    lines = {chart["title"]: [one["label"] for one in chart["series"]] for chart in build_curves(rows)}
+    assert lines == {
+        "Held-out: a": ["pass@1"], "Held-out: b": ["pass@1"], "Response length": ["held-out a"],
+        "Share of answers cut at the limit": ["held-out a"], "Held-out reward": ["held-out a"],
+    }  # fmt: skip
 
 
 def test_tokens_of_the_environment_have_no_logprob(tmp_path: Path) -> None:
@@ -207,7 +254,7 @@ def test_tokens_of_the_environment_have_no_logprob(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "step_000001.jsonl").read_text().splitlines()]
     rows[0]["environment_spans"] = [[2, 4], [4, 4], [5, 9]]
     (tmp_path / "step_000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fed, plain = build_rollouts(tmp_path)[0]["samples"]
+    fed, plain = (group["samples"][0] for group in build_rollouts(tmp_path)[0]["groups"])
     assert fed["spans"] == [(2, 4), (5, 6)]
     assert fed["logprobs"] == [-0.5, -0.5, None, None, -0.5, None]
     assert (plain["spans"], plain["logprobs"]) == ([], [-0.5, -0.5])
@@ -220,7 +267,9 @@ def test_held_out_answers_follow_the_training_steps(tmp_path: Path) -> None:
         write_rollouts(tmp_path / f"eval_{step:06d}.jsonl", step, groups, greedy=[False, True])
     steps = build_rollouts(tmp_path)
     assert [step["label"] for step in steps] == ["step 2", "held-out, step 0", "held-out, step 2"]
-    assert [sample["greedy"] for sample in steps[1]["samples"]] == [False, True]
+    [group] = steps[1]["groups"]  # the greedy answer is beside the sampled ones, and not of their mean
+    assert [sample["greedy"] for sample in group["samples"]] == [False, True]
+    assert group["count"] == 1
 
 
 def test_the_newest_results_are_a_table(run: RunDirectory) -> None:
@@ -245,7 +294,22 @@ def test_rollouts_are_cut_to_a_size_a_browser_opens(tmp_path: Path) -> None:
     assert len(steps) == MAX_STEPS
     assert (steps[0]["step"], steps[-1]["step"]) == (1, 2 * MAX_STEPS)
     assert steps[-1]["recorded"] == 12
-    assert len(steps[-1]["samples"]) == TOKEN_BUDGET // MAX_STEPS // MAX_TOKENS_PER_SAMPLE
-    sample = steps[-1]["samples"][0]
+    assert len(steps[-1]["groups"]) == -(-TOKEN_BUDGET // MAX_STEPS // MAX_TOKENS_PER_SAMPLE)
+    sample = steps[-1]["groups"][0]["samples"][0]
     assert (len(sample["tokens"]), sample["num_tokens"]) == (MAX_TOKENS_PER_SAMPLE, MAX_TOKENS_PER_SAMPLE + 5)
     assert sample["tokens"][0] == "[7]"
+
+
+def test_of_large_files_few_are_read_and_not_to_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged line is no sample; what is beyond the budget is not even parsed."""
+    group = make_group("a", tokens=10)
+    for step in range(1, 11):
+        write_rollouts(tmp_path / f"step_{step:06d}.jsonl", step, [replace(group, rollouts=group.rollouts * 3)] * 2)
+    monkeypatch.setattr("megatron_rl.metrics.report_rollouts.BYTE_BUDGET", 1000)
+    assert len(build_rollouts(tmp_path)) == FEWEST_STEPS
+    path = tmp_path / "step_000001.jsonl"
+    lines = path.read_text().splitlines()
+    other = [line.replace('"task_id": "a"', '"task_id": "b"') for line in lines]
+    path.write_text("\n".join(["{torn", *lines[:3], *other[:2]]) + "\n")
+    rows, recorded = read_groups(path, budget=15)
+    assert ([row["sample"] for row in rows], recorded) == ([0, 1, 2], 5)

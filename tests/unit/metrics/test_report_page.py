@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_rl.metrics.jsonl import JsonlWriter
 from megatron_rl.metrics.report import write_report
+from megatron_rl.metrics.rollouts import rows_by_group, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
@@ -24,56 +26,110 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="needs node, to run the pag
 GRADES = (
     Grade(-1.0, status="wrong", extracted="<b>35</b>"),
     Grade(1.0, status="correct", extracted="34"),
+    Grade(1.0, status="correct", extracted="34"),
     Grade(-1.0, status="no_answer"),
     Grade(None, code="timeout", message="slow"),
 )
-WORDS = {9: "6*7?", 0: "calls ", 1: "<tool>", 2: "42", 3: "</tool>", 4: "so\n42"}
+WORDS = {0: "calls ", 1: "<tool>", 2: "42", 3: "</tool>", 4: "so\n42", 8: "<bos>6*7?", 9: "6*8?"}
 
 
-@pytest.fixture
-def shown(tmp_path: Path) -> dict[str, Any]:
-    """A step of four samples, in the first of which the environment wrote tokens 1 to 3; and an evaluation."""
-    run = RunDirectory(tmp_path)
-    run.create({}, {}, ["train"])
-    completion = Completion(tuple(range(5)), (-0.5,) * 5, "stop", policy_version=0)
-    rollouts = tuple(Rollout(completion, "calls 42", grade) for grade in GRADES)
-    group = RolloutGroup(SourcedTask("dapo", Task("7", "p")), (9,), rollouts)
-    path = run.rollouts_path(1)
-    write_rollouts(path, 1, [group], decode_raw=lambda ids: "".join(map(WORDS.__getitem__, ids)))
-    first, *rest = path.read_text().splitlines()
-    path.write_text("\n".join([json.dumps({**json.loads(first), "environment_spans": [[1, 4]]}), *rest]) + "\n")
-    write_rollouts(run.evaluation_path(1), 1, [replace(group, rollouts=rollouts[1:2])], greedy=[True])
-    measures = {"val/aime/pass@1": 0.5, "val/aime/pass@1_ci95": 0.1}
-    JsonlWriter(run.metrics).write(1, {"critic/rewards/mean": 0.5, **measures})
-    command = [NODE, str(PAGE), str(write_report(tmp_path))]
+def spelled(ids: Sequence[int]) -> str:
+    return "".join(map(WORDS.__getitem__, ids))
+
+
+def run_page(run: RunDirectory) -> dict[str, Any]:
+    command = [NODE, str(PAGE), str(write_report(run.path))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
-def test_the_page(shown: dict[str, Any]) -> None:
-    assert shown["evaluation"] == ["environment", "pass@1 = avg@k", "aime", "0.500 \u00b1 0.100"]
-    assert shown["steps"] == ["step 1", "held-out, step 1"]
-    assert shown["opened"] == "step 1"
-    newest = shown["views"]["held-out, step 1"]
-    assert newest["counts"] == ["correct 1"]
-    assert "greedy" in newest["samples"][0]
-    wrong, right, silent, failed = shown["views"]["step 1"]["samples"]
-    assert wrong.startswith("reward -1wronganswer <b>35</b>")
-    assert "5 tokens \u00b7 3 of them from the environment" in wrong
-    assert right.startswith("reward 1correctanswer 34")
-    assert silent.startswith("reward -1no answerdapo 7")
-    assert failed.startswith("not gradeddapo 7") and "timeout: slow" in failed
-    assert shown["views"]["step 1"]["counts"] == ["wrong 1", "correct 1", "no answer 1", "not graded 1"]
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Step 1 of five samples, in the first of which the environment wrote tokens 1 to 3; step 2; an evaluation."""
+    run = RunDirectory(tmp_path)
+    run.create({}, {}, ["train", "<b>"])
+    completion = Completion(tuple(range(5)), (-0.5,) * 5, "stop", policy_version=0)
+    rollouts = tuple(Rollout(completion, "calls 42", grade) for grade in GRADES)
+    group = RolloutGroup(SourcedTask("dapo", Task("7", "p", {"gold": "42"})), (8,), rollouts)
+    path = run.rollouts_path(1)
+    [rows] = rows_by_group(1, [group], spelled)
+    rows[0] |= {"environment_spans": [(1, 4)], "advantage": 0.25}
+    write_rows(path, rows)
+    cut = replace(completion, finish_reason="length")
+    texts = ("no", "\n".join("abcdefghij"))
+    plain = tuple(Rollout(cut, text, Grade(float(right))) for right, text in enumerate(texts))
+    write_rollouts(run.rollouts_path(2), 2, [RolloutGroup(group.source, (9,), plain)], decode_raw=spelled)
+    held_out = replace(group, rollouts=rollouts[1:2])
+    write_rollouts(run.evaluation_path(1), 1, [held_out], decode_raw=spelled, greedy=[True])
+    measures = {"val/aime/pass@1": 0.5, "val/aime/pass@1_ci95": 0.1}
+    JsonlWriter(run.metrics).write(1, {"critic/rewards/mean": 0.5, "actor/ppo_kl": 0.0, **measures})
+    return run
+
+
+@pytest.fixture
+def shown(run: RunDirectory) -> dict[str, Any]:
+    return run_page(run)
+
+
+def test_results_and_curves_come_first_and_the_command_last(shown: dict[str, Any]) -> None:
+    assert shown["order"] == ["report-data", "tip", "header", "results", "curves", "rollouts", "run"]
+    assert shown["header"].endswith("training reward0.5aime pass@10.5")
+    assert shown["results"][:4] == ["environment", "pass@1 = avg@k", "aime", "0.500 \u00b1 0.100"]
+    assert "train '<b>'" in shown["run"]
+
+
+def test_what_never_moved_from_0_is_named_and_not_drawn(shown: dict[str, Any]) -> None:
+    assert shown["cards"] == 2
+    assert "Always 0: KL divergence." in shown["curves"]
+
+
+def test_a_group_says_what_its_samples_were_worth(shown: dict[str, Any]) -> None:
+    view = shown["views"]["step 1"]
+    assert shown["steps"] == ["step 1", "step 2", "held-out, step 1", "all steps"]
+    assert shown["opened"] == "step 2"
+    [about] = view["groups"]  # rewards -1, 1, 1, -1 of the four that were graded
+    assert about == "dapo7right answer 42mean reward 0 \u00b7 5 samples \u00b7 2 correct"
+    assert view["prompts"] == ["<bos>6*7?"]
+    wrong, right, silent, failed = view["samples"]
+    assert wrong.startswith("wrongreward -1answer <b>35</b>advantage 0.25 \u00b7 5 tokens \u00b7 3 of them from the")
+    assert right.startswith("correctreward 12 identicalanswer 34")
+    assert silent.startswith("no answerreward -1")
+    assert failed.startswith("not graded") and "timeout: slow" in failed
+    assert view["counts"] == ["correct 2", "no answer 1", "not graded 1", "wrong 1"]
+    assert "greedy" in shown["views"]["held-out, step 1"]["samples"][0]
+
+
+def test_without_a_verdict_the_reward_decides_and_a_cut_answer_says_so(shown: dict[str, Any]) -> None:
+    wrong, right = shown["views"]["step 2"]["samples"]
+    assert wrong.startswith("wrongreward 0cut at the limit")
+    assert right.startswith("correctreward 1cut at the limit")
+    assert shown["views"]["step 2"]["groups"] == [
+        "dapo7right answer 42mean reward 0.5 \u00b7 2 samples \u00b7 1 correct \u00b7 2 cut at the limit"
+    ]
 
 
 def test_the_environments_tokens_stand_apart_and_without_a_logprob(shown: dict[str, Any]) -> None:
     view = shown["views"]["step 1"]
     assert view["environment"] == ["<tool>42</tool>"]
-    assert view["coloured"] == ["calls ", "so\u21b5\n42"]
-    assert view["coloured_of_second"] == ["calls ", "<tool>", "42", "</tool>", "so\u21b5\n42"]
+    assert view["coloured"][:2] == [["calls ", "so\u21b5\n42"], ["calls ", "<tool>", "42", "</tool>", "so\u21b5\n42"]]
 
 
 def test_a_count_is_a_filter(shown: dict[str, Any]) -> None:
-    [only] = shown["views"]["step 1, filtered"]["samples"]
-    assert only.startswith("reward -1wrong")
+    [only] = shown["views"]["filtered"]["samples"]
+    assert only.startswith("correctreward 1")
+
+
+def test_search_finds_text_in_all_steps(shown: dict[str, Any]) -> None:
+    """Prompts and answers, whatever the case: step 1 and the evaluation have it, step 2 has not."""
+    groups = shown["views"]["searched"]["groups"]
+    assert [about.split("dapo")[0] for about in groups] == ["step 1", "held-out, step 1"]
+
+
+def test_long_texts_are_folded_until_asked(run: RunDirectory) -> None:
+    """An answer of ten lines, in the only step there is."""
+    run.rollouts_path(1).unlink()
+    run.evaluation_path(1).unlink()
+    shown = run_page(run)
+    assert shown["views"]["step 2"]["folded"] == [False, True]
+    assert shown["views"]["unfolded"]["folded"] == [False, False]
