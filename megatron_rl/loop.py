@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from megatron_rl.inference.sampler import sample_seed
-from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, rollout_metrics
+from megatron_rl.rollout.statistics import engine_metrics, environment_metrics, reward_by_environment, rollout_metrics
 from megatron_rl.run.rescue import naming_memory
 from megatron_rl.run.rl import RLRun, build
 from megatron_rl.run.training import StepResult, train
@@ -54,6 +54,8 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
     metrics = rollout_metrics(list(rollouts.answered.values()), run.groups.rollout_group)
     metrics |= engine_metrics(rollouts.statistics, run.groups.rollout_group)
     metrics |= reward_metrics(rewards) | outcome.metrics | parity
+    signal = rewards.signal[list(rollouts.numbers)].tolist()
+    metrics |= reward_by_environment(rollouts.groups, signal, run.groups.rollout_group)
     metrics |= environment_metrics(run.environments.counters.since_last_call(), rollouts.failures)
     metrics |= run.collector.commit(rollouts)
     metrics["timing_s/reward"] = rollouts.grade_wait_seconds

@@ -150,6 +150,24 @@ def environment_metrics(events: Mapping[str, int], failures: Failures) -> dict[s
     return metrics | {f"training/failed_grades/{code}": float(n) for code, n in failures.counts.items()}
 
 
+def reward_by_environment(
+    groups: Sequence[RolloutGroup], signal: Sequence[bool], rollout_group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Mean reward of the graded samples of each environment, and share of its groups with signal; collective.
+
+    ``signal`` is of this replica's ``groups``, as the advantage has it.
+    """
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for group, has_signal in zip(groups, signal, strict=True):
+        graded = [rollout.grade.reward for rollout in group.rollouts if not rollout.grade.failed]
+        mean, share = (f"reward/{group.source.environment}/{name}" for name in ("mean", "signal_share"))
+        sums.update({mean: sum(graded), share: has_signal})
+        counts.update({mean: len(graded), share: 1})
+    sums, counts = _summed(sums, rollout_group), _summed(counts, rollout_group)
+    return {name: sums[name] / count for name, count in sorted(counts.items()) if count}
+
+
 def _grader_means(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> dict[str, float]:
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()

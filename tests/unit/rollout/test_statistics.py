@@ -17,6 +17,7 @@ from megatron_rl.rollout.statistics import (
     idle_metrics,
     lengths_and_seconds,
     refuse_failures,
+    reward_by_environment,
     rollout_metrics,
 )
 from megatron_rl.types import Grade, RolloutGroup
@@ -52,6 +53,21 @@ def test_lengths_and_logprobs(one_rank: ParallelGroups) -> None:
             "perf/generated_tokens": 12.0,
         }
     )
+
+
+def test_rewards_and_signal_of_each_environment(one_rank: ParallelGroups) -> None:
+    """Of `toy` samples of 0, 1, 1 and none; `silent` was graded not once."""
+    groups = [
+        graded_group([0.0, 1.0], environment="toy"), graded_group([1.0, None], environment="toy"),
+        graded_group([0.5, 0.5], environment="other"), graded_group([None], environment="silent"),
+    ]  # fmt: skip
+    metrics = reward_by_environment(groups, [True, False, False, False], one_rank.rollout_group)
+    assert metrics == {
+        "reward/other/mean": 0.5, "reward/other/signal_share": 0.0,
+        "reward/silent/signal_share": 0.0,
+        "reward/toy/mean": pytest.approx(2 / 3), "reward/toy/signal_share": 0.5,
+    }  # fmt: skip
+    assert reward_by_environment([], [], one_rank.rollout_group) == {}
 
 
 def test_grader_metrics_are_means_over_those_that_report_them(one_rank: ParallelGroups) -> None:
