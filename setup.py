@@ -49,6 +49,7 @@ setup(
         "pyyaml>=6.0",
         "numpy>=1.26",
         "psutil>=6.0",
+        "rich>=13.0",
         "math-verify>=0.8",
     ],
     extras_require={

@@ -231,8 +231,11 @@ def _watchdog(config: RLConfig, groups: ParallelGroups, stop: StopRequest) -> Wa
 
 def _mark_as_failed(config: RLConfig, groups: ParallelGroups, error: str) -> None:
     """Whatever ended the run, its record says so; where the disk is full, the message on the screen has to do."""
+    from megatron_rl.run.live_report import start_report
+
     if groups.is_main:
         directory = RunDirectory(Path(config.logging.run_dir))
         with contextlib.suppress(OSError):
             directory.path.mkdir(parents=True, exist_ok=True)
             directory.set_status("failed", error=error)
+            start_report(directory.path)

@@ -66,6 +66,8 @@ class LoggingConfig:
     """Directory of TensorBoard files. Without it run-dir/tensorboard."""
     wandb_project: str | None = flag(None)
     """Weights & Biases project; without it wandb is off."""
+    wandb_entity: str | None = flag(None)
+    """Team or user that the wandb run belongs to. Without it the account's own."""
     wandb_exp_name: str | None = flag(
         None, derived=lambda config, _: config.logging.run_dir and Path(config.logging.run_dir).name
     )
@@ -73,9 +75,13 @@ class LoggingConfig:
     wandb_save_dir: str | None = flag(None, path=True, derived=lambda config, _: _in_run_dir(config, "wandb"))
     """Directory of wandb's files. Without it run-dir/wandb."""
     wandb_mode: Literal["offline", "online", "disabled"] | None = flag(None)
-    """Whether wandb talks to its server. Without it the environment variable WANDB_MODE, or else offline."""
+    """Whether wandb talks to its server. Without it the environment variable WANDB_MODE, or else online where there is
+    an API key."""
     log_interval: int = flag(1, ge=1)
     """Log every this many steps (Megatron's default: 100)."""
+    log_samples_interval: int = flag(10, ge=0)
+    """Show a sample of the worst and of the best group every this many steps, on the screen, in TensorBoard and wandb;
+    0 is never."""
     log_throughput: bool = flag(False)
     """Log model TFLOP/s a GPU."""
     log_straggler: bool = flag(False)

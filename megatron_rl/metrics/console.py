@@ -8,13 +8,20 @@ For example::
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
 from megatron_rl.metrics.evaluation import COUNTS, by_environment
+from megatron_rl.metrics.samples import TextSample
+from megatron_rl.metrics.table import is_terminal
 
 ERASE_LINE = "\r\x1b[2K"
 BAR_WIDTH = 24
@@ -56,7 +63,7 @@ SUPERVISED_COLUMNS = (
 
 
 class ConsoleWriter:
-    """Writes to a stream it is given; colours nothing, so that a log file reads like the screen."""
+    """Writes to a stream it is given: plain lines, and what only a terminal can show, a bar and frames, only there."""
 
     def __init__(
         self,
@@ -68,8 +75,8 @@ class ConsoleWriter:
     ) -> None:
         self._stream = stream
         self._total_steps = total_steps
-        is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._interactive = is_terminal if interactive is None else interactive
+        self._interactive = is_terminal(stream) if interactive is None else interactive
+        self._terminal = Console(file=stream, force_terminal=True)
         self._clock = clock
         self._first_step: int | None = None
         self._first_time = 0.0
@@ -86,6 +93,20 @@ class ConsoleWriter:
             # The cursor goes back to column 0, so a log line from elsewhere overwrites the bar.
             self._emit(self._bar(step) + "\r")
 
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Print each in a few lines."""
+        for sample in samples:
+            title = f"sample {self._position(step)} | {sample.heading}"
+            if self._interactive:
+                body = Table.grid(padding=(0, 1))
+                for name, text in sample.lines:  # as `Text`: what a model writes in brackets is no style
+                    body.add_row(Text(name, "dim"), Text(text))
+                style = "red" if sample.which == "worst" else "green"
+                self._emit(self._drawn(Panel(body, title=Text(title), title_align="left", border_style=style), end=""))
+                self._emit(self._bar(step) + "\r")
+            else:
+                self._emit("".join([f"{title}\n", *(f"    {name} {text}\n" for name, text in sample.lines)]))
+
     def close(self) -> None:
         """Erase the progress bar; the stream stays open, it belongs to the caller."""
         if self._interactive:
@@ -99,13 +120,19 @@ class ConsoleWriter:
     def _bar(self, step: int) -> str:
         """And the time left at the pace since the first step seen here: a resumed run did not do the earlier ones."""
         done = min(1.0, step / max(1, self._total_steps))
-        bar = ("#" * round(done * BAR_WIDTH)).ljust(BAR_WIDTH, "-")
-        text = f"[{bar}] {done:4.0%}"
-        steps_seen = step - (self._first_step or 0)
+        bar = self._drawn(ProgressBar(1.0, done, BAR_WIDTH), end="")
+        text = f"{bar} {done:4.0%}"
+        steps_seen = 0 if self._first_step is None else step - self._first_step
         if steps_seen < 1 or step >= self._total_steps:
             return text
         seconds = (self._clock() - self._first_time) / steps_seen * (self._total_steps - step)
         return f"{text}  {format_duration(seconds)} left"
+
+    def _drawn(self, what: RenderableType, end: str) -> str:
+        """As text, so that it can be written in one piece with what erases the bar."""
+        with self._terminal.capture() as drawn:
+            self._terminal.print(what, end=end)
+        return drawn.get()
 
     def _emit(self, text: str) -> None:
         erased = ERASE_LINE + text if self._interactive else text

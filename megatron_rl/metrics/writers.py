@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import netrc
 import os
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
+from urllib.parse import urlsplit
 
 from megatron_rl.errors import ConfigError, TrainingError
+from megatron_rl.metrics.samples import TextSample
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,13 @@ class MetricWriter(Protocol):
         """Flush and release; called once."""
 
 
+class Display(MetricWriter, Protocol):
+    """Shows samples, too."""
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Take samples of the step, whose metrics may have been written before."""
+
+
 class MetricLog:
     """Hands each step to the record (``metrics.jsonl``) and then to the displays.
 
@@ -37,7 +48,7 @@ class MetricLog:
     ``MetricLog()`` takes the calls and does nothing.
     """
 
-    def __init__(self, record: MetricWriter | None = None, displays: Sequence[MetricWriter] = ()) -> None:
+    def __init__(self, record: MetricWriter | None = None, displays: Sequence[Display] = ()) -> None:
         self._record = record
         self._displays = list(displays)
 
@@ -52,9 +63,16 @@ class MetricLog:
                     "step, so training stops here; free the disk or repair the mount and resume from the last "
                     "checkpoint"
                 ) from error
+        self._show(step, lambda display: display.write(step, metrics))
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Show samples of a step everywhere."""
+        self._show(step, lambda display: display.write_samples(step, samples))
+
+    def _show(self, step: int, show: Callable[[Display], None]) -> None:
         for display in tuple(self._displays):
             try:
-                display.write(step, metrics)
+                show(display)
             except Exception as error:  # noqa: BLE001  (any display may fail in any way; none may stop training)
                 self._displays.remove(display)
                 logger.warning("%s is off from step %d on: %s", type(display).__name__, step, _reason(error))
@@ -90,6 +108,14 @@ class TensorBoardWriter:
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
 
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Add one text a sample; TensorBoard reads Markdown, in which an indented line is text as it is."""
+        for sample in samples:
+            parts = (("prompt", sample.prompt), ("answer", sample.answer), ("reward", sample.verdict))
+            texts = ("    " + text.replace("\n", "\n    ") for _, text in parts)
+            text = "\n\n".join(f"{name}:\n\n{block}" for (name, _), block in zip(parts, texts, strict=True))
+            self._events.add_text(f"samples/{sample.which}", text, step)
+
     def close(self) -> None:
         """Flush and close the event file."""
         self._events.close()
@@ -99,8 +125,17 @@ Mode = Literal["offline", "online", "disabled"]
 
 
 def wandb_mode(asked: Mode | None) -> str:
-    """``asked``, or else what the environment variable ``WANDB_MODE`` says, or else offline."""
-    return asked or os.environ.get("WANDB_MODE") or "offline"
+    """``asked``, or else what the environment variable ``WANDB_MODE`` says, or else online where there is a key."""
+    return asked or os.environ.get("WANDB_MODE") or ("online" if knows_wandb() else "offline")
+
+
+def knows_wandb() -> bool:
+    """Whether there is an API key: in ``WANDB_API_KEY``, or where ``wandb login`` puts it."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
+    try:
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(host))
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 class WandbWriter:
@@ -111,11 +146,19 @@ class WandbWriter:
     """
 
     def __init__(
-        self, project: str, name: str, directory: Path, config: Mapping[str, object], mode: Mode | None = None
+        self,
+        project: str,
+        name: str,
+        directory: Path,
+        config: Mapping[str, object],
+        mode: Mode | None = None,
+        entity: str | None = None,
     ) -> None:
-        self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[tuple[int, dict[str, float] | list[TextSample]] | None] = queue.SimpleQueue()
         arguments = {"project": project, "name": name, "dir": str(directory), "config": dict(config)}
-        arguments["mode"] = wandb_mode(mode)
+        arguments |= {"mode": wandb_mode(mode), "entity": entity}
+        if not (mode or os.environ.get("WANDB_MODE") or knows_wandb()):
+            logger.info("wandb is offline: no API key (WANDB_API_KEY, wandb login); `wandb sync` sends %s", directory)
         self._thread = threading.Thread(target=self._run, args=(directory, arguments), name="wandb", daemon=True)
         self._thread.start()
 
@@ -123,6 +166,11 @@ class WandbWriter:
         """Queue one step; returns at once."""
         if self._thread.is_alive():
             self._rows.put((step, dict(metrics)))
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Queue samples."""
+        if self._thread.is_alive():
+            self._rows.put((step, list(samples)))
 
     def close(self) -> None:
         """Let the queue drain for at most ``CLOSE_TIMEOUT_S``."""
@@ -141,8 +189,15 @@ class WandbWriter:
             # Console capture would wrap the stream the progress bar writes to.
             settings = wandb.Settings(console="off", silent=True, init_timeout=OPEN_TIMEOUT_S)
             run = wandb.init(**arguments, settings=settings)
-            for step, metrics in iter(self._rows.get, None):
-                run.log(metrics, step=step)
+            for step, what in iter(self._rows.get, None):
+                run.log({"samples": _wandb_table(what)} if isinstance(what, list) else what, step=step)
             run.finish()
         except Exception as error:  # noqa: BLE001  (a third-party client may raise anything)
             logger.warning("wandb is off: %s", _reason(error))
+
+
+def _wandb_table(samples: Sequence[TextSample]) -> object:
+    import wandb
+
+    names = [field.name for field in fields(TextSample)]
+    return wandb.Table(columns=names, data=[[getattr(sample, name) for name in names] for sample in samples])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import netrc
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import get_args
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import Problem, collecting
 from megatron_rl.metrics.rundir import check_usable, unwritable
-from megatron_rl.metrics.writers import Mode, wandb_mode
+from megatron_rl.metrics.writers import Mode, knows_wandb, wandb_mode
 from megatron_rl.preflight.starts import resumes
 from megatron_rl.quantization.shapes import layer_problems, tile_problem
 from megatron_rl.registry import RECIPES
@@ -65,7 +63,7 @@ def service_problems(config: RLConfig) -> Iterator[Problem]:
     if mode not in get_args(Mode):
         text = f"WANDB_MODE={mode} is not {', '.join(get_args(Mode))}; set one of them, or give --wandb-mode"
         yield Problem("--wandb-mode", text)
-    elif mode == "online" and not (os.environ.get("WANDB_API_KEY") or _netrc_knows_wandb()):
+    elif mode == "online" and not knows_wandb():
         yield Problem(
             "--wandb-mode",
             "--wandb-mode or WANDB_MODE online needs an API key and there is none; set WANDB_API_KEY, run 'wandb "
@@ -86,13 +84,6 @@ def backend_problems(config: RLConfig) -> list[Problem]:
 def _is_for_other_machines(config: RLConfig) -> bool:
     """With --check-world-size nobody can ask the run's devices."""
     return config.training.check and config.training.check_world_size is not None
-
-
-def _netrc_knows_wandb() -> bool:
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def algorithm_problems(config: RLConfig) -> list[Problem]:

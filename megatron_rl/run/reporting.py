@@ -22,7 +22,8 @@ from megatron_rl.metrics.jsonl import JsonlWriter, read_rows, write_json_atomic
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.rollouts import rows_by_group, training_rows, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.metrics.table import format_table
+from megatron_rl.metrics.samples import TextSample, samples_of, worst_and_best
+from megatron_rl.metrics.table import print_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.metrics.writers import MetricLog, TensorBoardWriter, WandbWriter, wandb_mode
 from megatron_rl.models import PolicyModel
@@ -30,6 +31,7 @@ from megatron_rl.models.parameters import sum_over_model
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import collect_json, gather_json, gather_vectors
 from megatron_rl.platform import Platform
+from megatron_rl.run.live_report import LiveReport
 from megatron_rl.run.progress import Progress
 from megatron_rl.trainer.policy import sample_advantages
 from megatron_rl.types import RolloutGroup
@@ -56,6 +58,8 @@ class Reporter:
         self._platform = platform
         self._started = time.monotonic()
         self._command = command
+        self._samples: list[TextSample] = []
+        self._live: LiveReport | None = None
         self.log = MetricLog()
 
     def open(self, progress: Progress) -> None:
@@ -72,8 +76,9 @@ class Reporter:
         ]
         if config.wandb_project is not None and wandb_mode(config.wandb_mode) != "disabled":
             place = config.wandb_project, config.wandb_exp_name, Path(config.wandb_save_dir)
-            displays.append(WandbWriter(*place, settings, config.wandb_mode))
+            displays.append(WandbWriter(*place, settings, config.wandb_mode, config.wandb_entity))
         self.log = MetricLog(JsonlWriter(self._directory.metrics, resume_step=kept), displays)
+        self._live = LiveReport(self._directory.path)
 
     def step(self, step: int, metrics: dict[str, float], policy: PolicyModel) -> None:
         """Add timings and what the user asked for, and write the row; collective."""
@@ -87,8 +92,14 @@ class Reporter:
             row["actor/params_norm"] = parameter_norm(policy, self._groups)
         evaluated = any(name.startswith("val/") for name in row)
         due = step % logging_config.log_interval == 0 or step == self._config.total_steps
-        if self._groups.is_main and (due or evaluated):
+        if not self._groups.is_main:
+            return
+        if due or evaluated:
             self.log.write(step, row)
+        if self._samples:
+            self.log.write_samples(step, self._samples)
+            self._samples = []
+        self._live.offer(evaluated)
 
     def records(
         self,
@@ -100,10 +111,18 @@ class Reporter:
     ) -> None:
         """Write the first `--rl-log-rollouts` groups of the step as JSON lines, whichever rank has them; collective.
 
-        ``numbers`` are those of this rank's ``groups``, ``updates`` what it trained on, with advantages.
+        ``numbers`` are those of this rank's ``groups``, ``updates`` what it trained on, with advantages. Every
+        `--log-samples-interval` steps a sample of the worst and of the best group is kept for `step` to show.
         """
-        wanted, replicas = self._config.logging.rl_log_rollouts, self._groups.rollout_group
-        if not wanted or not self._groups.leads_model:
+        config, replicas = self._config.logging, self._groups.rollout_group
+        if not self._groups.leads_model:
+            return
+        if config.log_samples_interval and step % config.log_samples_interval == 0:
+            own = [vars(sample) for sample in samples_of(groups, numbers, decode_raw)]
+            everywhere = collect_json(own, replicas) or []
+            self._samples = worst_and_best([TextSample(**sample) for part in everywhere for sample in part])
+        wanted = config.rl_log_rollouts
+        if not wanted:
             return
         trained = [
             (sample, update, advantage)
@@ -148,7 +167,7 @@ class Reporter:
             results = {row["step"]: with_average(by_environment(row)) for row in rows}
             [alone, *others] = results.values()
             write_json_atomic(self._directory.path / "evaluation.json", results if others else alone)
-            sys.stdout.write(format_table(*result_table(*rows)) + "\n")
+            print_table(sys.stdout, *result_table(*rows))
         write_report(self._directory.path)
 
     @property
@@ -157,8 +176,10 @@ class Reporter:
         return time.monotonic() - self._started
 
     def close(self) -> None:
-        """Flush whatever is open."""
+        """Flush whatever is open, and wait for the report that is being written."""
         self.log.close()
+        if self._live is not None:
+            self._live.close()
         self.log = MetricLog()
 
     def _throughput(self, row: dict[str, float], policy: PolicyModel) -> dict[str, float]:

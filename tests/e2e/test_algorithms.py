@@ -55,7 +55,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "log_params_norm": True, "log_num_zeros_in_grad": True, "log_straggler": True, "log_throughput": True,
         "log_interval": 2, "timing_log_level": 1,
     },
-    "evaluated": {"log_interval": 3, "eval_interval": 1, "rl_prompts_per_eval": 2, "rl_samples_per_eval_prompt": 2},
+    "evaluated": {
+        "log_interval": 3, "eval_interval": 1, "rl_prompts_per_eval": 2, "rl_samples_per_eval_prompt": 2,
+        "log_samples_interval": 2,
+    },
 }  # fmt: skip
 
 
@@ -165,6 +168,16 @@ def test_a_stop_string_ends_a_completion(workshop, outcomes):
 def test_no_evaluation_is_lost_to_the_log_interval(rows):
     assert [row["step"] for row in rows["evaluated"]] == [0, 1, 2, 3]
     assert all("val/digits/pass@1" in row for row in rows["evaluated"])
+
+
+def test_a_sample_is_shown_every_so_many_steps_after_the_steps_line(outcomes):
+    lines = outcomes["evaluated"].check().output.splitlines()
+    [shown] = [index for index, line in enumerate(lines) if "best group | digits" in line]
+    assert lines[shown].startswith("sample 2/3 | ")
+    assert [line.split()[0] for line in lines[shown + 1 : shown + 4]] == ["prompt", "answer", "reward"]
+    position = [line.startswith("step 2/3") for line in lines].index(True)
+    assert position < shown
+    assert "sample 2/3" not in outcomes["base"].check().output
 
 
 def test_logging_switches_add_their_metrics(rows):

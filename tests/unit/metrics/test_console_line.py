@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +17,7 @@ from megatron_rl.metrics.console import (
     format_duration,
     format_number,
 )
+from megatron_rl.metrics.samples import SHOWN_CHARACTERS, TextSample
 
 RL_STEP = {
     "critic/rewards/mean": 0.4312,
@@ -26,6 +29,46 @@ RL_STEP = {
     "timing_s/update_actor": 0.18,
     "perf/throughput": 12_120.0,
 }
+
+
+WORST = TextSample(
+    "worst", 3, "toy", "7", "<bos>[b]2+2=", "so\n\x1b[2J\x1b]0;title\x07 5<eos>", 0.0, False, "4", 0.25, 16
+)
+
+
+def uncoloured(stream: io.StringIO) -> str:
+    """What was written, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+
+
+def test_a_sample_is_a_few_plain_lines() -> None:
+    """What the model wrote to control a terminal is shown, not obeyed."""
+    stream = io.StringIO()
+    ConsoleWriter(stream, total_steps=80).write_samples(10, [WORST])
+    assert stream.getvalue() == (
+        "sample 10/80 | worst group | toy 7\n"
+        "    prompt <bos>[b]2+2=\n"
+        "    answer so↵�[2J�]0;title� 5<eos>\n"
+        "    reward 0, wrong; right answer: 4; mean of the group's 16: 0.25\n"
+    )
+
+
+def test_a_terminal_gets_a_frame_around_a_sample_and_keeps_its_bar() -> None:
+    stream = io.StringIO()
+    ConsoleWriter(stream, total_steps=80, interactive=True).write_samples(10, [WORST])
+    text = uncoloured(stream)
+    assert text.startswith(f"{ERASE_LINE}╭─ sample 10/80 | worst group | toy 7 ─")
+    assert "│ prompt <bos>[b]2+2= " in text and "│ answer so↵�[2J�]0;title� 5<eos> " in text
+    assert text.endswith("  12%\r")
+    assert "\x1b" not in text.replace(ERASE_LINE, "")
+
+
+def test_long_texts_are_cut_in_the_middle() -> None:
+    sample = replace(WORST, prompt="q" * 1000, answer="a" * 1000 + "\n" * 5 + "42")
+    stream = io.StringIO()
+    ConsoleWriter(stream, total_steps=80).write_samples(10, [sample])
+    assert "a [...] a" in stream.getvalue() and stream.getvalue().count("\n") == 4
+    assert max(map(len, stream.getvalue().splitlines())) < SHOWN_CHARACTERS + 20
 
 
 def test_rl_step_line() -> None:
@@ -79,11 +122,11 @@ def test_terminal_gets_a_bar_that_the_next_line_erases() -> None:
     writer.write(1, {"critic/rewards/mean": 0.5})
     writer.write(2, {"critic/rewards/mean": 1.0})
     writer.close()
-    assert stream.getvalue() == (
+    assert uncoloured(stream) == (
         f"{ERASE_LINE}step 1/4 | reward 0.50\n"
-        f"{ERASE_LINE}[######------------------]  25%\r"
+        f"{ERASE_LINE}━━━━━━╺━━━━━━━━━━━━━━━━━  25%\r"
         f"{ERASE_LINE}step 2/4 | reward 1.00\n"
-        f"{ERASE_LINE}[############------------]  50%  1m 00s left\r"
+        f"{ERASE_LINE}━━━━━━━━━━━━╺━━━━━━━━━━━  50%  1m 00s left\r"
         f"{ERASE_LINE}"
     )
 

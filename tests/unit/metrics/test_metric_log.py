@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from megatron_rl.errors import TrainingError
+from megatron_rl.metrics.samples import TextSample
 from megatron_rl.metrics.writers import MetricLog
 
 
@@ -16,6 +17,7 @@ class Recorder:
 
     def __init__(self, failure: Exception | None = None, fail_at: int = 1) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
+        self.samples: list[tuple[int, Sequence[TextSample]]] = []
         self.closed = False
         self._failure, self._fail_at = failure, fail_at
 
@@ -23,6 +25,11 @@ class Recorder:
         if self._failure is not None and step >= self._fail_at:
             raise self._failure
         self.rows.append((step, dict(metrics)))
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self.samples.append((step, samples))
 
     def close(self) -> None:
         self.closed = True
@@ -51,6 +58,16 @@ def test_failing_display_is_dropped_with_one_warning(caplog: pytest.LogCaptureFi
     assert [record.getMessage() for record in caplog.records] == [
         "Recorder is off from step 2 on: RuntimeError: no route to host"
     ]
+
+
+def test_samples_go_to_the_displays_and_a_failing_one_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    record, display, broken = Recorder(), Recorder(), Recorder(RuntimeError("no"), fail_at=100)
+    log = MetricLog(record, [broken, display])
+    log.write_samples(3, [])
+    log.write(4, {})
+    assert (display.samples, record.samples) == ([(3, [])], [])
+    assert broken.rows == []
+    assert "Recorder is off from step 3 on: RuntimeError: no" in caplog.text
 
 
 def test_lost_record_is_an_error() -> None:

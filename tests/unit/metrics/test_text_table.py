@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_rl.metrics.table import format_table
+import io
+
+import pytest
+
+from megatron_rl.metrics.table import format_table, print_table
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_numbers_are_aligned_right_and_text_left() -> None:
@@ -22,3 +31,17 @@ def test_wide_characters_take_two_cells() -> None:
 
 def test_line_breaks_are_flattened() -> None:
     assert format_table(["a", "b"], [["x\ny", "z"]]).splitlines() == ["a   | b", "----+--", "x y | z"]
+
+
+def test_brackets_and_emoji_names_are_text_and_long_cells_stay_whole() -> None:
+    table = format_table(["a"], [["[bold]x[/bold] :smile: " + "y" * 200]])
+    assert table.splitlines()[2] == "[bold]x[/bold] :smile: " + "y" * 200
+
+
+def test_a_terminal_gets_a_frame_and_a_file_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        print_table(stream, ["environment", "pass@1"], [["[i]aime", 0.5]])
+    assert file.getvalue() == "environment | pass@1\n------------+-------\n[i]aime     |    0.5\n"
+    assert "╭" in terminal.getvalue() and "[i]aime" in terminal.getvalue()
