@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from megatron_rl.metrics.jsonl import read_rows
-from megatron_rl.metrics.table import format_table
+from megatron_rl.metrics.table import print_table
 
 MEASURES = ("pass@1", "pass@8", "greedy", "response_length")
 PHASES = {"gen": "generate and grade", "advantages": "advantages and packing", "update_actor": "policy update",
@@ -35,14 +36,14 @@ def print_tables(run_dir: Path, summary: dict) -> None:
     before, after = summary["eval"]["before"], summary["eval"]["after"]
     print("\nHeld-out problems, before and after GRPO")
     rows = [(name, f"{before[name]:.3f}", f"{after[name]:.3f}") for name in MEASURES]
-    print(format_table(("", "before", "after"), rows))
+    print_table(sys.stdout, ("", "before", "after"), rows)
 
     seconds = summary["seconds"]
     steps = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] > 0]
     total = sum(row["timing_s/step"] for row in steps)
     by_phase = [(label, f"{seconds['by_phase'].get(name, 0.0):.1f}") for name, label in PHASES.items()]
     print("\nGRPO, seconds by phase")
-    print(format_table(("", "seconds"), [*by_phase, ("whole job", f"{seconds['rl']:.1f}")]))
+    print_table(sys.stdout, ("", "seconds"), [*by_phase, ("whole job", f"{seconds['rl']:.1f}")])
     rate = sum(row["perf/total_num_tokens"] for row in steps) / max(total, 1e-9)
     print(f"\n{rate:,.0f} tokens/s in the RL steps; warm start {seconds['warm_start']:.0f} s, RL {seconds['rl']:.0f} s")
     print(f"largest |rollout - trainer| log-prob: {summary['logprob_gap_max']:.1e}")

@@ -1,6 +1,9 @@
 "use strict";
+// What every script of a page uses: elements, numbers, tables, the tip at the pointer.
+
 const data = JSON.parse(document.getElementById("report-data").textContent);
 const tip = document.getElementById("tip");
+const NARROW = innerWidth < 700;  // a phone: what is not needed at first is folded, so that its first screen has a curve
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -52,3 +55,12 @@ function showTip(event, children) {
 
 function hideTip() { tip.style.display = "none"; }
 
+function fold(title, content, note) {
+  return el("details", { class: "card", open: !NARROW }, el("summary", {}, title), el("div", { class: "scroll" }, content), note);
+}
+
+function table(headers, rows) {
+  return el("table", {},
+    el("thead", {}, el("tr", {}, ...headers.map((name) => el("th", {}, name)))),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, cell))))));
+}

@@ -208,9 +208,3 @@ function tokenTip(event) {
     logprob === null ? "" : el("div", { class: "muted" }, `probability ${number(Math.exp(logprob))}`),
   ]);
 }
-
-drawHeader();
-drawResults();
-drawCurves();
-drawRollouts();
-drawRun();

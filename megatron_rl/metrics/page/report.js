@@ -1,6 +1,4 @@
-// The header, the results and, folded at the end, how the run was made.
-
-const NARROW = innerWidth < 700;  // a phone: what is not needed at first is folded, so that its first screen has a curve
+// The report: header and results, then curves and rollouts, and folded at the end how the run was made.
 
 function drawHeader() {
   document.title = `${data.name} \u2013 run report`;
@@ -44,12 +42,8 @@ function drawRun() {
       el("div", { class: "scroll" }, table(["chart", "line", ...columns], rows))));
 }
 
-function fold(title, content, note) {
-  return el("details", { class: "card", open: !NARROW }, el("summary", {}, title), el("div", { class: "scroll" }, content), note);
-}
-
-function table(headers, rows) {
-  return el("table", {},
-    el("thead", {}, el("tr", {}, ...headers.map((name) => el("th", {}, name)))),
-    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, cell))))));
-}
+drawHeader();
+drawResults();
+drawCurves();
+drawRollouts();
+drawRun();
