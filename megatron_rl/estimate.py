@@ -201,7 +201,7 @@ def activation_elements(config: RLConfig, layout: ModelLayout, stage: int = 0) -
     Not in it: padding between sequences of different lengths, statistics of norms and softmax, gradients of
     activations, and what only CPUs keep: the score matrices of short sequences and a second copy at an RMSNorm.
     """
-    kernels, tokens = config.kernels, config.training.rl_sequence_packing_bin_size
+    kernels, tokens = config.kernels, config.padded_bin_size
     border = tokens // config.sequence_shares * config.model.hidden_size
     ends = 2 * border if layout.is_last else 0  # the final norm's input and output
     layers = [4 * border + _inner_elements(layer, config) for layer in layout.layers]
@@ -245,7 +245,7 @@ def _inner_elements(layer: Layer, config: RLConfig) -> int:
         attention = 3 * query + both + (2 * query + both if model.qk_layernorm else 0)
     if "mlp" in recomputed:
         mlp = 0
-    return config.training.rl_sequence_packing_bin_size // config.parallel.context_parallel_size * (attention + mlp)
+    return config.padded_bin_size // config.parallel.context_parallel_size * (attention + mlp)
 
 
 def slot_bytes(config: RLConfig) -> int:
@@ -283,7 +283,7 @@ def _training_logits(config: RLConfig, layout: ModelLayout, number: int) -> int:
     """
     if not layout.is_last:
         return 0
-    tokens = config.training.rl_sequence_packing_bin_size // config.parallel.context_parallel_size
+    tokens = config.padded_bin_size // config.parallel.context_parallel_size
     columns = layout.padded_vocab_size // layout.tensor_size
     temporaries = 4 if config.training.perform_rl_step and config.algorithm.grpo_entropy_term_weight else 2
     if not config.kernels.rl_fused_output_layer:

@@ -102,7 +102,7 @@ class KernelConfig:
 
 def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
     """Sizes that do not divide what they share, and overlap without what it overlaps."""
-    parallel, size, parts = config.parallel, config.model_parallel_size, config.parallel.tensor_model_parallel_size
+    parallel, size = config.parallel, config.model_parallel_size
     needed = math.lcm(size, config.expert_parallel_ranks)
     if world_size % size:
         yield Problem(
@@ -115,15 +115,6 @@ def parallel_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
             f"does not fit world size {world_size}, which is not divisible by {config.expert_parallel_ranks}, the "
             "ranks that hold all experts (expert x expert tensor x pipeline parallel size); start "
             f"{nearest_multiples(world_size, needed)} ranks"
-        )
-    bin_size, shares = config.training.rl_sequence_packing_bin_size, config.sequence_shares
-    if bin_size is not None and bin_size % shares:
-        sizes = {"context-parallel size": parallel.context_parallel_size}
-        sizes |= {"tensor-parallel size": parts} if parallel.sequence_parallel else {}
-        among = " x ".join(f"{name} {ranks}" for name, ranks in sizes.items() if ranks > 1)
-        yield "rl_sequence_packing_bin_size", (
-            f"is not divisible by {among}: these ranks share the tokens of a micro-batch evenly; use "
-            f"{nearest_multiples(bin_size, shares)}"
         )
     for needed in ("use_distributed_optimizer", "overlap_grad_reduce"):
         if parallel.overlap_param_gather and not getattr(parallel, needed):

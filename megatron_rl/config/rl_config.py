@@ -155,10 +155,15 @@ class RLConfig:
 
     @property
     def sequence_shares(self) -> int:
-        """Ranks that the tokens of a micro-batch are cut over: each has as many."""
+        """Ranks that the tokens of a micro-batch are cut over: each has as many, the last of them padding."""
         parallel = self.parallel
         over_tensor_ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         return parallel.context_parallel_size * over_tensor_ranks
+
+    @property
+    def padded_bin_size(self) -> int:
+        """Tokens of a full micro-batch, padded so that its ranks have equally many: 12,000 for 11,999 on 8."""
+        return -(-(self.training.rl_sequence_packing_bin_size or 0) // self.sequence_shares) * self.sequence_shares
 
     @property
     def stages(self) -> Stages:

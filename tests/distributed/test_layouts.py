@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, taught": EXPERTS | TAUGHT | {"rl_router_replay": True},
     "taught in the loss": TAUGHT | {"rl_teacher_as": "loss", "rl_fused_output_layer": True},
     "more on the last": UNEVEN | {"parallel": {"decoder_first_pipeline_num_layers": 2}},
+    "odd bins": {"rl_sequence_packing_bin_size": 49},
     "few": FEW,
     "few, tied": FEW | TIED,
     "distributed": {"use_distributed_optimizer": True},
@@ -52,7 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
     "overlaps, few, tied": OVERLAP | FEW | TIED,
 }
 REFERENCE = {
-    "distributed": "plain", "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
+    "odd bins": "plain", "distributed": "plain",
+    "overlaps": "plain", "overlaps, few": "few", "overlaps, few, tied": "few, tied",
     "experts, loop": "experts", "experts, loop, overlaps": "experts", "experts, distributed": "experts",
     "experts, overlaps": "experts", "experts, overlaps, few": "experts, few",
     "balanced, few, overlaps": "balanced, few",
@@ -73,7 +75,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     ),
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught"]),
     "PP2 x DP2": (4, STAGES, ["plain", "distributed", "overlaps", "overlaps, few", "overlaps, few, tied", "few, tied"]),
-    "TP2 x PP2, sequence-parallel": (4, STAGES | TENSOR, ["plain", "tied", "fused", "replayed", "taught in the loss"]),
+    "TP2 x PP2, sequence-parallel": (
+        4, STAGES | TENSOR, ["plain", "tied", "fused", "replayed", "taught in the loss", "odd bins"],
+    ),
     "PP2 x VPP2 x DP2": (4, VIRTUAL, ["overlaps", "overlaps, few", "overlaps, few, tied"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "tied"]),
     "EP2": (
@@ -101,7 +105,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ["experts", "experts, few", "experts, overlaps"],
     ),
     "CP2": (2, CONTEXT, ["plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few", "taught"]),
-    "CP2 x TP2, sequence-parallel": (4, CONTEXT | TENSOR, ["plain", "tied", "fused", "replayed", "balanced by batch"]),
+    "CP2 x TP2, sequence-parallel": (
+        4, CONTEXT | TENSOR, ["plain", "tied", "fused", "replayed", "balanced by batch", "odd bins"],
+    ),
     "CP2 x PP2": (4, CONTEXT | STAGES, ["plain", "tied", "fused", "few", "overlaps, few, tied"]),
     "CP2 x DP2": (4, CONTEXT, ["plain", "overlaps", "overlaps, few"]),
     "CP4": (4, {"context_parallel_size": 4}, ["plain", "fused"]),

@@ -50,14 +50,6 @@ ONE_PROBLEM = [
         {"context_parallel_size": "2", "rl_inference_engine": "mcore"}, 2,
         ["--context-parallel-size 2 with --rl-inference-engine mcore", "use --rl-inference-engine rollout"],
     ),
-    (
-        {"context_parallel_size": "2", "seq_length": "4101"}, 2,
-        ["--rl-sequence-packing-bin-size 4101 (from", "context-parallel size 2: ", "4100 or 4102"],
-    ),
-    (
-        {**TENSOR_2, "context_parallel_size": "2", "sequence_parallel": True, "seq_length": "4102"}, 4,
-        ["context-parallel size 2 x tensor-parallel size 2", "4100 or 4104"],
-    ),
     ({"expert_model_parallel_size": "2"}, 1, ["--expert-model-parallel-size 2", "without --num-experts"]),
     (
         {**TENSOR_8, "num_attention_heads": "4", "group_query_attention": True, "num_query_groups": "4"}, 8,
@@ -75,10 +67,6 @@ ONE_PROBLEM = [
         ["--num-query-groups 6", "tensor-parallel size 4", "1, 2, 3 or 6, or a multiple of 6"],
     ),
     ({**TENSOR_8, "ffn_hidden_size": "100"}, 8, ["--ffn-hidden-size 100", "size 8", "96 or 104"]),
-    (
-        {**TENSOR_8, "sequence_parallel": True, "seq_length": "4100"}, 8,
-        ["--rl-sequence-packing-bin-size 4100 (from", "--seq-length", "parallel size 8", "4096 or 4104"],
-    ),
     ({"overlap_param_gather": True, "overlap_grad_reduce": True}, 1, ["add --use-distributed-optimizer"]),
     ({"perform_rl_step": None, "global_batch_size": "2"}, 4, ["--global-batch-size 2 ", "4 data-parallel", "use 4"]),
     ({"perform_rl_step": None, "global_batch_size": "30"}, 4, ["--global-batch-size 30", "28 or 32"]),

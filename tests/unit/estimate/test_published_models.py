@@ -36,8 +36,13 @@ SHAPES = {
 }  # fmt: skip
 
 
+EVEN = ("--seq-length", "12000", "--inference-max-seq-length", "12000")
+"""Published are 11,999, which make no round numbers."""
+
+
 def example(*changes: str, ranks: int = 64) -> RLConfig:
-    config, problems = read_config([*launched(EXAMPLE).flags, *changes], ranks)
+    flags = launched(EXAMPLE, CHECKPOINT="/").flags  # a directory without a config.json: flags say the shape
+    config, problems = read_config([*flags, *EVEN, *changes], ranks)
     assert not problems
     return config
 
@@ -181,3 +186,8 @@ def test_the_table() -> None:
     assert without.endswith(" GiB a rank where what is the rollouts' has to go meanwhile")
     assert state == "optimizer state, in host memory during rollouts: 5.72 GiB a rank, pinned"
     assert host.startswith("reference policy, in host memory: 15.26 GiB a rank")
+
+
+def test_a_bin_is_padded_to_what_its_ranks_share() -> None:
+    odd, even = on_64("--rl-sequence-packing-bin-size", "12001"), on_64("--rl-sequence-packing-bin-size", "12008")
+    assert (odd.activations, odd.training_logits) == (even.activations, even.training_logits)
