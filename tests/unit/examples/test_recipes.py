@@ -67,10 +67,10 @@ def test_the_rehearsal_is_valid_on_two_ranks(script: Path, tmp_path: Path, monke
     model = tmp_path / "model"
     REHEARSAL["write_model"](family(script), model)
     flags = launched(script, MODEL=str(model), CHECKPOINT=str(model), NNODES="1", GPUS_PER_NODE="2").flags
-    words = REHEARSAL["changed_flags"](tmp_path, [*flags, "--rehearse", "--train-iters", "3"])
+    words = REHEARSAL["changed_flags"](tmp_path, [*flags, "--rehearse", "--eval-interval", "1"])
     config, problems = read_config(words, 2)
     assert problems == []
-    assert config.total_steps == 3, "what stands behind --rehearse wins"
+    assert (config.total_steps, config.training.eval_interval) == (2, 1), "what stands behind --rehearse wins"
     own = read_config(flags, launched(script).ranks)[0]
     for section in ("algorithm", "quantization"):  # the algorithm and the formats are the recipe's own
         before, after = getattr(own, section), getattr(config, section)
