@@ -18,6 +18,7 @@ _COMMANDS = {
     "generate": ("megatron_rl.cli.generate:main", "answer the prompts of a file"),
     "export": ("megatron_rl.cli.export:main", "write a checkpoint as a Hugging Face directory"),
     "report": ("megatron_rl.metrics.report:main", "write a run's report.html anew"),
+    "compare": ("megatron_rl.metrics.compare:main", "what runs were told differently, and what came of it"),
     "doctor": ("megatron_rl.cli.doctor:main", "say whether this machine can run it, and how to mend what cannot"),
     "new": ("megatron_rl.cli.new:main", "write an environment to start from, with its test"),
 }

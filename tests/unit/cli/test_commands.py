@@ -24,7 +24,7 @@ def test_help_begins_with_what_one_types(command: str, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith(f"usage: megatron-rl {command} [--nproc RANKS]")
 
 
-@pytest.mark.parametrize("command", ["export", "report", "new"])
+@pytest.mark.parametrize("command", ["export", "report", "compare", "new"])
 def test_the_other_commands_have_a_help(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])

@@ -1,0 +1,115 @@
+"""Runs beside each other: what differs, seeds as one group with mean and spread, and one page."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl import cli
+from megatron_rl.errors import ConfigError
+from megatron_rl.metrics.compare import differences, groups_of, read_run, summary_rows
+from megatron_rl.metrics.compare_page import Curve, page
+
+
+def _write(folder: Path, name: str, rewards: list[float | None], lr: float = 1e-3, seed: int = 1) -> Path:
+    run = folder / name
+    run.mkdir()
+    settings = {
+        "optimizer": {"lr": lr},
+        "critic": {"rl_critic_lr": lr},
+        "training": {"seed": seed, "train_iters": len(rewards)},
+        "logging": {"run_dir": str(run)},
+        "tokenizer": {"tokenizer_model": f"{run}/tokenizer"},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    rows = [{"step": step, "critic/rewards/mean": value} for step, value in enumerate(rewards, start=1)]
+    rows[-1]["val/arithmetic/pass@1"] = rewards[-1]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    return [
+        _write(tmp_path, "a1", [0.0, 0.2, 0.4], seed=1),
+        _write(tmp_path, "a2", [0.0, 0.4, 0.8], seed=2),
+        _write(tmp_path, "b1", [0.0, None, 1.0], lr=1e-2, seed=1),
+    ]
+
+
+def test_seeds_are_one_group_and_what_is_of_the_place_or_follows_is_left_out(runs):
+    read = [read_run(path) for path in runs]
+    assert differences(read) == {"lr": [1e-3, 1e-3, 1e-2], "seed": [1, 2, 1]}
+    assert groups_of(read) == {"lr 0.001": [0, 1], "lr 0.01": [2]}
+    assert groups_of(read[:2]) == {"all runs": [0, 1]}
+
+
+def test_a_setting_that_happens_to_be_as_large_as_the_seed_still_differs(tmp_path: Path):
+    read = [read_run(_write(tmp_path, str(n), [0.5] * n, seed=n)) for n in (1, 2)]
+    assert differences(read) == {"seed": [1, 2], "train_iters": [1, 2]}
+    assert list(groups_of(read)) == ["train_iters 1", "train_iters 2"]
+
+
+def test_mean_and_spread_of_the_seeds(runs):
+    read = [read_run(path) for path in runs]
+    rows = {name: cells for name, *cells in summary_rows(read, groups_of(read))}
+    # 0.4 and 0.8: mean 0.6, standard deviation sqrt(2 x 0.2^2 / 1) = 0.283
+    assert rows["arithmetic pass@1"] == ["0.6 ± 0.28", "1"]
+    # over the last steps: (0 + 0.2 + 0.4) / 3 = 0.2 and 0.4; of the third run the step that was not finite is left out
+    assert rows["reward"] == ["0.3 ± 0.14", "0.5"]
+
+
+class _Text(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_command_writes_a_table_and_one_page_that_fetches_nothing(runs, tmp_path, capsys):
+    output = tmp_path / "both.html"
+    assert cli.main(["compare", *map(str, runs), "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "lr 0.001 (2 runs) | lr 0.01 (1 run)" in printed
+    assert re.search(r"arithmetic pass@1 +\| 0.6 ± 0.28 +\| 1", printed)
+    html = output.read_text()
+    parsed = _Text()
+    parsed.feed(html)
+    assert {"script", "link", "img"} & set(parsed.tags) == set() and "http" not in html
+    assert "Training reward" in parsed.text and "Held-out: arithmetic" in parsed.text
+    assert len(re.findall(r"<path ", html)) == 2 * 3  # two metrics of three runs
+
+
+def test_texts_are_escaped_and_a_gap_breaks_the_line():
+    points = [(1, 0.0), (2, None), (3, 1.0), (4, 0.5)]
+    html = page((["<b>"], [["<i>"]]), (["x"], []), ["<script>"], [Curve("<t>", False, [(0, "</svg>", points)])])
+    assert "<script>" not in html and "<i>" not in html and "</svg></title>" not in html
+    (path,) = re.findall(r'<path d="([^"]*)"', html)
+    assert path.count("M") == 2 and path.count("L") == 1
+
+
+def test_on_a_logarithmic_axis_equal_ratios_are_equal_distances():
+    html = page(([], []), ([], []), ["g"], [Curve("t", True, [(0, "r", [(1, 1.0), (2, 10.0), (3, 100.0), (4, 0.0)])])])
+    (path,) = re.findall(r'<path d="([^"]*)"', html)
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path)]
+    assert len(heights) == 3  # 0 has no place
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+
+
+def test_what_is_no_run_is_one_line(runs, tmp_path, capsys):
+    assert cli.main(["compare", str(runs[0]), str(tmp_path)]) == 2
+    assert "is no run directory: config.yaml cannot be read" in capsys.readouterr().err
+    (runs[0] / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="has no steps yet"):
+        read_run(runs[0])
