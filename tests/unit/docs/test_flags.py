@@ -14,6 +14,7 @@ KNOWN = {f"--{spelling}" for flag in all_flags() for spelling in flag.spellings}
 OF_LAUNCHERS = {
     "--nproc", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--help-all",
     "--logdir", "--nodes", "--signal", "--requeue", "--kill-on-bad-exit", "--input-dir", "--output-dir",
+    "--prompts", "--output", "--temperature",
 }  # fmt: skip
 """Of torchrun, Slurm, TensorBoard, and of commands besides training."""
 NOT_TAKEN = {"--data-path"}

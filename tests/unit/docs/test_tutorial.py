@@ -51,3 +51,6 @@ def test_its_commands_end_where_the_page_says(here: Path) -> None:
     found = [row["val/sorting/pass@1"] for row in rows if "val/sorting/pass@1" in row]
     assert len(found) == 7
     assert found[0] < 0.65 and found[-1] > 0.9
+    answers = [json.loads(line) for line in (here / "runs/sorting/answers.jsonl").read_text().splitlines()]
+    assert [answer["prompt"] for answer in answers] == ["402137=", "999000="]
+    assert all(len(answer["completion"]) == 6 for answer in answers)
