@@ -159,6 +159,16 @@ class Tokenizer:
             **chat.template_kwargs,
         )
 
+    def closing_token(self, environment: str = "") -> str | None:
+        """The special token that closes a turn of the model in chats of ``environment``; None where there is none."""
+        turns = [("user", "a"), ("assistant", _SPOKEN), ("user", "b")]
+        try:
+            rendered = self.render([{"role": role, "content": said} for role, said in turns], environment)
+        except Exception:  # noqa: BLE001 - a template raises whatever its author chose, for single questions only, say
+            return None
+        after = rendered.partition(_SPOKEN)[2].lstrip()
+        return next((text for text in self.special_tokens if text and after.startswith(text)), None)
+
     def has_chat_template(self, environment: str = "") -> bool:
         """True when chats of ``environment`` can be rendered."""
         return bool(self.chat_format(environment).template or self._backend.chat_template)

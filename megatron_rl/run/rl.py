@@ -93,7 +93,9 @@ def build(base: Run) -> RLRun:
     factory = request_factory(config, parts.tokenizer)
     pools = parts.environments.training_pools()
     prompts = ((pool.environment, task.prompt) for pool in pools for task in pool.tasks)
-    states.register("chats", PromptFormats(parts.tokenizer, prompts), optional=True)
+    formats = states.register("chats", PromptFormats(parts.tokenizer, prompts), optional=True)
+    if groups.is_main:
+        formats.warn_of_open_ends(config)
     source = PromptSource(
         pools,
         lambda task, environment: parts.tokenizer.encode_prompt(task.prompt, environment),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,26 @@ def test_replies_and_demonstrations_have_the_environments_template(tokenizer: To
     taught = [("own", Demonstration(Task("1", ASKED), "4")), ("else", Demonstration(Task("1", ASKED), "4"))]
     texts = [run.decode(sample.token_ids.tolist()) for sample in DemonstrationSource(taught, run, 100).draw(2)]
     assert texts == ["system:S;user:2+2?;4", "user:2+2?;<t>4"]
+
+
+@pytest.mark.parametrize(
+    ("template", "stop", "told"),
+    [
+        (PLAIN.replace(";", "<|user|>"), (), ["chat: the chat template closes a turn with <|user|>, which ends no"]),
+        (PLAIN.replace(";", "\n<|user|>"), ("<|user|>",), []),
+        (PLAIN.replace(";", "<|end|>"), (), []),
+        (PLAIN, (), []),
+        ("{{ messages[1].content if messages | length == 1 }}" + PLAIN, (), []),
+    ],
+    ids=["another token", "a stop string", "the end token", "none", "of single questions"],
+)
+def test_a_turn_that_closes_with_no_end_token(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, template: str, stop: tuple[str, ...], told: list[str]
+) -> None:
+    config = SimpleNamespace(rollout=SimpleNamespace(rl_stop_strings=stop))
+    formats = PromptFormats(tokenizer.formatting(ChatFormat(template)), [("chat", ASKED), ("plain", "a")])
+    formats.warn_of_open_ends(config)
+    assert [record.getMessage()[: len(told[0]) if told else None] for record in caplog.records] == told
 
 
 def test_a_resume_compares_the_chats_that_are_trained_on(tokenizer: Tokenizer) -> None:
