@@ -27,7 +27,9 @@ class Launch:
     """What a script gives to torchrun."""
 
     ranks: int
+    torchrun: tuple[str, ...]
     flags: tuple[str, ...]
+    """Of ``train_rl.py``."""
 
 
 @functools.cache
@@ -44,7 +46,7 @@ def launched(script: Path, *words: str, **variables: str) -> Launch:
         ).stdout.split("\0")
     place = noted.index("train_rl.py")
     nodes, each = (int(noted[noted.index(flag, 0, place) + 1]) for flag in ("--nnodes", "--nproc-per-node"))
-    return Launch(nodes * each, tuple(noted[place + 1 : -1]))
+    return Launch(nodes * each, tuple(noted[:place]), tuple(noted[place + 1 : -1]))
 
 
 def family(script: Path) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -79,5 +81,30 @@ def test_the_rehearsal_is_valid_on_two_ranks(script: Path, tmp_path: Path, monke
     assert own.parallel.expert_model_parallel_size == 1 or config.parallel.expert_model_parallel_size == 2
 
 
+STAGE1 = EXAMPLES / "infir2_fp8_7b" / "stage1.sh"
+
+
+def test_an_estimate_is_of_the_recipes_own_ranks(tmp_path: Path) -> None:
+    """One process, from any folder, without torchrun; what the user adds wins."""
+    variables = os.environ | {"MODEL": str(_published(tmp_path, "Qwen2.5-7B"))}
+    command = ["bash", str(STAGE1), "--estimate", "--estimate-vocab-size", "152064"]
+    for further, ranks in (([], 32), (["--check-world-size", "16"], 16)):
+        run = subprocess.run([*command, *further], env=variables, cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert f"ranks: {ranks} (tensor 4 x context 2" in run.stdout
+
+
+def test_nodes_meet_at_the_first_one() -> None:
+    """On one node any free port does."""
+    words = launched(STAGE1, NODE_RANK="3", MASTER_ADDR="node0").torchrun
+    assert words == (
+        "--nnodes", "4", "--nproc-per-node", "8", "--node-rank", "3", "--master-addr", "node0", "--master-port", "29500"
+    )  # fmt: skip
+    assert launched(STAGE1, NNODES="1").torchrun[-1] == "--standalone"
+
+
 def test_recipes_are_found() -> None:
-    assert {"infir2_fp8_7b/stage1"} <= set(map(_name, SCRIPTS))
+    assert {
+        "infir2_fp8_7b/stage1", "infir2_fp8_7b/stage2", "qwen3_30b_a3b_fp8/fp8", "qwen3_30b_a3b_fp8/fp8_rollouts",
+        "qwen2p5_32b_grpo/run",
+    } <= set(map(_name, SCRIPTS))  # fmt: skip
