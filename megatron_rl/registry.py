@@ -75,10 +75,8 @@ class Registry(Generic[T]):
             if wanted not in known:
                 raise ConfigError([f"there is no {self.what} {unknown(name, known)}"])
             return importlib.import_module(f"{self.package}.{wanted}")
-        where = name.rpartition(":")[0]
-        _look_here()
         try:
-            return _import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
+            return import_reference(name.rpartition(":")[0])
         except Exception as error:
             reason = one_line(f"{type(error).__name__}: {error}")
             raise ConfigError([
@@ -116,6 +114,12 @@ class Registry(Generic[T]):
             return Path(spec.origin) if spec is not None and spec.has_location else None
         path = Path(where) if where else self._folder / f"{name.replace('-', '_')}.py"
         return path.resolve() if path.is_file() else None
+
+
+def import_reference(where: str) -> ModuleType:
+    """``package.module``, also in the current directory, or ``file.py``. Raises whatever its code raises."""
+    _look_here()
+    return _import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
 
 
 def _import_file(path: Path) -> ModuleType:

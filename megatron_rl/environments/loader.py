@@ -2,7 +2,8 @@
 
 Three places are looked at, in this order: the folder ``environments/`` beside this package (installed as
 ``megatron_rl_environments``), the entry points of group ``megatron_rl.environments`` that other
-packages declare, and, for a reference that has a colon, ``package.module:Class``, also from the current directory.
+packages declare, and, for a reference that has a colon, ``package.module:Class`` or ``file.py:Class``, also the current
+directory.
 
 An author's module may hang, exit or crash here: callers that must not use ``loading``.
 """
@@ -27,6 +28,7 @@ from types import ModuleType
 import megatron_rl
 from megatron_rl.environments.base import Environment, suggestion
 from megatron_rl.errors import ConfigError, one_line, shorten
+from megatron_rl.registry import import_reference
 
 PACKAGE = "megatron_rl_environments"
 ENTRY_POINT_GROUP = "megatron_rl.environments"
@@ -62,7 +64,7 @@ def discover(
 
 
 def find_environment(reference: str, begin: Begin = ignore) -> type[Environment]:
-    """The class named by ``reference``: ``module:Class``, or a name in any case, with or without ``Agent``.
+    """The class named by ``reference``: ``module:Class``, ``file.py:Class``, or a name in any case and with ``Agent``.
 
     Of a dotted name (``examples.rl.environments.dapo_agent.DAPOAgent``) only the last part counts.
     """
@@ -158,9 +160,10 @@ def _classes_of_folder(name: str) -> list[type[Environment]]:
 
 
 def _import_class(reference: str) -> type[Environment]:
-    module_name, _, class_name = reference.partition(":")
-    if not MODULE_NAME.fullmatch(module_name) or not class_name.isidentifier():
-        raise ConfigError([f"{shorten(reference)} names no class; write package.module:Class"])
+    module_name, _, class_name = reference.rpartition(":")
+    is_module = module_name.endswith(".py") or MODULE_NAME.fullmatch(module_name)
+    if not is_module or not class_name.isidentifier():
+        raise ConfigError([f"{shorten(reference)} names no class; write package.module:Class or file.py:Class"])
     module = _import_module(module_name, reference)
     if class_name not in vars(module):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
@@ -171,17 +174,14 @@ def _import_class(reference: str) -> type[Environment]:
 def _import_module(module_name: str, reference: str) -> ModuleType:
     if module_name.partition(".")[0] == PACKAGE:
         _environments_package()
-    here = os.getcwd()
-    if not {here, ""} & set(sys.path):  # as `python -m` has it, and a script does not
-        sys.path.append(here)
     with _importing(reference):
         try:
-            return importlib.import_module(module_name)
+            return import_reference(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise
             missing = error.name
-    where = f"it is looked for in {here} and among the installed packages (PYTHONPATH adds folders)"
+    where = f"it is looked for in {os.getcwd()} and among the installed packages (PYTHONPATH adds folders)"
     raise ConfigError([f"environment {reference!r}: there is no module {missing!r}; {where}"])
 
 

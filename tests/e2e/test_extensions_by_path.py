@@ -1,0 +1,79 @@
+"""Every kind of extension by ``file.py:name`` and ``package.module:name``, from a user's current directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.environments.__main__ import ENVIRONMENT
+from tests.support.ranks import REPOSITORY
+from tests.support.runs import RL, TINY, command
+from tests.support.tiny import write_tokenizer
+
+KINDS = {
+    "rl-policy-loss": "from megatron_rl.algorithms.losses.clip import Loss as Mine",
+    "rl-advantage": "from megatron_rl.algorithms.advantages.grpo import Advantage as Mine",
+    "rl-correction": "from megatron_rl.algorithms.corrections.token_tis import Correction as Mine",
+    "rl-group-filter": "from megatron_rl.algorithms.filters.signal import Filter as Mine",
+    "rl-rollout-quantization": "from megatron_rl.quantization.recipes.int8 import RECIPE as Mine",
+    "environment": ENVIRONMENT.format(name="mine", class_name="Mine").replace("{number} even? ", "{number}*2="),
+}
+"""Flag -> a file that defines ``Mine``; the environment stands in a YAML list."""
+FORMS = ("{kind}.py", "inside/{kind}.py", "{folder}/inside/{kind}.py", "{kind}", "inside.{kind}")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A user's folder: each kind in a file there, and in a package there."""
+    (tmp_path / "inside").mkdir()
+    for kind, source in KINDS.items():
+        for folder in (tmp_path, tmp_path / "inside"):
+            (folder / f"{kind.replace('-', '_')}.py").write_text(f"{source}\n")
+    write_tokenizer(tmp_path / "tokenizer")
+    return tmp_path
+
+
+def _command(here: Path, form: str, **more: object) -> list[str]:
+    named = {kind: form.format(kind=kind.replace("-", "_"), folder=here) + ":Mine" for kind in KINDS}
+    (here / "list.yaml").write_text(yaml.safe_dump([{"environment": named.pop("environment")}]))
+    flags = {**TINY, **RL, "rl-dynamic-sampling": True, "rl-max-refills": 1, "tokenizer-model": "tokenizer"}
+    return command({**flags, **named, "langrl-env-config": "list.yaml", "run-dir": "run", **more})
+
+
+def _run(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=here, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_kinds_are_found(here: Path, form: str):
+    checked = _run(here, str(REPOSITORY / "train_rl.py"), *_command(here, form), "--check")
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("form", ["nowhere/{kind}.py", "nowhere.{kind}"])
+def test_what_is_missing_is_one_line_each_that_names_it(here: Path, form: str):
+    checked = _run(here, str(REPOSITORY / "train_rl.py"), *_command(here, form), "--check")
+    assert checked.returncode == 2
+    head, *lines = checked.stderr.splitlines()
+    assert head == f"{len(KINDS)} problem(s) in the configuration:"
+    assert len(lines) == len(KINDS)
+    for kind in KINDS:
+        (line,) = [line for line in lines if form.format(kind=kind.replace("-", "_")) in line]
+        assert "nowhere" in line.partition(":Mine")[2], "the reason names what is not there"
+
+
+def test_they_do_their_work(here: Path):
+    """In the ranks, the environment server and its workers; the rewards come from the file."""
+    argv = _command(here, "inside/{kind}.py", train_iters=None)
+    finished = _run(here, str(REPOSITORY / "train_rl.py"), *argv, "--train-iters", "1")
+    assert finished.returncode in (0, 3), finished.stderr  # random answers: there may be nothing to learn from
+    assert (here / "run" / "metrics.jsonl").is_file()
+    assert "inside/rl_policy_loss.py:Mine" in (here / "run" / "config.diff.yaml").read_text()
