@@ -51,8 +51,8 @@ def test_there_are_some():
 
 @pytest.mark.parametrize("text", COMMANDS)
 def test_its_flags_are_there(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-7B", "DIR"):
-        (tmp_path / name).mkdir()
+    for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct", "Qwen2.5-7B", "DIR"):
+        (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(json.dumps(QWEN2_5_0_5B))
         (tmp_path / name / "tokenizer_config.json").touch()
     settings = re.search(r"`sorting-model.yaml`.*?```yaml\n(.*?)```", TUTORIAL.read_text(), re.DOTALL)[1]
@@ -63,9 +63,9 @@ def test_its_flags_are_there(text: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert [line for line in map(str, problems) if not (is_a_part and any(part in line for part in left_out))] == []
 
 
-def test_the_command_for_gpus_trains_in_bf16_and_torchrun_is_found():
+def test_the_command_for_gpus_trains_in_bf16_and_is_found():
     readme = (REPOSITORY / "README.md").read_text()
     block = readme.partition("## Train your own")[2].partition("```")[2].partition("```")[0]
-    assert block.index("/bin/activate") < block.index("torchrun")
-    (text,) = [text for text in _commands(REPOSITORY / "README.md") if "--nproc-per-node=8" in text]
+    assert block.index("/bin/activate") < block.index("megatron-rl train")
+    (text,) = [text for text in _commands(REPOSITORY / "README.md") if "--nproc 8" in text]
     assert _read(text)[0].precision.bf16
