@@ -17,9 +17,8 @@ if [ -d "$CHECKPOINT" ] && [ ! -f "$CHECKPOINT/config.json" ]; then
 else
     START=(--load-hf "$CHECKPOINT" ${TOKENIZER:+--tokenizer-model "$TOKENIZER"})
 fi
-LAYERS=(--transformer-impl transformer_engine --enable-cuda-graph)
-if [ "$PP" -gt 1 ]; then LAYERS=(--transformer-impl local); fi  # rollouts over stages have neither yet
 
-launch --config examples/qwen2p5_32b_grpo/grpo.yaml "${START[@]}" "${LAYERS[@]}" --run-dir "$RUN_DIR" \
+launch --config examples/qwen2p5_32b_grpo/grpo.yaml "${START[@]}" --run-dir "$RUN_DIR" \
+    --transformer-impl transformer_engine --enable-cuda-graph \
     --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --context-parallel-size "$CP" \
     ${WANDB_PROJECT:+--wandb-project "$WANDB_PROJECT" --wandb-exp-name "${WANDB_EXP_NAME:-qwen2p5_32b_grpo}"} "$@"

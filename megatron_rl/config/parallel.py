@@ -79,7 +79,7 @@ class KernelConfig:
     rl_fused_output_layer: bool = flag(False)
     """Train without the logits of a micro-batch in memory, at the cost of one more product of the output layer."""
     enable_cuda_graph: bool = flag(False)
-    """Capture the decode step of rollouts; eager on a CPU, and with experts in a loop or shared by ranks."""
+    """Capture the decode step of rollouts; eager on a CPU, and with experts in a loop."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none")
     """Megatron's newer spelling: local is --enable-cuda-graph. Graphs of Transformer Engine's layers are not built."""
     use_cpu_initialization: bool = flag(False)
@@ -151,16 +151,10 @@ def pipeline_problems(config: RLConfig, _: int) -> Iterator[Finding]:
             return
     if layers and not stages.sizes(layers):
         yield "pipeline_model_parallel_size", _cannot_share(layers, stages, uneven)
-    training, kernels = config.training, config.kernels
-    if training.perform_rl_step or training.eval_only or training.eval_interval is not None:
-        for name, is_given in (
-            ("rl_inference_engine", config.rollout.rl_inference_engine == "mcore"),
-            ("transformer_impl", kernels.transformer_impl != "local"),
-            ("enable_cuda_graph", kernels.enable_cuda_graph),
-            ("cuda_graph_impl", kernels.cuda_graph_impl == "local"),
-        ):
-            if is_given:
-                yield name, "is not built for rollouts on pipeline stages; leave it out, or use one stage"
+    training = config.training
+    generates = training.perform_rl_step or training.eval_only or training.eval_interval is not None
+    if generates and config.rollout.rl_inference_engine == "mcore":
+        yield "rl_inference_engine", "is not built for rollouts on pipeline stages; leave it out, or use one stage"
 
 
 def expert_parallel_problems(config: RLConfig, _: int) -> Iterator[Finding]:

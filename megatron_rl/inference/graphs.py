@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs: recorded once for each batch size, replayed ever after.
 
     rows 5 ─► size 8 ─┐
-                      ├─► (linears in use, reach, kinds) ─► recorded? ─► replay
+                      ├─► (linears in use, reach, kinds) ─► recorded? ─► replay, part by part
     keys 300 ► 512 ───┘                                       │ no: record all sizes, the largest first
 
-Weights, quantised copies and the cache change in place, so the graphs outlive optimizer steps and refreshes.
+A step is one graph; on a pipeline stage one for each of its chunks of layers, with messages in between. Weights,
+quantised copies and the cache change in place, so the graphs outlive optimizer steps and refreshes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from operator import itemgetter
 from typing import Any
 
 import torch
 
 from megatron_rl.arithmetic import FEWEST_ROWS
+from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.models import PolicyModel
@@ -91,8 +94,8 @@ class CudaRecorder:
             torch._C._cuda_releasePool(index, pool)
 
 
-class GraphedDecode:
-    """`ModelRunner.decode` step by step, replayed where it can be, the rows rounded up to a size that was recorded.
+class DecodeGraphs:
+    """`ModelRunner.parts` of decode steps, replayed where they can be, the rows rounded up to a size that was recorded.
 
     Rows beyond the running ones are not alive: their steps write to the trash column.
 
@@ -110,28 +113,29 @@ class GraphedDecode:
         reaches: Sequence[int],
     ) -> None:
         """``sizes`` and ``reaches`` ascend, up to all rows and the longest sequence."""
-        self.eager = runner.decode
+        self.parts = runner.parts
         self._state = runner.state
         self._cache = runner.context.cache
         self._recorder = recorder
         self._sizes = tuple(sizes)
         self._reaches = tuple(reaches)
-        self._hooks = [hooks for m in policy.gpt.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._linears = [vars(linear) for linear in dict.fromkeys(parallel_linears(policy.gpt).values())]
-        self._weights = (*policy.gpt.parameters(), *policy.gpt.buffers())
-        self.recorded: dict[tuple, dict[int, Work]] = {}
-        """(`_variant`, `_addresses`, reach, kinds) -> batch size -> replay."""
+        model = torch.nn.ModuleList(policy.chunks)
+        self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._linears = [vars(linear) for linear in dict.fromkeys(parallel_linears(model).values())]
+        self._weights = (*model.parameters(), *model.buffers())
+        self.recorded: dict[tuple, dict[int, list[Work]]] = {}
+        """(`_variant`, `_addresses`, reach, kinds) -> batch size -> a replay for each part."""
         self._said_observed = self._off = False
 
-    def __call__(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
-        """See `ModelRunner.decode`."""
-        for step in range(steps):
-            reach = min(key_length + step, self._cache.max_length)
-            replay = None if self._off or self._observed() else self._replay(rows, reach, kinds)
-            if replay is None:
-                self.eager(rows, reach, 1, kinds)
-            else:
-                replay()
+    def step(self, rows: int, key_length: int, kinds: SamplingKinds) -> list[Work]:
+        """The parts of one decode step (see `ModelRunner.decode`) in their order; eager where they cannot be replayed.
+
+        A capture waits for the device: what this rank is still to receive must have been asked for, or two pipeline
+        stages would wait for each other's messages to arrive.
+        """
+        reach = min(key_length, self._cache.max_length)
+        replays = None if self._off or self._observed() else self._replays(rows, reach, kinds)
+        return [partial(part, rows, reach, kinds) for part in self.parts] if replays is None else replays
 
     def forget(self) -> None:
         """Drop all graphs and the memory they hold: the KV cache goes, and comes back at other addresses."""
@@ -145,7 +149,7 @@ class GraphedDecode:
             self._said_observed = True
         return observed
 
-    def _replay(self, rows: int, key_length: int, kinds: SamplingKinds) -> Work | None:
+    def _replays(self, rows: int, key_length: int, kinds: SamplingKinds) -> list[Work] | None:
         """None when the capture failed."""
         reach = self._reaches[bisect.bisect_left(self._reaches, key_length)]
         key = self._variant(), self._addresses(), reach, kinds
@@ -177,22 +181,22 @@ class GraphedDecode:
         gone = {key for key in self.recorded if any(owner is not None and owner() is None for owner in key[0])}
         self.recorded = {key: replays for key, replays in self.recorded.items() if key not in moved | gone}
 
-    def record(self, reach: int, kinds: SamplingKinds) -> dict[int, Work] | None:
+    def record(self, reach: int, kinds: SamplingKinds) -> dict[int, list[Work]] | None:
         """Every size, the largest first: the smaller ones then fit into its memory. None when a capture failed.
 
         Meanwhile all rows count as ended, and afterwards everything is as it was: a step then only writes a row's next
-        key and value where the row itself will write the same ones.
+        key and value where the row itself writes its own in this step.
         """
         started, before = time.perf_counter(), self._recorder.used_bytes()
         kept = [buffer.clone() for buffer in self._state.buffers]
         self._state.alive.zero_()
-        replays = {}
+        replays: dict[int, list[Work]] = {size: [] for size in reversed(self._sizes)}
         try:
-            for size in reversed(self._sizes):
-                work = partial(self.eager, size, reach, 1, kinds)
+            for size, part in product(replays, self.parts):
+                work = partial(part, size, reach, kinds)
                 self._recorder.warm_up(work)
                 try:
-                    replays[size] = self._recorder.record(work)
+                    replays[size].append(self._recorder.record(work))
                 except RuntimeError as error:  # what torch raises for all that CUDA does not like in a capture
                     self._off = True
                     self.recorded.clear()
@@ -216,10 +220,10 @@ def _owner(forward: Any) -> weakref.ref | None:
 # -- which graphs --------------------------------------------------------------------------------
 
 
-def with_graphs(runner: ModelRunner, policy: PolicyModel, most: int | None) -> Callable[..., None]:
-    """``runner.decode`` behind graphs of at most ``most`` batch sizes; as it is for None, or where they cannot be."""
-    if most is None:
-        return runner.decode
+def possible_graphs(options: EngineOptions, policy: PolicyModel) -> EngineOptions:
+    """``options`` without graphs where ``policy`` cannot have them, which the log then says."""
+    if options.num_cuda_graphs is None:
+        return options
     problem = None
     if policy.device.type != "cuda":
         problem = f"it needs a CUDA device, and this run is on {policy.device.type}"
@@ -227,13 +231,20 @@ def with_graphs(runner: ModelRunner, policy: PolicyModel, most: int | None) -> C
         problem = (
             "experts in a loop (--no-moe-grouped-gemm) read on the host how many tokens each of them gets"
         )
-    if problem is not None:
-        logger.info("--enable-cuda-graph has no effect: %s", problem)
-        return runner.decode
+    if problem is None:
+        return options
+    logger.info("--enable-cuda-graph has no effect: %s", problem)
+    return replace(options, num_cuda_graphs=None)
+
+
+def graphs_of(runner: ModelRunner, policy: PolicyModel, most: int | None) -> DecodeGraphs | None:
+    """Graphs of at most ``most`` batch sizes; None for None."""
+    if most is None:
+        return None
     longest = runner.context.cache.max_length
     reaches = graph_reaches(longest) if policy.attention.cache.needs_key_length else (longest,)
     sizes = graph_sizes(runner.state.alive.shape[0], most)
-    return GraphedDecode(runner, policy, CudaRecorder(policy.device), sizes, reaches)
+    return DecodeGraphs(runner, policy, CudaRecorder(policy.device), sizes, reaches)
 
 
 def graph_sizes(slots: int, most: int) -> tuple[int, ...]:

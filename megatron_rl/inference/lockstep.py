@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.inference.engine import EngineOptions
-from megatron_rl.inference.graphs import GraphedDecode
+from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.sampler import SamplingKinds
 from megatron_rl.inference.sequence import Sequence
@@ -60,6 +60,15 @@ class Most(NamedTuple):
         """Every way to draw that some rank has."""
         return SamplingKinds(bool(self.greedy), bool(self.filtered), bool(self.tempered))
 
+    def burst_of_all(self, running: ListOf[Sequence], steps: int) -> tuple[int, int, int] | None:
+        """Rows, reach and steps that all ranks make alike, of which the ``running`` sequences here count ``steps``.
+
+        They have ended by then, but count the others, too. None where no rank has any.
+        """
+        for sequence in running:
+            sequence.num_generated += self.steps - steps
+        return (self.rows, self.reach, self.steps) if self.steps else None
+
 
 NOTHING = 1, 0, 0
 """Rows, reach and steps of a rank without sequences: it joins in with one token."""
@@ -80,10 +89,8 @@ class LockstepEngine(RolloutEngine):
         self._lockstep_group = groups.lockstep_group
         self._expert_layers = [layer.mlp for layer in policy.gpt.decoder.layers]
         self._nothing = torch.zeros(1, policy.config.hidden_size, dtype=policy.dtype, device=policy.device)
-        slots = max_over({"most": self.max_batch_size, "least": -self.max_batch_size}, self._lockstep_group)
-        if isinstance(self.decode, GraphedDecode) and slots["most"] != -slots["least"]:
-            logger.warning("decode runs eager: ranks that share experts have room for different numbers of sequences")
-            self.decode = self.runner.decode
+        if not graphs_alike(self.runner, self.max_batch_size, groups):
+            self.runner.graphs = None
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
@@ -97,25 +104,26 @@ class LockstepEngine(RolloutEngine):
         if chunks:
             self.runner.prefill(chunks, kinds)
         self._join(most.passes - passes)
-        if isinstance(self.decode, GraphedDecode):
-            self._decode_alike(most, running if burst else [], most.steps - steps)
-        else:
-            self.runner.context.shared_rows = most.rows
-            if burst is not None:
-                self.decode(*burst, kinds)
-            self._join(most.steps - steps)
+        rows, others_steps = most.rows, most.steps - steps
+        if self.runner.graphs is not None:
+            rows = others_steps = 0
+            burst, kinds = most.burst_of_all(running if burst else [], steps), most.kinds
+        self.runner.context.shared_rows = rows
+        if burst is not None:
+            self.runner.decode(*burst, kinds)
+        self._join(others_steps)
         return self._finish(running) if running else []
-
-    def _decode_alike(self, most: Most, running: ListOf[Sequence], further: int) -> None:
-        """The steps of the rank with the most, ``further`` than this one has: its sequences have ended by then."""
-        if not most.steps:
-            return
-        for sequence in running:
-            sequence.num_generated += further
-        self.runner.context.shared_rows = 0
-        self.decode(most.rows, most.reach, most.steps, most.kinds)
 
     def _join(self, passes: int) -> None:
         for _ in range(passes):
             for experts in self._expert_layers:
                 experts.decode(self._nothing, self.runner.context)
+
+
+def graphs_alike(runner: ModelRunner, slots: int, groups: ParallelGroups) -> bool:
+    """Whether ranks that share experts have ``slots`` alike, as graphs need it; collective over the lockstep group."""
+    found = max_over({"most": slots, "least": -slots}, groups.lockstep_group)
+    alike = found["most"] == -found["least"]
+    if runner.graphs is not None and not alike:
+        logger.warning("decode runs eager: ranks that share experts have room for different numbers of sequences")
+    return alike

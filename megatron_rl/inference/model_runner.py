@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,12 @@ from megatron_rl.inference.sampler import Sampler, SamplingKinds
 from megatron_rl.inference.scheduler import Chunk
 from megatron_rl.models import RolloutForward
 
+if TYPE_CHECKING:
+    from megatron_rl.inference.graphs import DecodeGraphs
+
+Part = Callable[[int, int, SamplingKinds], None]
+"""Of a decode step, by its rows, key length and kinds: device work on static buffers."""
+
 
 class ModelRunner:
     """Forward passes, draws, and what they leave in the cache and in the state of the batch."""
@@ -26,6 +33,8 @@ class ModelRunner:
         self.model = model
         self.state = state
         self.sampler = sampler
+        self.graphs: DecodeGraphs | None = None
+        """Of `parts`. With them, decode steps are replayed one by one."""
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -98,11 +107,25 @@ class ModelRunner:
 
     # -- decode steps --------------------------------------------------------------------------
 
+    @property
+    def parts(self) -> list[Part]:
+        """What a decode step is made of, in this order, for `DecodeGraphs`."""
+        return [lambda rows, key_length, kinds: self._burst(rows, key_length, 1, kinds)]
+
     def decode(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
         """Feed the last tokens of the first rows and draw the next ones, ``steps`` times; the host reads nothing.
 
         No row's position reaches ``key_length`` in the first of the steps, at least one.
         """
+        if self.graphs is None:
+            self._burst(rows, key_length, steps, kinds)
+            return
+        for step in range(steps):
+            for part in self.graphs.step(rows, key_length + step, kinds):
+                part()
+
+    def _burst(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
+        """`decode`, with what the steps have in common computed once."""
         state, context = self.state, self.context
         positions = state.positions_ahead(rows, steps, context.max_sequence_length)
         sampling = state.sampling(slice(0, rows), kinds)

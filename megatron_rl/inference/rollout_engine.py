@@ -21,7 +21,7 @@ from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
-from megatron_rl.inference.graphs import GraphedDecode, with_graphs
+from megatron_rl.inference.graphs import graphs_of, possible_graphs
 from megatron_rl.inference.kv_cache import build_cache
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.output_processor import OutputProcessor
@@ -42,8 +42,10 @@ class RolloutEngine(Engine):
         stop_token_ids: ListOf[int],
         decode_text: Callable[[ListOf[int]], str],
         tensor_group: dist.ProcessGroup | None = None,
+        make_runner: Callable[..., ModelRunner] = ModelRunner,
     ) -> None:
-        self._options = options
+        """``make_runner`` takes what `ModelRunner` takes."""
+        self._options = options = possible_graphs(options, policy)
         self.cache, self._blocks, self.max_batch_size = build_cache(policy, options)
         self.kv_numbers = self.cache.numbers
         self._scheduler = Scheduler(
@@ -54,9 +56,8 @@ class RolloutEngine(Engine):
         paged = policy.attention.cache.layout == "blocks"
         state = BatchState(self.max_batch_size, options.max_sequence_length, is_stop, paged)
         context = RolloutContext(policy, self.cache, RolloutOps(fused=policy.device.type == "cuda"))
-        self.runner = ModelRunner(context, RolloutForward(policy, context), state, Sampler(tensor_group))
-        self.decode = with_graphs(self.runner, policy, options.num_cuda_graphs)
-        """`ModelRunner.decode`, or CUDA graphs of it."""
+        self.runner = make_runner(context, RolloutForward(policy, context), state, Sampler(tensor_group))
+        self.runner.graphs = graphs_of(self.runner, policy, options.num_cuda_graphs)
         self._outputs = OutputProcessor(state, stop_token_ids, decode_text)
         self._groups: dict[int, SequenceGroup] = {}
         self.begin(seed=0, policy_version=0)
@@ -116,8 +117,8 @@ class RolloutEngine(Engine):
         return self.cache.tensors
 
     def forget_graphs(self) -> None:
-        if isinstance(self.decode, GraphedDecode):
-            self.decode.forget()
+        if self.runner.graphs is not None:
+            self.runner.graphs.forget()
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
@@ -130,7 +131,7 @@ class RolloutEngine(Engine):
             return []
         burst = self._next_burst(running)
         if burst is not None:
-            self.decode(*burst, kinds)
+            self.runner.decode(*burst, kinds)
         return self._finish(running)
 
     # -- parts of a step -----------------------------------------------------------------------

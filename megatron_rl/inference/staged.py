@@ -19,24 +19,20 @@ from collections import deque
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from megatron_rl.algorithms.counter_random import uniform
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
+from megatron_rl.inference.graphs import possible_graphs
 from megatron_rl.inference.kv_cache import shared_out
-from megatron_rl.inference.lockstep import NOTHING, Most
-from megatron_rl.inference.model_runner import ModelRunner
+from megatron_rl.inference.lockstep import NOTHING, Most, graphs_alike
 from megatron_rl.inference.rollout_engine import RolloutEngine
-from megatron_rl.inference.sampler import SamplingKinds
-from megatron_rl.inference.scheduler import Chunk
+from megatron_rl.inference.stage_runner import StageRunner
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.stages import StageMessages
 from megatron_rl.types import Completed, Request
-
-Turns = Generator[None, None, None]
-"""Work that pauses wherever it has to wait for another stage."""
 
 
 class StagedEngine(Engine):
@@ -50,7 +46,7 @@ class StagedEngine(Engine):
         decode_text: Callable[[ListOf[int]], str],
         groups: ParallelGroups,
     ) -> None:
-        sizes = shared_out(policy, options, groups.pipeline_group.size())
+        sizes = shared_out(policy, possible_graphs(options, policy), groups.pipeline_group.size())
         messages = StageMessages(groups, policy.device, in_flight=2 * len(sizes))
         self.lanes = [Lane(policy, size, stop_token_ids, decode_text, groups, messages) for size in sizes]
         self.max_batch_size = sum(lane.max_batch_size for lane in self.lanes)
@@ -59,6 +55,9 @@ class StagedEngine(Engine):
             lane.cache.numbers = self.kv_numbers
         self._turns = deque(self.lanes)
         self._shares_experts = groups.shares_experts
+        if self._shares_experts and not graphs_alike(self.lanes[0].runner, self.max_batch_size, groups):
+            for lane in self.lanes:
+                lane.runner.graphs = None
         self._lane_of: dict[int, Lane] = {}
 
     def begin(self, seed: int, policy_version: int) -> None:
@@ -90,6 +89,10 @@ class StagedEngine(Engine):
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
         return [tensor for lane in self.lanes for tensor in lane.cache_tensors]
+
+    def forget_graphs(self) -> None:
+        for lane in self.lanes:
+            lane.forget_graphs()
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
@@ -138,8 +141,8 @@ class Lane(RolloutEngine):
         groups: ParallelGroups,
         messages: StageMessages,
     ) -> None:
-        super().__init__(policy, options, stop_token_ids, decode_text, groups.tensor_group)
-        self.runner = StageRunner(self.runner, policy, messages)
+        make_runner = partial(StageRunner, policy, messages)
+        super().__init__(policy, options, stop_token_ids, decode_text, groups.tensor_group, make_runner)
         self._turns: Generator[None, None, list[Completed]] | None = None
         self._lockstep_group = groups.lockstep_group if groups.shares_experts else None
 
@@ -174,10 +177,14 @@ class Lane(RolloutEngine):
         running = self._scheduler.running
         burst = self._next_burst(running) if running else None
         others_passes = others_steps = rows = 0
+        decode_kinds = kinds
         if self._lockstep_group is not None:
             passes, (_, _, steps) = len([*self.runner.passes(chunks)]), burst or NOTHING
             most = Most.of(passes, burst or NOTHING, kinds, self._lockstep_group)
             others_passes, others_steps, rows = most.passes - passes, most.steps - steps, most.rows
+            if self.runner.graphs is not None:
+                others_steps = rows = 0
+                burst, decode_kinds = most.burst_of_all(running if burst else [], steps), most.kinds
         if not chunks and burst is None and not others_passes and not others_steps:
             yield  # no copy has anything here: the other lanes go on
         self.runner.context.shared_rows = None
@@ -186,7 +193,7 @@ class Lane(RolloutEngine):
         yield from self.runner.join_turns(others_passes)
         self.runner.context.shared_rows = rows
         if burst is not None:
-            yield from self.runner.decode_turns(*burst, kinds)
+            yield from self.runner.decode_turns(*burst, decode_kinds)
         yield from self.runner.join_turns(others_steps)
         if not running:
             return []
@@ -197,82 +204,3 @@ class Lane(RolloutEngine):
 
 def _expected(request: Request) -> int:
     return request.num_samples * (request.expected_tokens or request.sampling.max_new_tokens)
-
-
-class StageRunner(ModelRunner):
-    """`ModelRunner` on one stage."""
-
-    def __init__(self, whole: ModelRunner, policy: PolicyModel, messages: StageMessages) -> None:
-        super().__init__(whole.context, whole.model, whole.state, whole.sampler)
-        self._messages = messages
-        self._dtype, self._hidden_size = policy.dtype, policy.config.hidden_size
-        self._chunks = len(policy.chunks)
-        self._mlps = [[layer.mlp for layer in chunk.decoder.layers] for chunk in policy.chunks]
-        self._nothing = torch.zeros(1, self._hidden_size, dtype=self._dtype, device=policy.device)
-
-    def prefill_turns(self, chunks: ListOf[Chunk], kinds: SamplingKinds) -> Turns:
-        """See `prefill`."""
-        self.copy([copy for chunk in chunks for copy in chunk.before])
-        for batch in self.passes(chunks):
-            ids, _ = self._feed(batch)
-            logits = yield from self._through(ids, ids.numel())
-            rows, places = self._begin(batch)
-            drawn = None
-            if logits is not None and len(rows):
-                drawn = self._first_tokens(logits, rows, places, kinds)
-                self._messages.tell_all(*drawn)
-            yield
-            if len(rows):
-                token, logprob = drawn or self._messages.told(len(rows))
-                self.state.record(rows, token[None], logprob[None])
-
-    def decode_turns(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> Turns:
-        """See `decode`."""
-        state, context, messages = self.state, self.context, self._messages
-        positions = state.positions_ahead(rows, steps, context.max_sequence_length)
-        context.begin_decode(positions, key_length)
-        sampling = state.sampling(slice(0, rows), kinds)
-        numbers = uniform(sampling.seeds, positions + 1) if messages.is_last else None
-        drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for step in range(steps):
-            context.next_step()
-            token = state.token[:rows]
-            if step > 0 and messages.is_first:
-                token = messages.receive(rows, dtype=torch.int64)
-            logits = yield from self._through(token, rows)
-            if logits is not None:
-                drawn.append(self.sampler(logits, numbers[step], sampling))
-                if step + 1 < steps:
-                    messages.send(drawn[-1][0])
-            if step + 1 < steps:
-                yield
-        told = None
-        if messages.is_last:
-            told = tuple(torch.stack(column) for column in zip(*drawn, strict=True))
-            messages.tell_all(*told)
-        yield
-        state.record(slice(0, rows), *(told or messages.told(steps, rows)))
-
-    def join_turns(self, passes: int) -> Turns:
-        """As many turns as so many passes take, through this rank's experts alone."""
-        for _ in range(passes):
-            for chunk, mlps in enumerate(self._mlps):
-                if chunk:
-                    yield
-                for experts in mlps:
-                    experts.decode(self._nothing, self.context)
-            yield
-
-    def _through(self, ids: torch.Tensor, tokens: int) -> Generator[None, None, torch.Tensor | None]:
-        """This rank's chunks of the forward pass of ``ids`` [tokens]; the logits where the last one is, else None."""
-        messages = self._messages
-        for chunk in range(self._chunks):
-            if chunk:
-                yield
-            enters = messages.is_first and chunk == 0
-            entering = ids if enters else messages.receive(tokens, self._hidden_size, dtype=self._dtype)
-            leaving = self.model.chunk(chunk, entering)
-            if messages.is_last and chunk == self._chunks - 1:
-                return leaving
-            messages.send(leaving)
-        return None

@@ -170,18 +170,17 @@ class RolloutForward:
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``[N]`` ids and positions -> ``[rows, V]`` fp32 logits over the real vocabulary."""
-        gpt = self._policy.gpt
-        logits = self._short(gpt, token_ids) if self.is_short else self._stock(token_ids, positions)
-        return logits[:, : self._policy.vocab_size].float()
+        (_,) = self._policy.chunks
+        return self.chunk(0, token_ids, positions)
 
-    def chunk(self, number: int, entering: torch.Tensor) -> torch.Tensor:
-        """The part of `forward` that one of the policy's chunks has, in the short way.
+    def chunk(self, number: int, entering: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The part of `forward` that one of the policy's chunks has.
 
         The first chunk of the model takes the ids, every other what the one before it gives: ``[N, hidden]``. The last
         gives the logits.
         """
         gpt = self._policy.chunks[number]
-        leaving = self._short(gpt, entering)
+        leaving = self._short(gpt, entering) if self.is_short else self._stock(gpt, entering, positions)
         return leaving[:, : self._policy.vocab_size].float() if gpt.post_process else leaving
 
     def _short(self, gpt: GPTModel, entering: torch.Tensor) -> torch.Tensor:
@@ -201,9 +200,13 @@ class RolloutForward:
             return torch.mm(chosen, weight.t())
         return gpt.output_layer(chosen[:, None], weight=weight, runtime_gather_output=True)[0][:, 0]
 
-    def _stock(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _stock(self, gpt: GPTModel, entering: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ids, hidden = (entering[None], None) if gpt.pre_process else (None, entering[:, None])
+        # Twice: the layers take it from the first place, and megatron's way through fp8 zeroes padding in the second.
+        gpt.set_input_tensor(hidden)
         with inference_flag():
-            logits = self._policy.gpt(
-                token_ids[None], positions[None], None, inference_context=self._plan, runtime_gather_output=True
+            leaving = gpt(
+                ids, positions[None], None, hidden, inference_context=self._plan, runtime_gather_output=True
             )
-        return logits.view(-1, logits.shape[-1])
+        gpt.set_input_tensor(None)  # the hidden states of a prompt would lie there during the update
+        return leaving.view(-1, leaving.shape[-1])

@@ -21,7 +21,7 @@ from megatron_rl.platform import current_platform
 from megatron_rl.quantization.audit import LayerAudit
 from megatron_rl.quantization.rollout import RolloutQuantization
 from tests.support.generation import END, letters, ragged_requests, rollout_engine
-from tests.support.tape import TapeRecorder, taped
+from tests.support.tape import taped
 from tests.support.tiny import SHAPES, single_thread, tiny_config, tiny_policy
 
 GROUPS = 5
@@ -44,7 +44,6 @@ def complete(
     found = {}
     for name, deal in deals.items():
         audit: list[LayerAudit] = []
-        recorder = TapeRecorder()
         model = torch.nn.ModuleList(policy.chunks)
         quantization = RolloutQuantization(model, recipe, skip, audit.extend, lockstep_group=groups.lockstep_group)
         # One that looks for prefixes prefills in two passes.
@@ -53,7 +52,8 @@ def complete(
             engine = StagedEngine(policy, sizes, [END], letters, groups)
         elif groups.shares_experts:
             engine = LockstepEngine(policy, sizes, [END], letters, groups)
-            recorder = taped(engine, policy, reaches=(48,)) if taped_steps else recorder
+        lanes = engine.lanes if isinstance(engine, StagedEngine) else [engine]
+        recorders = [taped(lane, policy, reaches=(48,)) for lane in lanes if taped_steps]
         wanted = ragged_requests(GROUPS, num_samples=3, longest_prompt=30, max_new_tokens=16)
         wanted += [replace(one, index=one.index + GROUPS, prompt_ids=one.prompt_ids + (1, 2)) for one in wanted]
         mine = [one for one in wanted if deal[one.index % GROUPS] == groups.rollout_group.rank()]
@@ -70,7 +70,7 @@ def complete(
                     ]
         rows = [[row.layer, row.ran, row.calls] for row in audit]
         found[name] = {"answers": answers, "decode steps": engine.statistics.decode_steps, "audit": rows}
-        found[name]["tapes"] = [recorder.recorded, recorder.replayed]
+        found[name]["tapes"] = [sum(r.recorded for r in recorders), sum(r.replayed for r in recorders)]
         found[name]["layers"] = [layer.index for layer in policy.layout.layers]
     shut_down()
     return found

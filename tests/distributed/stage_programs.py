@@ -14,6 +14,7 @@ import torch
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.graphs import DecodeGraphs, graph_reaches, graph_sizes
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models import PolicyModel, rollout_mode
@@ -23,6 +24,7 @@ from megatron_rl.platform import current_platform
 from megatron_rl.quantization.rollout import RolloutQuantization
 from megatron_rl.types import Completion, Request
 from tests.support.generation import END, drain, drain_with_pauses, letters, ragged_requests
+from tests.support.tape import EagerRecorder, taped
 from tests.support.tiny import single_thread, tiny_config, tiny_policy
 
 Report = dict[str, Any]
@@ -72,6 +74,13 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     sizes = {"max_batch_size": 16, "max_sequence_length": 64, "records_routing": replay}
     options = EngineOptions(**sizes | dict(case.get("options", {})))
     engine = build(policy, options, groups)
+    lanes = engine.lanes if isinstance(engine, StagedEngine) else []
+    # Every reach: a mask of more keys than there are may add up in another order.
+    reaches = range(1, options.max_sequence_length + 1)
+    recorders = [taped(lane, policy, reaches=reaches) for lane in lanes if case.get("tapes")]
+    for lane in lanes if case.get("twin") else ():  # of an engine with graphs
+        sizes = graph_sizes(lane.max_batch_size, 16), graph_reaches(options.max_sequence_length)
+        lane.runner.graphs = DecodeGraphs(lane.runner, policy, EagerRecorder(), *sizes)
     wanted = {"count": 6, "num_samples": 3, "max_new_tokens": 16} | dict(case.get("requests", {}))
     # At least `FEWEST_ROWS` tokens: a shorter prompt computed alone adds up in another order, on one rank as well.
     requests = [
@@ -86,9 +95,10 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
         quantization = RolloutQuantization(
             model, recipe, case.get("skip", ()), audits.append, lockstep_group=groups.lockstep_group
         )
-    report: Report = {}
-    with rollout_mode(policy), nullcontext() if quantization is None else quantization.rollout():
-        for seed in (1, 2):  # the second finds whatever the first has left
+    report: Report = {"steps": [], "replays": []}
+    for seed in (1, 2):  # the second finds whatever the first has left
+        replayed = sum(recorder.replayed for recorder in recorders)
+        with rollout_mode(policy), nullcontext() if quantization is None else quantization.rollout():
             engine.begin(seed, 0)
             for request in requests:
                 engine.submit(request)
@@ -96,17 +106,20 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
             completions = drain_with_pauses(engine, requests, seed) if paused else drain(engine, requests)
             if case.get("turns"):
                 completions += second_turns(engine, requests, completions)
-            report[f"tokens {seed}"] = [c.token_ids for group in completions for c in group]
-            report[f"logprobs {seed}"] = [c.inference_logprobs for group in completions for c in group]
-            report[f"endings {seed}"] = [c.finish_reason for group in completions for c in group]
-            if replay:
-                every = torch.cat([c.routing for group in completions for c in group]).sort(-1).values
-                layers = [layer.index for layer in policy.layout.layers]
-                report[f"experts {seed}"] = {str(n): every[:, at].tolist() for at, n in enumerate(layers)}
+        report[f"tokens {seed}"] = [c.token_ids for group in completions for c in group]
+        report[f"logprobs {seed}"] = [c.inference_logprobs for group in completions for c in group]
+        report[f"endings {seed}"] = [c.finish_reason for group in completions for c in group]
+        report["steps"].append(engine.statistics.decode_steps)
+        report["replays"].append(sum(recorder.replayed for recorder in recorders) - replayed)
+        if replay:
+            every = torch.cat([c.routing for group in completions for c in group]).sort(-1).values
+            layers = [layer.index for layer in policy.layout.layers]
+            report[f"experts {seed}"] = {str(n): every[:, at].tolist() for at, n in enumerate(layers)}
     statistics = engine.statistics
     report["counts"] = {"preemptions": statistics.preemptions, "reused": statistics.reused_tokens}
+    report["recorded"] = sum(len(lane.runner.graphs.recorded) for lane in lanes if lane.runner.graphs is not None)
     report["rows"] = engine.max_batch_size
-    report["lanes"] = len(engine.lanes) if isinstance(engine, StagedEngine) else 1
+    report["lanes"] = len(lanes) or 1
     report["audit"] = [(row.layer, row.ran) for rows in audits for row in rows]
     return report
 

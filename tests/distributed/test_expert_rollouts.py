@@ -16,6 +16,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 x EP2, ETP2": (4, SHARED | TENSOR),
     "TP2": (2, TENSOR),
     "EP2, loop": (2, SHARED),
+    "CP2 x EP2": (2, SHARED | {"context_parallel_size": 2}),
     "EP4": (4, {"expert_model_parallel_size": 4}),
     "TP2 x EP4, ETP1": (4, TENSOR | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
 }
@@ -106,16 +107,24 @@ def test_what_one_rank_cannot_quantise_all_refuse(loop: bool) -> None:
     assert "layers.0.mlp.experts.local_experts.3.linear_fc2 holds NaN" in first
 
 
-@pytest.mark.parametrize(("recipe", "chunks"), [("none", None), ("int8", 2)])
-def test_on_stages_as_on_one_rank(recipe: str, chunks: int | None) -> None:
-    """Four layers on two stages, whole and interleaved, of two copies that share experts."""
+@pytest.mark.parametrize(("recipe", "chunks", "taped"), [("none", None, False), ("int8", 2, False), ("none", 2, True)])
+def test_on_stages_as_on_one_rank(recipe: str, chunks: int | None, taped: bool) -> None:
+    """Four layers on two stages, whole and interleaved, of two copies that share experts.
+
+    With tapes all make as many steps, in as many parts as a rank has chunks.
+    """
     program, given = "tests.distributed.expert_programs:complete", {"num_layers": 4, "recipe": recipe}
     (one,) = run_ranks(program, 1, parallel={}, deals={"all": [0] * 5}, **given)
     parallel = SHARED | {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks}
-    ranks = run_ranks(program, 4, parallel=parallel, deals=DEALS, **given)
+    ranks = run_ranks(program, 4, parallel=parallel, deals=DEALS, **given, taped_steps=taped)
     for deal in DEALS:
         agree([rank[deal] for rank in ranks], one["all"])
         assert {len(rank[deal]["audit"]) for rank in ranks} == {0 if recipe == "none" else 40}
+        (recorded, replayed), *others = (rank[deal]["tapes"] for rank in ranks)
+        assert all(other == [recorded, replayed] for other in others)
+        if taped:
+            assert recorded == 2 * chunks, "two lanes of four rows"
+            assert replayed >= chunks * ranks[0][deal]["decode steps"] > 0
     assert [rank["one has all"]["decode steps"] > 0 for rank in ranks] == [True, False] * 2
 
 

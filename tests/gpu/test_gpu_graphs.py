@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from megatron_rl.inference.engine import EngineOptions
-from megatron_rl.inference.graphs import GraphedDecode, Work, graph_reaches, graph_sizes
+from megatron_rl.inference.graphs import DecodeGraphs, graph_reaches, graph_sizes
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel.groups import current_groups
 from megatron_rl.quantization.linears import QuantizedLinears
 from megatron_rl.registry import RECIPES
 from tests.support.generation import END, generate, letters, ragged_requests, tokens
+from tests.support.ranks import run_ranks
+from tests.support.tape import EagerRecorder
 from tests.support.tiny import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.gpu
@@ -26,19 +28,6 @@ pytestmark = pytest.mark.gpu
 SLOTS, LONGEST = 24, 48
 ON_GPU = [name for name in RECIPES.names() if name != "none"]
 SAMPLINGS = {"plain": {}, "greedy": {"greedy": True}, "filtered": {"top_k": 5, "top_p": 0.9, "temperature": 0.7}}
-
-
-class _Eager:
-    """In the place of `CudaRecorder`: records nothing."""
-
-    def warm_up(self, work: Work) -> None:
-        work()
-
-    def record(self, work: Work) -> Work:
-        return work
-
-    def used_bytes(self) -> int:
-        return 0
 
 
 def _engine(policy: PolicyModel, graphs: int | None) -> RolloutEngine:
@@ -49,8 +38,9 @@ def _engine(policy: PolicyModel, graphs: int | None) -> RolloutEngine:
 def _pair(policy: PolicyModel) -> tuple[RolloutEngine, RolloutEngine]:
     """With graphs, and its eager twin."""
     graphed, eager = _engine(policy, 16), _engine(policy, None)
-    assert isinstance(graphed.decode, GraphedDecode)
-    eager.decode = GraphedDecode(eager.runner, policy, _Eager(), graph_sizes(SLOTS, 16), graph_reaches(LONGEST))
+    assert isinstance(graphed.runner.graphs, DecodeGraphs)
+    sizes = graph_sizes(SLOTS, 16), graph_reaches(LONGEST)
+    eager.runner.graphs = DecodeGraphs(eager.runner, policy, EagerRecorder(), *sizes)
     return graphed, eager
 
 
@@ -195,13 +185,13 @@ def test_a_capture_that_fails_leaves_an_engine_that_works(one_rank, caplog):
     """The host reads in the middle of a step: the run goes on eager, the allocator is in order, new graphs work."""
     policy = tiny_policy(tiny_config(bf16=True))
     graphed, eager = _pair(policy)
-    burst = graphed.decode.eager
+    (step,) = graphed.runner.graphs.parts
 
     def reads(*args: object) -> None:
-        burst(*args)
+        step(*args)
         graphed.runner.state.alive.any().item()
 
-    graphed.decode.eager = reads
+    graphed.runner.graphs.parts = [reads]
     assert generate(policy, graphed, _requests()) == generate(policy, eager, _requests())
     assert "no CUDA graph could be captured" in caplog.text
     torch.cuda.empty_cache()
@@ -209,3 +199,18 @@ def test_a_capture_that_fails_leaves_an_engine_that_works(one_rank, caplog):
     another = _engine(policy, 16)
     assert generate(policy, another, _requests()) == generate(policy, eager, _requests())
     assert "no CUDA graph could be captured" not in caplog.text
+
+
+@pytest.mark.parametrize("recipe", ["none", "fp8"])
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_stages_replayed_are_the_eager_steps(recipe, chunks):
+    """A graph for each chunk of layers; the other lane's messages are under way while one captures."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    case = {"flags": {"bf16": True}, "recipe": recipe}
+    cases = {"graphs": case | {"options": {"num_cuda_graphs": 16}}, "eager": case | {"twin": True}}
+    stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks}
+    for rank in run_ranks("tests.distributed.stage_programs:roll_out", 2, parallel=stages, cases=cases):
+        for what in ("tokens 1", "logprobs 1", "tokens 2", "logprobs 2"):
+            assert rank["graphs"][what] == rank["eager"][what]
+        assert rank["graphs"]["recorded"] > 0

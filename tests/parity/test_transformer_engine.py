@@ -27,6 +27,22 @@ def test_context_parallel_ranks_share_a_batch() -> None:
         assert max(differences.values()) < 1e-4, differences
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rollouts_on_stages(chunks: int) -> None:
+    """The tokens and log-probs of one rank, to the bit in fp32; in fp8 too, and with a tape in a graph's place."""
+    engine = {"transformer_impl": "transformer_engine"}
+    fp8 = engine | {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "blockwise"}
+    cases = {"fp32": {"flags": engine}, "taped": {"flags": engine, "tapes": True}, "fp8": {"flags": fp8}}
+    program = "tests.parity.transformer_engine_case:on_stages"
+    stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks}
+    (one,) = run_ranks(program, 1, fresh=True, parallel={}, cases=cases)
+    for rank in run_ranks(program, 2, fresh=True, parallel=stages, cases=cases):
+        for case in cases:
+            for what in ("tokens 1", "logprobs 1", "tokens 2", "logprobs 2"):
+                assert rank[case][what] == one[case][what]
+        assert min(rank["taped"]["replays"]) > 0
+
+
 def test_a_checkpoint_of_local_layers_is_the_same_model(report: dict[str, Any]) -> None:
     ours, theirs = report["same"]["tokens"]
     assert ours == theirs

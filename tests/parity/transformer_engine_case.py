@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from megatron_rl.tensor_files import TensorReader
 from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
+from tests.distributed.stage_programs import roll_out
 from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.hugging_face import batch_of, hf_run, write_model
 from tests.support.samples import random_samples
@@ -67,6 +69,11 @@ def on_context_rank() -> dict[str, float]:
         torch.distributed.all_reduce(gradient, group=groups.context_group)
     shut_down()
     return {name: (found[0][name] - values).abs().max().item() for name, values in found[1].items()}
+
+
+def on_stages(parallel: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Rollouts of each case, on this rank's stage."""
+    return roll_out(parallel, cases)
 
 
 def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, torch.Tensor]:

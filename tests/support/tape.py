@@ -7,7 +7,7 @@ data, tensors made of host data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.inference.graphs import GraphedDecode, Work
+from megatron_rl.inference.graphs import DecodeGraphs, Work, graph_sizes
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.types import Request
@@ -68,6 +68,8 @@ class Tape(TorchDispatchMode):
         self._calls: list[_Call] = []
         self._made: dict[int, torch.Tensor] = {}
         self._outside: dict[int, tuple[torch.Tensor, int]] = {}
+        self._numbers: dict[int, torch.Tensor] = {}
+        """Python's, as tensors."""
         self._fresh: set[int] = set()
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._no_lists = _NoLists()
@@ -79,10 +81,14 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
-        if name in REFUSED or by_mask:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        by_mask = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
         inputs = _tensors((args, kwargs))
+        numbers = [tensor for tensor in inputs if id(tensor) in self._numbers]
+        # x[mask] = 0, as megatron's embedding has it over tensor-parallel ranks, is torch's masked_fill_ on CUDA.
+        fills = name == "index_put_" and by_mask and any(tensor is args[2] for tensor in numbers)
+        is_number = name == "lift_fresh" and args[0].dim() == 0
+        if not fills and not is_number and (name in REFUSED or by_mask or numbers):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         for tensor in inputs:
             if id(tensor) not in self._made:
                 self._outside[id(tensor)] = tensor, tensor.data_ptr()
@@ -91,6 +97,8 @@ class Tape(TorchDispatchMode):
         result = function(*args, **kwargs)
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         results = _tensors(result)
+        if is_number:
+            self._numbers.update({id(one): one for one in results})
         own = tuple(r for r in results if r.numel() and r.untyped_storage().data_ptr() not in known)
         assert not own or own == tuple(r for r in results if r.numel())[-len(own) :], f"{name}: views after results"
         self._made.update({id(tensor): tensor for tensor in results if not any(tensor is one for one in inputs)})
@@ -120,6 +128,19 @@ class Tape(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._fresh:
                     self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+
+
+class EagerRecorder:
+    """In the place of `CudaRecorder`: records nothing, so its steps are eager ones of the sizes that graphs have."""
+
+    def warm_up(self, work: Work) -> None:
+        work()
+
+    def record(self, work: Work) -> Work:
+        return work
+
+    def used_bytes(self) -> int:
+        return 0
 
 
 class TapeRecorder:
@@ -155,11 +176,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def taped(
-    engine: RolloutEngine, policy: PolicyModel, sizes: tuple[int, ...] = (4, 8), reaches: tuple[int, ...] = (24, 48)
+    engine: RolloutEngine, policy: PolicyModel, sizes: Sequence[int] = (), reaches: Sequence[int] = (24, 48)
 ) -> TapeRecorder:
-    """Put a tape in front of the engine's decode step."""
+    """Put a tape in front of the engine's decode step, of ``sizes`` or those that a GPU would have."""
     recorder = TapeRecorder()
-    engine.decode = GraphedDecode(engine.runner, policy, recorder, sizes, reaches)
+    sizes = sizes or graph_sizes(engine.max_batch_size, most=16)
+    engine.runner.graphs = DecodeGraphs(engine.runner, policy, recorder, sizes, reaches)
     return recorder
 
 

@@ -54,7 +54,7 @@ def test_layers_that_cannot_be_shared(stages: Stages, layers: int) -> None:
         (PP, 2, "--num-layers-per-virtual-pipeline-stage", 2), (PP, 2, "--decoder-first-pipeline-num-layers", 3),
         (PP, 2, "--ckpt-format", "torch"), (PP, 2, *RL), (PP, 2, "--num-virtual-stages-per-pipeline-rank", 2, *RL),
         (PP, 2, "--eval-interval", 2, "--rl-rollout-quantization", "int8"),
-        (PP, 2, "--transformer-impl", "transformer_engine", "--enable-cuda-graph"),
+        (PP, 2, *RL, "--transformer-impl", "transformer_engine", "--enable-cuda-graph"),
         (PP, 2, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 4),
     ],
 )  # fmt: skip
@@ -75,9 +75,6 @@ def test_what_can_be(flags: tuple[object, ...]) -> None:
         (("--decoder-last-pipeline-num-layers", 2), ["--decoder-last-pipeline-num-layers", "no stages"]),
         (("--num-virtual-stages-per-pipeline-rank", 2), ["--num-virtual-stages-per-pipeline-rank", "no stages"]),
         ((PP, 2, *RL, "--rl-inference-engine", "mcore"), ["--rl-inference-engine mcore", *STAGES]),
-        ((PP, 2, "--eval-interval", 2, "--enable-cuda-graph"), ["--enable-cuda-graph", *STAGES]),
-        ((PP, 2, *RL, "--cuda-graph-impl", "local"), ["--cuda-graph-impl local", *STAGES]),
-        ((PP, 2, *RL, "--transformer-impl", "transformer_engine"), ["--transformer-impl", *STAGES]),
         (
             (PP, 2, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 3),
             ["--recompute-num-layers 3", "4 layers", "use 1, 2 or 4"],

@@ -121,7 +121,7 @@ def test_a_stop_string_over_the_border_of_a_pre_emption(paged: PolicyModel) -> N
 def test_no_read_in_a_burst_over_pages(paged: PolicyModel) -> None:
     engine = rollout_engine(paged, block_size=4, cache_budget_gb=gigabytes(paged, 96), kv_overcommit=3.0)
     in_bursts: list[str] = []
-    bursts = watch(engine, "decode", in_bursts)
+    bursts = watch(engine.runner, "decode", in_bursts)
     generate(paged, engine, ragged_requests(7, num_samples=3, longest_prompt=24, max_new_tokens=20))
     assert engine.statistics.preemptions > 0
     assert len(bursts) > 5

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_rl.inference import graphs
-from megatron_rl.inference.graphs import GraphedDecode, with_graphs
+from megatron_rl.inference.engine import EngineOptions
+from megatron_rl.inference.graphs import DecodeGraphs, graphs_of, possible_graphs
 from megatron_rl.models import PolicyModel
 from megatron_rl.types import Completion
 from tests.support.generation import generate, largest_gap, ragged_requests, rollout_engine, tokens
@@ -18,6 +19,7 @@ from tests.support.quantized import disturb, linears_of
 from tests.support.tape import TapeRecorder, requests_of_a_step, taped
 from tests.support.tiny import tiny_config, tiny_policy
 
+GRAPHS = EngineOptions(8, 48, num_cuda_graphs=16)
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_qkv_bias": False}
 
 
@@ -37,7 +39,7 @@ def test_experts_in_a_loop_have_no_graphs(caplog: pytest.LogCaptureFixture, one_
     assert "operation not permitted when stream is capturing" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        assert with_graphs(engine.runner, on_cuda(policy), 16) == engine.runner.decode
+        assert possible_graphs(GRAPHS, on_cuda(policy)).num_cuda_graphs is None
     assert "experts in a loop" in caplog.text
 
 
@@ -47,7 +49,8 @@ def test_grouped_experts_have_graphs(recipe: str, one_rank: object, monkeypatch:
     policy = tiny_policy(tiny_config(**EXPERTS, rl_router_replay=True))
     engine, twin = (rollout_engine(policy, records_routing=True) for _ in range(2))
     monkeypatch.setattr(graphs, "CudaRecorder", lambda _: TapeRecorder())
-    assert isinstance(with_graphs(engine.runner, on_cuda(policy), 16), GraphedDecode)
+    assert possible_graphs(GRAPHS, on_cuda(policy)) == GRAPHS
+    assert isinstance(graphs_of(engine.runner, on_cuda(policy), 16), DecodeGraphs)
     recorder = taped(engine, policy, reaches=(48,))  # how far a burst reaches depends on who ends when
     wanted = [dataclasses.replace(one, wants_routing=True) for one in requests_of_a_step()]
     linears = linears_of(policy, recipe)

@@ -125,8 +125,9 @@ def test_each_kind_and_reach_is_recorded_once_the_largest_size_first(
     engine = rollout_engine(policy, stop_ids=())
     recorder = taped(engine, policy)
     sizes = []
-    original = engine.decode.eager
-    engine.decode.eager = lambda rows, *rest: (sizes.append(rows), original(rows, *rest))
+    graphs = engine.runner.graphs
+    (original,) = graphs.parts
+    graphs.parts = [lambda rows, *rest: (sizes.append(rows), original(rows, *rest))]
     with caplog.at_level(logging.INFO):
         generate(policy, engine, [request((4, 9), 8, max_new_tokens=12)])  # up to 13 keys
     assert sizes == [8, 8, 4, 4], "a warm-up and a capture each, and nothing else"
@@ -159,11 +160,11 @@ def test_recording_writes_at_most_the_next_cell_of_each_row(either: PolicyModel)
         engine.begin(1, 0)
         engine.submit(request((4, 9, 2), 5, max_new_tokens=20))
         engine.step()
-        engine.decode.forget()
+        engine.runner.graphs.forget()
         state, cache = copy.deepcopy(vars(engine.runner.state)), engine.cache
         before = [keys.clone() for keys in cache.keys]
         next_slots = cache.decode_slots(engine.runner.state.position[None])[0].tolist()
-        engine.decode.record(48, SamplingKinds())
+        engine.runner.graphs.record(48, SamplingKinds())
         for was, now in zip(before, cache.keys, strict=True):
             rows = -1, (now.shape[-1] if not hasattr(cache, "table") else now.shape[-2] * now.shape[-1])
             changed = (was.view(rows) != now.view(rows)).any(-1).nonzero()[:, 0].tolist()
@@ -195,13 +196,13 @@ def test_a_capture_that_fails_leaves_an_eager_run(policy: PolicyModel, caplog: p
     eager = generate(policy, rollout_engine(policy), wanted)
     engine = rollout_engine(policy)
     recorder = taped(engine, policy)
-    original = engine.decode.eager
+    (original,) = engine.runner.graphs.parts
 
-    def reads(rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
-        original(rows, key_length, steps, kinds)
+    def reads(rows: int, key_length: int, kinds: SamplingKinds) -> None:
+        original(rows, key_length, kinds)
         torch.nonzero(engine.runner.state.alive)
 
-    engine.decode.eager = reads
+    engine.runner.graphs.parts = [reads]
     groups = generate(policy, engine, wanted)
     assert tokens(groups) == tokens(eager)
     assert recorder.replayed == 0
@@ -212,7 +213,7 @@ def test_a_capture_that_fails_leaves_an_eager_run(policy: PolicyModel, caplog: p
 def test_a_cpu_has_no_graphs_and_says_so(policy: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = rollout_engine(policy, num_cuda_graphs=16)
-    assert engine.decode == engine.runner.decode
+    assert engine.runner.graphs is None
     assert [r.message for r in caplog.records] == [
         "--enable-cuda-graph has no effect: it needs a CUDA device, and this run is on cpu"
     ]

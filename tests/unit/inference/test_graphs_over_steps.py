@@ -120,7 +120,7 @@ def test_a_cache_that_goes_takes_its_graphs_along(policy: PolicyModel, caplog: p
     first = tokens(generate(policy, engine, wanted))
     recorded = recorder.recorded
     residency.after_rollout()
-    assert not engine.decode.recorded
+    assert not engine.runner.graphs.recorded
     residency.before_rollout()
     assert tokens(generate(policy, engine, wanted)) == first
     assert recorder.recorded == 2 * recorded

@@ -86,6 +86,7 @@ HOST_DATA: dict[str, Callable[[], object]] = {
     "as_tensor": lambda: torch.as_tensor([1, 2]),
     "number": lambda: VALUES * torch.tensor(2.0),
     "indices": lambda: VALUES[[0, 2]],
+    "values by mask": lambda: VALUES.__setitem__(VALUES > 0, VALUES[:1]),
 }
 
 
@@ -94,6 +95,20 @@ HOST_DATA: dict[str, Callable[[], object]] = {
 def test_the_tape_refuses_host_data(kind: str) -> None:
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         TapeRecorder().record(HOST_DATA[kind])
+
+
+@torch.inference_mode()
+def test_the_tape_fills_by_mask() -> None:
+    """What megatron's embedding does over tensor-parallel ranks; on CUDA it is torch's ``masked_fill_``."""
+    values = torch.tensor([1.0, -1.0, 2.0])
+
+    def no_negatives() -> None:
+        values[values < 0] = 0
+
+    replay = TapeRecorder().record(no_negatives)
+    values.copy_(torch.tensor([-3.0, 4.0, -5.0]))
+    replay()
+    assert values.tolist() == [0.0, 4.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_no_read_in_a_decode_burst(policy: PolicyModel, kind: str, monkeypatch: 
     engine = rollout_engine(policy, max_batch_size=6, steps_per_host_read=4)
     in_bursts: list[str] = []
     in_collecting: list[str] = []
-    bursts = watch(engine, "decode", in_bursts)
+    bursts = watch(engine.runner, "decode", in_bursts)
     outputs = watch(OutputProcessor, "finish", in_collecting, monkeypatch)
     generate(policy, engine, wanted)
 
