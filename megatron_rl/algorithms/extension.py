@@ -96,6 +96,9 @@ class Extension(Options):
 class GroupFilter(Options):
     """Base of what dynamic sampling asks of every group: whether it counts."""
 
+    OF: ClassVar[str] = "rewards"
+    """Or ``verdicts``: it is then called with 1 for each right answer and 0 for each other one, whatever the reward."""
+
     def __call__(self, rewards: Tensor) -> bool:
         """``rewards``, fp32 on the CPU, of those samples of the group that have a grade; there may be none."""
         raise NotImplementedError
@@ -124,6 +127,11 @@ class Composed:
 def level_of(correction: Function) -> str:
     """``token`` or ``sequence``."""
     return getattr(correction, "LEVEL", "token")
+
+
+def measure_of(counts: Callable[[Tensor], bool]) -> str:
+    """``rewards`` or ``verdicts``, of a `GroupFilter`."""
+    return getattr(counts, "OF", GroupFilter.OF)
 
 
 def advantage_of(config: RLConfig) -> Function:

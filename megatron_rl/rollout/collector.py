@@ -23,7 +23,7 @@ from megatron_rl.rollout.expected_length import ExpectedLengths, deal
 from megatron_rl.rollout.journal import Record, StepJournal, Surplus, record_of
 from megatron_rl.rollout.partial import PartialRollouts, PutAside, begun_by, gathered, lag_metrics, share_of
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
-from megatron_rl.rollout.quota import COUNTS, Quota, graded_rewards
+from megatron_rl.rollout.quota import COUNTS, Quota, counts_in, graded_rewards
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.rollout.statistics import Failures, failures_of, idle_metrics, lengths_and_seconds, refuse_failures
 from megatron_rl.types import Request, RolloutGroup, SourcedTask
@@ -269,4 +269,4 @@ class Collector:
         return min(self.dynamic.at_once, -(-wanted * len(step.drawn) // step.num_counting))
 
     def _counts(self, group: RolloutGroup) -> bool:
-        return self.dynamic.counts(graded_rewards(group))
+        return counts_in(self.dynamic.counts, group)

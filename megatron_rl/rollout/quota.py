@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.algorithms.extension import measure_of
+from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank, broadcast_json
-from megatron_rl.types import RolloutGroup
+from megatron_rl.types import Grade, RolloutGroup
 
 OPEN, IDLE, COUNTS = 0, 1, 2
 """A group that is not finished; one that is and does not count; one that counts."""
@@ -104,10 +106,21 @@ class Quota:
         if number not in finished:
             return OPEN
         if number not in self._known:
-            self._known[number] = COUNTS if self._counts(graded_rewards(finished[number])) else IDLE
+            self._known[number] = COUNTS if counts_in(self._counts, finished[number]) else IDLE
         return self._known[number]
 
 
+def counts_in(counts: Callable[[Tensor], bool], group: RolloutGroup) -> bool:
+    """What the `GroupFilter` ``counts`` says of a group: of its rewards, or of its verdicts, 1 or 0."""
+    if measure_of(counts) == "rewards":
+        return counts(graded_rewards(group))
+    return counts(torch.tensor([float(is_correct(grade)) for grade in _grades(group)]))
+
+
 def graded_rewards(group: RolloutGroup) -> Tensor:
-    """What a `GroupFilter` is asked about."""
-    return torch.tensor([rollout.grade.reward for rollout in group.rollouts if not rollout.grade.failed])
+    """Of those samples that have a grade."""
+    return torch.tensor([grade.reward for grade in _grades(group)])
+
+
+def _grades(group: RolloutGroup) -> list[Grade]:
+    return [rollout.grade for rollout in group.rollouts if not rollout.grade.failed]

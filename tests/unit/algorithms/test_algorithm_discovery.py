@@ -16,7 +16,7 @@ def test_every_file_with_the_class_of_its_kind_is_available() -> None:
         "rloo",
     )  # fmt: skip
     assert LOSSES.names() == ("cispo", "clip", "clip_cov", "gspo", "gspo_token", "kl_cov", "sapo")
-    assert FILTERS.names() == ("mean_reward", "signal")
+    assert FILTERS.names() == ("accuracy", "mean_reward", "signal")
     assert CORRECTIONS.names() == (
         "geometric", "masked_is", "none", "sequence_tis", "token_tis", "veto"
     )  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
-from megatron_rl.algorithms.filters import signal
+from megatron_rl.algorithms.filters import accuracy, signal
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.quota import COUNTS, IDLE, OPEN, Quota
+from megatron_rl.rollout.quota import COUNTS, IDLE, OPEN, Quota, counts_in
 from megatron_rl.types import RolloutGroup
 from tests.support.ranks import run_ranks
 from tests.support.rollouts import graded_group
@@ -53,6 +54,30 @@ def test_failed_grades_do_not_make_a_group_count(quota: Quota) -> None:
     finished = dict.fromkeys(range(3, 8), graded_group([None, 1.0])) | {4: graded_group([None, None])}
     assert met(quota, finished)
     assert set(quota.states) == {IDLE}
+
+
+@pytest.mark.parametrize(
+    ("graded", "by_rewards", "by_verdicts"),
+    [
+        ([(-1.0, "wrong"), (-1.5, "wrong")], True, False),  # all wrong, one of them too long
+        ([(1.0, "correct"), (0.5, "correct")], True, False),
+        ([(1.0, "correct"), (-1.0, "no_answer")], True, True),
+        ([(1.0, ""), (0.0, "")], True, True),  # without a verdict a positive reward is a right answer
+        ([(-1.0, "wrong"), (-1.0, "wrong")], False, False),
+    ],
+)
+def test_a_filter_asks_for_rewards_or_for_verdicts(
+    graded: list[tuple[float, str]], by_rewards: bool, by_verdicts: bool
+) -> None:
+    group = graded_group([reward for reward, _ in graded])
+    rollouts = [
+        replace(rollout, grade=replace(rollout.grade, status=status))
+        for rollout, (_, status) in zip(group.rollouts, graded, strict=True)
+    ]
+    group = replace(group, rollouts=tuple(rollouts))
+    assert counts_in(signal.Filter(), group) is by_rewards
+    assert counts_in(accuracy.Filter(), group) is by_verdicts
+    assert counts_in(lambda rewards: bool(rewards.sum() < 0), group) is (sum(r for r, _ in graded) < 0)
 
 
 @pytest.fixture(scope="module")
