@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,8 @@ def test_an_evaluation_whose_grades_all_fail_has_no_result(outcomes, workshop):
     assert "Traceback" not in output
     assert not (run_dir / "evaluation.json").exists()
     assert facts_of(run_dir)["status"] == "failed"
+    deadline = time.monotonic() + 60  # a process of its own writes it, which may outlive the run
+    while not (run_dir / "report.html").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    page = report_of(run_dir)
+    assert page["status"] == "failed" and "no result on 'unreliable'" in page["error"]
