@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.atomic import move_into_place, remove, sync_tree, write_text_atomic
-from megatron_rl.checkpoint.torch_files import is_foreign, split_of
+from megatron_rl.checkpoint.foreign import check_files, is_foreign, pointer_text
+from megatron_rl.checkpoint.torch_files import RELEASE
 from megatron_rl.errors import CheckpointError
 from megatron_rl.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
-_STEP_NAME = re.compile(r"(?:step|iter)_\d{7,}")
+_STEP_NAME = re.compile(rf"(?:step|iter)_\d{{7,}}|{RELEASE}")
 _BEST = "best"
 MANIFEST = "manifest.json"
 
@@ -63,8 +64,8 @@ def temporary_directory(root: Path, step: int, start: str = "", naming: Naming =
 
 
 def step_of(directory: Path) -> int:
-    """The step a checkpoint directory holds."""
-    return int(directory.name.partition("_")[2])
+    """The step a checkpoint directory holds; 0 of a release, which does not say."""
+    return int(directory.name.partition("_")[2] or 0)
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -99,23 +100,20 @@ def _entries(root: Path) -> list[Path]:
 def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
     """The checkpoint a user means by ``path``: a step directory, or the newest valid one below it.
 
-    A damaged checkpoint is named in a warning and the next older one is taken. ``contents`` False
-    trusts files that are there, see `verify`.
+    Of Megatron-LM's the one that its pointer names. A damaged checkpoint of ours is named in a warning and the next
+    older one is taken. ``contents`` False trusts files that are there, see `verify`.
 
     Raises:
         CheckpointError: there is none, or no undamaged one.
     """
     root, entries = Path(path), _entries(Path(path))
     if entries == [root]:
-        _check(root, contents, by_name=True)
+        _check(root, contents)
         return root
+    if entries and all(map(is_foreign, entries)):
+        return _pointed_at(entries)
     if entries:
         return newest_valid(entries[0].parent, contents)
-    if (root / "release").is_dir():
-        raise CheckpointError(
-            f"{str(root)!r} holds weights that Megatron-LM's tools released (release/), which are not looked for; if "
-            "they are mp_rank_* directories, name them iter_0000001 and give that directory"
-        )
     raise CheckpointError(
         f"no checkpoint in {str(root)!r}; give a directory that holds step_* or iter_* directories, "
         "such as RUN_DIR/checkpoints"
@@ -131,40 +129,36 @@ def newest_valid(root: Path, contents: bool = True) -> Path:
     problems, entries = [], step_entries(root)
     for directory in reversed(entries):
         try:
-            _check(directory, contents, by_name=False)
+            _check(directory, contents)
         except CheckpointError as error:
             logger.warning("%s; trying the one before it", error)
             problems.append(str(error))
         else:
             return directory
-    if entries and all(map(is_foreign, entries)):
-        raise CheckpointError("; ".join(problems))  # healthy, for all we know
     raise CheckpointError(f"no undamaged checkpoint in {str(root)!r}: " + "; ".join(problems or ["it is empty"]))
 
 
-def _check(directory: Path, contents: bool, by_name: bool) -> None:
-    """Compare one of ours with its manifest. Of Megatron-LM's, which writes in place, see whether it is complete.
-
-    Raises:
-        CheckpointError: it is damaged, or of Megatron-LM and not what its pointer names, nor asked for ``by_name``.
-    """
-    if not is_foreign(directory):
+def _check(directory: Path, contents: bool) -> None:
+    if is_foreign(directory):
+        check_files(directory)
+    else:
         verify(directory, contents)
-        return
-    split_of(directory)
-    if by_name:
-        return
-    pointer = directory.parent / MEGATRON.pointer
+
+
+def _pointed_at(entries: Sequence[Path]) -> Path:
+    """Of Megatron-LM's checkpoints, which are written in place, the one that its pointer says is complete."""
+    pointer = entries[0].parent / MEGATRON.pointer
+    advice = f"name one of them, such as {str(entries[-1])!r}, if it is complete"
     try:
         named = pointer.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{str(pointer)!r} cannot be read ({error}); name one of the iter_* directories"
-        ) from error
-    if named != str(step_of(directory)):
-        raise CheckpointError(
-            f"{str(pointer)!r} names {named[:20]!r}, not {directory.name}; name one of the iter_* directories"
-        )
+        raise CheckpointError(f"{str(pointer)!r} cannot be read ({error}); {advice}") from error
+    for directory in entries:
+        if pointer_text(directory) == named:
+            check_files(directory)
+            return directory
+    there = ", ".join(path.name for path in entries)
+    raise CheckpointError(f"{str(pointer)!r} names {named[:20]!r}, there is {there}; {advice}")
 
 
 def set_aside_newer(directory: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_rl.atomic import remove
 from megatron_rl.checkpoint import tensors, torch_format
+from megatron_rl.checkpoint.foreign import is_foreign
 from megatron_rl.checkpoint.layout import (
     MEGATRON,
     OWN,
@@ -25,6 +26,7 @@ from megatron_rl.checkpoint.layout import (
 from megatron_rl.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megatron_rl.checkpoint.saving import BackgroundSave, SaveAttempt, together
 from megatron_rl.checkpoint.state import save_rank_state, with_rank_state
+from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import save_tensors
 from megatron_rl.checkpoint.torch_files import is_megatron_layout
 from megatron_rl.errors import SaveError
@@ -167,7 +169,8 @@ class CheckpointManager:
         """`--pretrained-checkpoint` or `--load` with `--finetune`: weights only. Returns the checkpoint they are of."""
         directory = self.find(path)
         self._load(directory, policy)
-        logger.info("weights from %s", directory)
+        by_others = ", written by Megatron-LM, whose optimizer state is not taken" if is_foreign(directory) else ""
+        logger.info("weights from %s%s", directory, by_others)
         return directory
 
     def resume(
@@ -201,7 +204,9 @@ class CheckpointManager:
         optimization: Optimization | None = None,
         critic: tensors.Model | None = None,
     ) -> None:
-        if is_megatron_layout(directory):
+        if is_megatron_layout(directory) and optimization is None:
+            load_weights(directory, policy, self._groups)
+        elif is_megatron_layout(directory):
             torch_format.load(directory, policy, self._groups, optimization)
         else:
             tensors.load(directory, policy, optimization, critic)

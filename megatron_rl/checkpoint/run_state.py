@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.torch_files import Split, is_foreign, read_args, split_of, topology_problems
+from megatron_rl.checkpoint.foreign import is_foreign, read_args, unbuilt
+from megatron_rl.checkpoint.stored import misfits, open_weights
+from megatron_rl.checkpoint.torch_files import Split, topology_problems
 from megatron_rl.config import ModelConfig, RLConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture
@@ -196,17 +198,24 @@ def _foreign_state(directory: Path) -> RunState:
     for switch, names in _COUNTED_WITH.items():
         if not args.get(switch):  # Megatron has defaults for them that mean nothing then
             architecture = {name: value for name, value in architecture.items() if name not in names}
+    if args.get("num_experts"):  # in every layer, so no layer has the dense width
+        architecture.pop("ffn_hidden_size", None)
     return RunState(
         step=0,
         mode=_FOREIGN,
         has_optimizer=False,
         padded_vocab_size=args.get("padded_vocab_size") or 0,
         architecture=architecture,
-        world={
-            "tensor_model_parallel_size": split_of(directory).tensor,
-            "pipeline_model_parallel_size": split_of(directory).stages,
-        },
+        origin=_origin_of(args),
     )
+
+
+def _origin_of(args: Mapping[str, Any]) -> Origin | None:
+    """Megatron-LM does not say where a model came from, but its tokenizer is mostly that model's directory."""
+    name = args.get("tokenizer_model")
+    if args.get("tokenizer_type") != "HuggingFaceTokenizer" or not isinstance(name, str):
+        return None
+    return Origin("hugging_face", name, os.path.abspath(name) if os.path.exists(name) else name)
 
 
 def differences(directory: Path, state: RunState, model: ModelConfig | Architecture, other: str) -> list[str]:
@@ -228,7 +237,11 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
     """
     state = read_run_state(directory)
     problems = differences(directory, state, config.model, "this run has")
-    problems += topology_problems(directory, Split.of(vars(config.parallel)))
+    if is_foreign(directory):
+        problems = [*unbuilt(directory), *problems]
+        if not problems and config.model.is_complete:  # flags agree, or it has none: names and shapes decide
+            tokens = vocab_size or 1
+            problems += misfits(directory, open_weights(directory), config.architecture(tokens), tokens)
     if vocab_size is not None and state.vocab_size not in (0, vocab_size):
         problems.append(
             f"checkpoint {str(directory)!r} was made with a vocabulary of {state.vocab_size} tokens, "
@@ -263,6 +276,7 @@ def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
             "--pretrained-checkpoint, or use the --rl-advantage it was trained with"
         )
     if state.has_optimizer and not config.checkpoint.no_load_optim:
+        problems += topology_problems(directory, Split.of(vars(config.parallel)))
         wanted = optimizer_form_of(config)
         problems += [
             f"checkpoint {str(directory)!r} has the optimizer state of a run with {name} {value}, this run has "

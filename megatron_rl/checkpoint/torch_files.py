@@ -11,30 +11,34 @@ import argparse
 import contextlib
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.errors import CheckpointError
-from megatron_rl.families.layout import own_name
-from megatron_rl.json_text import parse_json
+from megatron_rl.errors import CheckpointError, shorten
+from megatron_rl.families import Parameter
+from megatron_rl.families.layout import EMBEDDING, own_name
 
 MODEL_FILE = "model_optim_rng.pt"
+RELEASE = "release"
+"""The name of weights that Megatron-LM's tools made; it has no step."""
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")
 _NAME = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+_NUMBERED_EXPERT = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
+"""Of Transformer Engine's grouped experts: ``experts.linear_fc1.weight3``."""
+_STACKED_EXPERTS = re.compile(r"(.*\.mlp\.)experts\.weight([12])")
+"""Of megatron-core's own grouped experts: all of a layer side by side, inputs first."""
 _PASSED_OVER = (
     "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype",
-    "megatron.core.enums.ModelType", "megatron.core.transformer.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend", "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.rerun_state_machine.RerunDiagnostic", "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState", "_io.BytesIO", "pathlib.PosixPath", "signal.Signals",
+    "_io.BytesIO", "pathlib.PosixPath", "signal.Signals",
 )  # fmt: skip
-"""What Megatron-LM's files have besides plain values, in ``args`` and random state; none of it is needed."""
+"""What Megatron-LM's files have besides plain values and its own enums, in ``args`` and random state; none of it is
+needed."""
 
 
 class _Nothing:
@@ -91,15 +95,12 @@ class Split:
 
 def is_megatron_layout(directory: Path) -> bool:
     """Whether a checkpoint directory is of this layout; its name says so."""
-    return directory.name.startswith("iter_")
+    return directory.name.startswith("iter_") or directory.name == RELEASE
 
 
-def is_foreign(directory: Path) -> bool:
-    """Whether Megatron-LM itself wrote it, in this or in another format: without checksums and the state of a run."""
-    is_ours = any((directory / name).exists() for name in ("manifest.json", "run_state.json"))
-    if not is_megatron_layout(directory) or is_ours:
-        return False
-    return (directory / "metadata.json").is_file() or any(directory.glob("mp_rank_*"))
+def has_rank_files(directory: Path) -> bool:
+    """Whether there is a file a rank."""
+    return any(directory.glob("mp_rank_*"))
 
 
 def split_of(directory: Path) -> Split:
@@ -109,34 +110,26 @@ def split_of(directory: Path) -> Split:
         CheckpointError: there is nothing, a gap is in it, or it is also split in another way.
     """
     names = sorted(path.name for path in directory.glob("mp_rank_*"))
-    if not names and is_foreign(directory):
-        raise CheckpointError(
-            f"checkpoint {str(directory)!r} was written by Megatron-LM in its format torch_dist or another for any "
-            "topology, of which only --ckpt-format torch is read here; convert it with Megatron-LM's "
-            "--ckpt-convert-format torch --ckpt-convert-save DIR, or to Hugging Face's format and use --load-hf"
-        )
     found = [match for name in names if (match := _NAME.fullmatch(name))]
-    sizes = _sizes(directory, names[0]) if names else {}
-    is_shared = (sizes.get("expert_model_parallel_size") or 1) > 1
-    stages = {match[2] for match in found if match[3] or not is_shared}
-    counted = {"tensor_model_parallel_size": len({match[1] for match in found})}
-    split = Split.of(sizes | counted | {"pipeline_model_parallel_size": len(stages)})
-    if names != split.names:
-        has = ", ".join(names) or "none"
-        raise CheckpointError(f"checkpoint {str(directory)!r} lacks files of a rank: it has {has}")
-    return split
+    tensor, second, third = (len({match[number] for match in found}) for number in (1, 2, 3))
+    if found and all(match[3] for match in found):
+        stages, experts = second, third
+    else:
+        stages, experts = (1, second) if _second_is_of_experts(directory, names) else (second, 1)
+    for cut in range(1, tensor + 1 if experts > 1 else 2):
+        split = Split(tensor, stages, experts, cut)
+        if names and names == split.names:
+            return split
+    has = ", ".join(names) or "none"
+    raise CheckpointError(f"checkpoint {str(directory)!r} lacks files of a rank: it has {has}")
 
 
-def _sizes(directory: Path, name: str) -> dict[str, int | None]:
-    """What the run says that saved it. ``mp_rank_00_000`` is a stage, or a rank of experts: names do not tell."""
-    if not is_foreign(directory):
-        try:
-            return dict(parse_json((directory / "run_state.json").read_text())["world"])
-        except (OSError, ValueError, KeyError, TypeError):  # `read_run_state` says what is wrong
-            return {}
-    args = read(directory / name / MODEL_FILE).get("args")
-    given = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-    return {size: getattr(args, size, None) for size in given}
+def _second_is_of_experts(directory: Path, names: Sequence[str]) -> bool:
+    """``mp_rank_00_001`` is a stage, or a rank of experts, which has an embedding as all of them have."""
+    last = names[-1] if names else ""
+    if last.count("_") < 3 or last.endswith("_000"):
+        return False
+    return any(EMBEDDING in model for model in _models(read_models(directory / last / MODEL_FILE)).values())
 
 
 def topology_problems(directory: Path, split: Split) -> list[str]:
@@ -145,7 +138,7 @@ def topology_problems(directory: Path, split: Split) -> list[str]:
         return []
     return [
         f"checkpoint {str(directory)!r} was saved with {split_of(directory)}, this run has {split}; --ckpt-format "
-        "torch holds one topology: use the same, or convert it to Hugging Face's format and use --load-hf"
+        "torch holds one topology: use the same, or take its weights alone with --pretrained-checkpoint"
     ]
 
 
@@ -159,7 +152,7 @@ def read(path: Path, mapped: bool = True) -> Any:
         CheckpointError: it cannot be read, or has objects of a class that is not allowed; names file and class.
     """
     try:
-        with _only_ours_allowed():
+        with _only_ours_allowed(path):
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except pickle.UnpicklingError as error:
         found = _CLASS.search(str(error))
@@ -174,16 +167,18 @@ def read(path: Path, mapped: bool = True) -> Any:
 
 
 @contextlib.contextmanager
-def _only_ours_allowed() -> Iterator[None]:
+def _only_ours_allowed(path: Path) -> Iterator[None]:
     """The list of classes that torch may make is the process's, and megatron-core adds 16 to it.
 
     A ``Namespace``, Megatron-LM's ``args``, has no positional argument and no ``__setstate__``: all the unpickler can
-    do with it is set attributes of a new object. Of `_PASSED_OVER` not even the class is used.
+    do with it is set attributes of a new object. Of `_PASSED_OVER` and of megatron's enums not even the class is used.
     """
     others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([argparse.Namespace, *((_Nothing, name) for name in _PASSED_OVER)])
     try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # by name alone, nothing is imported
+        passed_over = [*_PASSED_OVER, *(name for name in named if name.startswith("megatron."))]
+        torch.serialization.add_safe_globals([argparse.Namespace, *((_Nothing, name) for name in passed_over)])
         yield
     finally:
         torch.serialization.clear_safe_globals()
@@ -202,55 +197,108 @@ def read_models(path: Path, mapped: bool = True) -> dict[str, Any]:
     is_one = isinstance(content, dict) and any(isinstance(content.get(key), dict) for key in ("model", "model0"))
     if not is_one:
         raise CheckpointError(f"checkpoint file {str(path)!r} has no 'model': it is not one that Megatron writes")
-    models = {key: value for key, value in content.items() if re.fullmatch(r"model\d*", str(key))}
     named = {
         key: {own_name(str(name)): tensor for name, tensor in model.items() if torch.is_tensor(tensor)}
-        for key, model in models.items()
+        for key, model in _models(content).items()
     }
+    for key, model in named.items():
+        if content[key] and not model:
+            raise CheckpointError(
+                f"checkpoint file {str(path)!r} has no tensor under {key!r}, which has "
+                f"{shorten(list(content[key]))}: Megatron-LM's models of before megatron-core are "
+                "not read; convert it with its tools/checkpoint/convert.py --saver core"
+            )
     return content | named
 
 
-def read_args(directory: Path) -> dict[str, Any]:
-    """Megatron-LM's flags, of a checkpoint it wrote; empty where the file has none."""
-    args = read_models(directory / split_of(directory).names[0] / MODEL_FILE).get("args")
-    return vars(args) if isinstance(args, argparse.Namespace) else {}
+def _models(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """In the order of the forward pass of one rank."""
+    names = [key for key in map(str, content) if re.fullmatch(r"model\d*", key)]
+    return {name: content[name] for name in sorted(names, key=lambda name: int(name[5:] or 0))}
 
 
-def shards_reader(directory: Path) -> Callable[[str], Sequence[torch.Tensor]]:
-    """A function from a parameter's global name to its parts on all ranks that cut it.
+class RankFiles:
+    """The weights in a directory with a file a rank; see `StoredWeights`. Tensors are read as they are asked for.
 
     Raises:
-        CheckpointError: a file cannot be read; or, from the function, a rank does not have the parameter.
+        CheckpointError: a file is absent or cannot be read.
     """
-    split = split_of(directory)
-    parts: dict[str, dict[int, torch.Tensor]] = {}
-    for rank, expert_rank, part in split.places:
-        stages = [read_models(directory / split.name(rank, s, expert_rank) / MODEL_FILE) for s in range(split.stages)]
-        for name, tensor in _by_global_names(stages, expert_rank).items():
-            is_shared = split.experts > 1 and ".local_experts." in name
-            parts.setdefault(name, {}).setdefault(part if is_shared else rank, tensor)
 
-    def shards(name: str) -> Sequence[torch.Tensor]:
-        if name not in parts:
-            raise CheckpointError(f"checkpoint {str(directory)!r} has no {name}; it is of another model")
-        return [parts[name][rank] for rank in sorted(parts[name])]
+    def __init__(self, directory: Path) -> None:
+        split = split_of(directory)
+        self._parts: dict[str, dict[int, torch.Tensor]] = {}
+        for rank, expert_rank, part in split.places:
+            files = [directory / split.name(rank, stage, expert_rank) / MODEL_FILE for stage in range(split.stages)]
+            for name, tensor in _by_global_names([read_models(path) for path in files], expert_rank, split.experts):
+                is_shared = split.experts > 1 and ".local_experts." in name
+                self._parts.setdefault(name, {}).setdefault(part if is_shared else rank, tensor)
 
-    return shards
+    @property
+    def names(self) -> set[str]:
+        """Of all parameters."""
+        return set(self._parts)
+
+    def shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        parts = self._parts_of(parameter)
+        shape = list(parts[0].shape)
+        shape[1 if parameter.cut == "columns" else 0] *= len(parts)
+        return tuple(shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored number format."""
+        return next(iter(self._parts[name].values())).dtype
+
+    def read(self, parameter: Parameter, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` of the whole parameter, within one block; columns where it is cut by columns."""
+        parts, dimension = self._parts_of(parameter), 1 if parameter.cut == "columns" else 0
+        share = parts[0].shape[dimension] // parameter.blocks  # of a block, on each rank
+        block, start = divmod(start, share * len(parts)) if start else (0, 0)
+        stop -= block * share * len(parts)
+        found = []
+        for rank, part in enumerate(parts):
+            first, last = max(start - rank * share, 0), min(stop - rank * share, share)
+            if first < last:
+                found.append(part.narrow(dimension, block * share + first, last - first))
+        return torch.cat(found, dimension)
+
+    def _parts_of(self, parameter: Parameter) -> list[torch.Tensor]:
+        parts = [part for _, part in sorted(self._parts[parameter.name].items())]
+        is_whole = parameter.cut is None or tuple(parts[0].shape) == parameter.shape  # experts need not be cut
+        return parts[:1] if is_whole else parts
 
 
-def _by_global_names(stages: Sequence[dict[str, Any]], expert_rank: int) -> dict[str, torch.Tensor]:
+def _by_global_names(
+    stages: Sequence[dict[str, Any]], expert_rank: int, expert_ranks: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of one rank of each stage. In the model all stages' first chunks come before all second ones."""
-    found: dict[str, torch.Tensor] = {}
-    experts = {int(match[2]) for key in stages[0] for name in stages[0][key] if (match := _EXPERT.match(name))}
-    names, first_layer = [key for key in stages[0] if re.fullmatch(r"model\d*", key)], 0
-    for key in sorted(names, key=lambda name: int(name[5:] or 0)):
+    first_layer = 0
+    for key in _models(stages[0]):
         for content in stages:
             layers = {int(match[1]) for name in content[key] if (match := _LAYER.match(name))}
-            for name, tensor in content[key].items():
+            tensors = dict(_singly(content[key], expert_ranks))
+            experts = {int(match[2]) for name in tensors if (match := _EXPERT.match(name))}
+            for name, tensor in tensors.items():
                 match = _LAYER.match(name)
                 given = f"decoder.layers.{first_layer + int(match[1])}.{name[match.end() :]}" if match else name
                 if of_expert := _EXPERT.match(given):
                     given = f"{of_expert[1]}{expert_rank * len(experts) + int(of_expert[2])}{of_expert[3]}"
-                found.setdefault(given, tensor)
+                yield given, tensor
             first_layer += len(layers)
-    return found
+
+
+def _singly(model: Mapping[str, torch.Tensor], expert_ranks: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one chunk, grouped experts under the names of single ones; without what is no weight."""
+    for name, tensor in model.items():
+        if name.endswith("_extra_state"):
+            continue
+        if numbered := _NUMBERED_EXPERT.fullmatch(name):
+            yield f"{numbered[1]}local_experts.{numbered[3]}.{numbered[2]}", tensor
+        elif stacked := _STACKED_EXPERTS.fullmatch(name):
+            all_experts, hidden = model[f"{stacked[1]}router.weight"].shape
+            count = all_experts // expert_ranks
+            stack = tensor.view(count, hidden, -1) if stacked[2] == "1" else tensor.view(count, -1, hidden)
+            for expert, weight in enumerate(stack):
+                yield f"{stacked[1]}experts.local_experts.{expert}.linear_fc{stacked[2]}.weight", weight.t()
+        else:
+            yield name, tensor

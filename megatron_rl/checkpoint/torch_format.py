@@ -77,31 +77,25 @@ def _write(content: Any, path: Path) -> None:
         raise OSError(f"{path}: {error}") from error
 
 
-def load(
-    directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization | None = None
-) -> None:
-    """Load weights, and the optimizer's state unless it is None, in place; collective.
+def load(directory: Path, policy: PolicyModel, groups: ParallelGroups, optimization: Optimization) -> None:
+    """Load weights and the optimizer's state, in place; collective. Weights alone fit any topology: `load_weights`.
 
     Raises:
         CheckpointError: the checkpoint does not hold this model in this topology; on every rank.
     """
-    content = together(lambda: _read_fitting(directory, policy, groups, with_optimizer=optimization is not None))
-    if optimization is not None:
-        make_room(optimization)
+    content = together(lambda: _read_fitting(directory, policy, groups))
+    make_room(optimization)
     for name, gpt in named_chunks(policy).items():
         gpt.load_state_dict(content[name], strict=False)  # compared already; what is left out is empty
-    if optimization is not None:
-        load_state(optimization, together(lambda: _with_own_order(directory, content, policy, optimization)))
+    load_state(optimization, together(lambda: _with_own_order(directory, content, policy, optimization)))
 
 
-def _read_fitting(
-    directory: Path, policy: PolicyModel, groups: ParallelGroups, with_optimizer: bool
-) -> dict[str, Any]:
+def _read_fitting(directory: Path, policy: PolicyModel, groups: ParallelGroups) -> dict[str, Any]:
     """This rank's file, whose tensors are those of this rank's chunks."""
     for problem in topology_problems(directory, _split(groups)):
         raise CheckpointError(problem)
-    content = read_models(_rank_directory(directory, groups) / MODEL_FILE, mapped=not with_optimizer)
-    if with_optimizer and _STATE not in content:
+    content = read_models(_rank_directory(directory, groups) / MODEL_FILE, mapped=False)
+    if _STATE not in content:
         raise CheckpointError(
             f"checkpoint {str(directory)!r} has the optimizer's state as an earlier version wrote it; add "
             "--no-load-optim"

@@ -138,6 +138,11 @@ class RLConfig:
         cut = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
         return parallel.expert_model_parallel_size * cut * parallel.pipeline_model_parallel_size
 
+    def architecture(self, vocab_size: int = 1) -> Architecture:
+        """The model's shape; see `layout`."""
+        shape = {name: value for name, value in vars(self.model).items() if name in Architecture.__dataclass_fields__}
+        return Architecture(**shape, vocab_size=max(vocab_size, self.tokenizer.vocab_size or 0))
+
     def layout(
         self, vocab_size: int = 1, stage: int = 0, expert_rank: int = 0, head: Head = "vocabulary"
     ) -> ModelLayout:
@@ -145,11 +150,9 @@ class RLConfig:
 
         ``vocab_size`` is the tokenizer's. The embedding has that many rows, or --vocab-size if that is more, padded.
         """
-        shape = {name: value for name, value in vars(self.model).items() if name in Architecture.__dataclass_fields__}
-        parallel, rows = self.parallel, max(vocab_size, self.tokenizer.vocab_size or 0)
+        parallel, architecture = self.parallel, self.architecture(vocab_size)
         size = parallel.tensor_model_parallel_size
-        padded = padded_vocabulary(rows, self.tokenizer.make_vocab_size_divisible_by, size)
-        architecture = Architecture(**shape, vocab_size=rows)
+        padded = padded_vocabulary(architecture.vocab_size, self.tokenizer.make_vocab_size_divisible_by, size)
         experts = ExpertShare(parallel.expert_model_parallel_size, expert_rank, parallel.expert_tensor_parallel_size)
         return ModelLayout.of(architecture, size, padded, stage, self.stages, experts, head)
 

@@ -15,7 +15,7 @@ MOST_LAYERS = 1000
 MOST_EXPERTS = 100_000
 """Of a model, in all its layers: each tensor is listed by name, so more would fill the memory before any check."""
 EMBEDDING = "embedding.word_embeddings.weight"
-_HEAD = "output_layer.weight"
+HEAD = "output_layer.weight"
 Head = Literal["vocabulary", "value"]
 """Logits, or the one number of a critic."""
 
@@ -147,12 +147,12 @@ class Parameter:
     @property
     def is_over_the_vocabulary(self) -> bool:
         """Its rows are tokens, and padding."""
-        return self.name in (EMBEDDING, _HEAD) and not self.is_value_head
+        return self.name in (EMBEDDING, HEAD) and not self.is_value_head
 
     @property
     def is_value_head(self) -> bool:
         """Of a critic; every tensor-parallel rank has all of it, where logits are always cut."""
-        return self.name == _HEAD and self.cut is None
+        return self.name == HEAD and self.cut is None
 
     @property
     def is_of_an_expert(self) -> bool:
@@ -279,9 +279,9 @@ class ModelLayout:
         after = list(_norm("decoder.final_layernorm", model.hidden_size, model))
         is_untied = model.untie_embeddings_and_output_weights
         if head == "value":
-            after.append(Parameter(_HEAD, (1, model.hidden_size)))
+            after.append(Parameter(HEAD, (1, model.hidden_size)))
         elif is_untied or not is_first:
-            after.append(Parameter(_HEAD if is_untied else EMBEDDING, table, "rows", tensor_size))
+            after.append(Parameter(HEAD if is_untied else EMBEDDING, table, "rows", tensor_size))
         return cls(
             architecture=model,
             padded_vocab_size=rows,

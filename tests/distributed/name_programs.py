@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import weights_fingerprint
 from megatron_rl.parallel import initialize, shut_down
 from megatron_rl.platform import current_platform
@@ -34,5 +36,19 @@ def models(parallel: dict[str, int], shapes: list[str], **changes: object) -> di
             "norm": parameter_norm(policy, groups),
             "active": active_parameters(policy, groups),
         }
+    shut_down()
+    return found
+
+
+def loaded(parallel: dict[str, int], shape: dict[str, Any], directories: list[str]) -> list[int]:
+    """Fingerprints of a model that takes its weights from each of ``directories``."""
+    single_thread()
+    config = tiny_config(int(os.environ["WORLD_SIZE"]), **shape, **parallel)
+    groups = initialize(config.parallel, current_platform())
+    found = []
+    for directory in directories:
+        policy = tiny_policy(config, seed=2)
+        load_weights(Path(directory), policy, groups)
+        found.append(weights_fingerprint(policy, groups))
     shut_down()
     return found

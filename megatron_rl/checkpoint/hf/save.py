@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.atomic import TEMPORARY, remove, whole_directory
-from megatron_rl.checkpoint.hf.torch_dist import StoredParameters
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import differences, read_run_state
-from megatron_rl.checkpoint.torch_files import Split, is_megatron_layout, shards_reader, split_of
+from megatron_rl.checkpoint.stored import embedding_rows, misfits, open_weights, part_of_stored
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.families import Entry, ExpertShare, HfModel, ModelLayout, Parameter, read_model
 from megatron_rl.models import PolicyModel
@@ -95,21 +94,12 @@ def export_checkpoint(path: str | Path, origin: HfModel, target: Path, dtype: to
     directory, model = find_checkpoint(path), origin.architecture
     state, means = read_run_state(directory), f"{origin.directory / 'config.json'} means"
     problems = differences(directory, state, model, means)
-    rows = state.padded_vocab_size
-    if rows < model.vocab_size:
-        problems.append(f"checkpoint {str(directory)!r} has an embedding of {rows} rows, {means} {model.vocab_size}")
-    if problems:
+    stored = open_weights(directory)
+    if problems := problems or misfits(directory, stored, model, model.vocab_size):
         raise CheckpointError("; ".join(problems))
-    if is_megatron_layout(directory):
-        split, produce = split_of(directory), shards_reader(directory)
-    else:
-        split, stored = Split(), StoredParameters(directory)
-
-        def produce(name: str) -> Sequence[torch.Tensor]:
-            return [stored.read(name)]
-
-    experts = ExpertShare(tensor_size=split.cut if split.experts > 1 else None)
-    write_hf(origin, target, ModelLayout.of(model, split.tensor, rows, experts=experts), produce, dtype)
+    layout = ModelLayout.of(model, padded_vocab_size=embedding_rows(stored, model))
+    known = {parameter.name: parameter for parameter in layout.parameters}
+    write_hf(origin, target, layout, lambda name: [part_of_stored(stored, known[name])], dtype)
 
 
 def write_hf(

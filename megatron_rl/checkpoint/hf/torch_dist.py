@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,16 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_rl.errors import CheckpointError
 from megatron_rl.families import ModelLayout, Parameter
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -44,54 +39,6 @@ _STORED_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-
-
-class StoredParameters:
-    """The weights in a checkpoint directory (``step_0000040``)."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._reader = FileSystemReader(directory)
-        try:
-            self._metadata = self._reader.read_metadata()
-        except (OSError, CheckpointException) as error:
-            raise CheckpointError(f"checkpoint {str(directory)!r} has no readable .metadata ({error})") from error
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-
-    def read(self, parameter: str) -> torch.Tensor:
-        """The parameter as one rank that holds it whole would have it.
-
-        Raises:
-            CheckpointError: the checkpoint does not have it, or cannot be read.
-        """
-        key, place, stored = self._find(parameter)
-        offsets = [*place, *[0] * (len(stored.size) - len(place))]
-        sizes = [*[1] * len(place), *stored.size[len(place) :]]
-        target = torch.empty(sizes, dtype=stored.properties.dtype)
-        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, stored, [wanted])
-
-        def block(item: ReadItem) -> torch.Tensor:
-            ends = map(sum, zip(item.dest_offsets, item.lengths, strict=True))
-            return target[tuple(map(slice, item.dest_offsets, ends))]
-
-        # Of torch's ``LoadPlanner`` reading asks for this alone: where each stored block goes, here a view.
-        into: Any = SimpleNamespace(resolve_tensor=block, commit_tensor=lambda *_: None)
-        try:
-            self._reader.read_data(LoadPlan(items), into).wait()
-        except (OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"checkpoint {str(self._directory)!r}: {key} cannot be read ({error})") from error
-        return target.view(target.shape[len(place) :])
-
-    def _find(self, parameter: str) -> tuple[str, tuple[int, ...], TensorStorageMetadata]:
-        """Name in the files, layer and expert within it, and what the files say about it."""
-        key, place = stored_name(parameter)
-        stored = self._metadata.state_dict_metadata.get(key)
-        if isinstance(stored, TensorStorageMetadata):
-            inside = all(index < size for index, size in zip(place, stored.size, strict=False))
-            if inside and len(place) < len(stored.size):
-                return key, place, stored
-        raise CheckpointError(f"checkpoint {str(self._directory)!r} has no {parameter}; it is of another model")
 
 
 def stored_name(parameter: str) -> tuple[str, tuple[int, ...]]:

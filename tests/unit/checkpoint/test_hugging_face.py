@@ -198,10 +198,13 @@ def _described(directory: Path) -> dict[str, object]:
 def test_a_checkpoint_of_another_model_is_refused(one_rank: ParallelGroups, model: HfModel, tmp_path: Path) -> None:
     _checkpoint(one_rank, model, tmp_path / "checkpoints")
     shutil.copytree(model.directory, tmp_path / "other")
-    config = model.config | {"num_hidden_layers": 3, "vocab_size": 100, "layer_types": None}
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="num_layers 2.*means 3.*64 rows.*means 100"):
-        export_checkpoint(tmp_path / "checkpoints", read_model(tmp_path / "other"), tmp_path / "back")
+    for change, message in (
+        ({"num_hidden_layers": 3, "layer_types": None}, "num_layers 2.*means 3"),
+        ({"vocab_size": 100}, "64 rows.*too few for a vocabulary of 100"),
+    ):
+        (tmp_path / "other" / "config.json").write_text(json.dumps(model.config | change))
+        with pytest.raises(CheckpointError, match=message):
+            export_checkpoint(tmp_path / "checkpoints", read_model(tmp_path / "other"), tmp_path / "back")
 
 
 def test_memory_of_a_conversion_does_not_grow_with_the_model(tmp_path: Path) -> None:

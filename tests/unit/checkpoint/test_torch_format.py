@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -17,15 +15,11 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.layout import MEGATRON, find_checkpoint, temporary_directory
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import (
     RunState,
     architecture_of,
-    architecture_problems,
-    continuation_problems,
-    read_run_state,
 )
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read, split_of, topology_problems
 from megatron_rl.config import RLConfig
@@ -288,111 +282,12 @@ def test_what_others_allow_counts_for_nothing_here_and_is_left_as_it_was(tmp_pat
         assert set(torch.serialization.get_safe_globals()) == before
 
 
-def _foreign(root: Path, policy: PolicyModel, config: RLConfig, **changes: Any) -> Path:
-    """A checkpoint as Megatron-LM writes it with Transformer Engine's layers."""
-    names = {
-        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-        "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-    }
-    model = {}
-    for name, tensor in policy.gpt.state_dict().items():
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        model[name] = torch.zeros(0, dtype=torch.uint8) if name.endswith("_extra_state") else tensor
-    args = argparse.Namespace(
-        **architecture_of(config.model), group_query_attention=True, padded_vocab_size=VOCABULARY,
-        attention_backend=AttnBackend.auto, params_dtype=torch.float32,
-    )  # fmt: skip
-    vars(args).update(moe_router_topk=2, **changes)
-    content = {
-        "args": args, "checkpoint_version": 3.0, "iteration": 12, "model": model,
-        "rng_state": [{"np_rng_state": np.random.RandomState(1).get_state(), "torch_rng_state": torch.get_rng_state()}],
-    }  # fmt: skip
-    target = root / "iter_0000012" / "mp_rank_00"
-    target.mkdir(parents=True)
-    torch.save(content, target / MODEL_FILE)
-    (root / MEGATRON.pointer).write_text("12")
-    return root / "iter_0000012"
-
-
-def test_weights_come_out_of_megatrons_own_files(one_rank, tmp_path: Path) -> None:
-    config = tiny_config()
-    policy = tiny_policy(config, seed=1)
-    directory = _foreign(tmp_path, policy, config)
-    assert find_checkpoint(tmp_path) == directory
-    assert architecture_problems(config, directory) == []
-    (line,) = continuation_problems(config, directory)
-    assert "written by Megatron-LM" in line and "--pretrained-checkpoint" in line
-    assert read_run_state(directory).padded_vocab_size == VOCABULARY
-    other = tiny_policy(config, seed=2)
-    CheckpointManager(tmp_path / "run", 0, one_rank).start_from_weights(str(tmp_path), other)
-    for name, tensor in policy.gpt.named_parameters():
-        assert torch.equal(tensor, other.gpt.get_parameter(name)), name
-
-
-def test_megatrons_own_files_of_another_model_are_one_line(one_rank, tmp_path: Path) -> None:
-    config = tiny_config()
-    directory = _foreign(tmp_path, tiny_policy(config), config)
-    other = tiny_config(ffn_hidden_size=128)
-    (line,) = architecture_problems(other, directory)
-    assert "ffn_hidden_size 64, this run has 128" in line
-    with pytest.raises(CheckpointError, match=r"linear_fc1\.weight: it has \[128, 32\], the model wants \[256, 32\]"):
-        CheckpointManager(tmp_path / "run", 0, one_rank).start_from_weights(str(tmp_path), tiny_policy(other))
-
-
-def test_a_pointer_to_nowhere_in_megatrons_own_files_is_one_line(one_rank, tmp_path: Path) -> None:
-    config = tiny_config()
-    directory = _foreign(tmp_path, tiny_policy(config), config)
-    (tmp_path / MEGATRON.pointer).write_text("40")
-    with pytest.raises(CheckpointError, match=r"names '40', not iter_0000012") as caught:
-        find_checkpoint(tmp_path)
-    assert "damaged" not in str(caught.value)
-    assert find_checkpoint(directory) == directory
-
-
-def test_a_truncated_one_of_megatrons_own_files_is_one_line(one_rank, tmp_path: Path) -> None:
-    config = tiny_config()
-    directory = _foreign(tmp_path, tiny_policy(config), config)
-    _file(directory).write_bytes(_file(directory).read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt' cannot be read") as caught:
-        architecture_problems(config, find_checkpoint(tmp_path))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("named", ["root", "itself"])
-def test_a_healthy_one_in_a_format_that_is_not_read_is_not_called_damaged(tmp_path: Path, named: str) -> None:
-    """What Megatron-LM writes with its default --ckpt-format torch_dist."""
-    for step in (8, 12):
-        directory = tmp_path / f"iter_{step:07d}"
-        directory.mkdir()
-        (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-        for name in (".metadata", "common.pt", "__0_0.distcp"):
-            (directory / name).write_bytes(b"x")
-    (tmp_path / MEGATRON.pointer).write_text("12")
-    with pytest.raises(CheckpointError, match="written by Megatron-LM in its format torch_dist") as caught:
-        find_checkpoint(tmp_path if named == "root" else tmp_path / "iter_0000012")
-    assert "--ckpt-convert-format torch" in str(caught.value)
-    assert "damaged" not in str(caught.value)
-
-
 def test_ours_without_its_manifest_is_damaged(saved) -> None:
     root, _ = saved
     for step in (2, 4):
         (root / f"iter_{step:07d}" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="no undamaged checkpoint"):
         find_checkpoint(root)
-
-
-def test_released_weights_are_read_under_the_name_that_the_message_gives(one_rank, tmp_path: Path) -> None:
-    config = tiny_config()
-    directory = _foreign(tmp_path, tiny_policy(config), config)
-    (directory / "latest_notes.txt").write_text("a person's")
-    directory.rename(tmp_path / "release")
-    (tmp_path / MEGATRON.pointer).write_text("release")
-    with pytest.raises(CheckpointError, match=r"release/.*name them iter_0000001"):
-        find_checkpoint(tmp_path)
-    (tmp_path / "release").rename(tmp_path / "iter_0000001")
-    assert find_checkpoint(tmp_path / "iter_0000001") == tmp_path / "iter_0000001"
 
 
 def test_a_kill_before_the_pointer_moves_leaves_it_where_it_was(saved, one_rank, monkeypatch) -> None:
@@ -430,27 +325,6 @@ def test_directories_say_how_ranks_share_the_model(tmp_path: Path, names: list[s
     assert topology_problems(directory, split) == []
     (line,) = topology_problems(directory, Split(4, 2))
     assert "this run has --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2; --ckpt-format torch" in line
-
-
-def test_experts_over_ranks_and_ranks_that_are_missing(one_rank, tmp_path: Path) -> None:
-    """Of Megatron-LM's own; whether the second number is a stage its flags say."""
-    config = tiny_config()
-    directory = _foreign(tmp_path, tiny_policy(config), config, expert_model_parallel_size=2)
-    shutil.copytree(directory / "mp_rank_00", directory / "mp_rank_02")
-    with pytest.raises(CheckpointError, match="lacks files of a rank: it has mp_rank_00, mp_rank_02"):
-        find_checkpoint(directory)
-    os.rename(directory / "mp_rank_00", directory / "mp_rank_00_000")
-    os.rename(directory / "mp_rank_02", directory / "mp_rank_00_001")
-    assert split_of(find_checkpoint(directory)) == Split(1, 1, 2)
-    (line,) = topology_problems(directory, Split(1, 2))
-    assert "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1, this run has" in line
-    for name in ("mp_rank_00_000", "mp_rank_00_001"):
-        shutil.copytree(directory / name, directory / f"{name}_000")
-        os.rename(directory / name, directory / f"{name}_001")
-    assert split_of(find_checkpoint(directory)) == Split(1, 2, 2)
-    shutil.rmtree(directory / "mp_rank_00_001_000")
-    with pytest.raises(CheckpointError, match="lacks files of a rank"):
-        find_checkpoint(directory)
 
 
 def test_what_a_kill_left_is_not_seen_and_removed_by_the_next_save(saved, one_rank) -> None:
