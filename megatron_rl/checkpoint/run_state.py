@@ -17,8 +17,9 @@ from megatron_rl.checkpoint.foreign import is_foreign, read_args, unbuilt
 from megatron_rl.checkpoint.stored import misfits, open_weights
 from megatron_rl.checkpoint.torch_files import Split, topology_problems
 from megatron_rl.config import ModelConfig, RLConfig
+from megatron_rl.config.saved import FILE_NAME
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import Architecture
+from megatron_rl.families import Architecture, model_directory
 from megatron_rl.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from megatron_rl.models import PolicyModel
 
 T = TypeVar("T")
-FILE_NAME = "run_state.json"
 
 _FREE = {"vocab_size", "max_position_embeddings", "norm_epsilon", "init_method_std"}
 _ARCHITECTURE = tuple(field.name for field in dataclasses.fields(Architecture) if field.name not in _FREE)
@@ -84,6 +84,11 @@ class RunState:
     end_token_ids: list[int] = field(default_factory=list)
     """What ended an answer: the flags of a run that starts from the weights need not name it again."""
     architecture: dict[str, Any] = field(default_factory=dict)
+    """See `architecture_of`."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """See `flags_of`; nothing where an earlier version saved it."""
+    hf_directory: str = ""
+    """Whose config.json gave the shape, if one did."""
     world: dict[str, int] = field(default_factory=dict)
     """Parallel sizes of the run that saved it."""
     optimizer_form: dict[str, Any] = field(default_factory=dict)
@@ -116,6 +121,8 @@ def run_state_of(
         padded_vocab_size=policy.padded_vocab_size,
         end_token_ids=list(end_token_ids),
         architecture=architecture_of(config.model),
+        flags=flags_of(config),
+        hf_directory=_directory_of(config),
         world={
             "ranks": dist.get_world_size(),
             "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -132,6 +139,27 @@ def run_state_of(
 def architecture_of(model: ModelConfig | Architecture) -> dict[str, Any]:
     """The flags two runs must share to share weights."""
     return {name: getattr(model, name) for name in _ARCHITECTURE}
+
+
+def flags_of(config: RLConfig) -> dict[str, Any]:
+    """Besides the architecture, what a run that starts from the weights need not be told."""
+    model, tokenizer = config.model, config.tokenizer
+    found = {"norm_epsilon": model.norm_epsilon, "tokenizer_model": lasting(tokenizer.tokenizer_model)}
+    if tokenizer.vocab_size is not None:
+        found["vocab_size"] = tokenizer.vocab_size
+    if model.max_position_embeddings > config.training.seq_length:  # else it may be no more than the flag's default
+        found["max_position_embeddings"] = model.max_position_embeddings
+    return found
+
+
+def _directory_of(config: RLConfig) -> str:
+    name = config.checkpoint.load_hf or config.model.hf_config
+    return "" if name is None else lasting(str(model_directory(name)))
+
+
+def lasting(name: str) -> str:
+    """A directory by its absolute path, a name on the hub as it is."""
+    return os.path.abspath(name) if os.path.exists(name) else name
 
 
 def optimizer_form_of(config: RLConfig) -> dict[str, Any]:
@@ -215,7 +243,7 @@ def _origin_of(args: Mapping[str, Any]) -> Origin | None:
     name = args.get("tokenizer_model")
     if args.get("tokenizer_type") != "HuggingFaceTokenizer" or not isinstance(name, str):
         return None
-    return Origin("hugging_face", name, os.path.abspath(name) if os.path.exists(name) else name)
+    return Origin("hugging_face", name, lasting(name))
 
 
 def differences(directory: Path, state: RunState, model: ModelConfig | Architecture, other: str) -> list[str]:
@@ -236,10 +264,10 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
         vocab_size: the tokenizer's; None when it could not be loaded, which is reported elsewhere.
     """
     state = read_run_state(directory)
-    problems = differences(directory, state, config.model, "this run has")
-    if is_foreign(directory):
+    problems = differences(directory, state, config.model, "this run has") if config.model.is_complete else []
+    if is_foreign(directory) and config.model.is_complete:
         problems = [*unbuilt(directory), *problems]
-        if not problems and config.model.is_complete:  # flags agree, or it has none: names and shapes decide
+        if not problems:  # flags agree, or it has none: names and shapes decide
             tokens = vocab_size or 1
             problems += misfits(directory, open_weights(directory), config.architecture(tokens), tokens)
     if vocab_size is not None and state.vocab_size not in (0, vocab_size):
@@ -265,10 +293,11 @@ def continuation_problems(config: RLConfig, directory: Path) -> list[str]:
         ]
     if state.mode != mode_of(config):  # steps and cursor would mean something else
         switch = "add" if state.mode == "rl" else "leave out"
+        starts = [f"--{name.replace('_', '-')}" for name in ("resume", "load", "load_hf") if name in config.typed]
         problems.append(
             f"checkpoint {str(directory)!r} is of a run in mode {state.mode}, which cannot go on in mode "
-            f"{mode_of(config)}; {switch} --perform-rl-step, or start a new run from its weights with "
-            "--pretrained-checkpoint"
+            f"{mode_of(config)}; to begin with its weights write --pretrained-checkpoint {directory} in place of "
+            f"{' and '.join(starts)}, with another --run-dir; to go on with it {switch} --perform-rl-step"
         )
     if config.wants_critic and state.critic_has_optimizer is None:
         problems.append(

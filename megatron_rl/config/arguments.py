@@ -18,6 +18,7 @@ import yaml
 from megatron_rl.config.flags import Flag
 from megatron_rl.config.hints import foreign_hint
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, validate
+from megatron_rl.config.saved import saved_model
 from megatron_rl.errors import MAX_PROBLEMS, Problem, collecting, one_line, shorten
 from megatron_rl.families import read_model
 
@@ -60,7 +61,7 @@ class Reading:
 
     values: dict[str, Any] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
-    """What a Hugging Face config.json says and the user did not."""
+    """What a Hugging Face config.json or a checkpoint says and the user did not."""
     problems: list[Problem] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     file_is_lost: bool = False
@@ -77,7 +78,7 @@ class Reading:
 
 
 def read_flags(argv: Sequence[str]) -> Reading:
-    """What ``argv`` (without the program's name), its --config files and its Hugging Face directory say."""
+    """What ``argv`` (without the program's name), its --config files and the directory of its model say."""
     for token, common_only in (("--help", True), ("-h", True), ("--help-all", False)):
         if token in argv:
             from megatron_rl.config.reference import help_text  # here, so that it can run as a program itself
@@ -217,7 +218,7 @@ def _spellings() -> dict[str, tuple[Flag, bool]]:
 
 
 def _read_directory(reading: Reading) -> None:
-    """What --load-hf or --hf-config says that the flags name and the user did not; and what contradicts it."""
+    """What a model's directory says that the flags name and the user did not; and what contradicts it."""
     names = {"--load-hf": "load_hf", "--hf-config": "hf_config"}
     given = {flag: reading.values[name] for flag, name in names.items() if reading.values.get(name)}
     problems: list[Problem] = []
@@ -234,15 +235,54 @@ def _read_directory(reading: Reading) -> None:
             if (model.directory / "tokenizer_config.json").is_file():
                 settings["tokenizer_model"] = str(model.directory)
             reading.derived = {name: value for name, value in settings.items() if name not in reading.values}
+    else:
+        problems += _read_checkpoint(reading)
     if (problems and not reading.derived) or reading.failed & set(names):
         reading.failed |= FILLED_IN  # to call them missing too would repeat the problem
     reading.problems += problems
 
 
+def _read_checkpoint(reading: Reading) -> list[Problem]:
+    """The same of --load or --pretrained-checkpoint, where they are ours.
+
+    Flags that shape the weights are compared once the checkpoint is looked at, see `architecture_problems`.
+    """
+    given = {name: reading.values[name] for name in ("load", "pretrained_checkpoint") if reading.values.get(name)}
+    saved = next(filter(None, map(saved_model, given.values())), None)
+    if saved is None:
+        return _unsaid(reading, given)
+    file, shape, others = saved
+    settings = shape | others | {"group_query_attention": True}  # megatron ignores the groups without it
+    reading.derived = {name: value for name, value in settings.items() if name not in reading.values}
+    problems = [*_contradictions(reading.values, others, str(file))]
+    tokenizer = reading.derived.get("tokenizer_model", "")
+    if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():
+        del reading.derived["tokenizer_model"]
+        reading.failed.add("--tokenizer-model")
+        text = f"{file} was saved with the tokenizer {tokenizer}, which is gone; name one with --tokenizer-model DIR"
+        problems.append(Problem("--tokenizer-model", text))
+    return problems
+
+
+def _unsaid(reading: Reading, given: Mapping[str, str]) -> list[Problem]:
+    """One line in place of one for each flag that the checkpoint does not make up for."""
+    missing = [name for name in sorted(FILLED_IN) if name.removeprefix("--").replace("-", "_") not in reading.values]
+    if not given or not missing:
+        return []
+    name, path = next(iter(given.items()))
+    flag = f"--{name.replace('_', '-')}"
+    reading.failed |= FILLED_IN
+    text = (
+        f"{flag} {path} does not say what its model is, as Megatron-LM's checkpoints and those of earlier versions do "
+        f"not; add --hf-config DIR with the model's config.json, or {', '.join(missing)} and what else it was made with"
+    )
+    return [Problem(flag, text)]
+
+
 def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> Iterator[Problem]:
     for flag in all_flags():
-        # How fresh weights are drawn is up to the run.
-        if flag.name not in typed or flag.name not in settings or flag.name == "init_method_std":
+        # How fresh weights are drawn is up to the run; a tokenizer may lie elsewhere, and is compared by its size.
+        if flag.name not in typed or flag.name not in settings or flag.name in ("init_method_std", "tokenizer_model"):
             continue
         wanted, found = typed[flag.name], settings[flag.name]
         fits = wanted <= found if flag.name == "max_position_embeddings" else wanted == found

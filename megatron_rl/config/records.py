@@ -112,7 +112,7 @@ def record_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     if checkpoint.load_hf is not None and checkpoint.pretrained_checkpoint is not None:
         yield "load_hf", (
             f"and --pretrained-checkpoint {checkpoint.pretrained_checkpoint} both say what to start from; keep one of "
-            "them, or take shape and tokenizer from the one and weights from the other with --hf-config "
+            "them: a checkpoint of ours knows its shape and tokenizer, for another one write --hf-config "
             f"{checkpoint.load_hf} in place of --load-hf"
         )
     if config.logging.run_dir is None and not config.training.estimate:

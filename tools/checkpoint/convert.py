@@ -95,7 +95,8 @@ def _import(options: argparse.Namespace, model: HfModel) -> None:
             f"{model.architecture.vocab_size}; use the model's own tokenizer"
         ])
     multiple = options.make_vocab_size_divisible_by * options.target_tensor_parallel_size
-    import_hf(model, options.save_dir, torch.bfloat16 if options.bf16 else torch.float32, multiple, tokens)
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    import_hf(model, options.save_dir, dtype, multiple, tokens, options.tokenizer_model)
 
 
 def _model(directory: Path, model_size: str | None, with_weights: bool) -> HfModel:

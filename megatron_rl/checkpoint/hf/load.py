@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_rl.checkpoint.hf.torch_dist import write_parameters
 from megatron_rl.checkpoint.layout import commit, step_directory, temporary_directory
-from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, write_run_state
+from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, lasting, write_run_state
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import HfModel, ModelLayout, Parameter, Piece
 from megatron_rl.families.hf_config import end_token_ids
@@ -63,7 +64,14 @@ def fill(parameter: torch.Tensor, pieces: Iterable[Piece], reader: TensorReader)
         start += piece.height
 
 
-def import_hf(model: HfModel, root: Path, dtype: torch.dtype, vocab_divisible_by: int, tokenizer_size: int = 0) -> Path:
+def import_hf(
+    model: HfModel,
+    root: Path,
+    dtype: torch.dtype,
+    vocab_divisible_by: int,
+    tokenizer_size: int = 0,
+    tokenizer: str | None = None,
+) -> Path:
     """Write ``root/step_0000000``, for `--pretrained-checkpoint`; any number of ranks can load it.
 
     One process; no model is built, and memory holds one parameter.
@@ -72,6 +80,7 @@ def import_hf(model: HfModel, root: Path, dtype: torch.dtype, vocab_divisible_by
         vocab_divisible_by: rows of the embedding are padded to a multiple of this; times the tensor-parallel size
             of the run, it is that run's own padding.
         tokenizer_size: tokens of the tokenizer, which a run is then held to; 0 leaves it open.
+        tokenizer: directory or name of the one that a run takes if it names no other; None: the model's own.
 
     Raises:
         CheckpointError: there is a checkpoint already, or the files are not of this model.
@@ -98,9 +107,22 @@ def import_hf(model: HfModel, root: Path, dtype: torch.dtype, vocab_divisible_by
         end_token_ids=list(end_token_ids(model.directory)),
         padded_vocab_size=layout.padded_vocab_size,
         architecture=architecture_of(model.architecture),
+        flags=_flags_of(model, tokenizer),
         origin=Origin.at("hugging_face", str(model.directory)),
     )
     write_run_state(target, state)
     committed = commit(root, 0)
     logger.info("wrote %s", committed)
     return committed
+
+
+def _flags_of(model: HfModel, tokenizer: str | None) -> dict[str, Any]:
+    shape = model.architecture
+    if tokenizer is None and (model.directory / "tokenizer_config.json").is_file():
+        tokenizer = str(model.directory)
+    return {
+        "norm_epsilon": shape.norm_epsilon,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        **({} if tokenizer is None else {"tokenizer_model": lasting(tokenizer)}),
+    }

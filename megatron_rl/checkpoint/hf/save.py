@@ -70,13 +70,15 @@ def origin_of(path: str | Path, option: str) -> HfModel:
         ConfigError: it does not say, or something on the way is gone; ``option`` names the directory instead.
     """
     directory = find_checkpoint(path, contents=False)
-    origin = read_run_state(directory).origin
+    state = read_run_state(directory)
     try:
         for _ in range(LONGEST_DESCENT):
-            if origin is not None and origin.kind == "checkpoint":
-                origin = read_run_state(Path(origin.path)).origin
-        if origin is not None and origin.kind == "hugging_face":
-            return read_model(origin.path)
+            if not state.hf_directory and state.origin is not None and state.origin.kind == "checkpoint":
+                state = read_run_state(Path(state.origin.path))
+        if state.hf_directory:
+            return read_model(state.hf_directory)
+        if state.origin is not None and state.origin.kind == "hugging_face":
+            return read_model(state.origin.path)
         fault = "does not say which Hugging Face directory its model came from"
     except (CheckpointError, ConfigError) as error:
         fault = f"came from what is gone ({error})"

@@ -58,11 +58,11 @@ def test_it_writes_the_bits_that_were_saved(script, tmp_path, origin, saved) -> 
     assert (tmp_path / "out" / "config.json").read_bytes() == (origin / "config.json").read_bytes()
 
 
-def began_with(saved: Path, folder: Path, origin: Origin | None) -> Path:
-    """The same checkpoint as of a run that began with ``origin``."""
+def began_with(saved: Path, folder: Path, origin: Origin | None, hf_directory: str = "") -> Path:
+    """The same checkpoint as of a run that began with ``origin``, and has its shape from ``hf_directory``."""
     shutil.copytree(saved, folder)
     step = folder / "checkpoints" / "step_0000000"
-    write_run_state(step, replace(read_run_state(step), origin=origin))
+    write_run_state(step, replace(read_run_state(step), origin=origin, hf_directory=hf_directory))
     (step / "manifest.json").unlink()
     write_manifest(step, 0)
     return folder
@@ -71,8 +71,9 @@ def began_with(saved: Path, folder: Path, origin: Origin | None) -> Path:
 def test_a_checkpoint_knows_where_its_model_came_from(script, tmp_path, origin, saved, capsys) -> None:
     step = saved / "checkpoints" / "step_0000000"
     later = began_with(saved, tmp_path / "later", Origin.at("checkpoint", str(step)))
-    assert script(saved, tmp_path / "out") == script(later, tmp_path / "out_later") == 0
-    for out in ("out", "out_later"):
+    shaped = began_with(saved, tmp_path / "shaped", Origin("drawn"), str(origin))
+    for source, out in ((saved, "out"), (later, "out_later"), (shaped, "out_shaped")):
+        assert script(source, tmp_path / out) == 0
         assert (tmp_path / out / "config.json").read_bytes() == (origin / "config.json").read_bytes()
     drawn = began_with(saved, tmp_path / "drawn", Origin("drawn"))
     older = began_with(saved, tmp_path / "older", None)

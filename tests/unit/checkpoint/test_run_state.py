@@ -82,3 +82,10 @@ def test_a_fresh_optimizer_may_be_of_another_kind(tmp_path: Path) -> None:
     assert continuation_problems(tiny_config(bf16=True, no_load_optim=True), tmp_path) == []
     write_run_state(tmp_path, _state(has_optimizer=False))
     assert continuation_problems(tiny_config(bf16=True), tmp_path) == []
+
+
+def test_a_supervised_run_names_the_one_flag_that_takes_its_weights(tmp_path: Path) -> None:
+    write_run_state(tmp_path, _state(mode="supervised"))
+    (line,) = continuation_problems(tiny_config(resume=True), tmp_path)
+    assert f"write --pretrained-checkpoint {tmp_path} in place of --resume, with another --run-dir" in line
+    assert "to go on with it leave out --perform-rl-step" in line

@@ -15,6 +15,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.layout import MEGATRON, find_checkpoint, temporary_directory
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import (
