@@ -114,9 +114,11 @@ def find_checkpoint(path: str | Path, contents: bool = True) -> Path:
         return _pointed_at(entries)
     if entries:
         return newest_valid(entries[0].parent, contents)
+    if (root / "config.json").is_file():
+        raise CheckpointError(f"no checkpoint in {str(root)!r}: it is in Hugging Face's format; use --load-hf {root}")
     raise CheckpointError(
-        f"no checkpoint in {str(root)!r}; give a directory that holds step_* or iter_* directories, "
-        "such as RUN_DIR/checkpoints"
+        f"no checkpoint in {str(root)!r}; give one that is called step_*, iter_* or {RELEASE}, or a directory that "
+        "holds some, such as RUN_DIR/checkpoints"
     )
 
 
@@ -150,9 +152,9 @@ def _pointed_at(entries: Sequence[Path]) -> Path:
     pointer = entries[0].parent / MEGATRON.pointer
     advice = f"name one of them, such as {str(entries[-1])!r}, if it is complete"
     try:
-        named = pointer.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{str(pointer)!r} cannot be read ({error}); {advice}") from error
+        named = pointer.read_text(errors="replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{str(pointer)!r} cannot be read ({error.strerror}); {advice}") from error
     for directory in entries:
         if pointer_text(directory) == named:
             check_files(directory)

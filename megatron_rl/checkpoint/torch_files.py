@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import pickle
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,8 @@ def read(path: Path, mapped: bool = True) -> Any:
         ) from error
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        if path.is_file() and not zipfile.is_zipfile(path):  # of which torch's own messages say little
+            reason = "it is cut short, or not one that torch.save wrote"
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({reason})") from error
 
 

@@ -251,12 +251,18 @@ def test_a_pointer_to_nowhere_is_one_line(one_rank, tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
+def test_a_directory_of_hugging_face_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CheckpointError, match=f"Hugging Face's format; use --load-hf {tmp_path}"):
+        find_checkpoint(tmp_path)
+
+
 def test_missing_and_truncated_files_are_named(one_rank, tmp_path: Path) -> None:
     config = tiny_config()
     ranks, whole = write_ranks(tmp_path / "ranks", tiny_policy(config), None, Split(2, 2)), tmp_path / "whole"
     file = ranks / "mp_rank_01_001" / MODEL_FILE
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng\.pt' cannot be read"):
+    with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng\.pt' cannot be read \(it is cut short"):
         architecture_problems(config, ranks, VOCABULARY)
     shutil.rmtree(file.parent)
     with pytest.raises(CheckpointError, match="lacks files of a rank: it has mp_rank_00_000, mp_rank_00_001, mp_ra"):
