@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron_rl.config import RLConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.graphs import DecodeGraphs, graph_reaches, graph_sizes
+from megatron_rl.inference.model_runner import Part
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models import PolicyModel, rollout_mode
@@ -78,6 +80,9 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     # Every reach: a mask of more keys than there are may add up in another order.
     reaches = range(1, options.max_sequence_length + 1)
     recorders = [taped(lane, policy, reaches=reaches) for lane in lanes if case.get("tapes")]
+    for lane in lanes if case.get("refused") == groups.stage else ():
+        graphs = lane.runner.graphs
+        graphs.parts = [partial(reading, part) for part in graphs.parts]
     for lane in lanes if case.get("twin") else ():  # of an engine with graphs
         sizes = graph_sizes(lane.max_batch_size, 16), graph_reaches(options.max_sequence_length)
         lane.runner.graphs = DecodeGraphs(lane.runner, policy, EagerRecorder(), *sizes)
@@ -122,6 +127,12 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     report["lanes"] = len(lanes) or 1
     report["audit"] = [(row.layer, row.ran) for rows in audits for row in rows]
     return report
+
+
+def reading(part: Part, *step: Any) -> None:
+    """A part that no graph can hold: the host reads."""
+    part(*step)
+    torch.ones(1).nonzero()
 
 
 def refuse(parallel: Mapping[str, Any]) -> list[str]:
