@@ -112,7 +112,7 @@ def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path, cap
     assert [row["prompt"] for row in rows[:2]] == ["1+2", "3"]
     assert rows[0]["completion"] == rows[2]["completion"] == expected[0]
     assert len({row["completion"] for row in rows}) > 1
-    for layout in (["--tensor-model-parallel-size", "2"], []):
+    for layout in (["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"], []):
         command = [sys.executable, "-m", "megatron_rl.cli", *words, "--nproc", "2", *layout, "--output", str(output)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, stdin=subprocess.DEVNULL)
