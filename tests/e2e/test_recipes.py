@@ -33,7 +33,7 @@ def test_every_stage_runs_and_answers_are_rewarded(script: Path, tmp_path: Path)
 
 
 def test_a_second_rehearsal_begins_anew(tmp_path: Path) -> None:
-    script = EXAMPLES / "infir2_fp8_7b" / "stage1.sh"
+    script = EXAMPLES / "qwen3_30b_a3b_fp8" / "fp8_rollouts.sh"
     for steps in ("1", "2"):
         assert f"{steps} steps" in _rehearse(script, tmp_path, "--train-iters", steps)
 
