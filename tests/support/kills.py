@@ -182,7 +182,7 @@ def forget(item: str) -> None:
 
     if item == "optimizer":
         load = tensors.load
-        tensors.load = lambda directory, policy, optimization: load(directory, policy)
+        tensors.load = lambda directory, policy, _, critic: load(directory, policy, critic=critic)
         return
     component, _, field = item.partition(".")
     register = StateRegistry.register
