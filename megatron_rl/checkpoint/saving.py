@@ -72,8 +72,8 @@ class SaveAttempt:
             yield
         except (OSError, SafetensorError) as error:
             self._note(error)
-            # Its frames hold views of what was to be written. CPython up to 3.12.6 dies of those when it collects
-            # garbage (its issue 77894), so a full disk ended the run.
+            # Its frames hold views of what was to be written. CPython 3.12.1 dies of those when it collects garbage
+            # (its issue 111211), so a full disk ended the run.
             traceback.clear_frames(error.__traceback__)
 
     @contextlib.contextmanager
