@@ -19,6 +19,5 @@ else
 fi
 
 launch --config examples/qwen2p5_32b_grpo/grpo.yaml "${START[@]}" --run-dir "$RUN_DIR" \
-    --transformer-impl transformer_engine --enable-cuda-graph \
     --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --context-parallel-size "$CP" \
     ${WANDB_PROJECT:+--wandb-project "$WANDB_PROJECT" --wandb-exp-name "${WANDB_EXP_NAME:-qwen2p5_32b_grpo}"} "$@"
