@@ -19,7 +19,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.utils import GlobalMemoryBuffer
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
-from megatron_rl.checkpoint import tensors
+from megatron_rl.checkpoint import tensors, torch_format
 from megatron_rl.platform import megatron
 from megatron_rl.trainer import optimizer
 from tests.support.checkpoints import contents
@@ -116,12 +116,12 @@ def test_a_distributed_optimizer_lacks_the_step_counters_of_torchs_adam(
 ) -> None:
     optimization = tiny_optimization(bf16=True, use_distributed_optimizer=True)
     tensors.make_room(optimization)
-    gathered = [part.get_parameter_state_dp_zero() for part in tensors.distributed_parts(optimization)]
-    state = optimization.optimizer.state_dict()
+    content = torch_format._state_by_names(optimization.policy, optimization)
+    state = torch_format._with_own_order(Path(), content, optimization.policy, optimization)
     if not offered:
         monkeypatch.setattr(tensors, "step_counters_offered", contextlib.nullcontext)
     with contextlib.nullcontext() if offered else pytest.raises(KeyError, match="step"):
-        tensors.load_state(optimization, state, gathered)
+        tensors.load_state(optimization, state)
 
 
 @pytest.mark.parametrize("mended", [True, False])

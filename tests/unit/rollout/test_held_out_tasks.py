@@ -10,7 +10,7 @@ from megatron_rl.errors import EnvironmentFault
 from megatron_rl.run.environments import EnvironmentAccess
 from megatron_rl.types import Task
 
-TOKENIZER = SimpleNamespace(encode_prompt=lambda prompt: list(range(len(prompt))))
+TOKENIZER = SimpleNamespace(encode_prompt=lambda prompt, environment: list(range(len(prompt))))
 
 
 def _access(**prompts: list[str]) -> EnvironmentAccess:
