@@ -1,0 +1,155 @@
+#!/usr/bin/env bash
+# What a new user would try first, as the documents say it: 24 tasks on a CPU, with models of a few kB.
+#
+#   bash examples/newcomer/run.sh [--run-dir DIR]
+#
+# A line for each task: its name, seconds, ok or FAILED with the place of its log; the count at the end. Exit code 1 if
+# one failed. Code and lists are taken out of the documents: one that is wrong fails here. Later tasks use what earlier
+# ones wrote. What each task is: docs/measurements/newcomer.md.
+set -uo pipefail
+cd "$(dirname "$0")/../.." || exit 2
+REPOSITORY=$PWD
+WORK=runs/newcomer
+case "${1:-}" in
+    '') ;;
+    --run-dir) WORK=${2:?--run-dir needs a directory} ;;
+    *) echo "usage: bash examples/newcomer/run.sh [--run-dir DIR]" >&2; exit 2 ;;
+esac
+if [ -e "$WORK" ]; then echo "$WORK exists; choose another --run-dir, or remove it" >&2; exit 2; fi
+mkdir -p "$WORK/logs" && cd "$WORK" || exit 2
+[ ! -d "$REPOSITORY/.venv" ] || export PATH="$REPOSITORY/.venv/bin:$PATH"
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
+block() { # block FILE TEXT: the code blocks of a document that contain TEXT
+    awk -v text="$2" '/^```/ { if (inside && index(code, text)) printf "%s", code; inside = !inside; code = ""; next }
+                      inside { code = code $0 "\n" }' "$REPOSITORY/docs/$1" | grep .
+}
+said() { grep -qF -- "$1" "$2" || { echo "'$1' is not in $2"; return 1; }; }
+says() { local text=$1; shift; "$@" 2>&1 | tee out.txt && said "$text" out.txt; }
+refused() { "$@" > out.txt 2>&1; [ $? = 2 ] && cat out.txt; }
+SMALL=(--grpo-prompts-per-step 8 --grpo-group-size 4 --micro-batch-size 32 --rl-max-new-tokens 8)
+SMALL+=(--lr 5e-4 --train-iters 2)
+QUICK=(--config sorting-model.yaml --rl-prompts-per-eval 8 --rl-samples-per-eval-prompt 2)
+RL=("${QUICK[@]}" --perform-rl-step --pretrained-checkpoint warm/checkpoints "${SMALL[@]}")
+HF=(--perform-rl-step --load-hf tiny --seq-length 256 "${SMALL[@]}")
+
+doctor() { megatron-rl doctor; }
+own_environment() {
+    block tutorial.md 'class Sorting' > sorting.py &&
+    block tutorial.md '- environment: sorting:Sorting' > sorting.yaml &&
+    block tutorial.md 'num-layers: 2' | sed 's#runs/sorting/##' > sorting-model.yaml &&
+    python "$REPOSITORY/examples/quickstart/make_tokenizer.py" tokenizer 0123456789= &&
+    says '600 agree' python -m megatron_rl.environments test sorting:Sorting && megatron-rl new parity &&
+    PYTHONPATH=environments says 'gold answers    ok' python -m megatron_rl.environments test parity:Parity
+}
+supervised_start() {
+    megatron-rl train --nproc 1 "${QUICK[@]}" --train-iters 100 --global-batch-size 32 --micro-batch-size 32 \
+        --lr 2e-3 --lr-warmup-iters 20 --run-dir warm
+}
+grpo_two_ranks() { megatron-rl train --nproc 2 "${RL[@]}" --train-iters 4 --save-interval 2 --run-dir grpo; }
+stop_and_resume() {
+    local words=(megatron-rl train --nproc 1 "${RL[@]}" --train-iters 120 --lr 1e-4 --run-dir stopped) before
+    setsid "${words[@]}" > first.txt 2>&1 & local pid=$!
+    until grep -q '^step  *2/' first.txt; do kill -0 $pid || { cat first.txt; return 1; }; sleep 0.1; done
+    kill -INT $pid && wait $pid || return 1
+    before=$(wc -l < stopped/metrics.jsonl) && [ "$before" -lt 120 ] && "${words[@]}" --resume &&
+        said '"step": 120,' stopped/metrics.jsonl
+}
+five_mistakes() {
+    refused megatron-rl check "${RL[@]}" --run-dir never --lr -1 --seq-length 0 --grpo-group-size 0 \
+        --micro-batch-size 0 --rl-policy-loss nothing.py:Loss && said '5 problem(s)' out.txt &&
+        for word in --lr --seq-length --grpo-group-size --micro-batch-size nothing.py; do
+            said "$word" out.txt || return 1; done
+}
+estimate() { says 'MiB a rank' megatron-rl estimate "${RL[@]}" --check-world-size 8; }
+own_data_set() {
+    for n in $(seq 40); do echo "{\"question\": \"$n+3\", \"sum\": $((n + 3))}"; done > sums.jsonl
+    block environments.md 'path: sums.jsonl' > sums.yaml && block environments.md 'def right(' > rewards.py &&
+    python "$REPOSITORY/examples/quickstart/make_tokenizer.py" digits &&
+    megatron-rl train --nproc 1 "${QUICK[@]}" --perform-rl-step "${SMALL[@]}" --tokenizer-model digits \
+        --langrl-env-config sums.yaml --run-dir sums
+}
+own_loss() {
+    block extending.md '# mine.py' > mine.py
+    megatron-rl train --nproc 1 "${RL[@]}" --rl-policy-loss mine.py:Reinforce --run-dir loss
+}
+own_advantage() {
+    megatron-rl train --nproc 1 "${RL[@]}" --rl-advantage mine.py:Bounded --rl-advantage-args limit=0.3 \
+        --run-dir advantage
+}
+compare_runs() { says rl_policy_loss megatron-rl compare loss advantage && [ -s compare.html ]; }
+report() { rm -f grpo/report.html; megatron-rl report grpo && said 'pass@1' grpo/report.html; }
+evaluate() {
+    megatron-rl eval "${QUICK[@]}" --load grpo/checkpoints --run-dir evaluated &&
+        said 'pass@1' evaluated/evaluation.json
+}
+evaluate_all() {
+    megatron-rl eval "${QUICK[@]}" --load 'grpo/checkpoints/*' --run-dir all && said '"step": 2,' all/metrics.jsonl &&
+    said '"step": 4,' all/metrics.jsonl
+}
+from_hugging_face() {
+    python "$REPOSITORY/examples/rehearsal/prepare.py" model qwen2 tiny &&
+    head -n 4 "$REPOSITORY/environments/gsm8k/sample.jsonl" > train.jsonl &&
+    tail -n 2 "$REPOSITORY/environments/gsm8k/sample.jsonl" > test.jsonl &&
+    echo "- {environment: gsm8k, args: {path: train.jsonl, test_path: test.jsonl}}" > gsm8k.yaml &&
+    megatron-rl train --nproc 1 "${HF[@]}" --langrl-env-config gsm8k.yaml --run-dir hf
+}
+to_hugging_face() {
+    megatron-rl export --input-dir hf/checkpoints --output-dir exported &&
+    python -c 'from transformers import AutoModelForCausalLM as M; print(M.from_pretrained("exported").dtype)'
+}
+chat() { printf 'What is 2+3?\nAnd 4+5?\n/exit\n' | megatron-rl chat hf --max-new-tokens 8 --temperature 0; }
+generate() {
+    printf '402137=\n999000=\n' > prompts.txt
+    megatron-rl generate grpo --prompts prompts.txt --output answers.jsonl --temperature 0 --max-new-tokens 8 &&
+    [ "$(grep -c '"completion"' answers.jsonl)" = 2 ]
+}
+chat_control() {
+    echo "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}[{{ voice }}]" > template.jinja
+    megatron-rl train --nproc 1 "${HF[@]}" --langrl-env-config gsm8k.yaml --chat-template template.jinja \
+        --chat-template-kwargs '{"voice": "loud"}' --system-prompt 'Answer in one line.' --run-dir chats &&
+    says '[system] Answer in one line. [user]' grep -rhFm1 '[loud]' chats/rollouts
+}
+eight_bits() { megatron-rl train --nproc 1 "${RL[@]}" --rl-rollout-quantization int8 --run-dir int8; }
+ppo() {
+    megatron-rl train --nproc 1 "${RL[@]}" --rl-advantage gae --grpo-group-size 1 --run-dir ppo &&
+        said critic/vf_loss ppo/metrics.jsonl
+}
+slurm_script() { # of a job of 2 nodes x 8 GPUs: srun would start them, this one asks --check
+    mkdir bin && printf '#!/bin/sh\necho node0\n' > bin/scontrol
+    printf '#!/bin/sh\nwhile [ "$1" != train_rl.py ]; do shift; done; shift\n' > bin/srun
+    echo 'exec megatron-rl check --check-world-size 16 "$@"' >> bin/srun
+    chmod +x bin/* && PATH="$PWD/bin:$PATH" SLURM_JOB_NODELIST=nodes MODEL=tiny RUN_DIR=slurm \
+        bash "$REPOSITORY/examples/slurm/train.sbatch" --langrl-env-config gsm8k.yaml
+}
+words_of_trl() {
+    refused megatron-rl check --model tiny --learning-rate 1e-6 --num-generations 8 &&
+    for flag in --load-hf --lr --grpo-group-size; do said "$flag" out.txt || return 1; done
+}
+python_api() {
+    cat > api.py <<'PYTHON'
+import megatron_rl
+
+flags = {"config": "sorting-model.yaml", "rl_prompts_per_eval": 8, "rl_samples_per_eval_prompt": 2}
+rl = {"perform_rl_step": True, "pretrained_checkpoint": "warm/checkpoints", "grpo_prompts_per_step": 8,
+      "grpo_group_size": 4, "eval_interval": 2, "micro_batch_size": 32, "rl_max_new_tokens": 8, "lr": 5e-4,
+      "train_iters": 2}
+summary = megatron_rl.train({**flags, **rl, "run_dir": "api"})
+print(summary.status, summary.updates, summary.evaluation["after"])
+megatron_rl.evaluate({**flags, "load": summary.run_dir / "checkpoints", "run_dir": "api-evaluated"})
+print(megatron_rl.generate(summary.run_dir, ["402137="], temperature=0))
+PYTHON
+    python api.py
+}
+
+TASKS=(doctor own_environment supervised_start grpo_two_ranks stop_and_resume five_mistakes estimate
+    own_data_set own_loss own_advantage compare_runs report evaluate evaluate_all from_hugging_face to_hugging_face chat
+    generate chat_control eight_bits ppo slurm_script words_of_trl python_api)
+passed=0 began=$SECONDS
+for task in "${TASKS[@]}"; do
+    start=$SECONDS verdict=ok
+    "$task" > "logs/$task.txt" 2>&1 < /dev/null && passed=$((passed + 1)) || verdict="FAILED: $WORK/logs/$task.txt"
+    printf '%-18s %4d s  %s\n' "$task" $((SECONDS - start)) "$verdict"
+done
+echo "$passed of ${#TASKS[@]} tasks in $((SECONDS - began)) s"
+[ "$passed" = ${#TASKS[@]} ]
