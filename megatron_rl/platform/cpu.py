@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange", "zeros_like")
@@ -95,6 +96,7 @@ def _patch_random_numbers() -> None:
 
 def _patch_tensor_factories() -> None:
     """``device="cuda"`` literals in optimizers, gradient clipping and schedules."""
+    _device_constructors()  # torch caches its own here; ``with torch.device("meta")`` would not know the others
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -62,3 +62,10 @@ def test_preparing_twice_changes_nothing() -> None:
     prepare()
     assert torch.zeros is before
 
+
+
+@pytest.mark.parametrize("make", [lambda: torch.zeros(2), lambda: torch.arange(3), lambda: torch.tensor([1.0])])
+def test_the_context_of_a_device_still_holds(make) -> None:
+    """transformers builds models so; what it takes for built on ``meta`` was left with whatever lay in memory."""
+    with torch.device("meta"):
+        assert make().device.type == "meta"
