@@ -58,6 +58,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return text
         return f"[{text}]({os.path.relpath(wanted, os.path.dirname(here) or '.')}{anchor})"
 
+    if here in FROM_ROOT:
+        markdown = markdown.replace("](docs/images/", "](images/")
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else _LINK.sub(changed, part) for part in parts)
 
