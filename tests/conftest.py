@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,20 @@ def logging_as_it_was() -> Iterator[None]:
     logger.setLevel(level)
     logger.handlers[:] = handlers
     logger.propagate = propagates
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test marked ``own_process`` has a pytest of its own: it makes process groups, of which a process has one."""
+    if pyfuncitem.get_closest_marker("own_process") is None or "IN_ITS_OWN_PROCESS" in os.environ:
+        return None
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", pyfuncitem.nodeid], cwd=pyfuncitem.config.rootpath,
+        env=environment | {"IN_ITS_OWN_PROCESS": "1"}, capture_output=True, text=True, check=False, timeout=900,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return True
 
 
 @pytest.fixture(scope="session")

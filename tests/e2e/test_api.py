@@ -19,6 +19,7 @@ def _flags(workshop, name: str, **more) -> dict:
     return {key.replace("-", "_"): value for key, value in flags.items()} | {"run_dir": workshop.run_dir(name)}
 
 
+@pytest.mark.own_process
 def test_a_run_of_a_mapping_is_that_of_the_command_and_its_model_answers(workshop):
     run(workshop.rl("command")).check()
     handler = signal.getsignal(signal.SIGINT)

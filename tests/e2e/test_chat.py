@@ -67,6 +67,7 @@ def expected(model, reference) -> list[str]:
     return answers
 
 
+@pytest.mark.own_process
 def test_a_conversation(model, expected, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([TURNS[0], "", *TURNS[1:], "/exit", "never said"])))
     assert cli.main(["chat", str(model), *GREEDY]) == 0
@@ -74,6 +75,7 @@ def test_a_conversation(model, expected, capsys, monkeypatch):
     assert capsys.readouterr().out == f"> {first}\n> > " + "\n> ".join(more) + "\n> "
 
 
+@pytest.mark.own_process
 def test_later_turns_go_on_from_the_cache(model):
     with open_generator(model_config(str(model), GREEDY, world_size=1, at_once=1)) as generator:
         chat, statistics = Chat(generator), generator.engine.statistics
@@ -86,6 +88,7 @@ def test_later_turns_go_on_from_the_cache(model):
         assert statistics.reused_tokens > len(long)
 
 
+@pytest.mark.own_process
 def test_a_stopped_answer_stays_in_the_conversation(model):
     config = model_config(str(model), ["--temperature", "0", "--max-new-tokens", "64"], world_size=1, at_once=1)
     asked = [False]
@@ -101,6 +104,7 @@ def test_a_stopped_answer_stays_in_the_conversation(model):
         assert list(chat.say("3", lambda: False))[-1]
 
 
+@pytest.mark.own_process
 def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path, capsys):
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     lines = ["1+2", {"prompt": "3"}, {"messages": [{"role": "user", "content": "1+2"}]}, "7-1"]
@@ -119,6 +123,7 @@ def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path, cap
         assert output.read_text() == printed
 
 
+@pytest.mark.own_process
 def test_a_run_of_ours_is_found_by_its_directory(workshop, warm_start, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("1+2=\n\n3+4=\n")

@@ -20,6 +20,7 @@ from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.checkpoint.saving import SaveAttempt
+from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.families import read_model
 from megatron_rl.loop import rl_step
@@ -116,7 +117,7 @@ def _torch_format(local: PolicyModel, groups: ParallelGroups, folder: Path) -> d
     """Weights of local layers by name."""
     directory, other = _made(folder, "iter_0000001"), tiny_policy(tiny_config(**ENGINE), seed=3)
     torch_format.save(directory, 1, local, None, groups, SaveAttempt(directory, True))
-    torch_format.load(directory, other, groups)
+    load_weights(directory, other, groups)
     ours, theirs = (dict(policy.gpt.named_parameters()) for policy in (local, other))
     norm = theirs["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"]
     same = torch.equal(ours["decoder.layers.1.input_layernorm.weight"], norm)
