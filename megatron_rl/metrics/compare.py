@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from megatron_rl.atomic import write_text_atomic
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, one_line
 from megatron_rl.metrics.compare_page import Curve, page
 from megatron_rl.metrics.curves import charts_for
 from megatron_rl.metrics.evaluation import COUNTS, by_environment, last_evaluation
-from megatron_rl.metrics.jsonl import read_rows
+from megatron_rl.metrics.jsonl import read_steps
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
 
@@ -69,18 +69,16 @@ def read_run(path: Path) -> ComparedRun:
     directory = RunDirectory(path)
     try:
         sections = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError([f"{path} is no run directory: {directory.config.name} cannot be read ({error})"]) from error
-    flat = {name: value for section in sections.values() for name, value in section.items()}
-    own = str(flat["run_dir"])
+        flat = {name: value for section in sections.values() for name, value in section.items()}
+        own = str(flat["run_dir"])
+    except (OSError, yaml.YAMLError, AttributeError, KeyError) as error:  # or it is another program's
+        reason = one_line(str(error), 200)
+        raise ConfigError([f"{path} is no run directory: {directory.config.name} cannot be read ({reason})"]) from error
     settings = {name: _placed(value, own) for name, value in flat.items() if name not in _OF_THE_PLACE}
-    rows = read_rows(directory.metrics)
+    rows = read_steps(directory.metrics)
     if not rows:
         raise ConfigError([f"{path} has no steps yet; compare it later"])
-    merged: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        merged.setdefault(row["step"], {}).update(row)
-    return ComparedRun(str(path), settings, [merged[step] for step in sorted(merged)])
+    return ComparedRun(str(path), settings, rows)
 
 
 def _placed(value: Any, own: str) -> Any:

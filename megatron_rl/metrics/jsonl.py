@@ -68,6 +68,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """One row a step, in their order; see `read_rows`. A file edited or joined by hand may hold a step twice."""
+    merged: dict[int, dict[str, Any]] = {}
+    for row in read_rows(path):
+        merged.setdefault(row["step"], {}).update(row)
+    return [merged[step] for step in sorted(merged)]
+
+
 def _bytes_to_keep(path: Path, resume_step: int | None) -> int:
     end = 0
     with path.open("rb") as file:

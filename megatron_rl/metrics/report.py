@@ -19,7 +19,7 @@ import yaml
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number, trained_environments
 from megatron_rl.metrics.evaluation import by_environment, last_evaluation, result_table
-from megatron_rl.metrics.jsonl import read_json_object, read_rows
+from megatron_rl.metrics.jsonl import read_json_object, read_steps
 from megatron_rl.metrics.page import build_page
 from megatron_rl.metrics.report_rollouts import build_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
@@ -38,10 +38,7 @@ def write_report(run_dir: Path) -> Path:
 
 def build_payload(run: RunDirectory) -> dict[str, Any]:
     """Everything the page shows."""
-    merged: dict[int, dict[str, Any]] = {}
-    for row in read_rows(run.metrics):  # a file edited or joined by hand may hold a step twice
-        merged.setdefault(row["step"], {}).update(row)
-    rows = [merged[step] for step in sorted(merged)]
+    rows = read_steps(run.metrics)
     facts, newest = run.read_facts(), last_evaluation(rows)
     headers, results = result_table(newest)
     return {

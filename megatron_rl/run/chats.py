@@ -12,10 +12,9 @@ from megatron_rl.run.generation import stop_strings
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Prompt
 
-_NAMES = {"template": "chat template", "template_kwargs": "chat template kwargs", "system_prompt": "system prompt"}
-
-
 logger = logging.getLogger(__name__)
+
+_NAMES = {"template": "chat template", "template_kwargs": "chat template kwargs", "system_prompt": "system prompt"}
 
 
 class PromptFormats:
