@@ -145,7 +145,7 @@ def _with_own_order(
 
     def taken(piece: ShardedTensor) -> torch.Tensor:
         tensor = found.get(_name(piece))
-        if tensor is None or tensor.shape != piece.local_shape:
+        if tensor is None:
             raise CheckpointError(
                 f"checkpoint {str(directory)!r} has no {_name(piece)} of {list(piece.local_shape)}; use the flags it "
                 "was trained with, or --no-load-optim"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.metrics.jsonl import JsonlWriter, read_rows
+from megatron_rl.metrics.jsonl import JsonlWriter, read_rows, read_steps
 
 
 @pytest.fixture
@@ -68,3 +68,11 @@ def test_damaged_line_is_skipped_by_readers(path: Path, caplog: pytest.LogCaptur
 
 def test_reading_no_file_gives_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "absent.jsonl") == []
+
+
+def test_a_step_that_a_joined_file_has_twice_is_one_row(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"step": 2, "loss": 7.0}\n{"step": 1, "reward": 0.5}\n')
+    found = read_steps(path)
+    assert [(row["step"], row["loss"], row.get("reward")) for row in found[:2]] == [(1, 0.5, 0.5), (2, 7.0, None)]
+    assert len(found) == 4

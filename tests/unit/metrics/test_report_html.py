@@ -209,6 +209,16 @@ def test_verdict_and_extracted_answer_stand_beside_the_reward(run: RunDirectory)
     assert (shown["count"], shown["mean"], shown["correct"], shown["equal"]) == (6, -0.3, 2, False)
 
 
+def test_records_of_before_correct_was_one_go_by_the_reward(tmp_path: Path) -> None:
+    group, path = make_group("2+2"), tmp_path / "step_000001.jsonl"
+    rollouts = [replace(group.rollouts[0], grade=Grade(reward)) for reward in (-1.0, 0.0, 0.5)]
+    write_rollouts(path, 1, [replace(group, rollouts=tuple(rollouts))])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "correct"}) + "\n" for row in rows))
+    [shown] = build_rollouts(tmp_path)[0]["groups"]
+    assert [sample["correct"] for sample in shown["samples"]] == [False, False, True]
+
+
 def test_identical_answers_are_shown_once(tmp_path: Path) -> None:
     """Of six samples 0, 2 and 5 say the same; 3 got another reward, and 4 was cut at its limit."""
     group = make_group("2+2")
