@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 Split = Literal["train", "test"]
 FinishReason = Literal["stop", "length", "stop_string"]
 """``stop`` is an end token, or a special token that ends an answer like a stop string."""
-Message = Mapping[str, str]
-"""One chat turn: ``{"role": "user", "content": "..."}``."""
+Message = Mapping[str, Any]
+"""One chat turn: ``{"role": "user", "content": "..."}``; of the assistant perhaps with ``tool_calls``, of a tool with
+``tool_call_id``, as in OpenAI's API. JSON values only."""
 Prompt = str | tuple[Message, ...]
 """Plain text, or chat messages to be rendered with the tokenizer's chat template."""
 
@@ -178,6 +179,10 @@ class Request:
     """How many tokens a sample will probably have; None is as many as it may. Changes the order of work alone."""
     wants_routing: bool = False
     """Completions are to have `Completion.routing`, which an engine for `--rl-router-replay` can give."""
+    call: int | None = None
+    """The call of the endpoint that waits for it; None of what the rollout itself asks for."""
+    branch: int = 0
+    """Which of the sample's sequences it draws; each has random numbers of its own."""
     begun: tuple[Completion, ...] = ()
     """Of a request that `Engine.interrupt` gave back: its samples so far, one each, from which they go on."""
 
@@ -228,12 +233,26 @@ Completed = tuple[Request, tuple[Completion, ...]]
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A further sequence of a sample whose harness went back, or began anew: trained on with the sample's reward.
+
+    What it shares with an earlier sequence of the sample is part of its prompt, so no token is trained on twice.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """One graded completion."""
+    """One graded sample: a completion, and of a harness perhaps further ones."""
 
     completion: Completion
     text: str
     grade: Grade
+    prompt_ids: tuple[int, ...] | None = None
+    """Of a harness, which writes its own; None: the group's."""
+    branches: tuple[Branch, ...] = ()
 
 
 @dataclass(frozen=True)

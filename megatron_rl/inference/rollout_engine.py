@@ -79,7 +79,8 @@ class RolloutEngine(Engine):
         self._options.check(request)
         source, samples = request.source, range(request.first_sample, request.first_sample + request.num_samples)
         key = self._seed, source.environment, source.task.id, source.epoch
-        group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample) for sample in samples])
+        branch = (request.branch,) if request.branch else ()
+        group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *branch) for sample in samples])
         self._groups[group.number] = group
         self._submitted += 1
         for sequence in group.sequences:
