@@ -53,6 +53,8 @@ setup(
         "math-verify>=0.8",
     ],
     extras_require={
+        # harness environments and judges; verifiers 0.4 needs a version below 3
+        "agents": ["openai>=2.0,<3"],
         # transformers loads quantised exports with these, and asks for these versions
         "export": ["accelerate>=1.1.0", "compressed-tensors>=0.15.0"],
         "te": ["transformer-engine[pytorch]>=2.8"],
@@ -65,6 +67,7 @@ setup(
             'triton>=3.6; sys_platform == "linux"',
             "accelerate>=1.1.0",
             "compressed-tensors>=0.15.0",
+            "openai>=2.0,<3",
         ],
     },
     entry_points={
