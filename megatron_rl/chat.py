@@ -1,4 +1,4 @@
-"""How a chat becomes a prompt: the template, the variables it is given, and a system message.
+"""How a chat becomes a prompt: the template, the variables and tools it is given, and a system message.
 
 `--chat-template`, `--chat-template-kwargs` and `--system-prompt` say it for a run, and the keys ``chat_template``,
 ``chat_template_kwargs`` and ``system_prompt`` for one environment of the list.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import one_line, shorten
-from megatron_rl.json_text import check_bounds, dumps
+from megatron_rl.json_text import check_bounds, dumps, loads
 from megatron_rl.types import Message
 
 MAX_TEMPLATE = 2**20
@@ -21,7 +21,7 @@ MAX_TEMPLATE = 2**20
 OURS = frozenset({
     "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
+    "tokenizer_kwargs", "tools",
 })  # fmt: skip
 """Arguments of transformers' ``apply_chat_template`` that are no variables of the template, or that we set."""
 
@@ -41,6 +41,9 @@ class ChatFormat:
     """Empty: none, whatever the level below has."""
     path: str | None = field(default=None, compare=False)
     """The template's file."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas as in OpenAI's API: ``{"type": "function", "function": {"name", "description", "parameters"}}``. Empty:
+    those of the level below."""
 
     def over(self, below: ChatFormat) -> ChatFormat:
         """Both levels in one."""
@@ -50,11 +53,12 @@ class ChatFormat:
             {**below.template_kwargs, **self.template_kwargs},
             below.system_prompt if self.system_prompt is None else self.system_prompt,
             chosen.path,
+            self.tools or below.tools,
         )
 
-    def conversation(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+    def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """``messages`` as the template gets them: the system prompt first, unless they begin with one of their own."""
-        told = [dict(message) for message in messages]
+        told = [_for_template(message) for message in messages]
         if self.system_prompt and not (told and told[0]["role"] == "system"):
             told.insert(0, {"role": "system", "content": self.system_prompt})
         return told
@@ -63,7 +67,29 @@ class ChatFormat:
         """Setting -> digest: equal where all chats become the same prompts."""
         kwargs = dumps(dict(sorted(self.template_kwargs.items())))
         settings = {"template": self.template, "template_kwargs": kwargs, "system_prompt": self.system_prompt}
+        if self.tools:
+            settings["tools"] = dumps(list(self.tools))
         return {name: hashlib.sha256((text or "").encode()).hexdigest()[:16] for name, text in settings.items()}
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """Templates want arguments of calls as an object, the API has them as JSON text; null content they would print."""
+    told = dict(message)
+    if told.get("content") is None:
+        told["content"] = ""
+    calls = told.pop("tool_calls", None)
+    if calls:
+        told["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
+    return told
+
+
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that are no JSON object stay text: the model wrote them."""
+    try:
+        arguments = loads(function["arguments"])
+    except (TypeError, ValueError):
+        arguments = None
+    return {**function, "arguments": arguments if isinstance(arguments, dict) else function["arguments"]}
 
 
 def read_template(path: str) -> str:

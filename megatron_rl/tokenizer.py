@@ -13,6 +13,7 @@ from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
 from megatron_rl.families.hf_config import end_token_ids, read_object
 from megatron_rl.types import Message, Prompt
 
+Tools = Sequence[Mapping[str, Any]]
 MOST_TOKENS = 100_000_000
 _SPOKEN = "THEMODELSTURN"
 """Stands for what the model said while a template is rendered; templates strip and split, so no spaces."""
@@ -106,19 +107,24 @@ class Tokenizer:
                 "vocabulary covers the environment's texts"
             ]) from error
 
-    def encode_prompt(self, prompt: Prompt, environment: str = "") -> list[int]:
-        """Ids of a prompt of ``environment``.
+    def encode_prompt(self, prompt: Prompt, environment: str = "", tools: Tools | None = None) -> list[int]:
+        """Ids of a prompt of ``environment``; ``tools`` as in `render`.
 
         Chat messages go through its chat template, which has all special tokens there are. Plain text gets the
         beginning-of-text token where the tokenizer gives one, unless it has it already.
         """
         if not isinstance(prompt, str):
-            return self.encode(self.render(prompt, environment))
+            return self.encode(self.render(prompt, environment, tools))
         ids = self.encode(prompt)
         return ids if ids[:1] == self._beginning else self._beginning + ids
 
     def encode_reply(
-        self, prompt: Prompt, messages: Sequence[Message], ended: bool, environment: str = ""
+        self,
+        prompt: Prompt,
+        messages: Sequence[Message],
+        ended: bool,
+        environment: str = "",
+        tools: Tools | None = None,
     ) -> list[int]:
         """Ids that follow a turn of the model: ``messages``, and the beginning of its next turn.
 
@@ -133,7 +139,7 @@ class Tokenizer:
             return self.encode("".join(message["content"] for message in messages))
         conversation = [*prompt, {"role": "assistant", "content": _SPOKEN}, *messages]
         try:
-            rendered = self.render(conversation, environment)
+            rendered = self.render(conversation, environment, tools)
         except Exception as error:  # a template raises whatever its author chose
             roles = ", ".join(message["role"] for message in messages)
             raise EnvironmentFault(f"the chat template cannot render a reply of {roles}: {error}") from error
@@ -148,16 +154,28 @@ class Tokenizer:
                 return text.removeprefix(end)
         return text
 
-    def render(self, messages: Sequence[Message], environment: str = "") -> str:
-        """Text of chat messages and of the beginning of the next turn; raises what the template raises."""
+    def render(self, messages: Sequence[Message], environment: str = "", tools: Tools | None = None) -> str:
+        """Text of chat messages and of the beginning of the next turn; raises what the template raises.
+
+        ``tools`` are schemas as in OpenAI's API; None takes those of the environment.
+        """
         chat = self.chat_format(environment)
+        offered = chat.tools if tools is None else tools
         return self._backend.apply_chat_template(
             chat.conversation(messages),
             chat_template=chat.template,
+            tools=[dict(tool) for tool in offered] or None,
             tokenize=False,
             add_generation_prompt=True,
             **chat.template_kwargs,
         )
+
+    def ignores_tools(self, environment: str = "") -> bool:
+        """Whether chats of ``environment`` look the same with tools as without; raises what the template raises."""
+        asked: Message = {"role": "user", "content": "a"}
+        tool = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
+        offered = [{"type": "function", "function": tool}]
+        return self.render([asked], environment, offered) == self.render([asked], environment, ())
 
     def closing_token(self, environment: str = "") -> str | None:
         """The special token that closes a turn of the model in chats of ``environment``; None where there is none."""

@@ -39,6 +39,8 @@ class Environment(ABC):
     """Seconds that one grade or step may take before its worker is killed."""
     max_turns: int = 1
     """How often the model may speak; above 1, ``step`` is asked and not ``grade``."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """What the model may call: schemas as in OpenAI's API, which the chat template shows it in every chat."""
 
     @abstractmethod
     def tasks(self, split: Split) -> Iterable[Task]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.loader import Begin, ignore
+from megatron_rl.environments.wire import WireError, messages_of
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
 from megatron_rl.json_text import check_bounds, dumps
 from megatron_rl.types import Demonstration, Split, Task
@@ -150,9 +151,16 @@ def _prompt_problems(prompt: object) -> list[str]:
     for index, message in enumerate(prompt):
         present = message if isinstance(message, Mapping) else {}
         missing = [key for key in ("role", "content") if not isinstance(present.get(key), str)]
+        if missing == ["content"] and present.get("tool_calls"):
+            missing = []  # it calls tools and says nothing
         if missing:
             has = ", ".join(map(str, present)) or type(message).__name__
             problems.append(f"has a message {index} without text for {' and '.join(missing)}; it has {has}")
+    if not problems:
+        try:
+            messages_of(prompt, "prompt")
+        except WireError as error:
+            problems.append(f"has a prompt in which {error}")
     return problems
 
 

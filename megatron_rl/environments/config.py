@@ -108,6 +108,10 @@ class EnvironmentSpec:
                 setattr(environment, name, getattr(self, name))
         return environment
 
+    def chat_of(self, environment: Environment) -> ChatFormat:
+        """``chat`` with the tools of ``environment``, which `create` made."""
+        return replace(self.chat, tools=tuple(environment.tools))
+
 
 def load_environment_specs(
     path: str | Path, skip: Collection[str] = (), begin: BeginEntry = ignore
@@ -148,7 +152,8 @@ def prepare_environments(
         begin_part = partial(begin, spec.where, spec.name)
         try:
             begin_part("it was set up")
-            prepared[spec.name] = replace(survey_tasks(spec.create(), begin_part), chat=spec.chat)
+            environment = spec.create()
+            prepared[spec.name] = replace(survey_tasks(environment, begin_part), chat=spec.chat_of(environment))
             found = prepared[spec.name].problems
         except ConfigError as error:
             found = error.lines

@@ -134,7 +134,7 @@ class Environments(Served):
             "weight": spec.weight,
             "eval_prompts": spec.eval_prompts,
             "eval_samples": spec.eval_samples,
-            "chat": vars(spec.chat),
+            "chat": vars(spec.chat_of(environment)),
             "environment": environment.name,
             "description": environment.description(),
             "evaluation_only": environment.evaluation_only,

@@ -47,10 +47,17 @@ def task_from_json(value: object, where: str = "task") -> Task:
 
 
 def messages_of(value: Sequence[object], where: str) -> tuple[Message, ...]:
-    """The chat messages of a JSON list."""
+    """The chat messages of a JSON list; one that calls tools may have null in place of its content."""
     for index, message in enumerate(value):
-        for key in ("role", "content"):
-            read_key(message, key, str, f"{where}[{index}]")
+        inside = f"{where}[{index}]"
+        read_key(message, "role", str, inside)
+        calls = read_key(message, "tool_calls", list, inside) if "tool_calls" in message else []
+        if not calls or message.get("content") is not None:
+            read_key(message, "content", str, inside)
+        for number, call in enumerate(calls):
+            called = f"{inside}.tool_calls[{number}]"
+            for key in ("name", "arguments"):
+                read_key(read_key(call, "function", Mapping, called), key, str, f"{called}.function")
     return tuple(value)
 
 

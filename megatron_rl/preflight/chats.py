@@ -7,6 +7,7 @@ import re
 import resource
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def _without_chats(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[Prob
         if getattr(config.tokenizer, name) and not any(item.first_chat is not None for item in found):
             yield Problem(flag, f"{flag} has no effect: all prompts are plain text; {advice}")
     for item in found:
-        if item.chat != ChatFormat() and item.first_chat is None:
+        if replace(item.chat, tools=()) != ChatFormat() and item.first_chat is None:
             what = "the chat template or system prompt of its entry has no effect: its prompts are plain text"
             yield Problem("--langrl-env-config", f"{item.name}: {what}; {advice}")
 
@@ -148,6 +149,8 @@ def _render(tokenizer: Tokenizer, environment: str, writer: Connection) -> None:
         for who, said in (("user", _QUESTION), ("system prompt", system)):
             if not fault and "".join(said.split()) not in "".join(text.split()):
                 fault = f"leaves out what the {who} says: {shorten(said)} becomes {one_line(text, 100)!r}"
+        if not fault and tokenizer.chat_format(environment).tools and tokenizer.ignores_tools(environment):
+            fault = f"shows the model no tools, and {environment} has some"
     except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
         said = one_line(f"{type(error).__name__}: {error}", 300)
         fault = f"cannot render a single question ({said}{_line_of(error)})"

@@ -14,7 +14,12 @@ from megatron_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-_NAMES = {"template": "chat template", "template_kwargs": "chat template kwargs", "system_prompt": "system prompt"}
+_NAMES = {
+    "template": "chat template",
+    "template_kwargs": "chat template kwargs",
+    "system_prompt": "system prompt",
+    "tools": "list of tools",
+}
 
 
 class PromptFormats:
@@ -53,7 +58,7 @@ class PromptFormats:
         """
         for environment in self._found.keys() & state.keys():
             found, saved = self._found[environment], state[environment]
-            changed = [_NAMES[name] for name in found if found[name] != saved[name]]
+            changed = [what for name, what in _NAMES.items() if found.get(name) != saved.get(name)]
             if changed:
                 raise CheckpointError(
                     f"the chats of {environment!r} have another {' and '.join(changed)} than when the run began; "

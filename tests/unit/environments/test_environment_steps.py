@@ -19,6 +19,10 @@ TASK = Task("37*46", "37*46=", {"expression": "37*46", "answer": "1702"})
 CALL = Turn("<37*46>", "stop", 8, 0, False)
 REPLY = Continuation(({"role": "user", "content": "=1702,"},), {"calls": 1})
 HELLO = ({"role": "user", "content": "hello"},)
+CALLED = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
+NO_ARGUMENTS = {"function": {"name": "add"}}
+RESULT = {"role": "tool", "tool_call_id": "call_0", "content": "3"}
 
 
 class Says(ConversationEnvironment):
@@ -49,6 +53,11 @@ def test_an_unfinished_step_is_worth_the_minimum_unless_it_says_otherwise() -> N
     assert answer(Step(done=True, reward=1)) == Grade(1.0)
 
 
+def test_messages_may_be_calls_and_results_of_tools() -> None:
+    assert answer(Step((CALLING, RESULT))).continuation == Continuation((CALLING, RESULT))
+    assert Says(Step()).tools == ()
+
+
 @pytest.mark.parametrize(
     ("step", "code", "complaint"),
     [
@@ -58,6 +67,9 @@ def test_an_unfinished_step_is_worth_the_minimum_unless_it_says_otherwise() -> N
         (Step(), "environment_exception", "needs a tuple of messages"),
         (Step("hello"), "environment_exception", "needs a tuple of messages"),
         (Step(({"role": "user"},)), "environment_exception", "content is missing"),
+        (Step(({"role": "assistant", "content": None},)), "environment_exception", "content has the wrong type"),
+        (Step(({**CALLING, "tool_calls": [NO_ARGUMENTS]},)), "environment_exception", "arguments is missing"),
+        (Step(({**CALLING, "tool_calls": 3},)), "environment_exception", "tool_calls has the wrong type"),
         (Step(HELLO, (1, 2)), "environment_exception", "JSON does not return unchanged"),
         (Step(HELLO, {1: 2}), "environment_exception", "JSON does not return unchanged"),
         (Step(HELLO, float("nan")), "environment_exception", "not JSON compliant"),

@@ -154,3 +154,15 @@ def test_a_template_from_a_flag_or_an_entry_is_enough(tokenizer: Path, tmp_path:
     assert "has no chat template; give one with --chat-template FILE" in line
     assert _chat_lines(tokenizer, [chat], chat_template=tmp_path / "own.jinja") == []
     assert _chat_lines(tokenizer, [_found("talk", True, ChatFormat(CHATML))]) == []
+
+
+def test_a_template_that_shows_no_tools(tokenizer: Path) -> None:
+    """They are shown in chats alone: after a prompt that is plain text the author writes them."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    [line] = _chat_lines(tokenizer, [_found("talk", True, ChatFormat(CHATML, path="own.jinja", tools=tools))])
+    assert line == (
+        "chat template own.jinja shows the model no tools, and talk has some; mend it, or use the tokenizer's own"
+    )
+    shown = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + CHATML
+    assert _chat_lines(tokenizer, [_found("talk", True, ChatFormat(shown, tools=tools))]) == []
+    assert _chat_lines(tokenizer, [_found("sums", False, ChatFormat(tools=tools))]) == []
