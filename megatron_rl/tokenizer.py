@@ -146,9 +146,10 @@ class Tokenizer:
         before, *after = rendered.split(_SPOKEN)
         if len(after) != 1:
             raise EnvironmentFault(f"the chat template shows a turn of the model {len(after)} times; once is needed")
-        return self.encode(self._without_end_token(after[0]) if ended else after[0])
+        return self.encode(self.without_end_token(after[0]) if ended else after[0])
 
-    def _without_end_token(self, text: str) -> str:
+    def without_end_token(self, text: str) -> str:
+        """``text`` without an end token at its beginning."""
         for end in (self.decode_raw([number]) for number in self.end_token_ids):
             if text.startswith(end):
                 return text.removeprefix(end)

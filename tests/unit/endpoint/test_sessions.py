@@ -1,0 +1,243 @@
+"""Which answer a call goes on from, and which of its tokens are new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.chat import ChatFormat
+from megatron_rl.endpoint.sessions import Planned, Session
+from megatron_rl.errors import EnvironmentFault
+from megatron_rl.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.types import Completion, Message
+from tests.support.chat_templates import CHATML, QWEN3
+
+WORDS = "It is 4. Very sure. <think> hm </think> look up X Result: four, Yes 5! <tool_call> <tool_response>"
+SYSTEM = {"role": "system", "content": "Be short."}
+USER = {"role": "user", "content": "What is 2+2?"}
+AGAIN = {"role": "user", "content": "Are you sure?"}
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}},)
+
+
+@pytest.fixture(scope="module", params=[CHATML, QWEN3], ids=["chatml", "qwen3"])
+def tokenizer(request, tmp_path_factory) -> Tokenizer:
+    """With words for tokens, so that a text has several spellings."""
+    backend = tokenizers.Tokenizer(BPE())
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(
+        special_tokens=["<|im_start|>", "<|im_end|>"], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([WORDS] * 9, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=request.param)
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    fast.save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def session(tokenizer: Tokenizer) -> Session:
+    return Session("", tokenizer)
+
+
+def said(content: str | None, *calls: tuple[str, str]) -> Message:
+    """The assistant's message as the endpoint returns it; ``calls`` are names and arguments."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        made = enumerate(calls)
+        message["tool_calls"] = [
+            {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for i, (name, arguments) in made
+        ]
+    return message
+
+
+def spelled(tokenizer: Tokenizer, text: str, ended: bool = True) -> Completion:
+    """Letter by letter: tokens that the tokenizer would never make of ``text``."""
+    ids = [token for letter in text for token in tokenizer.encode(letter)]
+    assert len(text) < 3 or ids != tokenizer.encode(text)
+    ids += [tokenizer.end_token_id] * ended
+    return Completion(tuple(ids), (-1.0,) * len(ids), "stop" if ended else "length", 0)
+
+
+def tokens(planned: dict[int, Planned], answers: dict[int, Completion], number: int) -> list[int]:
+    """The whole prompt of a call."""
+    own = planned[number]
+    before = [] if own.after is None else [*tokens(planned, answers, own.after), *answers[own.after].token_ids]
+    assert own.num_read == len(before) + len(own.ids)
+    return before + list(own.ids)
+
+
+def test_what_was_sampled_is_not_encoded_again(session: Session, tokenizer: Tokenizer) -> None:
+    """Three turns: around the sampled tokens stands what the template would have written, to the letter."""
+    history, planned, answers = [SYSTEM, USER], {}, {}
+    for number, text in enumerate(["It is 4.", "Very sure."]):
+        planned[number] = session.begin_chat(number, tuple(history))
+        answers[number] = spelled(tokenizer, text)
+        session.answered(number, said(text), answers[number])
+        history += [said(text), AGAIN]
+    planned[2] = session.begin_chat(2, tuple(history))
+    assert [p.after for p in planned.values()] == [None, 0, 1]
+    assert [p.branch for p in planned.values()] == [0, 0, 0]
+    prompt = tokens(planned, answers, 2)
+    assert tokenizer.decode_raw(prompt) == tokenizer.render(history)
+    for completion in answers.values():
+        assert str(list(completion.token_ids))[1:-1] in str(prompt)
+    assert session.end().calls == (0, 1)
+    assert session.end().edited == 0
+
+
+def test_thoughts_stay_as_they_were_sampled(session: Session, tokenizer: Tokenizer) -> None:
+    """Qwen3's template would leave them out of earlier turns; what was sampled then would not be what is trained on."""
+    text = "<think>\nhm\n</think>\n\n4"
+    session.begin_chat(0, (USER,))
+    session.answered(0, said(text), spelled(tokenizer, text))
+    later = session.begin_chat(1, (USER, said(text), AGAIN))
+    end = tokenizer.decode_raw([tokenizer.end_token_id])
+    expected = f"\n<|im_start|>user\n{AGAIN['content']}{end}\n<|im_start|>assistant\n"
+    assert (later.after, tokenizer.decode_raw(later.ids)) == (0, expected)
+
+
+def test_a_turn_that_was_cut_is_closed(session: Session, tokenizer: Tokenizer) -> None:
+    session.begin_chat(0, (USER,))
+    session.answered(0, said("It is"), spelled(tokenizer, "It is", ended=False))
+    later = session.begin_chat(1, (USER, said("It is"), AGAIN))
+    assert later.ids[0] == tokenizer.end_token_id
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        said("4"),
+        said("4") | {"tool_calls": None},
+        said("4") | {"refusal": None, "annotations": [], "audio": None, "function_call": None},
+    ],
+    ids=["as it was", "null calls", "all fields of the client"],
+)
+def test_fields_that_clients_echo_do_not_count(session: Session, tokenizer: Tokenizer, echo: Message) -> None:
+    session.begin_chat(0, (USER,))
+    session.answered(0, said("4"), spelled(tokenizer, "4"))
+    assert session.begin_chat(1, (USER, echo, AGAIN)).after == 0
+
+
+def test_calls_of_tools(session: Session, tokenizer: Tokenizer) -> None:
+    """Their ids and the spaces in their arguments are the client's affair; no content is the empty one."""
+    if tokenizer.render((USER,)) == tokenizer.render((USER,), tools=TOOLS):
+        pytest.skip("this template knows no tools")
+    call = said(None, ("add", '{"a": 2, "b": [1]}'))
+    result = {"role": "tool", "tool_call_id": "call_0", "content": "4"}
+    root = session.begin_chat(0, (USER,), TOOLS)
+    assert '"name": "add"' in tokenizer.decode_raw(root.ids)
+    session.answered(0, call, spelled(tokenizer, "<tool_call>"))
+    echo = said("", ("add", '{"b":[1],"a":2}')) | {"tool_calls": [
+        {"id": "other", "function": {"name": "add", "arguments": '{"b":[1],"a":2}'}}
+    ]}  # fmt: skip
+    later = session.begin_chat(1, (USER, echo, result, result), TOOLS)
+    shown = "<tool_response>\n4\n</tool_response>"
+    end = tokenizer.decode_raw([tokenizer.end_token_id])
+    expected = f"\n<|im_start|>user\n{shown}\n{shown}{end}\n<|im_start|>assistant\n"
+    assert (later.after, tokenizer.decode_raw(later.ids)) == (0, expected)
+    session.answered(1, said("4"), spelled(tokenizer, "4"))
+    assert session.begin_chat(4, (USER, call, result, result, said("4"), AGAIN), TOOLS).after == 1
+    assert session.begin_chat(2, (USER, echo, result)).after is None, "with other tools it is another prompt"
+    changed = said(None, ("add", '{"a": 3, "b": [1]}'))
+    assert session.begin_chat(3, (USER, changed, result), TOOLS).after is None
+    assert session.end().edited == 1
+
+
+def test_histories_that_were_edited(session: Session, tokenizer: Tokenizer) -> None:
+    session.begin_chat(0, (SYSTEM, USER))
+    session.answered(0, said("4"), spelled(tokenizer, "4"))
+    mine = said("five")
+    edited = session.begin_chat(1, (SYSTEM, USER, mine, AGAIN))
+    assert (edited.after, edited.branch, session.end().edited) == (None, 1, 1)
+    assert list(edited.ids) == tokenizer.encode_prompt((SYSTEM, USER, mine, AGAIN))
+    session.answered(1, said("5!"), spelled(tokenizer, "5!"))
+    later = session.begin_chat(2, (SYSTEM, USER, mine, AGAIN, said("5!"), AGAIN))
+    assert (later.after, later.branch) == (1, 1)
+    repeated = session.begin_chat(3, (USER, mine, USER))
+    assert (repeated.after, repeated.branch) == (None, 2)
+    assert session.end().edited == 1, "it was counted when it came"
+    both = session.begin_chat(4, (SYSTEM, USER, said("4"), AGAIN, said("six"), USER))
+    assert (both.after, both.branch) == (0, 0), "what was not edited stays as it was sampled"
+    assert session.end().edited == 2
+
+
+def test_what_is_no_edit(session: Session, tokenizer: Tokenizer) -> None:
+    """Examples in the first call, a summary in place of the history, an answer that moves to another place."""
+    shot = (USER, said("4"), AGAIN)
+    session.begin_chat(0, shot)
+    session.answered(0, said("Yes"), spelled(tokenizer, "Yes"))
+    assert session.begin_chat(1, (*shot, said("Yes"), USER)).after == 0
+    assert session.begin_chat(2, (SYSTEM, {"role": "user", "content": "So far: 4."})).after is None
+    assert session.begin_chat(3, (SYSTEM, AGAIN, said("Yes"), AGAIN)).after is None
+    assert session.begin_chat(4, (SYSTEM, USER, said("4"), USER)).after is None
+    assert session.end().edited == 0
+
+
+def test_calls_beside_each_other_have_branches_of_their_own(session: Session, tokenizer: Tokenizer) -> None:
+    assert [session.begin_chat(number, (USER,)).branch for number in (0, 1, 2)] == [0, 1, 2]
+    session.answered(0, said("4"), spelled(tokenizer, "4"))
+    session.answered(1, said("4"), spelled(tokenizer, "4", ended=False))
+    session.answered(2, said("5"), spelled(tokenizer, "5"))
+    first = [session.begin_chat(number, (USER, said("4"), AGAIN)) for number in (3, 4, 5)]
+    assert [(p.after, p.branch) for p in first] == [(0, 0), (1, 1), (0, 3)], "equal answers keep their own"
+    assert first[0].ids != first[1].ids, "one of them had ended"
+    assert session.begin_chat(6, (USER, said("5"), AGAIN)).branch == 2
+
+
+def test_a_refused_call_leaves_nothing(session: Session, tokenizer: Tokenizer) -> None:
+    session.begin_chat(0, (USER,))
+    session.answered(0, said("4"), spelled(tokenizer, "4"))
+    assert session.begin_chat(1, (USER, said("4"), AGAIN)).branch == 0
+    session.forget(1)
+    assert session.begin_chat(2, (USER, said("4"), USER)).branch == 0
+    assert session.end().calls == (0,)
+
+
+def test_a_template_that_refuses(tokenizer: Tokenizer) -> None:
+    session = Session("", tokenizer.formatting(ChatFormat("{{ raise_exception('roles must alternate') }}")))
+    with pytest.raises(EnvironmentFault, match="the chat template refuses the messages: roles must alternate"):
+        session.begin_chat(0, (USER,))
+    assert session.end().calls == ()
+
+
+def test_texts_go_on(session: Session, tokenizer: Tokenizer) -> None:
+    first = session.begin_text(0, "2+2=")
+    assert list(first.ids) == tokenizer.encode_prompt("2+2=")
+    session.answered(0, said("four, "), spelled(tokenizer, "four, "))
+    later = session.begin_text(1, "2+2=four, next")
+    assert (later.after, list(later.ids), later.branch) == (0, tokenizer.encode("next"), 0)
+    end = tokenizer.decode_raw([tokenizer.end_token_id])
+    closed = session.begin_text(2, f"2+2=four, {end}next")
+    assert closed.ids == later.ids, "the end token is there once, whoever writes it"
+    assert session.begin_text(3, "2+2=five").after is None
+
+
+def test_a_stop_string_is_not_read_twice(session: Session, tokenizer: Tokenizer) -> None:
+    """The text is returned without it, and callers write it again before they go on."""
+    session.begin_text(0, "Q")
+    session.answered(0, said("look up X\n"), spelled(tokenizer, "look up X\nResult:", ended=False))
+    again = session.begin_text(1, "Qlook up X\nResult: 42")
+    assert (again.after, list(again.ids)) == (0, tokenizer.encode(" 42"))
+    other = session.begin_text(2, "Qlook up X\nDone")
+    assert (other.after, list(other.ids)) == (0, tokenizer.encode("Done"))
+
+
+def test_ids_go_on(session: Session, tokenizer: Tokenizer) -> None:
+    answer = spelled(tokenizer, "four")
+    assert session.begin_text(0, (5, 6, 7)).ids == (5, 6, 7)
+    session.answered(0, said("four"), answer)
+    later = session.begin_text(1, (5, 6, 7, *answer.token_ids, 8, 9))
+    assert (later.after, later.ids, later.num_read) == (0, (8, 9), 5 + len(answer.token_ids))
+    assert session.begin_text(2, (5, 6, 7, 8)).after is None
+    chat = session.begin_chat(3, (USER,))
+    session.answered(3, said("4"), spelled(tokenizer, "4"))
+    after_chat = session.begin_text(4, (*chat.ids, *spelled(tokenizer, "4").token_ids, 9))
+    assert (after_chat.after, after_chat.ids) == (3, (9,))
