@@ -113,6 +113,19 @@ Item = tuple[Task, Transcript] | tuple[Task, Any, Turn]
 
 
 @dataclass(frozen=True)
+class HarnessRun:
+    """One sample of a harness that is to run: its task, and where its calls of the model go."""
+
+    task: Task
+    sample: int
+    """Its number in the group."""
+    base_url: str
+    """Of the sample's own session: ``http://127.0.0.1:PORT/sessions/ID/v1``."""
+    api_key: str = field(repr=False)
+    model: str = "policy"
+
+
+@dataclass(frozen=True)
 class Step:
     """What an environment answers to one turn of the model."""
 

@@ -1,7 +1,8 @@
-"""The classes an environment derives from: tasks, a grader or a conversation, worked demonstrations.
+"""The classes an environment derives from: tasks, a grader, a conversation or a harness, worked demonstrations.
 
 An environment is one module with a class that has ``name``, ``tasks`` and ``grade`` (docs/environments.md has one). One
-that answers the model, with a tool's result or a follow-up question, is a ``ConversationEnvironment``.
+that answers the model, with a tool's result or a follow-up question, is a ``ConversationEnvironment``; one that calls
+the model itself is a ``HarnessEnvironment``.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import difflib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megatron_rl.errors import MAX_LINE, ConfigError, one_line, shorten
 from megatron_rl.types import Demonstration, Grade, Split, Step, Task, Transcript, Turn
+
+if TYPE_CHECKING:
+    import openai
 
 LONGEST_NAME = 100
 
@@ -149,6 +153,36 @@ class ConversationEnvironment(Environment):
         turn = Turn(transcript.text, transcript.finish_reason, transcript.num_tokens, number=0, last=True)
         reward = self.step(task, None, turn).reward
         return self.reward_range[0] if reward is None else reward
+
+
+class HarnessEnvironment(Environment):
+    """An environment that calls the model itself: it has ``run`` in place of ``grade``.
+
+    ::
+
+        def run(self, task, client):
+            messages = [{"role": "user", "content": task.prompt}]
+            answer = client.chat.completions.create(model="policy", messages=messages)
+            return float(answer.choices[0].message.content == task.data["gold"])
+
+    Each sample runs in a process of its own, which ends with it, so an instance may keep what is alive: a sandbox,
+    a browser. Its working directory, which is removed at the end, is the place for files.
+    """
+
+    run_deadline: float = 600.0
+    """Seconds that one sample may take before its process is killed; it is then masked with the code ``timeout``."""
+
+    @abstractmethod
+    def run(self, task: Task, client: openai.OpenAI) -> float | Grade:
+        """The reward of one sample; ``async def run`` is given an ``openai.AsyncOpenAI``.
+
+        The client's base URL is the sample's own: every token the model says to it is trained on with this reward.
+        What is raised here masks the sample.
+        """
+
+    def grade(self, task: Task, transcript: Transcript) -> float | Grade:
+        """Never asked: ``run`` says what a sample is worth."""
+        raise NotImplementedError(f"{self.name} is a harness: its samples are run, not graded")
 
 
 def _fits(value: object, default: object) -> bool:

@@ -9,14 +9,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
+
+import psutil
 
 LOAD_SECONDS = 300.0
 """Default deadline for an import, a set-up or a split's tasks. The published DAPO-Math-17k takes half a minute, after
 its download."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def start_child(module: str, environment: Mapping[str, str], **streams: Any) -> tuple[subprocess.Popen, Connection]:
@@ -52,6 +54,21 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """What descendants of this process leave behind becomes its child, and not that of the machine's first process."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_orphans(known: Collection[int]) -> None:
+    """Kills the children of this process that are not ``known``, with their descendants: a killed worker's browser or
+    daemon, which has a process group of its own. For a process that adopts orphans."""
+    while orphans := [child.pid for child in psutil.Process().children() if child.pid not in known]:
+        for pid in orphans:
+            kill_group(pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 def kill_group(pid: int) -> None:

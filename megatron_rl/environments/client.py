@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from megatron_rl.environments.child import LOAD_SECONDS
 from megatron_rl.environments.results import failed, result_from_json
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.types import Demonstration, Grade, Item, Split, Task
+from megatron_rl.types import Demonstration, Grade, HarnessRun, Item, Split, Task
 
 PAGE = 2000
 LIST_MARGIN = 30.0
@@ -33,8 +34,12 @@ QUICK_SECONDS = 5.0
 """For routes that take no time."""
 CONCURRENT = 16
 """Grade requests of one client at once; the others wait here, where they start no timeout."""
+RUNNING = 32
+"""Groups of harnesses of one client at once; the server has a thread for each of eight clients."""
 BUSY = (429, 503)
 """Statuses of a server that may grant the same request later."""
+LOST = -1
+"""In place of a status: the connection ended without an answer."""
 BUSY_SECONDS = 1.0
 PATIENCE_TIMEOUTS = 20.0
 """A request is sent again for so many timeouts: each of those before it at a busy server may take a whole one."""
@@ -64,6 +69,8 @@ class ServedEnvironment:
     evaluation_only: bool
     max_turns: int
     """How often the model may speak in a conversation."""
+    is_harness: bool = False
+    """Whether its samples are run and not graded."""
     eval_prompts: int | None = None
     eval_samples: int | None = None
     """Of an evaluation, where the list says another number than the flags."""
@@ -83,21 +90,43 @@ class EnvironmentClient:
         self._address_file = Path(address_file)
         self._timeout, self._list_timeout = timeout, list_timeout + LIST_MARGIN
         self._counts = Counter({"requests_repeated": 0, "busy_waits": 0, "late_completions": 0})
-        self._places = asyncio.Semaphore(CONCURRENT)
+        self._places, self._runs = asyncio.Semaphore(CONCURRENT), asyncio.Semaphore(RUNNING)
 
     async def grade(self, environment: str, items: Sequence[Item]) -> list[Grade]:
         """One grade for each sample or turn of a conversation, in order; to be awaited on one event loop."""
+        body = [wire.item_to_json(item) for item in items]
+        results = await self._post(environment, "grade", body, self._places, self._timeout)
+        self._counts["late_completions"] += sum(result.status == "timeout" for result in results)
+        return results
+
+    async def run(self, environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:
+        """One grade for each sample of a group of a harness, in order; when this is cancelled, the samples' processes
+        are killed.
+
+        There is no timeout: every sample has the harness's own deadline, which starts when its process does. Nothing
+        that has begun is sent again, because it would call the model again: if the server dies the code is
+        ``server_unreachable``.
+        """
+        return await self._post(environment, "run", [wire.run_to_json(run) for run in runs], self._runs, None)
+
+    async def _post(
+        self,
+        environment: str,
+        route: str,
+        items: Sequence[Mapping[str, Any]],
+        places: asyncio.Semaphore,
+        timeout: float | None,
+    ) -> list[Grade]:
         if not items:
             return []
-        body = dumps({"items": [wire.item_to_json(item) for item in items]}).encode()
+        body = dumps({"items": items}).encode()
         try:
-            async with self._places:
-                answer = await self._ask(f"/v1/environments/{environment}/grade", self._timeout, body)
+            async with places:
+                answer = await self._ask(f"/v1/environments/{environment}/{route}", timeout, body)
             rows = wire.read_key(answer, "items", list)
             results = [result_from_json(row, f"items[{index}]") for index, row in enumerate(rows)]
             if len(results) != len(items):
                 raise wire.WireError(f"it has {len(results)} items for {len(items)} samples")
-            self._counts["late_completions"] += sum(result.status == "timeout" for result in results)
             return results
         except RequestFailed as failure:
             return [failed(failure.code, str(failure))] * len(items)
@@ -154,9 +183,13 @@ class EnvironmentClient:
             raise EnvironmentFault(str(answer))
         return answer
 
-    async def _ask(self, path: str, timeout: float, body: bytes | None = None) -> Any:
-        """The JSON of a success; ``RequestFailed`` for an answer that will not change, or when no server answers."""
-        gives_up = time.monotonic() + PATIENCE_TIMEOUTS * timeout
+    async def _ask(self, path: str, timeout: float | None, body: bytes | None = None) -> Any:
+        """The JSON of a success; ``RequestFailed`` for an answer that will not change, or when no server answers.
+
+        Without a ``timeout`` nothing is sent again that a server may have begun with.
+        """
+        once = timeout is None
+        gives_up = math.inf if once else time.monotonic() + PATIENCE_TIMEOUTS * timeout
         attempt, server = 0, 0
         while True:
             attempt += 1
@@ -167,11 +200,13 @@ class EnvironmentClient:
                 attempt, server = 1, pid
             problem = answer["message"] if isinstance(answer, dict) and "message" in answer else str(answer)
             in_time = time.monotonic() < gives_up
+            if once and status in (LOST, *BUSY):
+                raise RequestFailed("server_unreachable", problem)
             if status in BUSY and in_time:
                 self._counts["busy_waits"] += 1
                 attempt = 0  # it is there
                 await asyncio.sleep(BUSY_SECONDS)
-            elif status not in (0, 401, *BUSY):  # 401: restarted with another token after its address was read
+            elif status not in (0, LOST, 401, *BUSY):  # 401: restarted with another token after its address was read
                 what = f"the environment server refuses {path} ({status}): {problem}"
                 raise RequestFailed("environment_exception", what)
             elif attempt < ATTEMPTS and in_time:
@@ -181,8 +216,9 @@ class EnvironmentClient:
                 logger.warning("no answer from the environment server after %d attempts: %s", attempt, problem)
                 raise RequestFailed("server_unreachable", problem)
 
-    async def _try(self, path: str, timeout: float, body: bytes | None) -> tuple[int, int, Any]:
-        """The server's process id, status and answer; where there is none, a status of 0 and why."""
+    async def _try(self, path: str, timeout: float | None, body: bytes | None) -> tuple[int, int, Any]:
+        """The server's process id, status and answer; where there is none, a status of 0 (nothing was sent) or ``LOST``
+        and why."""
         pid = 0
         try:
             address = wire.read_address(self._address_file)
@@ -192,11 +228,13 @@ class EnvironmentClient:
             raise RequestFailed("server_unreachable", str(fault)) from None
         except TimeoutError:  # before ClientError: aiohttp's timeouts are both
             raise RequestFailed("timeout", f"no answer within {timeout:g} s") from None
-        except (aiohttp.ClientError, EnvironmentFault, OSError) as error:
-            return pid, 0, str(error) or type(error).__name__
+        except (aiohttp.ClientConnectorError, EnvironmentFault) as error:
+            return pid, 0, str(error)
+        except (aiohttp.ClientError, OSError) as error:
+            return pid, LOST, str(error) or type(error).__name__
 
 
-async def _send(address: wire.Address, path: str, timeout: float, body: bytes | None = None) -> tuple[int, Any]:
+async def _send(address: wire.Address, path: str, timeout: float | None, body: bytes | None = None) -> tuple[int, Any]:
     """Status and answer of one GET, or POST where there is a ``body``.
 
     A session per request costs 0.4 ms; a kept one would be tied to one event loop and, after a pause, meet

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from numbers import Real
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.wire import WireError, messages_of, read_key
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.types import Continuation, Grade, Item, Step
+from megatron_rl.types import Continuation, Grade, Item, Step, Task
 
 MAX_MESSAGE = 2000
 """Longest error text of an item; an author's exception may quote the whole completion."""
@@ -25,19 +26,34 @@ MAX_CONTINUATION = 2**20
 MAX_EXTRACTED = 500
 """Longest extracted answer that travels; what is longer is for reading only and gets cut."""
 
+_STANDARD_LIBRARY, _THIS_PACKAGE = os.path.dirname(os.__file__), os.path.dirname(__file__)
+
 logger = logging.getLogger(__name__)
 
 
 def judge(environment: Environment, item: Item) -> Grade:
     """The environment's verdict on a sample, checked to be a finite number, or its answer to a turn, with a
     ``continuation`` unless the conversation ends here."""
+    if len(item) == 2:
+        return caught(environment, item[0], lambda: graded(environment.grade(*item)))
+    return caught(environment, item[0], lambda: _answer(environment, environment.step(*item)))
+
+
+def caught(environment: Environment, task: Task, ask: Callable[[], Grade]) -> Grade:
+    """What ``ask`` returns, or the result that says what it raised and where."""
     try:
-        return graded(environment.grade(*item)) if len(item) == 2 else _answer(environment, environment.step(*item))
+        return ask()
     except (Exception, SystemExit) as error:  # an author's code may raise anything
-        logger.warning("%s: task %r could not be graded", environment.name, item[0].id, exc_info=True)
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        logger.warning("%s: task %r could not be graded", environment.name, task.id, exc_info=True)
+        frames = traceback.extract_tb(error.__traceback__)
+        # of an error inside a library, such as a refusal that an OpenAI client was sent, the author's own line
+        frame = next((each for each in reversed(frames) if _is_written_here(each.filename)), frames[-1])
         place = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
         return failed("environment_exception", f"{type(error).__name__}: {error} ({place})")
+
+
+def _is_written_here(filename: str) -> bool:
+    return not filename.startswith((_STANDARD_LIBRARY, _THIS_PACKAGE, "<")) and "site-packages" not in filename
 
 
 def _answer(environment: Environment, step: Step) -> Grade:

@@ -16,25 +16,26 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import waitress
 from flask import Flask, Response, request
 from flask_restful import Api, Resource, abort
 
 from megatron_rl.environments import wire
-from megatron_rl.environments.base import Environment, suggestion
+from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion
 from megatron_rl.environments.checks import read_rows
 from megatron_rl.environments.child import LOAD_SECONDS, die_with_parent
 from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
 from megatron_rl.environments.results import MAX_MESSAGE, judge, result_to_json
-from megatron_rl.environments.workers import WorkerPool
+from megatron_rl.environments.workers import HARNESS_PROCESSES, WorkerPool
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.json_text import check_bounds, loads
-from megatron_rl.types import Grade, Item, Split
+from megatron_rl.types import Grade, HarnessRun, Item, Split
 
 WORKING = 8
 """Grade requests worked on at once: enough to keep the workers busy, and few, because one whose samples wait behind
@@ -43,8 +44,12 @@ PATIENCE_SECONDS = 1.0
 """Longest wait for one of these places."""
 THREADS = 160
 """Eight ranks send sixteen requests each; those that are left over answer the health route."""
+RUN_THREADS = 256
+"""More where there are harnesses: eight ranks send 32 groups each, and every one has a thread until its rewards."""
 MAX_BODY_BYTES = 16 * 2**20
 """A group of 64 completions of 32,000 tokens is about half of it."""
+
+_Read = TypeVar("_Read")
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +63,18 @@ class Service:
         token: str,
         specs: Mapping[str, EnvironmentSpec] | None = None,
         list_seconds: float = LOAD_SECONDS,
+        harness_processes: int = HARNESS_PROCESSES,
     ) -> None:
         """Samples of environments that have a spec, and are not ``in_process``, are graded in worker processes."""
         self.environments, self.token, self.specs = dict(environments), token, specs or {}
         self.places = threading.BoundedSemaphore(WORKING)
-        pooled = [self.specs[name] for name, each in self.environments.items() if not each.in_process]
-        prepared = [(spec.reference, dict(spec.options)) for spec in pooled]
-        self.pool = WorkerPool(environments=prepared) if pooled else None
+        kinds: dict[bool, list[tuple[str, dict[str, Any]]]] = {False: [], True: []}
+        for name, each in self.environments.items():
+            if not each.in_process:
+                spec = self.specs[name]
+                kinds[isinstance(each, HarnessEnvironment)].append((spec.reference, dict(spec.options)))
+        self.pool = WorkerPool(environments=kinds[False]) if kinds[False] else None
+        self.harnesses = WorkerPool.for_harnesses(harness_processes, kinds[True]) if kinds[True] else None
         self._list_seconds = list_seconds
         self._lists: dict[tuple[str, str, Split], Sequence[Any]] = {}
         self._reading, self._in_turn = threading.Lock(), threading.Lock()
@@ -90,16 +100,34 @@ class Service:
     def judge(self, name: str, items: Sequence[Item]) -> list[Grade]:
         """One result for each sample or step, in order; ``EnvironmentFault`` when nothing can be graded now."""
         environment = self.environment(name)
+        if isinstance(environment, HarnessEnvironment):
+            abort(422, message=f"{name!r} is a harness, whose samples are not graded; use its route /run")
         if environment.in_process:
             with self._in_turn:  # two threads that compute at once are no faster, and delay the health route
                 return [judge(environment, item) for item in items]
         spec, lowest, deadline = self.specs[name], environment.reward_range[0], environment.grade_deadline
         return self.pool.grade(spec.reference, spec.options, items, deadline, lowest)
 
+    def run(self, name: str, runs: Sequence[HarnessRun], gone: Callable[[], bool]) -> list[Grade]:
+        """One result for each sample of a harness, in order; none when whoever asked is ``gone``."""
+        environment = self.environment(name)
+        if not isinstance(environment, HarnessEnvironment):
+            abort(422, message=f"{name!r} is no harness; its samples are graded by its route /grade")
+        spec = self.specs[name]
+        return self.harnesses.run(spec.reference, spec.options, runs, environment.run_deadline, gone)
+
+    @property
+    def _pools(self) -> list[WorkerPool]:
+        return [pool for pool in (self.pool, self.harnesses) if pool is not None]
+
+    def counters(self) -> Counter[str]:
+        """What the workers did."""
+        return sum((Counter(pool.counters()) for pool in self._pools), Counter())
+
     def close(self) -> None:
         """Ends the workers."""
-        if self.pool is not None:
-            self.pool.close()
+        for pool in self._pools:
+            pool.close()
 
 
 class Served(Resource):
@@ -117,7 +145,7 @@ class Health(Served):
 class Counters(Served):
     def get(self) -> dict[str, Any]:
         """What the workers did; the process id tells of a restart, after which they begin at 0."""
-        return {"pid": os.getpid(), "counters": self.service.pool.counters() if self.service.pool else {}}
+        return {"pid": os.getpid(), "counters": self.service.counters()}
 
 
 class Environments(Served):
@@ -139,6 +167,7 @@ class Environments(Served):
             "description": environment.description(),
             "evaluation_only": environment.evaluation_only,
             "max_turns": environment.max_turns,
+            "is_harness": isinstance(environment, HarnessEnvironment),
             "reward_range": list(environment.reward_range),
         }
 
@@ -165,16 +194,28 @@ class Graded(Served):
         if not service.places.acquire(timeout=PATIENCE_SECONDS):
             abort(429, message="too many requests wait already; come back later")
         try:
-            results = service.judge(name, _read_items(request.get_data()))
-        except EnvironmentFault as fault:  # of the server itself: no sample is to blame
-            logger.error("%s: %s", request.path, fault)
-            abort(503, message=str(fault))
+            return _answered(lambda: service.judge(name, _read_items(request.get_data(), wire.item_from_json)))
         finally:
             service.places.release()
-        return {"items": [result_to_json(result) for result in results]}
 
 
-def _read_items(body: bytes) -> list[Item]:
+class Ran(Served):
+    def post(self, name: str) -> dict[str, Any]:
+        """Runs a harness for each item; its processes are killed when the client closes the connection."""
+        runs = _read_items(request.get_data(), wire.run_from_json)
+        gone = request.environ.get("waitress.client_disconnected", lambda: False)
+        return _answered(lambda: self.service.run(name, runs, gone))
+
+
+def _answered(ask: Callable[[], list[Grade]]) -> dict[str, Any]:
+    try:
+        return {"items": [result_to_json(result) for result in ask()]}
+    except EnvironmentFault as fault:  # of the server itself: no sample is to blame
+        logger.error("%s: %s", request.path, fault)
+        abort(503, message=str(fault))
+
+
+def _read_items(body: bytes, read: Callable[[object, str], _Read]) -> list[_Read]:
     """The items of a request; answers 400 for what is not JSON, 422 for what is no request."""
     try:
         value = loads(body.decode())  # bytes may be in any encoding of Unicode
@@ -183,7 +224,7 @@ def _read_items(body: bytes) -> list[Item]:
         abort(400, message=f"the body is not JSON: {error}"[:MAX_MESSAGE])
     try:
         items = wire.read_key(value, "items", list)
-        return [wire.item_from_json(item, f"items[{index}]") for index, item in enumerate(items)]
+        return [read(item, f"items[{index}]") for index, item in enumerate(items)]
     except wire.WireError as error:
         abort(422, message=str(error)[:MAX_MESSAGE])
 
@@ -216,6 +257,7 @@ def create_app(service: Service) -> Flask:
     add(Environments, "/v1/environments", one)
     add(Rows, f"{one}/<any(tasks,demonstrations):what>")
     add(Graded, f"{one}/grade")
+    add(Ran, f"{one}/run")
     return app
 
 
@@ -228,13 +270,15 @@ def serve(
     allow_remote: bool = False,
     unix_socket: str | Path | None = None,
     load_timeout: float = LOAD_SECONDS,
+    harness_processes: int = HARNESS_PROCESSES,
     parent: int | None = None,
 ) -> None:
     """Serves the environments of a YAML list until Ctrl-C or the death of the process ``parent``.
 
     Port 0 takes a free one; ``address_file`` then tells clients where, and with which token. Without it the
     token is left in a private folder that the log names. ``unix_socket`` takes the place of host and port. Reading
-    the tasks of a split may take ``load_timeout`` seconds.
+    the tasks of a split may take ``load_timeout`` seconds, and at most ``harness_processes`` samples of harnesses run
+    at once.
     """
     _refuse_remote(host, allow_remote)
     if parent is not None:
@@ -246,7 +290,7 @@ def serve(
     specs = {spec.name: spec for spec in load_environment_specs(config, begin=_log)}
     environments = {name: spec.create() for name, spec in specs.items()}
     token = secrets.token_urlsafe(32)
-    service = Service(environments, token, specs, load_timeout)
+    service = Service(environments, token, specs, load_timeout, harness_processes)
     path = unix_socket and str(Path(unix_socket).absolute())
     with contextlib.closing(service):
         try:
@@ -255,7 +299,8 @@ def serve(
             server = waitress.create_server(
                 create_app(service),
                 **({"unix_socket": path, "unix_socket_perms": "600"} if path else {"host": host, "port": port}),
-                threads=THREADS,
+                threads=THREADS + (RUN_THREADS if service.harnesses is not None else 0),
+                channel_request_lookahead=1,  # else it does not see that a client has gone while its harnesses run
                 connection_limit=1000,  # its 100 are less than the ranks of a large node send at once
                 max_request_body_size=2 * MAX_BODY_BYTES,  # a little too large reaches Flask, which answers in JSON
                 recv_bytes=2**16,  # of its 8 KiB a large body takes thousands of turns of the loop that accepts others

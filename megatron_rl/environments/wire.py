@@ -14,7 +14,7 @@ from typing import Any, get_args
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps, loads
-from megatron_rl.types import Demonstration, FinishReason, Item, LaterTurn, Message, Task, Transcript, Turn
+from megatron_rl.types import Demonstration, FinishReason, HarnessRun, Item, LaterTurn, Message, Task, Transcript, Turn
 
 LOADING = ", now loading: "
 """In a line of the server's log that names what may not come back; its supervisor reads it."""
@@ -99,6 +99,20 @@ def item_from_json(value: object, where: str = "item") -> Item:
         return task, Transcript(*known)
     turn = Turn(*known, read_key(spoken, "number", int, inside), read_key(spoken, "last", bool, inside))
     return task, value.get("state"), turn
+
+
+def run_to_json(run: HarnessRun) -> dict[str, Any]:
+    """The JSON object of a harness's sample."""
+    client = {"base_url": run.base_url, "api_key": run.api_key, "model": run.model}
+    return {"task": vars(run.task), "sample": run.sample, "client": client}
+
+
+def run_from_json(value: object, where: str = "item") -> HarnessRun:
+    """The harness's sample of a JSON object."""
+    task = task_from_json(read_key(value, "task", dict, where), f"{where}.task")
+    client, inside = read_key(value, "client", dict, where), f"{where}.client"
+    known = (read_key(client, name, str, inside) for name in ("base_url", "api_key", "model"))
+    return HarnessRun(task, read_key(value, "sample", int, where), *known)
 
 
 def send(channel: Connection, value: object) -> None:

@@ -3,6 +3,8 @@
 It has one thread, so a fork copies no locks; it ends a worker at its deadline, tries a sample once more on a fresh
 one, and is the parent of all of them, so that it can say how one died. It ends when its pool's channel closes, and
 the workers with it.
+
+A harness's sample has a worker and a directory of its own, and no second try: that would call the model again.
 """
 
 from __future__ import annotations
@@ -13,24 +15,32 @@ import importlib
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
+import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
 
-from megatron_rl.environments.child import die_with_parent, kill_group, parent_channel
+from megatron_rl.environments.child import (
+    adopt_orphans,
+    die_with_parent,
+    kill_group,
+    kill_orphans,
+    parent_channel,
+)
+from megatron_rl.environments.harness import run_harness
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, judge, result_from_json, result_to_json
-from megatron_rl.environments.wire import item_from_json, receive, send
+from megatron_rl.environments.wire import item_from_json, receive, run_from_json, send
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Grade
 
-MAX_OPEN_FILES = 64
 OUT_OF_MEMORY = 99
 """Exit status of a worker whose memory ran out: what is left of it is not to be trusted."""
 LONGEST_WAIT = 3
@@ -44,6 +54,7 @@ def main() -> None:
     """Answers the requests of the pool, whose first message is its settings."""
     pool = parent_channel()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an author's code may raise it
+    adopt_orphans()
     with contextlib.suppress(EOFError):
         settings = receive(pool)
         for module in settings["preload"]:
@@ -51,16 +62,21 @@ def main() -> None:
                 importlib.import_module(module)
         for reference, options in settings["environments"]:
             with contextlib.suppress(Exception, SystemExit):  # told by its first request
-                _environment(reference, dumps(options))
+                # a harness is set up in its worker: what it keeps alive, threads and sockets, is no fork's to share
+                find_environment(reference) if settings["scratch"] else _environment(reference, dumps(options))
         gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
-        _Grading(pool, settings["count"], settings["memory_mb"]).run()
+        grading = _Grading(pool, settings)
+        try:
+            grading.run()
+        finally:
+            grading.close()
 
 
 class _Grading:
     """Samples that wait, and the workers."""
 
-    def __init__(self, pool: Connection, count: int, memory_mb: int) -> None:
-        self._pool, self._count, self._memory_mb = pool, count, memory_mb
+    def __init__(self, pool: Connection, settings: Mapping[str, Any]) -> None:
+        self._pool, self._settings = pool, settings
         self._waiting: deque[dict[str, Any]] = deque()
         self._workers: list[_Worker] = []
 
@@ -76,61 +92,100 @@ class _Grading:
                 if result is not None:
                     self._take(worker, result)
             if self._pool in ready:
-                self._waiting.append(receive(self._pool))
+                self._hear(receive(self._pool))
             while self._waiting and (worker := self._idle_worker()) is not None:
                 worker.begin(self._waiting.popleft())
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for worker in list(self._workers):
+            self._end(worker)
+        if self._settings["scratch"]:
+            shutil.rmtree(self._settings["scratch"], ignore_errors=True)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        """Takes a request, or the word that nobody waits for some any more."""
+        if "cancel" not in message:
+            self._waiting.append(message)
+            return
+        cancelled = set(message["cancel"])
+        self._waiting = deque(job for job in self._waiting if job["id"] not in cancelled)
+        for worker in [each for each in self._workers if each.job is not None and each.job["id"] in cancelled]:
+            self._end(worker)
+        send(self._pool, {"events": ["runs_cancelled"] * len(cancelled)})
 
     def _take(self, worker: _Worker, result: Grade) -> None:
         """Hands a result to the pool, unless a fresh worker may find another."""
         job, worker.job = worker.job, None
-        events, again = [], result.code in RETRIED and not job.get("retried")
+        once = bool(self._settings["scratch"])
+        events, again = [], result.code in RETRIED and not job.get("retried") and not once
         if result.code in ("timeout", "worker_died"):
             events.append("worker_timeouts" if result.code == "timeout" else "worker_deaths")
-        if events or again:
-            events.append("worker_respawns")
-            how = worker.end()
-            self._workers.remove(worker)
+        if events or again or once:
+            events += [] if once else ["worker_respawns"]
+            how = self._end(worker)
             if result.code == "worker_died":
-                result = failed(result.code, f"the grading worker {how} {result.message}".rstrip())
+                result = failed(result.code, f"the worker process {how} {result.message}".rstrip())
         if again:
             self._waiting.appendleft(job | {"retried": True})
             send(self._pool, {"events": [*events, "retried"]})
         else:
-            events += ["graded", "failed"] if job.get("retried") and result.failed else ["graded"]
+            done = ["runs" if once else "graded"]
+            events += [*done, "failed"] if result.failed and (once or job.get("retried")) else done
             send(self._pool, {"events": events, "id": job["id"], "result": result_to_json(result)})
 
     def _idle_worker(self) -> _Worker | None:
         idle = next((worker for worker in self._workers if worker.job is None), None)
-        if idle is None and len(self._workers) < self._count:
-            idle = _Worker(self._memory_mb, [self._pool, *(worker.channel for worker in self._workers)])
+        if idle is None and len(self._workers) < self._settings["count"]:
+            idle = _Worker(self._settings, [self._pool, *(worker.channel for worker in self._workers)], self._forget)
             self._workers.append(idle)
         return idle
+
+    def _forget(self) -> None:
+        """Inside a worker: drops the samples of others, whose keys are not its business."""
+        self._waiting.clear()
+        for worker in self._workers:
+            worker.job = None
+
+    def _end(self, worker: _Worker) -> str:
+        """Ends a worker with all that it started; returns how it ended."""
+        self._workers.remove(worker)
+        how = worker.end()
+        kill_orphans({each.pid for each in self._workers})
+        worker.remove_folder()
+        return how
 
 
 class _Worker:
     """One worker process, seen from its parent."""
 
-    def __init__(self, memory_mb: int, others: list[Connection]) -> None:
-        """Forks it; the channels of ``others`` are not its business."""
+    def __init__(self, settings: Mapping[str, Any], others: list[Connection], forget: Callable[[], None]) -> None:
+        """Forks it; the channels of ``others`` are not its business, nor is what it is to ``forget``."""
         self.job: dict[str, Any] | None = None
         self.ends = 0.0
         self.channel, theirs = multiprocessing.Pipe()
-        parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid:
+        scratch, parent = settings["scratch"], os.getpid()
+        # a completed harness's author may have made folders that nobody may enter
+        self._folder = tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) if scratch else None
+        self.pid = os.fork()
+        if self.pid:
             theirs.close()
-            self._process = psutil.Process(self._pid)
+            self._process = psutil.Process(self.pid)
             return
         try:
             die_with_parent(parent)
             os.setpgid(0, 0)  # what it starts is killed with it
             for channel in (self.channel, *others):
                 channel.close()
+            forget()
             nowhere = os.open(os.devnull, os.O_WRONLY)  # the log is a file, and to print to it would fail the grader
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
             os.close(nowhere)
-            _bound(memory_mb)
+            if self._folder is not None:
+                adopt_orphans()
+                _move_to(self._folder.name)
+            _bound(settings)
             _work(theirs)
         finally:
             os._exit(0)  # never back into its parent's loop
@@ -159,7 +214,8 @@ class _Worker:
         """What the worker answers, or that it is late or dead."""
         try:
             if not self.channel.poll(0):
-                return failed("timeout", f"no grade within {self.job['deadline_s']:g} s")
+                what = "grade" if self._folder is None else "reward"
+                return failed("timeout", f"no {what} within {self.job['deadline_s']:g} s")
             return result_from_json(receive(self.channel))
         except (EOFError, OSError, ValueError) as error:
             return failed("worker_died", str(error))
@@ -167,9 +223,14 @@ class _Worker:
     def end(self) -> str:
         """Kills the worker with what it started and says how it ended: by this, or by what came before."""
         self.channel.close()
-        kill_group(self._pid)
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        kill_group(self.pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return f"exited with status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def remove_folder(self) -> None:
+        """Removes the directory of a harness's sample, when nothing that it started writes there any more."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _processor_seconds(self) -> float:
         with contextlib.suppress(psutil.Error):
@@ -177,15 +238,26 @@ class _Worker:
         return 0.0
 
 
-def _bound(memory_mb: int) -> None:
-    """Binds this process, for good: a little memory and few files, none of them written."""
+def _move_to(folder: str) -> None:
+    """Makes ``folder`` the place where this process leaves files."""
+    os.chdir(folder)
+    os.environ |= {"HOME": folder, "TMPDIR": folder}
+    tempfile.tempdir = None  # decided anew
+
+
+def _bound(settings: Mapping[str, Any]) -> None:
+    """Binds this process, for good: a grader to a little memory and few files, none of them written."""
+    # a browser reserves more addresses than there is memory: of a harness, what is written to counts
+    memory = resource.RLIMIT_DATA if settings["scratch"] else resource.RLIMIT_AS
     bounds = {
-        resource.RLIMIT_AS: memory_mb * 2**20,
-        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
-        resource.RLIMIT_FSIZE: 0,
+        memory: settings["memory_mb"] * 2**20,
+        resource.RLIMIT_NOFILE: settings["open_files"],
+        resource.RLIMIT_FSIZE: settings["file_mb"] * 2**20,
         resource.RLIMIT_CORE: 0,
     }
     for kind, bound in bounds.items():
+        most = resource.getrlimit(kind)[1]  # which only root could raise
+        bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
         resource.setrlimit(kind, (bound, bound))
 
 
@@ -201,7 +273,10 @@ def _answer(request: Mapping[str, Any]) -> Grade:
     """The result of one request, whatever the grader does short of killing the process."""
     try:
         environment = _environment(request["environment"], dumps(request["options"]))
-        result = judge(environment, item_from_json(request))
+        if "client" in request:
+            result = run_harness(environment, run_from_json(request))
+        else:
+            result = judge(environment, item_from_json(request))
     except BaseException as error:  # noqa: BLE001 - also KeyboardInterrupt, raised by an author's code
         result = failed("environment_exception", f"{type(error).__name__}: {error}")
     if result.message.startswith("MemoryError"):

@@ -9,25 +9,36 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
+import socket
 import subprocess
+import tempfile
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
+from megatron_rl.environments import harness
 from megatron_rl.environments.child import start_child
 from megatron_rl.environments.results import result_from_json
-from megatron_rl.environments.wire import item_to_json, receive, send
+from megatron_rl.environments.wire import item_to_json, receive, run_to_json, send
 from megatron_rl.errors import EnvironmentFault
-from megatron_rl.types import Grade, Item
+from megatron_rl.types import Grade, HarnessRun, Item
 
 MOST_WORKERS = 4
 MEMORY_MB = 4096
 """Address space of a worker, which is several times the memory in use: sympy alone maps 300 MB."""
 PRELOAD = ("sympy", "math_verify", "latex2sympy2_extended.latex2sympy2")
+HARNESS_PROCESSES = 64
+"""Samples of harnesses that run at once on a node; most of them wait for the model."""
+HARNESS_MEMORY_MB, HARNESS_OPEN_FILES, HARNESS_FILE_MB = 8192, 1024, 1024
+GONE_SECONDS = 1.0
+CLOSE_SECONDS = 5.0
+"""In which the workers are ended and their directories removed."""
 COUNTED = ("graded", "worker_timeouts", "worker_deaths", "worker_respawns", "retried", "failed", "fork_servers")
+COUNTED += ("runs", "runs_cancelled")
 
 
 class WorkerPool:
@@ -44,21 +55,34 @@ class WorkerPool:
         memory_mb: int = MEMORY_MB,
         preload: Sequence[str] = PRELOAD,
         environments: Sequence[tuple[str, Mapping[str, Any]]] = (),
+        open_files: int = 64,
+        file_mb: int = 0,
+        once: bool = False,
     ) -> None:
         """``workers`` defaults to the number of usable processors, 4 at most.
+
+        A worker may have ``open_files``, and write files of ``file_mb`` MiB: none with 0. With ``once`` it takes one
+        sample, has a directory of its own, and nothing is tried again (``for_harnesses``).
 
         The modules of ``preload`` and the ``environments`` (references with options) are imported once, before
         any worker is forked; all others by each worker anew, within the deadline of its first request.
         """
         count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-        bounds = {"count": count, "memory_mb": memory_mb}
+        bounds = {"count": count, "memory_mb": memory_mb, "open_files": open_files, "file_mb": file_mb}
         self._settings = bounds | {"preload": preload, "environments": environments}
+        self._once = once
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Grade]] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._start()
+
+    @classmethod
+    def for_harnesses(cls, processes: int, environments: Sequence[tuple[str, Mapping[str, Any]]]) -> Self:
+        """A pool in which each sample has a process of its own, at most so many at once."""
+        bounds = {"open_files": HARNESS_OPEN_FILES, "file_mb": HARNESS_FILE_MB, "memory_mb": HARNESS_MEMORY_MB}
+        return cls(processes, preload=harness.PRELOAD, environments=environments, once=True, **bounds)
 
     def grade(
         self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float
@@ -70,10 +94,31 @@ class WorkerPool:
         ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
         """
         environment = {"environment": reference, "options": dict(options)}
-        futures = [self._ask(environment | item_to_json(item), deadline_s) for item in items]
+        futures = [self._ask(environment | item_to_json(item), deadline_s)[1] for item in items]
         results = [future.result() for future in futures]
         late = Grade(lowest, status="timeout")
         return [late if result.code == "timeout" else result for result in results]
+
+    def run(
+        self,
+        reference: str,
+        options: Mapping[str, Any],
+        runs: Sequence[HarnessRun],
+        deadline_s: float,
+        gone: Callable[[], bool],
+    ) -> list[Grade]:
+        """The results of a harness's samples, in order, each ``deadline_s`` after its process began at the latest.
+
+        Asked every second, ``gone`` says that nobody waits any more; the processes are then killed, and there are no
+        results. ``EnvironmentFault`` when the pool is closed, or its process ends meanwhile.
+        """
+        environment = {"environment": reference, "options": dict(options)}
+        asked = dict(self._ask(environment | run_to_json(run), deadline_s) for run in runs)
+        while wait(asked.values(), GONE_SECONDS).not_done:
+            if gone():
+                self._cancel(asked)
+                return []
+        return [future.result() for future in asked.values()]
 
     def counters(self) -> dict[str, int]:
         """How often something went wrong since the start, and how many requests were served."""
@@ -82,12 +127,27 @@ class WorkerPool:
     def close(self) -> None:
         """Ends all workers; requests that wait fail with ``EnvironmentFault``."""
         self._closed = True
+        if self._once:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._channel.fileno())) as end:
+                end.shutdown(socket.SHUT_WR)  # it then ends what the samples have started, and removes their files
+            self._reader.join(CLOSE_SECONDS)
         self._process.kill()  # its workers follow: PR_SET_PDEATHSIG
         with self._lock:  # none is being started
             self._process.kill()
         self._reader.join()
 
-    def _ask(self, request: Mapping[str, Any], deadline_s: float) -> Future[Grade]:
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        try:
+            send(self._channel, message)
+        except OSError:  # it has just died; the reader fails the futures
+            self._process.kill()
+
+    def _cancel(self, numbers: Collection[int]) -> None:
+        with self._lock:
+            cancelled = [number for number in numbers if self._asked.pop(number, None) is not None]
+            self._tell({"cancel": cancelled})
+
+    def _ask(self, request: Mapping[str, Any], deadline_s: float) -> tuple[int, Future[Grade]]:
         future: Future[Grade] = Future()
         with self._lock:
             if self._closed:
@@ -96,33 +156,33 @@ class WorkerPool:
                 self._start()
             number = next(self._numbers)
             self._asked[number] = future
-            try:
-                send(self._channel, {"id": number, "deadline_s": deadline_s, "request": request})
-            except OSError:  # it has just died; the reader fails the future
-                self._process.kill()
-        return future
+            self._tell({"id": number, "deadline_s": deadline_s, "request": request})
+        return number, future
 
     def _start(self) -> None:
         module = "megatron_rl.environments.worker"
+        scratch = tempfile.mkdtemp(prefix="harness_") if self._once else None
         self._process, self._channel = start_child(module, worker_environment(), stdout=subprocess.DEVNULL)
         with contextlib.suppress(OSError):  # it has ended already, which the reader finds
-            send(self._channel, self._settings)
+            send(self._channel, self._settings | {"scratch": scratch})
         self._counts["fork_servers"] += 1
-        self._reader = threading.Thread(target=self._read, args=(self._channel, self._process), daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(self._channel, self._process, scratch), daemon=True)
         self._reader.start()
 
-    def _read(self, channel: Connection, process: subprocess.Popen) -> None:
+    def _read(self, channel: Connection, process: subprocess.Popen, scratch: str | None) -> None:
         """Hands out the results of one process, until it ends."""
         try:
             while True:
                 message = receive(channel)
                 self._counts.update(message["events"])
-                if "id" in message:
-                    future = self._asked.pop(message["id"])
+                # nobody waits for one that was cancelled while it ended
+                if "id" in message and (future := self._asked.pop(message["id"], None)) is not None:
                     future.set_result(result_from_json(message["result"]))
         except (EOFError, OSError):
             process.kill()
             process.wait()
+            if scratch is not None:
+                shutil.rmtree(scratch, ignore_errors=True)  # where it could not do so itself
         with self._lock:
             asked, self._asked = self._asked, {}
             why = "the grading pool is closed" if self._closed else "the process of the grading workers ended"

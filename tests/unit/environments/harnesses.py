@@ -1,0 +1,139 @@
+"""Harnesses for the tests of their workers: they do what a task's data says."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_rl.environments.base import HarnessEnvironment
+from megatron_rl.types import Grade, Task
+
+
+class Talk(HarnessEnvironment):
+    """Asks the model, and is paid what it says; ``data["fault"]`` goes wrong first."""
+
+    name = "talk"
+    run_deadline = 10.0
+
+    def __init__(self, *, bonus: float = 0.0) -> None:
+        self._bonus = bonus
+        self.made_in = os.getpid()
+
+    def tasks(self, split):
+        yield Task(f"{split}-0", "?", {"fault": ""})
+
+    def run(self, task, client):
+        fault = task.data["fault"]
+        if fault:
+            return FAULTS[fault](self, task, client)
+        return float(say(client, task.prompt)) + self._bonus
+
+
+class Slow(Talk):
+    """The same with a short deadline, for samples that hang."""
+
+    name = "slow"
+    run_deadline = 2.0
+
+
+class Awaits(HarnessEnvironment):
+    """Asks twice at once, with an asynchronous client."""
+
+    name = "awaits"
+
+    def tasks(self, split):
+        yield Task(f"{split}-0", "?")
+
+    async def run(self, task, client):
+        messages = [{"role": "user", "content": task.prompt}]
+        calls = (client.chat.completions.create(model="policy", messages=messages) for _ in range(2))
+        answers = await asyncio.gather(*calls)
+        return sum(float(answer.choices[0].message.content) for answer in answers)
+
+
+def say(client, text: str) -> str:
+    """The model's answer."""
+    answer = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+    return answer.choices[0].message.content
+
+
+def _raise(self, task, client):
+    raise ValueError(f"no luck with {client.api_key}")
+
+
+def _kill(self, task, client):
+    os.kill(os.getpid(), 9)
+
+
+def _exit(self, task, client):
+    os._exit(7)
+
+
+def _memory(self, task, client):
+    kept = bytearray(2**40)
+    return float(len(kept))
+
+
+def _hang(self, task, client):
+    mark = Path(task.data["mark"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    mark.write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+
+
+def _daemon(self, task, client):
+    """Leaves a daemon behind, as a browser's launcher does: its parent has ended when the sample does."""
+    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True); print(p.pid)"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    Path(task.data["mark"]).write_text(shown.stdout)
+    return 1.0
+
+
+def _files(self, task, client):
+    Path("left").mkdir()
+    Path("left/behind").write_text("x")
+    Path("left").chmod(0)
+    Path(task.data["mark"]).write_text(os.getcwd())
+    same = os.getcwd() == os.environ["HOME"] == os.environ["TMPDIR"]
+    return float(same)
+
+
+def _place(self, task, client):
+    """Where it was set up, and what other samples' keys can be seen."""
+    keys = {each["api_key"] for each in gc.get_objects() if isinstance(each, dict) and "api_key" in each}
+    others = [key for key in keys if isinstance(key, str) and key != client.api_key]
+    shown = " ".join([*os.environ.values(), *Path("/proc/self/cmdline").read_text().split("\0")])
+    seen = len(others) + (client.api_key in shown)
+    return Grade(1.0, {"own": float(self.made_in == os.getpid()), "seen": float(seen)})
+
+
+def _live(self, task, client):
+    """Keeps a process from one call of the model to the next."""
+    with subprocess.Popen([sys.executable, "-ic", ""], stdin=-1, stdout=-1, stderr=-3, text=True) as python:
+        for _ in range(3):
+            python.stdin.write(say(client, "next line") + "\n")
+            python.stdin.flush()
+        return float(python.stdout.readline())
+
+
+FAULTS = {
+    "raise": _raise,
+    "kill": _kill,
+    "exit": _exit,
+    "memory": _memory,
+    "hang": _hang,
+    "spin": lambda *_: next(number for number in iter(int, 1) if number),
+    "daemon": _daemon,
+    "files": _files,
+    "place": _place,
+    "live": _live,
+    "nan": lambda *_: float("nan"),
+    "text": lambda *_: "much",
+    "none": lambda *_: None,
+    "quit": lambda *_: sys.exit(3),
+}
