@@ -1,0 +1,181 @@
+"""The seam between the HTTP thread and the thread that steps the engine.
+
+    HTTP thread                                    engine's thread, between two steps
+    request ──► Desk: session, new ids ──► Call ──► take() ──► Request ──► Engine.submit
+    answer  ◄── Desk: text, calls, log-probs ◄── deliver(number, completion) ◄── Engine.step
+    stream  ◄── text so far ◄── progress(number, ids) ◄── Engine.unfinished_tokens
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from megatron_rl.endpoint.desk import Call as Call
+from megatron_rl.endpoint.desk import Desk, Limits
+from megatron_rl.endpoint.server import HttpThread
+from megatron_rl.endpoint.sessions import SessionEnd
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_rl.endpoint.answers import Parse
+    from megatron_rl.endpoint.protocol import CheckTools
+
+T = TypeVar("T")
+
+MODEL_NAME = "policy"
+
+
+class Endpoint:
+    """An OpenAI-compatible endpoint whose answers somebody else makes: its methods are for that somebody's thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_sequence_length: int,
+        max_new_tokens: int,
+        sampling: SamplingParams | None = None,
+        parse: Parse | None = None,
+        check_tools: CheckTools | None = None,
+        model_name: str = MODEL_NAME,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+    ) -> None:
+        """Nothing listens before `start`.
+
+        Args:
+            max_new_tokens: of an answer, whatever its caller asks for.
+            sampling: what callers outside sessions leave open.
+            parse: finds calls of tools in an answer; without it requests with tools are refused.
+            port: 0 is any that is free.
+            token: what callers must send; None makes one.
+        """
+        self.token = token or secrets.token_urlsafe(32)
+        self._inbox = Inbox()
+        limits = Limits(model_name, max_sequence_length, max_new_tokens, sampling or SamplingParams())
+        self._desk = Desk(tokenizer, limits, self._inbox.put, parse, check_tools)
+        self._http = HttpThread(self._desk, self.token, host, port)
+
+    def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the address cannot be had.
+        """
+        self._http.start()
+
+    def close(self) -> None:
+        """Calls that wait get 503; nothing listens afterwards."""
+        self._http.close()
+
+    @property
+    def url(self) -> str:
+        """``http://127.0.0.1:PORT``, of an endpoint that was started."""
+        return self._http.url
+
+    def base_url(self, session: str | None = None) -> str:
+        """What an OpenAI client is given."""
+        return f"{self.url}/sessions/{session}/v1" if session else f"{self.url}/v1"
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    def open_session(self, environment: str) -> str:
+        """A session for a sample of ``environment``; its id, see `base_url`."""
+        return self._at_desk(partial(self._desk.open_session, environment))
+
+    def close_session(self, session: str) -> SessionEnd:
+        """The sample has its reward: calls of it that wait, and later ones, get 410."""
+        return self._at_desk(partial(self._desk.close_session, session))
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def take(self) -> list[Call]:
+        """The calls that came since it was asked last; never waits."""
+        return self._inbox.take()
+
+    async def wait(self, timeout: float) -> None:
+        """Until there is a call, for ``timeout`` seconds at most."""
+        await self._inbox.wait(timeout)
+
+    def wait_blocking(self, timeout: float) -> None:
+        """The same for a thread without an event loop."""
+        self._inbox.wait_blocking(timeout)
+
+    def deliver(self, number: int, completion: Completion) -> None:
+        """The answer to a call; nobody may wait for it any more."""
+        self._http.call(self._desk.deliver, number, completion)
+
+    def progress(self, number: int, token_ids: Sequence[int]) -> None:
+        """All tokens so far of a call that ``wants_progress``."""
+        self._http.call(self._desk.progress, number, tuple(token_ids))
+
+    def abort(self, why: str) -> None:
+        """All calls that wait get 503; sessions stay open."""
+        self._inbox.take()
+        self._http.call(self._desk.abort, why)
+
+    def _at_desk(self, do: Callable[[], T]) -> T:
+        """``do`` in the HTTP thread, after all that was asked of it before."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(do())
+            except Exception as error:  # noqa: BLE001 - raised where it was asked for
+                done.set_exception(error)
+
+        self._http.call(run)
+        return done.result()
+
+
+class Inbox:
+    """Calls on their way to the engine's thread."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._condition = threading.Condition()
+        self._wakers: set[Callable[[], object]] = set()
+
+    def put(self, call: Call) -> None:
+        """Wakes who waits."""
+        with self._condition:
+            self._calls.append(call)
+            self._condition.notify_all()
+            for wake in self._wakers:
+                wake()
+
+    def take(self) -> list[Call]:
+        """All of them."""
+        with self._condition:
+            calls, self._calls = self._calls, []
+            return calls
+
+    def wait_blocking(self, timeout: float) -> None:
+        """Until one is there."""
+        with self._condition:
+            if not self._calls:
+                self._condition.wait(timeout)
+
+    async def wait(self, timeout: float) -> None:
+        """Until one is there."""
+        came = asyncio.Event()
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, came.set)
+        with self._condition:
+            if self._calls:
+                return
+            self._wakers.add(wake)
+        try:
+            await asyncio.wait_for(came.wait(), timeout)
+        except TimeoutError:
+            pass
+        finally:
+            with self._condition:
+                self._wakers.discard(wake)

@@ -1,0 +1,274 @@
+"""What waits for answers: open sessions and calls. All of it belongs to the HTTP thread, so there are no locks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_rl.endpoint.answers import AnswerReader, Choice, Parse
+from megatron_rl.endpoint.fields import ApiError, refuse
+from megatron_rl.endpoint.protocol import Asked, ChatRequest, CheckTools, TextRequest, Tools
+from megatron_rl.endpoint.sessions import Planned, Session, SessionEnd
+from megatron_rl.errors import MegatronRLError, one_line, shorten
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.types import Completion, SamplingParams
+
+
+@dataclass(frozen=True)
+class Call:
+    """One answer that is asked for: prompt ``P0 P1``, answered ``A0 E``, and then ``R0 R1`` goes on from it."""
+
+    number: int
+    """Unique in the endpoint."""
+    session: str | None
+    """None: nobody trains on it."""
+    after: int | None
+    """The call of the same session whose answer it goes on from; None: a root."""
+    ids: tuple[int, ...]
+    """Of a root the whole prompt, else what the model reads after that answer (``R0 R1``)."""
+    branch: int
+    """In a session which of the sample's sequences it draws; else the number of the choice. Each has its seeds."""
+    max_new_tokens: int
+    """There is room for so many."""
+    stop: tuple[str, ...]
+    """The caller's own, beside the run's."""
+    sampling: SamplingParams | None
+    """Where there is no session: the caller's, with ``max_new_tokens`` and ``stop``."""
+    seed: int | None
+    """The caller's, without a session."""
+    wants_progress: bool
+    """It is streamed: `Endpoint.progress` is wanted."""
+
+
+Shower = Callable[[int], Callable[[tuple[int, ...]], None]]
+"""Number of a choice -> what takes all its tokens so far."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the endpoint can do."""
+
+    model_name: str
+    max_sequence_length: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    """What callers leave open."""
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A call whose client waits."""
+
+    call: Call
+    num_read: int
+    """Tokens of the whole prompt."""
+    reader: AnswerReader
+    answer: asyncio.Future[Choice]
+    show: Callable[[tuple[int, ...]], None] | None = None
+    """Takes all tokens so far, where the client wants to see them."""
+
+
+class Desk:
+    """Sessions and calls, by id and number."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        put: Callable[[Call], None],
+        parse: Parse | None = None,
+        check_tools: CheckTools | None = None,
+    ) -> None:
+        """``put`` hands calls over to who answers them."""
+        self.tokenizer, self.limits = tokenizer, limits
+        self._put = put
+        self._parse, self._check_tools = parse, check_tools
+        self._sessions: dict[str, Session] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._numbers = itertools.count()
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    def open_session(self, environment: str) -> str:
+        """Its id."""
+        session = secrets.token_urlsafe(12)
+        self._sessions[session] = Session(environment, self.tokenizer)
+        return session
+
+    def close_session(self, session: str) -> SessionEnd:
+        """Calls of it that wait get 410."""
+        self._fail(_over(), lambda waiting: waiting.call.session == session)
+        return self._sessions.pop(session).end()
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def check_model(self, name: str) -> None:
+        """404 for another than the one there is."""
+        if name != self.limits.model_name:
+            known = f"there is no model {shorten(name)}; the one here is {self.limits.model_name!r}"
+            raise ApiError(404, "model_not_found", known, "model")
+
+    def check_tools(self, tools: list) -> Tools:
+        """The tools of a request; ``ValueError`` says why they cannot be had."""
+        if self._check_tools is None or self._parse is None:
+            raise ValueError("nothing here reads calls of tools in this model's answers; see --rl-tool-call-parser")
+        return self._check_tools(tools)
+
+    def ask_chat(
+        self, session: str | None, request: ChatRequest, show: Shower | None
+    ) -> list[Waiting]:
+        """The calls of ``request``, one a choice; ``show`` of a choice's number is `Waiting.show`.
+
+        Raises:
+            ApiError: the session is over, the template refuses the messages, or there is no room for an answer.
+        """
+        tools = request.tools
+        reader = AnswerReader(
+            self.tokenizer, request.asked.stop, self._parse if request.reads_calls else None, tools
+        )
+
+        def plan(number: int) -> Planned:
+            if session is not None:
+                return self._session(session).begin_chat(number, request.messages, tools)
+            return _root(self.tokenizer.encode_prompt(request.messages, tools=tools))
+
+        return self._ask_each(session, request.asked, [plan], reader, show, "messages")
+
+    def ask_text(
+        self, session: str | None, request: TextRequest, show: Shower | None
+    ) -> list[Waiting]:
+        """The same for prompts: the choices of the first one first."""
+
+        def plan(prompt: str | tuple[int, ...], number: int) -> Planned:
+            if session is not None:
+                return self._session(session).begin_text(number, prompt)
+            return _root(self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
+
+        plans = [lambda number, prompt=prompt: plan(prompt, number) for prompt in request.prompts]
+        reader = AnswerReader(self.tokenizer, request.asked.stop)
+        return self._ask_each(session, request.asked, plans, reader, show, "prompt")
+
+    def _ask_each(
+        self,
+        session: str | None,
+        asked: Asked,
+        plans: list[Callable[[int], Planned]],
+        reader: AnswerReader,
+        show: Shower | None,
+        param: str,
+    ) -> list[Waiting]:
+        """All are planned before one is handed over: of a request that is refused nothing is answered."""
+        self.check_model(asked.model)
+        begun: list[tuple[int, Planned]] = []
+        try:
+            for plan in plans:
+                for _ in range(asked.n):
+                    number = next(self._numbers)
+                    begun.append((number, self._planned(plan, number, param)))
+                    self._check_room(begun[-1][1], param)
+        except ApiError:
+            for number, _ in begun if session is not None else ():
+                self._session(session).forget(number)
+            raise
+        waiting = []
+        for index, (number, planned) in enumerate(begun):
+            call = self._call(number, session, planned, asked, index % asked.n)
+            entry = Waiting(call, planned.num_read, reader, asyncio.get_running_loop().create_future())
+            entry.show = show and show(index)
+            self._waiting[number] = entry
+            self._put(call)
+            waiting.append(entry)
+        return waiting
+
+    def _planned(self, plan: Callable[[int], Planned], number: int, param: str) -> Planned:
+        try:
+            return plan(number)
+        except ApiError:
+            raise
+        except MegatronRLError as error:
+            refuse(param, f"cannot be put to this model: {one_line(str(error))}")
+        except Exception as error:  # noqa: BLE001 - a chat template raises whatever its author chose
+            refuse(param, f"cannot be rendered with this model's chat template: {one_line(str(error))}")
+
+    def _check_room(self, planned: Planned, param: str) -> None:
+        if planned.num_read == 0:
+            refuse(param, "is empty; give the model a word to go on from")
+        if planned.num_read >= self.limits.max_sequence_length:
+            raise ApiError(
+                400, "context_length_exceeded",
+                f"the maximum context length is {self.limits.max_sequence_length} tokens for prompt and answer, and "
+                f"the prompt has {planned.num_read}; shorten it", param,
+            )  # fmt: skip
+
+    def _call(self, number: int, session: str | None, planned: Planned, asked: Asked, choice: int) -> Call:
+        limits = self.limits
+        room = limits.max_sequence_length - planned.num_read
+        most = min(limits.max_new_tokens, room, asked.max_new_tokens or room)
+        sampling = None if session is not None else sampling_of(asked, limits.sampling, most)
+        return Call(
+            number, session, planned.after, planned.ids, choice if session is None else planned.branch, most,
+            asked.stop, sampling, asked.seed if session is None else None, asked.stream,
+        )  # fmt: skip
+
+    def _session(self, session: str) -> Session:
+        if session not in self._sessions:
+            raise _over()
+        return self._sessions[session]
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def deliver(self, number: int, completion: Completion) -> None:
+        """Of a call that nobody waits for any more it is forgotten."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is None:
+            return
+        choice = waiting.reader.choice(number, completion)
+        if waiting.call.session is not None:
+            self._sessions[waiting.call.session].answered(number, choice.message, completion)
+        if not waiting.answer.done():  # its client may have hung up
+            waiting.answer.set_result(choice)
+
+    def progress(self, number: int, token_ids: tuple[int, ...]) -> None:
+        """All tokens of a call so far."""
+        waiting = self._waiting.get(number)
+        if waiting is not None and waiting.show is not None:
+            waiting.show(token_ids)
+
+    def abort(self, why: str) -> None:
+        """All calls that wait get 503."""
+        self._fail(ApiError(503, "no_rollout", why), lambda waiting: True)
+
+    def _fail(self, error: ApiError, concerned: Callable[[Waiting], bool]) -> None:
+        for number, waiting in [item for item in self._waiting.items() if concerned(item[1])]:
+            del self._waiting[number]
+            session = self._sessions.get(waiting.call.session or "")
+            if session is not None:
+                session.forget(number)
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+                waiting.answer.exception()  # one choice of several tells the client; asyncio would log the others
+
+
+def sampling_of(asked: Asked, default: SamplingParams, max_new_tokens: int) -> SamplingParams:
+    """What the caller asks for, and ``default`` where it leaves something open. Temperature 0 is greedy."""
+    temperature = default.temperature if asked.temperature is None else asked.temperature
+    return replace(
+        default,
+        temperature=temperature or 1.0,
+        greedy=temperature == 0 or (asked.temperature is None and default.greedy),
+        top_k=default.top_k if asked.top_k is None else asked.top_k,
+        top_p=default.top_p if asked.top_p is None else asked.top_p,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(dict.fromkeys((*default.stop, *asked.stop))),
+    )
+
+
+def _root(ids: list[int] | tuple[int, ...]) -> Planned:
+    return Planned(None, tuple(ids), 0, len(ids))
+
+
+def _over() -> ApiError:
+    return ApiError(410, "session_over", "no such session is open: its sample has its reward, or it never began")

@@ -1,0 +1,185 @@
+"""OpenAI's routes over HTTP, in a thread with an event loop of its own.
+
+    GET  /health                       without a token
+    GET  /v1/models, /v1/models/{model}
+    POST /v1/chat/completions, /v1/completions
+    ...  /sessions/{session}/v1/...    the same for a sample that is trained on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvloop
+from aiohttp import web
+
+from megatron_rl.endpoint.answers import Envelope, usage_of
+from megatron_rl.endpoint.desk import Desk, Waiting
+from megatron_rl.endpoint.fields import ApiError
+from megatron_rl.endpoint.protocol import Asked, read_chat, read_text
+from megatron_rl.endpoint.streaming import Stream
+from megatron_rl.errors import ConfigError, one_line
+from megatron_rl.json_text import check_bounds, loads
+
+MAX_BODY_BYTES = 16 * 2**20
+_SHUTDOWN_SECONDS = 1.0
+"""For answers that are being written when the endpoint closes."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpThread:
+    """Serves a `Desk` from `start` to `close`."""
+
+    def __init__(self, desk: Desk, token: str, host: str, port: int) -> None:
+        self._desk, self._token, self._address = desk, token, (host, port)
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        """Listen; ``url`` is known afterwards.
+
+        Raises:
+            ConfigError: the address cannot be had.
+        """
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+
+    def close(self) -> None:
+        """Calls that wait get 503, and nothing listens afterwards. Safe to call again."""
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, do: Callable[..., None], *arguments: Any) -> None:
+        """``do`` in the thread; in the order asked."""
+        self._loop.call_soon_threadsafe(do, *arguments)
+
+    async def _listen(self) -> None:
+        host, port = self._address
+        self._runner = web.AppRunner(
+            create_app(self._desk, self._token), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
+        )
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except (OSError, OverflowError) as error:
+            await self._runner.cleanup()
+            raise ConfigError([f"cannot listen on {host}:{port} ({error}); give another host or port"]) from error
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+
+    async def _stop(self) -> None:
+        self._desk.abort("the endpoint closes: no more answers are drawn")
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
+def create_app(desk: Desk, token: str) -> web.Application:
+    """The routes; all but ``/health`` need ``token``."""
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_telling_errors, _asking_for(token)])
+    app.router.add_get("/health", _health)
+    routes = Routes(desk)
+    for prefix in ("/v1", "/sessions/{session}/v1"):
+        app.router.add_get(f"{prefix}/models", routes.models)
+        app.router.add_get(f"{prefix}/models/{{model}}", routes.model)
+        app.router.add_post(f"{prefix}/chat/completions", routes.chat)
+        app.router.add_post(f"{prefix}/completions", routes.completions)
+    return app
+
+
+class Routes:
+    """What each route answers."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        name = desk.limits.model_name
+        self._model = {"id": name, "object": "model", "created": 0, "owned_by": "megatron-rl"}
+        self._model["max_model_len"] = desk.limits.max_sequence_length
+
+    async def models(self, request: web.Request) -> web.Response:
+        """The one model there is."""
+        return web.json_response({"object": "list", "data": [self._model]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """The same by its name."""
+        self._desk.check_model(request.match_info["model"])
+        return web.json_response(self._model)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """An answer to messages."""
+        asked = read_chat(await _body(request), self._desk.check_tools)
+        stream = Stream.of(asked.asked)
+        waiting = self._desk.ask_chat(request.match_info.get("session"), asked, stream and stream.shower)
+        return await self._answer(request, Envelope("chat.completion", asked.asked.model), asked.asked, waiting, stream)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Answers to prompts."""
+        asked = read_text(await _body(request), self._desk.tokenizer.vocab_size)
+        stream = Stream.of(asked.asked)
+        waiting = self._desk.ask_text(request.match_info.get("session"), asked, stream and stream.shower)
+        return await self._answer(request, Envelope("text_completion", asked.asked.model), asked.asked, waiting, stream)
+
+    async def _answer(
+        self, request: web.Request, envelope: Envelope, asked: Asked, waiting: list[Waiting], stream: Stream | None
+    ) -> web.StreamResponse:
+        decoder = self._desk.tokenizer if asked.logprobs else None
+        # Each prompt counts once, as its choices share it.
+        read = sum(each.num_read for each in waiting[:: asked.n])
+        if stream is not None:
+            return await stream.write(request, envelope, waiting, read, decoder)
+        choices = await asyncio.gather(*(each.answer for each in waiting))
+        return web.json_response(envelope.whole(choices, usage_of(read, choices), decoder))
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def _body(request: web.Request) -> Any:
+    """The JSON of the request; raises ApiError."""
+    data = await request.read()
+    try:
+        body = loads(data)
+        check_bounds(body)
+    except ValueError as error:
+        raise ApiError(400, "invalid_json", f"the body is not JSON: {one_line(str(error), 200)}") from error
+    return body
+
+
+def _asking_for(token: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path != "/health" and not hmac.compare_digest(given, expected):
+            raise ApiError(401, "invalid_api_key", "the token is missing or wrong: give it as the API key")
+        return await handler(request)
+
+    return authenticate
+
+
+@web.middleware
+async def _telling_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """All errors have OpenAI's form."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        told = error
+    except web.HTTPRequestEntityTooLarge:
+        told = ApiError(413, "too_large", f"the body has more than {MAX_BODY_BYTES // 2**20} MiB")
+    except web.HTTPMethodNotAllowed as error:
+        allowed = error.headers["Allow"]
+        told = ApiError(405, "method_not_allowed", f"{request.method} is not for {request.path}; {allowed} is")
+    except web.HTTPNotFound:
+        told = ApiError(404, "not_found", f"there is no {request.path[:200]}; see /v1/models, /v1/chat/completions")
+    return web.json_response(told.body, status=told.status)

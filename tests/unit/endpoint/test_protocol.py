@@ -1,0 +1,151 @@
+"""Requests in OpenAI's format: what is read, and how everything else is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_rl.endpoint.fields import ApiError
+from megatron_rl.endpoint.protocol import Asked, ChatRequest, TextRequest, read_chat, read_text
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def tools_as_they_are(tools: list[Any]) -> tuple[Any, ...]:
+    if tools == ["bad"]:
+        raise ValueError("the first is no function")
+    return tuple(tools)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return read_chat({"model": "policy", "messages": [USER], **fields}, tools_as_they_are)
+
+
+def text(**fields: Any) -> TextRequest:
+    return read_text({"model": "policy", "prompt": "hi", **fields}, vocab_size=100)
+
+
+def test_all_that_a_chat_may_ask_for():
+    request = chat(
+        max_tokens=9, max_completion_tokens=7, temperature=0, top_p=0.5, top_k=-1, n=3, seed=-4, stop=["a", "b", "a"],
+        stream=True, stream_options={"include_usage": True}, logprobs=True, tools=[TOOL], tool_choice="auto",
+    )  # fmt: skip
+    assert request.asked == Asked("policy", 3, 7, 0.0, 0.5, 0, -4, ("a", "b"), True, True, True)
+    assert (request.tools, request.reads_calls) == ((TOOL,), True)
+    assert not chat(tools=[TOOL], tool_choice="none").reads_calls
+    assert chat() == chat(n=None, seed=None, stop=None, logit_bias={}, presence_penalty=0, user="me", store=False,
+                          top_logprobs=0, response_format={"type": "text"}, max_tokens=None, tools=None)  # fmt: skip
+
+
+def test_messages_come_in_one_form():
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?"}]
+    echoed = {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "audio": None}
+    result = {"role": "tool", "tool_call_id": "a", "content": "5"}
+    request = chat(messages=[{"role": "developer", "content": "Be brief."}, USER | {"content": parts}, echoed, result])
+    assert request.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2 + 3?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        result,
+    )
+
+
+def test_prompts():
+    assert text().prompts == ("hi",)
+    assert text(prompt=[1, 2]).prompts == ((1, 2),)
+    assert text(prompt=["a", "b"]).prompts == ("a", "b")
+    assert text(prompt=[[1], [2, 3]]).prompts == ((1,), (2, 3))
+    assert text(logprobs=0).asked.logprobs
+    assert not text(best_of=1).asked.logprobs
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "why"),
+    [
+        ({"messages": None}, "messages", "is missing"),
+        ({"messages": []}, "messages", "is empty"),
+        ({"messages": "hi"}, "messages", "is 'hi'; give a list"),
+        ({"messages": ["hi"]}, "messages[0]", "is 'hi'; give an object"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role", "is missing"),
+        ({"messages": [USER, {"role": "bot", "content": "hi"}]}, "messages[1].role", "'bot'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "is 3"),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "only texts"),
+        ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls", "are of the assistant"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", "missing"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].tool_call_id", "is missing"),
+        ({"messages": [USER | {"weight": 1}]}, "messages[0].weight", "no field"),
+        ({"model": None}, "model", "is missing"),
+        ({"n": 0}, "n", "from 1 to 128"),
+        ({"n": 1.0}, "n", "a whole number"),
+        ({"n": True}, "n", "a whole number"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"temperature": -1}, "temperature", "is -1.0"),
+        ({"temperature": 1e-9}, "temperature", "is 1e-09"),
+        ({"temperature": "hot"}, "temperature", "a number"),
+        ({"top_p": 0}, "top_p", "leaves no token"),
+        ({"top_p": 1.1}, "top_p", "from 0 to 1"),
+        ({"seed": 2**63}, "seed", "from"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": [""]}, "stop[0]", "is empty"),
+        ({"stop": [3]}, "stop[0]", "give a text"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"top_logprobs": 2}, "top_logprobs", "not supported"),
+        ({"logprobs": 1}, "logprobs", "true or false"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "or give {'type': 'text'}"),
+        ({"logit_bias": {"3": 1}}, "logit_bias", "not supported"),
+        ({"presence_penalty": 0.1}, "presence_penalty", "or give 0"),
+        ({"frequency_penalty": -1}, "frequency_penalty", "or give 0"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "leave it out"),
+        ({"functions": [{}]}, "functions", "not supported"),
+        ({"made_up": 1}, "made_up", "no field that is known"),
+        ({"tools": ["bad"]}, "tools", "the first is no function"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "nothing makes the model heed"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "nothing makes the model heed"),
+        ({"tool_choice": "auto"}, "tool_choice", "no 'tools'"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
+    ],
+)
+def test_chats_that_are_refused(fields, param, why):
+    _assert_refused(chat, fields, param, why)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "why"),
+    [
+        ({"prompt": None}, "prompt", "is missing"),
+        ({"prompt": 3}, "prompt", "is 3"),
+        ({"prompt": [1, 100]}, "prompt", "token id 100"),
+        ({"prompt": [1, -1]}, "prompt", "token id -1"),
+        ({"prompt": ["a", 3]}, "prompt[1]", "is 3"),
+        ({"prompt": ["a", [True]]}, "prompt[1]", "is [True]"),
+        ({"prompt": ["a"] * 257}, "prompt", "at most 256"),
+        ({"logprobs": 1}, "logprobs", "is 1"),
+        ({"logprobs": True}, "logprobs", "a whole number"),
+        ({"echo": True}, "echo", "or give False"),
+        ({"suffix": "end"}, "suffix", "not supported"),
+        ({"best_of": 2}, "best_of", "choose among them"),
+        ({"messages": [USER]}, "messages", "no field"),
+    ],
+)
+def test_completions_that_are_refused(fields, param, why):
+    _assert_refused(text, fields, param, why)
+
+
+def _assert_refused(read, fields, param, why):
+    with pytest.raises(ApiError) as refused:
+        read(**fields)
+    error = refused.value.body["error"]
+    assert refused.value.status == 400
+    assert error["param"] == param
+    assert why in error["message"]
+    assert len(error["message"]) < 400
+    assert "\n" not in error["message"]
+
+
+def test_a_body_that_is_no_object():
+    with pytest.raises(ApiError, match="give a JSON object"):
+        read_chat([1], tools_as_they_are)
