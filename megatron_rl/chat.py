@@ -44,6 +44,8 @@ class ChatFormat:
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas as in OpenAI's API: ``{"type": "function", "function": {"name", "description", "parameters"}}``. Empty:
     those of the level below."""
+    tool_call_parser: str | None = None
+    """What reads the model's calls, by name. None: what the template's words say."""
 
     def over(self, below: ChatFormat) -> ChatFormat:
         """Both levels in one."""
@@ -54,6 +56,7 @@ class ChatFormat:
             below.system_prompt if self.system_prompt is None else self.system_prompt,
             chosen.path,
             self.tools or below.tools,
+            self.tool_call_parser or below.tool_call_parser,
         )
 
     def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:

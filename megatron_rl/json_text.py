@@ -36,6 +36,14 @@ def loads(text: bytes | str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def first_value(text: str, start: int) -> tuple[Any, int]:
+    """The value that begins at ``start``, and where it ends; as strict as ``loads``."""
+    try:
+        return _STRICT.raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
@@ -48,6 +56,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key[:80]!r} occurs twice")
         value[key] = item
     return value
+
+
+_STRICT = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
 
 
 def check_bounds(value: object) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_rl.environments.grading import Grader
     from megatron_rl.families.family import Family
     from megatron_rl.quantization.recipe import Recipe
+    from megatron_rl.tool_calls.parser import Parser
 
 T = TypeVar("T")
 
@@ -187,3 +188,4 @@ RECIPES: Registry[Recipe] = Registry("quantisation recipe", "megatron_rl.quantiz
 BACKENDS: Registry[Backend] = Registry("attention backend", "megatron_rl.attention.backends", "BACKEND")
 FAMILIES: Registry[Family] = Registry("model family", "megatron_rl.families.known", "FAMILY")
 GRADERS: Registry[Grader] = Registry("grader", "megatron_rl.environments.grading", "judge")
+PARSERS: Registry[Parser] = Registry("parser of tool calls", "megatron_rl.tool_calls.parsers", "PARSER")

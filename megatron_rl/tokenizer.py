@@ -11,6 +11,8 @@ from typing import Any
 from megatron_rl.chat import ChatFormat
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
 from megatron_rl.families.hf_config import end_token_ids, read_object
+from megatron_rl.registry import PARSERS
+from megatron_rl.tool_calls import parser_for
 from megatron_rl.types import Message, Prompt
 
 Tools = Sequence[Mapping[str, Any]]
@@ -192,10 +194,24 @@ class Tokenizer:
         """True when chats of ``environment`` can be rendered."""
         return bool(self.chat_format(environment).template or self._backend.chat_template)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out."""
+    def tool_call_parser(self, environment: str = "") -> str:
+        """Which of `registry.PARSERS` reads the calls of tools in chats of ``environment``; empty: none is known."""
+        chat = self.chat_format(environment)
+        if chat.tool_call_parser is not None:
+            return chat.tool_call_parser
+        try:
+            return parser_for(self._backend.get_chat_template(chat.template, tools=[{}]))
+        except ValueError:  # there is no template, or none of several is the default
+            return ""
+
+    def decode(self, token_ids: Sequence[int], calls_of: str = "") -> str:
+        """Text of the ids, special tokens left out but for those that the parser ``calls_of`` reads calls by."""
+        kept = PARSERS.get(calls_of).markers if calls_of else ()
+        left_out = {number for text, number in self.special_tokens.items() if text not in kept} if kept else set()
         return self._backend.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [number for number in token_ids if number not in left_out],
+            skip_special_tokens=not kept,
+            clean_up_tokenization_spaces=False,
         )
 
     def decode_raw(self, token_ids: Sequence[int]) -> str:

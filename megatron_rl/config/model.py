@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_rl.config.flags import Finding, divisors, flag, nearest_multiples
 from megatron_rl.errors import Problem
 from megatron_rl.families.layout import MOST_EXPERTS, MOST_LAYERS
+from megatron_rl.registry import PARSERS
 
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
@@ -140,6 +141,9 @@ class TokenizerConfig:
     """Variables for the chat template as a JSON object, for example '{"enable_thinking": false}'."""
     system_prompt: str | None = flag(None)
     """System message of chats that have none of their own."""
+    rl_tool_call_parser: str = flag("auto", names_of=PARSERS)
+    """What reads the model's calls of tools: auto, which goes by the words of the chat template, a name, or
+    file.py:PARSER."""
     vocab_size: int | None = flag(None, ge=1, le=100_000_000)
     """Rows of the embedding, before padding, where the model has more than the tokenizer has tokens."""
     make_vocab_size_divisible_by: int = flag(128, ge=1, le=1_000_000)

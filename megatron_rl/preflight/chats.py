@@ -16,6 +16,7 @@ from megatron_rl.config import RLConfig
 from megatron_rl.environments.loading import Surveyed
 from megatron_rl.errors import ConfigError, Problem, one_line, shorten
 from megatron_rl.json_text import loads
+from megatron_rl.registry import PARSERS
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Message
 
@@ -29,9 +30,9 @@ def chat_format(config: RLConfig) -> ChatFormat:
     """What the flags say of chats.
 
     Raises:
-        ConfigError: the template cannot be read, or the variables are no JSON object.
+        ConfigError: the template cannot be read, the variables are no JSON object, or there is no such parser of calls.
     """
-    asked, problems, template, kwargs = config.tokenizer, [], None, {}
+    asked, problems, template, kwargs, parser = config.tokenizer, [], None, {}, None
     if asked.chat_template is not None:
         try:
             template = read_template(asked.chat_template)
@@ -48,9 +49,15 @@ def chat_format(config: RLConfig) -> ChatFormat:
             )
         if refusal is not None:
             problems.append(Problem("--chat-template-kwargs", f"--chat-template-kwargs {refusal}"))
+    if asked.rl_tool_call_parser != "auto":
+        parser = asked.rl_tool_call_parser
+        try:
+            PARSERS.get(parser)
+        except ConfigError as error:
+            problems += [Problem("--rl-tool-call-parser", f"--rl-tool-call-parser: {line}") for line in error.lines]
     if problems:
         raise ConfigError(problems)
-    return ChatFormat(template, kwargs, asked.system_prompt, asked.chat_template)
+    return ChatFormat(template, kwargs, asked.system_prompt, asked.chat_template, tool_call_parser=parser)
 
 
 def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokenizer) -> Iterator[Problem]:
@@ -70,6 +77,12 @@ def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokeni
         elif chat not in rendered:
             rendered.append(chat)
             yield from template_problems(own, item.name)
+        if chat.tools and own.has_chat_template(item.name) and not own.tool_call_parser(item.name):
+            yield Problem(
+                "--rl-tool-call-parser",
+                f"{item.name} has tools, and its chat template writes calls in a form that no parser knows "
+                f"({', '.join(PARSERS.names())}); name one with --rl-tool-call-parser, or your own, file.py:PARSER",
+            )
     sources = [chat.template for chat in rendered]
     if rendered and None not in sources:  # None: the tokenizer has several
         yield from _unread(tokenizer.chat_format(), chats, sources)

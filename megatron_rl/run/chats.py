@@ -19,6 +19,7 @@ _NAMES = {
     "template_kwargs": "chat template kwargs",
     "system_prompt": "system prompt",
     "tools": "list of tools",
+    "tool_call_parser": "parser of tool calls",
 }
 
 
@@ -30,6 +31,10 @@ class PromptFormats:
         names = {environment for environment, prompt in prompts if not isinstance(prompt, str)}
         self._tokenizer = tokenizer
         self._found = {name: tokenizer.chat_format(name).fingerprints() for name in sorted(names)}
+        for name in names:
+            if tokenizer.chat_format(name).tools:
+                self._found[name]["tool_call_parser"] = parser = tokenizer.tool_call_parser(name)
+                logger.info("%s: calls of its tools are read by the parser %s", name, parser)
 
     def warn_of_open_ends(self, config: RLConfig) -> None:
         """Tell where a chat model's turn closes with a token that ends no answer: it would go on to its limit.
