@@ -76,16 +76,19 @@ def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokeni
             )
         elif chat not in rendered:
             rendered.append(chat)
-            yield from template_problems(own, item.name)
-        if chat.tools and own.has_chat_template(item.name) and not own.tool_call_parser(item.name):
-            yield Problem(
-                "--rl-tool-call-parser",
-                f"{item.name} has tools, and its chat template writes calls in a form that no parser knows "
-                f"({', '.join(PARSERS.names())}); name one with --rl-tool-call-parser, or your own, file.py:PARSER",
-            )
+            yield from list(template_problems(own, item.name)) or _parser_problems(own, item.name)
     sources = [chat.template for chat in rendered]
     if rendered and None not in sources:  # None: the tokenizer has several
         yield from _unread(tokenizer.chat_format(), chats, sources)
+
+
+def _parser_problems(tokenizer: Tokenizer, name: str) -> Iterator[Problem]:
+    if tokenizer.chat_format(name).tools and not tokenizer.tool_call_parser(name):
+        yield Problem(
+            "--rl-tool-call-parser",
+            f"{name} has tools, and its chat template writes calls in a form that no parser knows "
+            f"({', '.join(PARSERS.names())}); name one with --rl-tool-call-parser, or your own, file.py:PARSER",
+        )
 
 
 def _without_chats(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[Problem]:

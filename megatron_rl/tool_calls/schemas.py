@@ -56,8 +56,11 @@ def _checked_name(tool: object) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"has the name {shorten(name)}; give 1 to 64 letters, digits, or one of _.-")
-    dumps(tool)
-    parameters = function.get("parameters") or EMPTY
+    try:
+        dumps(tool)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    parameters = _parameters(function)
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise ValueError(f"({name}) has the parameters {shorten(parameters)}; give a JSON schema of type object")
     try:
@@ -89,7 +92,11 @@ def _check_schema(schema: object) -> None:
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
     """The schema of the arguments of each function, by name; of tools that are checked."""
     functions = (tool["function"] for tool in tools)
-    return {function["name"]: function.get("parameters") or EMPTY for function in functions}
+    return {function["name"]: _parameters(function) for function in functions}
+
+
+def _parameters(function: Mapping[str, Any]) -> Any:
+    return EMPTY if function.get("parameters") is None else function["parameters"]
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:

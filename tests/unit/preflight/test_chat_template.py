@@ -101,13 +101,15 @@ def test_a_template_that_leaves_out_the_system_prompt(tokenizer: Path) -> None:
         ({"chat_template_kwargs": "[1]"}, 'is [1]; give a JSON object, such as {"enable_thinking": false}'),
         ({"chat_template_kwargs": '{"tokenize": true}'}, "has 'tokenize', which is not for the template to know"),
         ({"chat_template_kwargs": '{"a": NaN}'}, "is not JSON (NaN is not JSON)"),
+        ({"rl_tool_call_parser": "herms"}, "there is no parser of tool calls 'herms': did you mean hermes?"),
+        ({"rl_tool_call_parser": "none.py:P"}, "parser of tool calls 'none.py:P' cannot be imported"),
     ],
 )
 def test_flags_that_cannot_be_read_are_one_line(flags: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError) as refused:
         chat_format(tiny_config(**flags))
     [line] = refused.value.lines
-    assert line.startswith(f"--{next(iter(flags)).replace('_', '-')} ") and fault in line
+    assert line.startswith(f"--{next(iter(flags)).replace('_', '-')}") and fault in line
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
@@ -164,5 +166,10 @@ def test_a_template_that_shows_no_tools(tokenizer: Path) -> None:
         "chat template own.jinja shows the model no tools, and talk has some; mend it, or use the tokenizer's own"
     )
     shown = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + CHATML
-    assert _chat_lines(tokenizer, [_found("talk", True, ChatFormat(shown, tools=tools))]) == []
+    hermes = shown + "{% if false %}<tool_call>{'name': n, 'arguments': a}{% endif %}"
+    assert _chat_lines(tokenizer, [_found("talk", True, ChatFormat(hermes, tools=tools))]) == []
+    unknown = [_found("talk", True, ChatFormat(shown, tools=tools))]
+    [line] = _chat_lines(tokenizer, unknown)
+    assert line.startswith("talk has tools, and its chat template writes calls in a form that no parser knows (glm, h")
+    assert _chat_lines(tokenizer, unknown, rl_tool_call_parser="llama") == []
     assert _chat_lines(tokenizer, [_found("sums", False, ChatFormat(tools=tools))]) == []

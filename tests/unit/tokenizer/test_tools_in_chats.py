@@ -7,11 +7,13 @@ import runpy
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_rl.chat import ChatFormat
 from megatron_rl.errors import CheckpointError
 from megatron_rl.run.chats import PromptFormats
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
+from tests.support.tiny import write_tokenizer
 
 ROOT = Path(__file__).parents[3]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -81,5 +83,50 @@ def test_a_resume_compares_the_tools(tokenizer: Tokenizer) -> None:
     formats(TOOL).load_state_dict(formats(json.loads(json.dumps(TOOL))).state_dict())
     assert "tools" not in formats().state_dict()["a"], "as in checkpoints from before there were tools"
     for began, goes_on in (((TOOL,), (TOOL, OTHER)), ((), (TOOL,)), ((TOOL,), ())):
-        with pytest.raises(CheckpointError, match="the chats of 'a' have another list of tools than when"):
+        with pytest.raises(CheckpointError, match="the chats of 'a' have another list of tools"):
             formats(*goes_on).load_state_dict(json.loads(json.dumps(formats(*began).state_dict())))
+
+
+HERMES = WITH_TOOLS + "{% if false %}<tool_call>{'name': name, 'arguments': arguments}</tool_call>{% endif %}"
+GLM = WITH_TOOLS + "{% if false %}<tool_call>{{ name }}<arg_key>a</arg_key><arg_value>b</arg_value>{% endif %}"
+
+
+def test_the_parser_goes_by_the_template_or_by_the_flag(tokenizer: Tokenizer) -> None:
+    run = tokenizer.formatting(ChatFormat(HERMES), {"glm": ChatFormat(GLM), "plain": ChatFormat(PLAIN)})
+    assert [run.tool_call_parser(name) for name in ("", "glm", "plain")] == ["hermes", "glm", ""]
+    named = run.formatting(ChatFormat(HERMES, tool_call_parser="llama"))
+    assert [named.tool_call_parser(name) for name in ("", "glm", "plain")] == ["llama"] * 3
+
+
+def test_without_a_template_there_is_no_parser(tmp_path: Path) -> None:
+    assert load_tokenizer(str(write_tokenizer(tmp_path))).tool_call_parser() == ""
+
+
+def test_of_several_templates_the_one_for_tools_counts(tmp_path: Path) -> None:
+    settings = write_tokenizer(tmp_path) / "tokenizer_config.json"
+    templates = {"default": PLAIN, "tool_use": HERMES}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": templates}))
+    several = load_tokenizer(str(tmp_path))
+    assert several.tool_call_parser() == "hermes" and not several.ignores_tools()
+
+
+def test_special_tokens_that_calls_are_read_by_are_decoded(tmp_path: Path) -> None:
+    """Llama's <|python_tag|> is special, and so are <tool_call> in Hermes 3 and the end token, which is no text."""
+    backend = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path))
+    backend.add_special_tokens({"additional_special_tokens": ["<|python_tag|>", "<tool_call>", "</tool_call>"]})
+    special = Tokenizer(backend, "special")
+    ids = special.encode("<|python_tag|><tool_call>3</tool_call>") + [special.end_token_id]
+    assert len(ids) == 5
+    assert special.decode(ids) == special.decode(ids, "") == "3"
+    assert special.decode(ids, "llama") == "<|python_tag|>3"
+    assert special.decode(ids, "hermes") == special.decode(ids, "glm") == "<tool_call>3</tool_call>"
+
+
+def test_a_resume_compares_the_parser_of_tools(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    with_tools, asked = tokenizer.formatting(ChatFormat(HERMES), {"a": ChatFormat(tools=[TOOL])}), [("a", ASKED)]
+    with caplog.at_level("INFO"):
+        began = PromptFormats(with_tools, asked).state_dict()
+    assert "a: calls of its tools are read by the parser hermes" in caplog.text
+    PromptFormats(with_tools.formatting(ChatFormat(HERMES, tool_call_parser="hermes")), asked).load_state_dict(began)
+    with pytest.raises(CheckpointError, match="have another parser of tool calls than when the run began"):
+        PromptFormats(with_tools.formatting(ChatFormat(HERMES, tool_call_parser="glm")), asked).load_state_dict(began)
