@@ -55,6 +55,7 @@ setup(
     extras_require={
         # harness environments and judges; verifiers 0.4 needs a version below 3
         "agents": ["openai>=2.0,<3"],
+        "verifiers": ["verifiers>=0.4,<0.5"],
         # transformers loads quantised exports with these, and asks for these versions
         "export": ["accelerate>=1.1.0", "compressed-tensors>=0.15.0"],
         "te": ["transformer-engine[pytorch]>=2.8"],
@@ -68,6 +69,7 @@ setup(
             "accelerate>=1.1.0",
             "compressed-tensors>=0.15.0",
             "openai>=2.0,<3",
+            "verifiers>=0.4,<0.5",
         ],
     },
     entry_points={

@@ -172,6 +172,13 @@ class HarnessEnvironment(Environment):
     run_deadline: float = 600.0
     """Seconds that one sample may take before its process is killed; it is then masked with the code ``timeout``."""
 
+    @classmethod
+    def preload(cls, options: Mapping[str, Any]) -> None:
+        """Imports what every sample needs, once, in the process that theirs are forked from.
+
+        It must leave no thread and no open connection behind: what is alive belongs into ``__init__`` or ``run``.
+        """
+
     @abstractmethod
     def run(self, task: Task, client: openai.OpenAI) -> float | Grade:
         """The reward of one sample; ``async def run`` is given an ``openai.AsyncOpenAI``.

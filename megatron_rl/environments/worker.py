@@ -63,7 +63,10 @@ def main() -> None:
         for reference, options in settings["environments"]:
             with contextlib.suppress(Exception, SystemExit):  # told by its first request
                 # a harness is set up in its worker: what it keeps alive, threads and sockets, is no fork's to share
-                find_environment(reference) if settings["scratch"] else _environment(reference, dumps(options))
+                if settings["scratch"]:
+                    find_environment(reference).preload(options)
+                else:
+                    _environment(reference, dumps(options))
         gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
         grading = _Grading(pool, settings)
         try:
