@@ -267,6 +267,21 @@ class Rollout:
     """Of a harness, which writes its own; None: the group's."""
     branches: tuple[Branch, ...] = ()
 
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """Of all its sequences, its own first."""
+        return (self.completion, *(branch.completion for branch in self.branches))
+
+    @property
+    def num_written(self) -> int:
+        """Number of tokens the model wrote in all its sequences."""
+        return sum(completion.num_written for completion in self.completions)
+
+    @property
+    def truncated(self) -> bool:
+        """True when a sequence was cut at its length limit."""
+        return any(completion.finish_reason == "length" for completion in self.completions)
+
 
 @dataclass(frozen=True)
 class RolloutGroup:
@@ -281,10 +296,18 @@ class RolloutGroup:
         """False while the grade of a sample has failed."""
         return not any(rollout.grade.failed for rollout in self.rollouts)
 
+    def sequences(self, rollout: Rollout) -> tuple[Branch, ...]:
+        """All sequences of one of its samples, each with its prompt; its own first."""
+        own = self.prompt_ids if rollout.prompt_ids is None else rollout.prompt_ids
+        return (Branch(own, rollout.completion), *rollout.branches)
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence ready for training, on the CPU (prompt followed by completion)."""
+    """One sequence ready for training, on the CPU (prompt followed by completion).
+
+    A sample of a harness may have several: each is one of these, with the same ``sample_id`` and reward.
+    """
 
     token_ids: torch.Tensor
     """[L] int64."""
@@ -294,7 +317,7 @@ class Sample:
     inference_logprobs: torch.Tensor
     """[L] fp32, 0 at prompt positions and in supervised samples, which nothing sampled."""
     sample_id: int = 0
-    """Unique in the step; ties a sample to its row in the rollout records."""
+    """Of the sample in the step; ties it to its rows in the rollout records."""
     environment_spans: tuple[tuple[int, int], ...] = ()
     """``[start, end)`` within ``token_ids``, after the prompt, of tokens without loss: the model read them."""
     policy_version: int = 0
@@ -303,6 +326,12 @@ class Sample:
     """See `Completion.older`; the ends are within ``token_ids``."""
     routing: torch.Tensor | None = None
     """[L, layers, k], see `Completion.routing`."""
+    sequence: int = 0
+    """Number among the sample's sequences; number 0 is always there."""
+    tokens_elsewhere: int = 0
+    """Tokens that the policy wrote in the sample's other sequences."""
+    truncated: bool = False
+    """The sequence was cut at its length limit."""
 
     @property
     def length(self) -> int:

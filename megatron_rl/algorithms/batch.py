@@ -43,9 +43,7 @@ class StepRewards:
     in_loss: Tensor
     """[N] bool: the samples that are trained on."""
     loss_tokens: Tensor
-    """[N] int64: tokens of the sample that the policy wrote."""
-    truncated: Tensor
-    """[N] bool: the answer was cut at its length limit."""
+    """[N] int64: tokens of the sample that the policy wrote, in all its sequences."""
     parts: Tensor | None = None
     """[N, R] fp32: the rewards that the advantage names (`reward_names`); None where it names none."""
     policy_version: int = 0
@@ -80,7 +78,8 @@ class TokenBatch:
     lengths: tuple[int, ...]
     """The B sequence lengths as host integers, so that no kernel launch waits for the device."""
     sample_ids: tuple[int, ...]
-    """The sample of each sequence, the padding left out."""
+    """The sample of each sequence, the padding left out. A harness's sample may have several: the others are here, in
+    other micro-batches or on other ranks, but always in the same update."""
     loss_mask: Tensor
     """[T] fp32, 1 where the policy wrote the token."""
     rewards: Tensor
@@ -89,6 +88,12 @@ class TokenBatch:
     """[T], of the engine that drew the tokens; 0 where ``loss_mask`` is 0."""
     versions: Tensor
     """[T] int64: how many steps had changed the policy that drew the token."""
+    sequence_numbers: Tensor
+    """[B] int64: each sequence's number in its sample."""
+    tokens_elsewhere: Tensor
+    """[B] int64: tokens that the policy wrote in the sample's other sequences, wherever these are."""
+    truncated: Tensor
+    """[B] bool: the sequence was cut at its length limit."""
     padding: int = 0
     """Trailing tokens of dummy sequences that only round T up (last in ``lengths``)."""
     routing: Tensor | None = None
@@ -159,6 +164,14 @@ class TokenBatch:
         """Loss tokens of each sequence: [B] int64."""
         return self.sequence_sums(self.loss_mask).long()
 
+    def sample_tokens(self) -> Tensor:
+        """Loss tokens of each sequence's sample, in all its sequences: [B] int64.
+
+        Of tokens that `trusted_mask` leaves out those of the sequence itself are not counted; those of others, which
+        may be in another micro-batch, are.
+        """
+        return self.loss_tokens() + self.tokens_elsewhere
+
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
     """``log(numerator / denominator)`` of each token, within ``LOG_RATIO_LIMIT``, 0 at masked positions.
@@ -175,13 +188,16 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
     The trainer sums ``per_token * weights`` and the denominators over all micro-batches and data-parallel ranks of an
     update and divides once. No micro-batch has a denominator of its own, so two micro-batches equal one.
 
-    =================  =================================  ============================================
-    kind               weight of a loss token             denominator
-    =================  =================================  ============================================
-    ``token-mean``     1                                  number of loss tokens
-    ``sequence-mean``  1 / loss tokens of its sequence    number of sequences with loss tokens
-    ``constant``       1 / constant (Dr. GRPO)            number of sequences with loss tokens
-    =================  =================================  ============================================
+    =================  ===============================  ==========================================
+    kind               weight of a loss token           denominator
+    =================  ===============================  ==========================================
+    ``token-mean``     1                                number of loss tokens
+    ``sequence-mean``  1 / loss tokens of its sample    number of samples with loss tokens
+    ``constant``       1 / constant (Dr. GRPO)          number of samples with loss tokens
+    =================  ===============================  ==========================================
+
+    Most samples are one sequence. Of those of several all tokens count, so a sample's weight does not grow with the
+    number of its sequences; its first one counts it in the denominator.
 
     Args:
         kind: the reduction.
@@ -195,10 +211,11 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
     in_loss = batch.in_loss
     if kind == "token-mean":
         return in_loss.float(), in_loss.sum()
-    lengths = batch.loss_tokens()
+    lengths = batch.sample_tokens()
+    samples = ((lengths > 0) & (batch.sequence_numbers == 0)).sum()
     if kind == "constant":
-        return in_loss.float() / constant, (lengths > 0).sum()
-    return torch.where(in_loss, 1 / lengths.clamp_min(1)[batch.sequence_index], 0.0), (lengths > 0).sum()
+        return in_loss.float() / constant, samples
+    return torch.where(in_loss, 1 / lengths.clamp_min(1)[batch.sequence_index], 0.0), samples
 
 
 def summed(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -77,7 +77,8 @@ class BalanceLosses:
         ``sum over layers of coefficient x (sum_g D_g loss_g) / (sum_g D_g)``
 
     over all groups of all micro-batches and replicas. A group is a sequence (``seq_aux_loss``, and the z-loss alone),
-    so neither micro-batches nor layouts change it. With ``aux_loss`` it is a micro-batch.
+    so neither micro-batches nor layouts change it. With ``aux_loss`` it is a micro-batch. Where the loss counts samples
+    a sequence counts as its share of its sample's tokens.
     """
 
     def __init__(self, config: RLConfig, device: torch.device, of_critic: bool = False) -> None:
@@ -98,7 +99,8 @@ class BalanceLosses:
     def during(self, batch: TokenBatch, tensor_group: dist.ProcessGroup | None) -> BalancePass:
         """For a forward pass over ``batch``; ``tensor_group`` of the ranks that cut its tokens once more, or None."""
         counts = batch.loss_tokens().float()
-        weights = counts if self._counts_tokens else (counts > 0).float()
+        # Of a sample's weight in the policy loss, 1, a sequence has the share of its tokens.
+        weights = counts if self._counts_tokens else counts / batch.sample_tokens().clamp_min(1)
         index = torch.arange(weights.numel(), device=weights.device)[:, None]
         sizes = batch.cu_seqlens.diff().float() * (weights > 0)
         own = batch.sequence_index if batch.share is None else batch.sequence_index[batch.share.local]

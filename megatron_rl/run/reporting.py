@@ -33,7 +33,7 @@ from megatron_rl.parallel.collectives import collect_json, gather_json, gather_v
 from megatron_rl.platform import Platform
 from megatron_rl.run.live_report import LiveReport
 from megatron_rl.run.progress import Progress
-from megatron_rl.trainer.policy import sample_advantages
+from megatron_rl.trainer.policy import sequence_advantages
 from megatron_rl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -125,13 +125,13 @@ class Reporter:
         if not wanted:
             return
         trained = [
-            (sample, update, advantage)
+            (*numbers, update, advantage)
             for update, batches in enumerate(updates)
             for batch in batches
-            for sample, advantage in sample_advantages(batch).items()
+            for numbers, advantage in sequence_advantages(batch).items()
         ]
         everywhere = gather_json(trained, replicas)
-        use = {sample: (update, advantage) for part in everywhere for sample, update, advantage in part}
+        use = {(sample, sequence): use for part in everywhere for sample, sequence, *use in part}
         parts = collect_json(training_rows(step, groups, numbers, use, wanted, decode_raw), replicas)
         if parts is not None:
             rows = sorted((row for part in parts for row in part), key=lambda row: row["group"])
@@ -225,6 +225,7 @@ def _batch_record(update: int, batch: TokenBatch) -> dict[str, object]:
     return {
         "update": update,
         "sample_ids": batch.sample_ids,
+        "sequences": batch.sequence_numbers.tolist()[: len(batch.sample_ids)],
         "lengths": batch.lengths,
         "token_ids": batch.token_ids.tolist(),
         "loss_mask": batch.loss_mask.tolist(),

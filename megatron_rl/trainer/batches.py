@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 
 _NOBODYS = Sample(torch.zeros(2, dtype=torch.int64), 1, 0.0, torch.zeros(2), sample_id=-1)
 """What a rank without samples runs through the experts that it shares."""
-HEADER = 9
-"""Integers that go ahead of a sample's tokens: sample_id, policy_version, length, prompt_length, numbers of spans and
-of older stretches, and layers, experts a token and bytes an expert of its routing (0 without)."""
+HEADER = 12
+"""Integers that go ahead of a sequence's tokens: sample_id, its number, tokens elsewhere, whether it is truncated,
+policy_version, length, prompt_length, numbers of spans and of older stretches, and layers, experts a token and bytes an
+expert of its routing (0 without)."""
 _ROUTING_TYPES = {1: torch.uint8, 2: torch.int16}
 
 
@@ -54,27 +55,28 @@ class BatchBuilder:
         ``batch_size`` are one update, no samples none: an empty one would still move the weights by momentum and
         weight decay.
 
-        Samples are shuffled by ``seed``, then balanced by tokens over the training replicas and exchanged, so a rank
-        trains on samples it did not generate.
+        A sample counts once, however many sequences it has, and they are all in one update. There each is a sequence
+        like any other: they may be in several micro-batches and on several ranks.
+
+        Samples are shuffled by ``seed``, then their sequences are balanced by tokens over the training replicas and
+        exchanged, so a rank trains on samples it did not generate.
         """
-        local = torch.tensor([(s.sample_id, s.length) for s in samples], dtype=torch.int64).view(-1)
+        local = torch.tensor([(*_key(s), s.length) for s in samples], dtype=torch.int64).view(-1)
         # Of all ranks, the same on every one.
-        table = sorted(torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 2).tolist())
+        table = sorted(torch.cat(gather_vectors(local, self.groups.rollout_group)).view(-1, 3).tolist())
         if not table:
             return []
-        ids, lengths = zip(*table, strict=True)
-        order = list(range(len(ids)))
+        order = sorted({sample_id for sample_id, _, _ in table})
         random.Random(seed).shuffle(order)
         num_updates = -(-len(order) // batch_size)
         self._tell_small(len(order), batch_size)
-        update_of: dict[int, int] = {}
-        rank_of: dict[int, int] = {}
+        update_of = {sample_id: place % num_updates for place, sample_id in enumerate(order)}
+        rank_of: dict[tuple[int, int], int] = {}
         for update in range(num_updates):
-            members = sorted(order[update::num_updates])
-            ranks = balance([lengths[i] for i in members], self.groups.data_size)
-            for member, rank in zip(members, ranks, strict=True):
-                update_of[ids[member]], rank_of[ids[member]] = update, rank
-        destination = [rank_of[sample.sample_id] for sample in samples]
+            members = [row for row in table if update_of[row[0]] == update]
+            ranks = balance([length for _, _, length in members], self.groups.data_size)
+            rank_of |= {(sample_id, number): rank for (sample_id, number, _), rank in zip(members, ranks, strict=True)}
+        destination = [rank_of[_key(sample)] for sample in samples]
         group, copies = self.groups.rollout_group, self.groups.context_size
         mine = exchange_samples(samples, destination, group, self.device, copies)
         parts: list[list[Sample]] = [[] for _ in range(num_updates)]
@@ -144,11 +146,11 @@ def exchange_samples(
         copies: ranks of a replica, neighbours in the group: each gets all of its samples.
 
     Returns:
-        This rank's samples, on the CPU, in the order of ``sample_id``.
+        This rank's samples, on the CPU, in the order of ``sample_id`` and ``sequence``.
     """
     num_ranks = dist.get_world_size(rollout_group)
     if num_ranks == 1:  # nothing travels
-        return sorted(local, key=lambda sample: sample.sample_id)
+        return sorted(local, key=_key)
     outgoing = [[torch.zeros(0, dtype=torch.int64)] for _ in range(num_ranks)]
     for sample, replica in zip(local, destination, strict=True):
         flat = _flat(sample)
@@ -160,14 +162,20 @@ def exchange_samples(
     dist.all_to_all_single(sizes_here, torch.tensor(sizes, device=device), group=rollout_group)
     incoming = torch.empty(int(sizes_here.sum()), dtype=torch.int64, device=device)
     dist.all_to_all_single(incoming, torch.cat(parts).to(device), sizes_here.tolist(), sizes, group=rollout_group)
-    return sorted(_samples(incoming.cpu()), key=lambda sample: sample.sample_id)
+    return sorted(_samples(incoming.cpu()), key=_key)
+
+
+def _key(sample: Sample) -> tuple[int, int]:
+    """Unique in the step."""
+    return sample.sample_id, sample.sequence
 
 
 def _flat(sample: Sample) -> Tensor:
     """Header, pairs, tokens, then reward and log-probs as the bits of fp32, and routing 8 bytes at a time: int64."""
     pairs, routing = sample.environment_spans + sample.older, sample.routing
     counts = [len(sample.environment_spans), len(sample.older)]
-    header = [sample.sample_id, sample.policy_version, sample.length, sample.prompt_length, *counts]
+    header = [*_key(sample), sample.tokens_elsewhere, sample.truncated]
+    header += [sample.policy_version, sample.length, sample.prompt_length, *counts]
     header += [0, 0, 0] if routing is None else [*routing.shape[1:], routing.itemsize]
     floats = torch.cat([torch.tensor([sample.reward], dtype=torch.float32), sample.inference_logprobs])
     integers = torch.tensor([*header, *(number for pair in pairs for number in pair)])
@@ -181,7 +189,8 @@ def _flat(sample: Sample) -> Tensor:
 def _samples(flat: Tensor) -> Iterator[Sample]:
     """The inverse of ``_flat``, for any number of samples."""
     while flat.numel():
-        sample_id, version, length, prompt_length, num_spans, num_older, *routed = flat[:HEADER].tolist()
+        sample_id, number, elsewhere, truncated, *header = flat[:HEADER].tolist()
+        version, length, prompt_length, num_spans, num_older, *routed = header
         routing_bytes = length * math.prod(routed)
         pairs, token_ids, floats, routing, flat = flat[HEADER:].tensor_split(
             torch.tensor([2 * (num_spans + num_older), length, length + 1, -(-routing_bytes // 8)]).cumsum(0)
@@ -198,6 +207,9 @@ def _samples(flat: Tensor) -> Iterator[Sample]:
             policy_version=version,
             older=pairs[num_spans:],
             routing=_unpacked(routing, length, *routed) if routing_bytes else None,
+            sequence=number,
+            tokens_elsewhere=elsewhere,
+            truncated=bool(truncated),
         )
 
 

@@ -134,6 +134,9 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
     for sample, first in zip(samples, cu_seqlens.tolist(), strict=False):
         for version, end in reversed(sample.older):  # each stretch from the sample's beginning, the shortest last
             versions[first : first + end] = version
+    of_sequences = torch.tensor(
+        [(s.sequence, s.tokens_elsewhere, s.truncated) for s in samples] + [(0, 0, False)] * len(dummies)
+    ).to(device)
     return TokenBatch(
         token_ids=token_ids.to(device),
         position_ids=position_ids.to(device),
@@ -145,6 +148,9 @@ def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int
         rewards=torch.where(in_loss, rewards, 0.0).to(device),
         inference_logprobs=torch.where(in_loss, inference_logprobs, 0.0).to(device),
         versions=versions.to(device),
+        sequence_numbers=of_sequences[:, 0],
+        tokens_elsewhere=of_sequences[:, 1],
+        truncated=of_sequences[:, 2] > 0,
         padding=padding,
         routing=routing,
     )
@@ -158,4 +164,7 @@ def _dummies(padding: int, longest: int) -> tuple[int, ...]:
 def without_loss(batch: TokenBatch) -> TokenBatch:
     """One of its size that changes nothing."""
     nothing = torch.zeros_like(batch.loss_mask)
-    return replace(batch, loss_mask=nothing, rewards=nothing, inference_logprobs=nothing, sample_ids=())
+    return replace(
+        batch, loss_mask=nothing, rewards=nothing, inference_logprobs=nothing, sample_ids=(),
+        tokens_elsewhere=torch.zeros_like(batch.tokens_elsewhere),
+    )  # fmt: skip

@@ -166,13 +166,17 @@ def _each(updates: Updates, change: Callable[[TokenBatch], TokenBatch]) -> Updat
 
 
 def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[str, float]:
-    """Over the step's samples of the mean advantage of each one's tokens; collective."""
-    rows = torch.tensor(
-        [row for part in updates for batch in part for row in sample_advantages(batch).items()], dtype=torch.float64
-    )
-    table = torch.cat(gather_vectors(rows.view(-1), data_group)).view(-1, 2)
-    # In the order of the samples, so that the mean is to the bit that of one rank.
-    advantages = table[table[:, 0].argsort(), 1].float()
+    """Over the step's samples of the mean advantage of each one's tokens, in all its sequences; collective."""
+    rows = []
+    for batch in (batch for part in updates for batch in part):
+        numbers = [batch.sequence_numbers, batch.sequence_sums(batch.advantages), batch.loss_tokens()]
+        rows += zip(batch.sample_ids, *(values.tolist() for values in numbers), strict=False)
+    table = torch.cat(gather_vectors(torch.tensor(rows, dtype=torch.float64).view(-1), data_group)).view(-1, 4)
+    # In the order of the sequences, so that the mean is to the bit that of one rank.
+    table = torch.tensor(sorted(table.tolist()), dtype=torch.float64).view(-1, 4)
+    samples, index = table[:, 0].unique(return_inverse=True)
+    sums = table.new_zeros(len(samples), 2).index_add(0, index, table[:, 2:])
+    advantages = (sums[:, 0] / sums[:, 1].clamp_min(1)).float()
     return {
         "critic/advantages/mean": advantages.mean().item(),
         "critic/advantages/max": advantages.max().item(),
@@ -180,9 +184,10 @@ def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[s
     }
 
 
-def sample_advantages(batch: TokenBatch) -> dict[int, float]:
-    """The mean advantage of the tokens of each sample."""
-    return dict(zip(batch.sample_ids, batch.sequence_means(batch.advantages).tolist(), strict=False))
+def sequence_advantages(batch: TokenBatch) -> dict[tuple[int, int], float]:
+    """The mean advantage of the tokens of each sequence, by the number of its sample and its own in the sample."""
+    numbers = zip(batch.sample_ids, batch.sequence_numbers.tolist(), strict=False)
+    return dict(zip(numbers, batch.sequence_means(batch.advantages).tolist(), strict=False))
 
 
 def outcome_metrics(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:

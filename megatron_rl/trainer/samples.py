@@ -14,7 +14,7 @@ from megatron_rl.algorithms.groups import groups_with_signal
 from megatron_rl.errors import ConfigError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
-from megatron_rl.types import Grade, Rollout, RolloutGroup, Sample
+from megatron_rl.types import Branch, Grade, Rollout, RolloutGroup, Sample
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,9 @@ class SampleBuilder:
     ) -> tuple[tuple[Sample, ...], StepRewards]:
         """This rank's samples for training, and the rewards of all; collective over the rollout replicas.
 
+        A sample of several sequences is several `Sample`s of one number. It counts once among the rewards: with all its
+        tokens, and as truncated where one of its sequences was.
+
         ``numbers`` are those of this rank's groups among the G groups of the step, ascending: 0 .. G - 1, each on one
         rank, and not the same number of them on every rank. ``policy_version`` is that of the weights now.
 
@@ -48,8 +51,8 @@ class SampleBuilder:
         """
         rows = [
             (
-                number, 0.0 if r.grade.failed else r.grade.reward, not r.grade.failed, r.completion.num_written,
-                r.completion.finish_reason == "length", *self._parts(r.grade),
+                number, 0.0 if r.grade.failed else r.grade.reward, not r.grade.failed, r.num_written, r.truncated,
+                *self._parts(r.grade),
             )
             for number, group in zip(numbers, rollouts, strict=True)
             for r in group.rollouts
@@ -70,12 +73,13 @@ class SampleBuilder:
         own = torch.isin(group_index, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0].tolist()
         rolled = [(group, rollout) for group in rollouts for rollout in group.rollouts]
         samples = tuple(
-            _sample(group, rollout, sample_id)
+            sample
             for sample_id, (group, rollout) in zip(own, rolled, strict=True)
-            if in_loss[sample_id] and rollout.completion.token_ids
+            if in_loss[sample_id]
+            for sample in _sequences(group, rollout, sample_id)
         )
         return samples, StepRewards(
-            rewards, valid, group_index, signal, in_loss, columns[3].long(), truncated, parts, policy_version
+            rewards, valid, group_index, signal, in_loss, columns[3].long(), parts, policy_version
         )
 
     def _parts(self, grade: Grade) -> list[float]:
@@ -94,10 +98,21 @@ class SampleBuilder:
         return valid & ~parts.isnan().any(1)
 
 
-def _sample(group: RolloutGroup, rollout: Rollout, sample_id: int) -> Sample:
-    completion, prompt = rollout.completion, len(group.prompt_ids)
+def _sequences(group: RolloutGroup, rollout: Rollout, sample_id: int) -> list[Sample]:
+    """Those that have tokens; the first one also without, where another has some: it stands for the sample."""
+    if not any(completion.token_ids for completion in rollout.completions):
+        return []
+    return [
+        _sample(*numbered, rollout, sample_id)
+        for numbered in enumerate(group.sequences(rollout))
+        if numbered[0] == 0 or numbered[1].completion.token_ids
+    ]
+
+
+def _sample(number: int, sequence: Branch, rollout: Rollout, sample_id: int) -> Sample:
+    completion, prompt = sequence.completion, len(sequence.prompt_ids)
     return Sample(
-        token_ids=torch.tensor(group.prompt_ids + completion.token_ids),
+        token_ids=torch.tensor(sequence.prompt_ids + completion.token_ids),
         prompt_length=prompt,
         reward=rollout.grade.reward,
         inference_logprobs=torch.tensor((0.0,) * prompt + completion.inference_logprobs),
@@ -106,6 +121,9 @@ def _sample(group: RolloutGroup, rollout: Rollout, sample_id: int) -> Sample:
         policy_version=completion.policy_version,
         older=tuple((version, prompt + end) for version, end in completion.older),
         routing=completion.routing,
+        sequence=number,
+        tokens_elsewhere=rollout.num_written - completion.num_written,
+        truncated=completion.finish_reason == "length",
     )
 
 

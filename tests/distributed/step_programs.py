@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,8 @@ from megatron_rl.run.progress import Progress
 from megatron_rl.run.rl import RLRun
 from megatron_rl.signals import StopRequest
 from megatron_rl.supervised import supervised_step
-from megatron_rl.types import Grade, Sample
+from megatron_rl.trainer.policy import sequence_advantages
+from megatron_rl.types import Branch, Grade, RolloutGroup, Sample
 from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
 from tests.support.tiny import tiny_config
 from tests.support.toy import toy_run, toy_tokenizer
@@ -86,12 +87,46 @@ def train_again(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[
     return reports
 
 
-def roll_out(run: RLRun) -> tuple[Sequence[Sample], StepRewards]:
-    """This rank's samples of the first step, and the rewards of all."""
+def roll_out(
+    run: RLRun, change: Callable[[RolloutGroup], RolloutGroup] = lambda group: group
+) -> tuple[Sequence[Sample], StepRewards]:
+    """This rank's samples of the first step, from changed groups, and the rewards of all."""
     requests = run.collector.requests_of_this_rank(run.source.draw(run.config.algorithm.grpo_prompts_per_step))
     with rollout_mode(run.policy, run.optimization.wrapped):
         rollouts = run.collector.rollouter.run(requests, seed=1, policy_version=0)
-    return run.samples.build(rollouts.groups, [request.index for request in requests], 0)
+    return run.samples.build(list(map(change, rollouts.groups)), [request.index for request in requests], 0)
+
+
+def branched(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Per variant a step on samples every other of which has branches; weights go to ``folder``."""
+    groups = join(tensor_size=1)
+    reports = {}
+    for name, changes in variants.items():
+        run = toy_run(toy_config(groups, changes), groups)
+        samples, rewards = roll_out(run, with_branches)
+        outcome = run.trainer.step(run.batches.updates(samples, batch_size=8, seed=1), rewards)
+        with rollout_mode(run.policy, run.optimization.wrapped):
+            save_weights(Path(folder) / f"{name}.pt", run)
+        reports[name] = {
+            "metrics": outcome.metrics,
+            "trained": [list(sequence_advantages(batch)) for update in outcome.updates for batch in update],
+            "loss tokens": rewards.loss_tokens.tolist(),
+        }
+        run.closing.close()
+    shut_down()
+    return reports
+
+
+def with_branches(group: RolloutGroup) -> RolloutGroup:
+    """Every other answer with two branches: behind its first token others of it in reverse, after two prompts."""
+    rollouts = list(group.rollouts)
+    for index, rollout in list(enumerate(rollouts))[::2]:
+        first, *rest = rollout.completion.token_ids
+        ids = (*rest[:1:-1], 3)
+        other = replace(rollout.completion, token_ids=ids, inference_logprobs=(-2.5,) * len(ids))
+        behind = Branch((*group.prompt_ids, first), other)
+        rollouts[index] = replace(rollout, branches=(behind, replace(behind, prompt_ids=(5, *group.prompt_ids))))
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def save_while_gathering(folder: str, changes: Mapping[str, Any]) -> list[float]:

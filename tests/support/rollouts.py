@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.types import (
+    Branch,
     Completion,
     FinishReason,
     Grade,
@@ -40,6 +41,26 @@ def graded_group(
         rollouts.append(Rollout(completion, "text", grade))
     source = SourcedTask(environment, Task(task_id, "prompt"))
     return RolloutGroup(source, tuple(prompt_ids), tuple(rollouts))
+
+
+def drawn(
+    token_ids: Sequence[int], logprob: float = -1.0, finish_reason: FinishReason = "stop", **further: object
+) -> Completion:
+    """An answer whose tokens all have the same log-prob."""
+    return Completion(tuple(token_ids), (logprob,) * len(token_ids), finish_reason, policy_version=0, **further)
+
+
+def sample_of(reward: float | None, *sequences: tuple[Sequence[int], Completion]) -> Rollout:
+    """A harness's sample of (prompt, completion) each."""
+    (prompt, first), *others = sequences
+    grade = FAILED if reward is None else Grade(reward)
+    branches = tuple(Branch(tuple(ids), completion) for ids, completion in others)
+    return Rollout(first, "text", grade, tuple(prompt), branches)
+
+
+def group_of(*rollouts: Rollout, prompt_ids: Sequence[int] = (9,), task_id: str = "t") -> RolloutGroup:
+    """``prompt_ids`` are the task's, which a harness need not use."""
+    return RolloutGroup(SourcedTask("toy", Task(task_id, "prompt")), tuple(prompt_ids), rollouts)
 
 
 def with_routing(group: RolloutGroup, layers: Sequence[int]) -> RolloutGroup:

@@ -63,7 +63,7 @@ def rewards_of(samples: Sequence[Sample]) -> StepRewards:
     rewards = torch.tensor([sample.reward for sample in sorted(samples, key=lambda sample: sample.sample_id)])
     everything = torch.ones(len(samples), dtype=torch.bool)
     numbers = torch.arange(len(samples))
-    return StepRewards(rewards, everything, numbers, everything, everything, everything.long(), ~everything)
+    return StepRewards(rewards, everything, numbers, everything, everything, everything.long())
 
 
 def own_reward(batch: TokenBatch) -> Terms:

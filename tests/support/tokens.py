@@ -21,6 +21,7 @@ def token_batch(
     sequence_index, loss_mask = torch.as_tensor(sequence).long(), torch.as_tensor(mask, dtype=torch.float32)
     lengths = [] if sequence_index.is_meta else torch.bincount(sequence_index).tolist()
     zeros = torch.zeros_like(sequence_index)
+    of_sequences = zeros.new_zeros(len(further.get("lengths", lengths)))
     given: dict[str, Any] = {
         "lengths": tuple(lengths),
         "sample_ids": tuple(range(len(lengths))),
@@ -30,6 +31,9 @@ def token_batch(
         "rewards": zeros.float(),
         "inference_logprobs": zeros.float(),
         "versions": zeros,
+        "sequence_numbers": of_sequences,
+        "tokens_elsewhere": of_sequences,
+        "truncated": of_sequences.bool(),
     }
     return TokenBatch(sequence_index=sequence_index, loss_mask=loss_mask, **given | further)
 
@@ -40,13 +44,11 @@ def step_rewards(
     group_index: torch.Tensor,
     baseline: str = "group",
     loss_tokens: torch.Tensor | None = None,
-    truncated: torch.Tensor | None = None,
 ) -> StepRewards:
     """A step of these samples, of one token each unless said; those of groups without a signal are not in the loss."""
     signal = groups_with_signal(baseline, rewards, valid, group_index)
     loss_tokens = torch.ones_like(group_index) if loss_tokens is None else loss_tokens
-    truncated = torch.zeros_like(valid) if truncated is None else truncated
-    return StepRewards(rewards, valid, group_index, signal, valid & signal[group_index], loss_tokens, truncated)
+    return StepRewards(rewards, valid, group_index, signal, valid & signal[group_index], loss_tokens)
 
 
 def one_token_a_sample(step: StepRewards) -> TokenBatch:

@@ -63,7 +63,7 @@ def rewards_of(samples: Sequence[Sample]) -> StepRewards:
     everything = torch.ones(len(samples), dtype=torch.bool)
     rewards = torch.tensor([sample.reward for sample in samples])
     numbers = torch.arange(len(samples))
-    return StepRewards(rewards, everything, numbers, everything, everything, everything.long(), ~everything)
+    return StepRewards(rewards, everything, numbers, everything, everything, everything.long())
 
 
 def make_trainer(

@@ -15,9 +15,13 @@ from megatron_rl.errors import ConfigError
 class Advantage(Extension):
     """``A_t = d_t + gamma lambda A_next``, with ``d_t = r_t + gamma V_next - V_t``.
 
-    Next is the next token of the sample that the policy wrote: what an environment says in between is part of the
+    Next is the next token of the sequence that the policy wrote: what an environment says in between is part of the
     state and no action, so neither gamma nor lambda counts it. After the last one there is nothing, unless the answer
     was cut at its length limit and ``bootstrap_truncated`` takes the critic's value there.
+
+    Where a sample has several sequences, each ends with the sample's reward, as if it were the only one: a value is
+    what the sample will be worth, seen from there. So gamma counts the written tokens up to the end of the token's own
+    sequence, and nothing flows from a branch back into the sequence that it left: those tokens have their own end.
     """
 
     BASELINE = "critic"
@@ -27,7 +31,7 @@ class Advantage(Extension):
     gae_lambda: float | None = option(None, ge=0, le=1)
     """0: the next value says all that is to come; 1 (the default): the rewards do. Without length_alpha only."""
     length_alpha: float | None = option(None, gt=0)
-    """VAPO's lambda, 1 - 1 / (length_alpha x written tokens of the sample), not below 0 (arXiv 2504.05118: 0.05)."""
+    """VAPO's lambda, 1 - 1 / (length_alpha x written tokens of the sequence), not below 0 (arXiv 2504.05118: 0.05)."""
     critic_lambda: float | None = option(None, ge=0, le=1)
     """Lambda of what the values are trained towards; VAPO's is 1. Without it that of the advantages."""
     bootstrap_truncated: bool = option(False)
@@ -69,7 +73,7 @@ class Advantage(Extension):
         values = torch.where(batch.in_loss, batch.values, 0.0).double()
         ahead = torch.where(has_next, values[following], 0.0)
         if self.bootstrap_truncated:
-            cut = batch.of_samples(batch.step.truncated) > 0
+            cut = batch.truncated[batch.sequence_index]
             ahead = torch.where(cut & ~has_next, batch.end_values.double()[batch.sequence_index], ahead)
         deltas = torch.where(batch.in_loss, batch.rewards + self.gamma * ahead - values, 0.0)
         factors = torch.where(batch.in_loss, values.new_ones([]) * self.gamma * decay, 1.0)  # others pass it on

@@ -16,6 +16,7 @@ class Correction(Extension):
 
     It rejects and does not weigh: compose it with ``token_tis`` to do both. The denominator is the one before
     rejection. The mean over a sequence is far narrower than the ratios of its tokens, and so is the default range.
+    Of a sample of several sequences each is judged for itself.
     """
 
     LEVEL = "sequence"

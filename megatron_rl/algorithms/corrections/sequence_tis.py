@@ -15,7 +15,7 @@ class Correction(token_tis.Correction):
     """``min(exp(sum of log ratios over the sequence's loss tokens), cap)``, at each of its loss tokens.
 
     Unbiased but for the cap, at a variance that grows exponentially with the length: noise of 0.1 nats a
-    token is 6 nats after 4096 tokens.
+    token is 6 nats after 4096 tokens. Of a sample of several sequences each has its own.
     """
 
     LEVEL = "sequence"

@@ -15,7 +15,7 @@ class Correction(Extension):
     """1, and 0 for sequences with a loss token of ``pi_old / pi_inference < veto``.
 
     It guards against broken tokens and does not weigh: compose it, as in ``token_tis+veto``. The denominator
-    is the one before rejection.
+    is the one before rejection. Other sequences of the same sample stay.
     """
 
     LEVEL = "sequence"

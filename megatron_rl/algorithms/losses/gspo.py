@@ -17,6 +17,9 @@ class Loss(clip.Loss):
     ``sequence-mean`` this is the gradient of the sequence-level objective.
     The ratio is a geometric mean: the paper's clip range, the default, is three orders of magnitude below that of
     token ratios. The clip counts are of tokens in clipped sequences.
+
+    Of a sample of several sequences each has a ratio of its own: it is the probability of what was drawn after one
+    prompt, whatever else the harness tried. Its weight is its share of the sample's tokens.
     """
 
     AGGREGATION = "sequence-mean"

@@ -41,7 +41,7 @@ def packed(parts: list[tuple], truncated: list[bool]) -> TokenBatch:
     return token_batch(
         count.repeat_interleave(torch.tensor([len(part[0]) for part in parts])), masks,
         rewards=rewards, values=values, end_values=torch.tensor([part[3] for part in parts]),
-        step=step_rewards(torch.zeros(len(parts)), known, count, "critic", truncated=torch.tensor(truncated)),
+        step=step_rewards(torch.zeros(len(parts)), known, count, "critic"), truncated=torch.tensor(truncated),
     )  # fmt: skip
 
 

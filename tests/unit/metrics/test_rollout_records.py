@@ -41,6 +41,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "environment": "arithmetic",
         "task_id": "a",
         "sample": 0,
+        "branch": 0,
         "prompt": "[1][2]",
         "prompt_ids": [1, 2],
         "gold": "4",
@@ -86,7 +87,7 @@ def test_rows_of_training_say_what_became_of_each_sample() -> None:
     """Groups 1 and 3 of two samples each are this rank's: samples 2, 3 and 6, 7 of the step."""
     grade = Grade(1.0)
     groups = [make_group("a", grade, grade), make_group("b", grade, grade)]
-    use = {0: (0, 1.5), 2: (1, 0.5), 3: (0, -0.5), 6: (1, 2.0)}
+    use = {(0, 0): (0, 1.5), (2, 0): (1, 0.5), (3, 0): (0, -0.5), (6, 0): (1, 2.0), (7, 1): (1, 9.0)}
     rows = training_rows(12, groups, [1, 3], use, 4, spelled)
     assert [(row["group"], row["sample"], row["advantage"], row["update"]) for row in rows] == [
         (1, 0, 0.5, 1), (1, 1, -0.5, 0), (3, 0, 2.0, 1), (3, 1, None, None),

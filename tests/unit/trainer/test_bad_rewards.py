@@ -23,7 +23,7 @@ from megatron_rl.loop import rl_step
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.rl import RLRun
 from megatron_rl.run.training import StepResult
-from megatron_rl.trainer.policy import sample_advantages
+from megatron_rl.trainer.policy import sequence_advantages
 from megatron_rl.types import Grade, RolloutGroup, Task, Transcript
 from tests.support.bad_rewards import FORGED, KINDS, forged_answer
 from tests.support.rollouts import graded_group
@@ -166,10 +166,10 @@ def updated(groups: ParallelGroups, rollouts: Sequence[RolloutGroup]) -> tuple[l
         samples, rewards = run.samples.build(rollouts, range(len(rollouts)), 0)
         outcome = run.trainer.step(run.batches.updates(samples, 64, seed=5), rewards)
         assert outcome.skipped_updates == 0
-        advantages: dict[int, float] = {}
+        advantages: dict[tuple[int, int], float] = {}
         for batch in (batch for part in outcome.updates for batch in part):
-            advantages |= sample_advantages(batch)
-        return [advantages[sample.sample_id] for sample in samples], weights_of(run.policy)
+            advantages |= sequence_advantages(batch)
+        return [advantages[sample.sample_id, 0] for sample in samples], weights_of(run.policy)
     finally:
         run.closing.close()
 

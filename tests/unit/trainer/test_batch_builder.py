@@ -50,6 +50,30 @@ def make_samples(count: int) -> list[Sample]:
     return samples
 
 
+def make_branched(count: int, seed: int) -> list[Sample]:
+    """Of one to four sequences each, of 2 to 60 tokens."""
+    draw = random.Random(seed)
+    samples = []
+    for index in range(count):
+        for number in range(draw.choice((1, 1, 2, 4))):
+            tokens = torch.full((draw.randint(2, 60),), 100 * index + number)
+            samples.append(Sample(tokens, 1, 1.0, torch.zeros(len(tokens)), index, sequence=number))
+    return samples
+
+
+def placed(updates: list[list[TokenBatch]]) -> list[list[tuple[int, int]]]:
+    """Sample and number of the sequences of each update; checks that the tokens are theirs."""
+    found: list[list[tuple[int, int]]] = []
+    for update in updates:
+        found.append([])
+        for batch in update:
+            numbers = list(zip(batch.sample_ids, batch.sequence_numbers.tolist(), strict=False))
+            for (sample, number), tokens in zip(numbers, batch.token_ids.split(batch.lengths), strict=False):
+                assert tokens.tolist() == [100 * sample + number] * tokens.numel()
+            found[-1] += numbers
+    return found
+
+
 def contents(updates: list[list[TokenBatch]]) -> list[list[list[int]]]:
     """Sample ids by update and micro-batch; checks that every sample arrived whole."""
     originals = make_samples(40)
@@ -78,6 +102,7 @@ def on_rank() -> None:
         builder = BatchBuilder(BIN_TOKENS, 4, CPU, Replicas(dist.group.WORLD))
         _everything_arrives_once_and_balanced(builder, rank, num_ranks)
         _fewer_samples_than_ranks(builder, rank)
+        _sequences_of_a_sample_are_in_one_update(builder, rank, num_ranks)
 
 
 def _everything_arrives_once_and_balanced(builder: BatchBuilder, rank: int, num_ranks: int) -> None:
@@ -102,6 +127,27 @@ def _everything_arrives_once_and_balanced(builder: BatchBuilder, rank: int, num_
     alone = _updates_of_one_rank(samples)
     for update in range(4):
         assert sorted(i for ids in everybody for batch in ids[update] for i in batch) == alone[update]
+
+
+def _sequences_of_a_sample_are_in_one_update(builder: BatchBuilder, rank: int, num_ranks: int) -> None:
+    samples = make_branched(23, seed=0)
+    updates = builder.updates([s for s in samples if s.sample_id % num_ranks == rank], batch_size=6, seed=3)
+    everybody: list = [None] * num_ranks
+    dist.all_gather_object(everybody, placed(updates))
+    together = [sorted(key for own in everybody for key in own[update]) for update in range(len(updates))]
+    assert_whole(together, samples, 6)
+    of_ranks = [{sample for update in own for sample, _ in update} for own in everybody]
+    assert of_ranks[0] & of_ranks[1], "none was shared out: the test shows nothing"
+
+
+def assert_whole(updates: list[list[tuple[int, int]]], samples: list[Sample], batch_size: int) -> None:
+    """Every sequence once, no sample in two updates, none of them larger than ``batch_size`` samples."""
+    assert sorted(key for update in updates for key in update) == [(s.sample_id, s.sequence) for s in samples]
+    members = [{sample for sample, _ in update} for update in updates]
+    count = len({s.sample_id for s in samples})
+    assert sum(map(len, members)) == count, "cut across updates"
+    assert len(members) == -(-count // batch_size)
+    assert {len(one) for one in members} <= {count // len(members), -(-count // len(members))}
 
 
 def _updates_of_one_rank(samples: list[Sample]) -> list[list[int]]:
@@ -152,6 +198,14 @@ def test_one_rank_updates_are_equal_parts(one_rank: ParallelGroups) -> None:
     assert flat == _updates_of_one_rank(make_samples(40))
     other = contents(builder.updates(make_samples(40), batch_size=10, seed=4))
     assert [sorted(i for batch in update for i in batch) for update in other] != flat
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_sample_is_cut_across_updates_and_none_is_lost(one_rank: ParallelGroups, seed: int) -> None:
+    draw = random.Random(seed)
+    samples, batch_size = make_branched(draw.randint(1, 30), seed), draw.randint(1, 12)
+    updates = BatchBuilder(BIN_TOKENS, 4, CPU, one_rank).updates(samples, batch_size, seed)
+    assert_whole(placed(updates), samples, batch_size)
 
 
 @pytest.mark.parametrize(

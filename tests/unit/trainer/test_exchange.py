@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,6 +43,8 @@ def _every_sample_arrives(rank: int, num_ranks: int) -> None:
         assert torch.equal(actual.inference_logprobs, sent.inference_logprobs)
         assert (actual.prompt_length, actual.reward) == (sent.prompt_length, sent.reward)
         assert actual.policy_version == sent.policy_version
+        assert (actual.sequence, actual.tokens_elsewhere) == (sent.sequence, sent.tokens_elsewhere)
+        assert actual.truncated is sent.truncated
         assert (actual.environment_spans, actual.older) == (sent.environment_spans, sent.older)
         assert actual.inference_logprobs.dtype == torch.float32
         assert (actual.routing is None) == (sent.routing is None)
@@ -74,7 +78,15 @@ def _sample(sample_id: int) -> Sample:
         policy_version=sample_id // 2,
         older={5: ((1, 4),), 4: ((1, 2), (3, 4))}.get(length, ()),
         routing=None if dtype is None else torch.randint(0, 255, (length, 3, 2), generator=generator).to(dtype),
+        sequence=sample_id % 7,
+        tokens_elsewhere=sample_id * 11,
+        truncated=sample_id % 2 == 1,
     )
+
+
+def test_sequences_of_a_sample_stay_in_order(one_rank: ParallelGroups) -> None:
+    local = [replace(_sample(2), sequence=number) for number in (2, 0, 1)]
+    assert [one.sequence for one in exchange_samples(local, [0] * 3, one_rank.data_group)] == [0, 1, 2]
 
 
 def test_one_rank_keeps_its_samples(one_rank: ParallelGroups) -> None:
