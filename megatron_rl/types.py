@@ -81,6 +81,8 @@ class Turn(Transcript):
     """Counted from 0."""
     last: bool = False
     """True when the model gets no further turn, whatever the environment says."""
+    tool_call_parser: str = ""
+    """What reads calls of tools in the text; empty where the environment has none, or no chat template shows them."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.loader import NAME_PATTERN, find_environment, ignore
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.json_text import check_bounds, dumps
+from megatron_rl.tool_calls import checked_tools
 
 MAX_GRADE_DEADLINE = 600.0
 MAX_WEIGHT = 1e9
@@ -106,6 +107,10 @@ class EnvironmentSpec:
         for name in ("in_process", "grade_deadline"):
             if getattr(self, name) is not None:
                 setattr(environment, name, getattr(self, name))
+        try:
+            checked_tools(environment.tools)
+        except ValueError as error:
+            raise ConfigError([f"its tools cannot be shown to a model: {error}"]) from error
         return environment
 
     def chat_of(self, environment: Environment) -> ChatFormat:

@@ -97,8 +97,9 @@ def item_from_json(value: object, where: str = "item") -> Item:
     known = (read_key(spoken, "text", str, inside), reason, read_key(spoken, "num_tokens", int, inside))
     if said == "transcript":
         return task, Transcript(*known)
-    turn = Turn(*known, read_key(spoken, "number", int, inside), read_key(spoken, "last", bool, inside))
-    return task, value.get("state"), turn
+    number, last = read_key(spoken, "number", int, inside), read_key(spoken, "last", bool, inside)
+    parser = read_key(spoken, "tool_call_parser", str, inside) if "tool_call_parser" in spoken else ""
+    return task, value.get("state"), Turn(*known, number, last, parser)
 
 
 def run_to_json(run: HarnessRun) -> dict[str, Any]:

@@ -199,13 +199,16 @@ class Conversations:
         results = await self._grade(environment, items)
         return [self._answer(c, result) for c, result in zip(conversations, results, strict=True)]
 
-    def _transcript(self, conversation: _Conversation) -> Transcript:
+    def _transcript(self, conversation: _Conversation, parser: str = "") -> Transcript:
         said = conversation.last
-        return Transcript(self._tokenizer.decode(said.token_ids), said.finish_reason, len(said.token_ids))
+        return Transcript(self._tokenizer.decode(said.token_ids, parser), said.finish_reason, len(said.token_ids))
 
     def _turn(self, conversation: _Conversation) -> Turn:
-        said, number = vars(self._transcript(conversation)), len(conversation.spans)
-        return Turn(**said, number=number, last=self._speaks_last(conversation))
+        source, number = conversation.request.source, len(conversation.spans)
+        calls = not isinstance(source.task.prompt, str) and self._tokenizer.chat_format(source.environment).tools
+        parser = self._tokenizer.tool_call_parser(source.environment) if calls else ""
+        said = vars(self._transcript(conversation, parser))
+        return Turn(**said, number=number, last=self._speaks_last(conversation), tool_call_parser=parser)
 
     def _speaks_last(self, conversation: _Conversation) -> bool:
         # a reply has a token, and so has the turn after it

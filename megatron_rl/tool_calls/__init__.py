@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,7 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]], parser: str = DEFAULT, 
     return Parsed(shown.strip() if calls else shown, tuple(calls), tuple(problems))
 
 
+@functools.cache
 def parser_for(template: str) -> str:
     """The parser of calls as a chat template shows them; empty where no parser knows its form."""
     return next((name for name in PARSERS.names() if PARSERS.get(name).writes(template)), "")
