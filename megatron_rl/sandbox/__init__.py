@@ -1,0 +1,15 @@
+"""Code that nobody has looked at, run where it can do no harm (docs/sandbox.md).
+
+    run_python       one program in a sandbox of its own
+    sandbox_problem  why this machine has none, in one line; "" where it has
+    python_tool      the same as a tool that a model calls
+"""
+
+from __future__ import annotations
+
+from megatron_rl.sandbox.execution import run_python
+from megatron_rl.sandbox.limits import Execution, Limits, SandboxUnavailable
+from megatron_rl.sandbox.probe import sandbox_problem
+from megatron_rl.sandbox.tool import python_tool
+
+__all__ = ["Execution", "Limits", "SandboxUnavailable", "python_tool", "run_python", "sandbox_problem"]

@@ -1,0 +1,141 @@
+"""What the launcher is told: the whole sandbox as data, so that each protection has one place and can be tested."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import platform
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+
+from megatron_rl.sandbox import seccomp
+from megatron_rl.sandbox.limits import Limits, SandboxUnavailable
+from megatron_rl.sandbox.view import DEVICES, PACKAGES, interpreter, packages_view, system_view
+
+NAMESPACES = {
+    "mount": 0x00020000,
+    "cgroup": 0x02000000,
+    "host name": 0x04000000,
+    "ipc": 0x08000000,
+    "user": 0x10000000,
+    "process": 0x20000000,
+    "network": 0x40000000,
+}
+"""``CLONE_NEW*`` of linux/sched.h."""
+OLDEST_KERNEL = (5, 14)
+"""Before it RLIMIT_NPROC counted all processes of a user, wherever they ran, and 5.12 brought ``mount_setattr``."""
+PROGRAM = "main.py"
+ENVIRONMENT = {
+    "HOME": "/work",
+    "TMPDIR": "/work",
+    "LANG": "C.UTF-8",
+    "MALLOC_ARENA_MAX": "1",  # each further one takes 64 MiB of address space
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONPATH": PACKAGES,
+}
+"""All of the program's variables."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One sandbox and the program in it."""
+
+    parent: int
+    """The process whose end ends all."""
+    namespaces: int
+    shown: Sequence[tuple[str, str]]
+    """Paths outside and inside, read-only."""
+    devices: Sequence[tuple[str, str]]
+    links: Sequence[tuple[str, str]]
+    hidden: Sequence[str]
+    """Directories in what is shown that are to be empty."""
+    home: str
+    """Options of the file system that the program may write to."""
+    files: Mapping[str, bytes]
+    """Names in it, and contents."""
+    limits: Mapping[str, tuple[int, int]]
+    """``RLIMIT_*``: soft and hard."""
+    filter: bytes
+    """The kernel calls allowed (``seccomp.py``)."""
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+    def encoded(self) -> bytes:
+        """As the launcher, which has the same Python, reads it: length in 8 bytes, and then ``marshal``."""
+        data = marshal.dumps(asdict(self))
+        return len(data).to_bytes(8, "little") + data
+
+
+def plan_for(code: str, limits: Limits, files: Mapping[str, str | bytes], packages: Sequence[str]) -> Plan:
+    """The sandbox for a program.
+
+    Raises:
+        SandboxUnavailable: the kernel or processor is not known to enforce it.
+        ValueError: a name in ``files`` or ``packages`` that cannot be, or more than ``limits`` have room for.
+    """
+    machine = platform.machine()
+    if platform.system() != "Linux" or machine not in seccomp.ARCHITECTURES:
+        here = f"{platform.system()} on {machine}"
+        raise SandboxUnavailable(f"a sandbox needs Linux on x86_64 or aarch64, and this is {here}")
+    if _kernel() < OLDEST_KERNEL:
+        raise SandboxUnavailable(f"a sandbox needs Linux 5.14 or later, and this is {platform.release()}")
+    shown, links, hidden = system_view()
+    contents = {name: content.encode() if isinstance(content, str) else content for name, content in files.items()}
+    contents[PROGRAM] = code.encode(errors="replace")
+    _check_files(contents, limits)
+    return Plan(
+        parent=os.getpid(),
+        namespaces=sum(NAMESPACES.values()),
+        shown=[*shown, *packages_view(packages)],
+        devices=[(device, device) for device in DEVICES],
+        links=links,
+        hidden=hidden,
+        home=f"size={limits.disk_mb}m,nr_inodes={limits.files + 2},mode=700",
+        files=contents,
+        limits=resource_limits(limits),
+        filter=seccomp.program(machine, limits.processes > 1),
+        command=[interpreter(), "-s", "-B", "-X", "utf8", PROGRAM],
+        environment=ENVIRONMENT,
+    )
+
+
+def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
+    """``RLIMIT_*`` of a process; ``SandboxUnavailable`` for more than this process may itself have."""
+    # the two processes around the program are of the same user where that is not root's to change
+    tasks = limits.threads + limits.processes + 2
+    values = {
+        "RLIMIT_AS": limits.memory_mb * 2**20,
+        "RLIMIT_FSIZE": limits.file_mb * 2**20,
+        "RLIMIT_NOFILE": limits.open_files,
+        "RLIMIT_NPROC": tasks,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+        "RLIMIT_SIGPENDING": 256,
+    }
+    for name, value in values.items():
+        _, hard = resource.getrlimit(getattr(resource, name))
+        if hard != resource.RLIM_INFINITY and hard < value:
+            why = f"{name} of this process is {hard}, and the limits ask for {value}; ask for less, or raise it"
+            raise SandboxUnavailable(why)
+    _, core = resource.getrlimit(resource.RLIMIT_CORE)
+    values["RLIMIT_CORE"] = core and 1  # no file is that short; with 0 a core_pattern that is a program is still run
+    # at the first SIGXCPU, which can be caught, and then SIGKILL
+    return {name: (value, value) for name, value in values.items()} | {"RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1)}
+
+
+def _check_files(contents: Mapping[str, bytes], limits: Limits) -> None:
+    for name in contents:
+        path = PurePosixPath(name)
+        if not name or path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
+            raise ValueError(f"files has the name {name!r:.100}; give a relative path without '..'")
+    size = sum(map(len, contents.values()))
+    if size > limits.disk_mb * 2**20 // 2 or len(contents) > limits.files // 2:
+        most = f"half of disk_mb ({limits.disk_mb}) and of files ({limits.files})"
+        raise ValueError(f"the program and its files are {len(contents)} of {size} bytes; at most {most} are taken")
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in platform.release().split("-")[0].split(".")[:2] if number.isdigit())
