@@ -30,7 +30,10 @@ ALLOWED_IMPORTS = {
     "megatron_rl.types",
 }
 SAMPLE = 50
-BRIDGES = {"verifiers": ("verifiers", {"package": "digits_vf"})}
+BRIDGES = {
+    "verifiers": ("verifiers", {"package": "digits_vf"}),
+    "openenv": ("openai", {"url": "http://127.0.0.1:1", "seeds": 64}),
+}
 """The package that a bridge needs, and options that lead somewhere."""
 
 
