@@ -51,6 +51,13 @@ class EnvironmentConfig:
     """Completions of each evaluation prompt."""
     rl_environment_port: int = flag(0, ge=0, le=65535)
     """Port of the environment server on loopback; 0 takes any free one."""
+    rl_endpoint_port: int = flag(0, ge=0, le=65535)
+    """Port of the OpenAI-compatible endpoint on loopback that harnesses call; 0 takes any free one.
+
+    Each further copy of the model has the next port."""
+    rl_edited_history: Literal["split", "mask"] = flag("split")
+    """Samples whose harness sent answers as the model's that it never gave: split trains on every sequence that was
+    sampled, mask leaves the sample out."""
     rl_environment_load_timeout: float = flag(300.0, gt=0, le=86_400)
     """Longest time in seconds that an environment may take to be imported, to be set up, or to list a split's tasks."""
     rl_grade_timeout_seconds: float = flag(30.0, ge=0.001, le=86_400)

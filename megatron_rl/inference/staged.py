@@ -58,7 +58,7 @@ class StagedEngine(Engine):
         if self._shares_experts and not graphs_alike(self.lanes[0].runner, self.max_batch_size, groups):
             for lane in self.lanes:
                 lane.runner.graphs = None
-        self._lane_of: dict[int, Lane] = {}
+        self._lane_of: dict[tuple[int, int], Lane] = {}
 
     def begin(self, seed: int, policy_version: int) -> None:
         self.abort()
@@ -72,10 +72,12 @@ class StagedEngine(Engine):
         Raises:
             EngineError: see `EngineOptions.check`.
         """
-        lane = self._lane_of.get(request.index) if request.turn else None
+        # A harness's samples begin one by one, so each has a lane; the others' begin together.
+        conversation = request.index, 0 if request.call is None else request.first_sample
+        lane = self._lane_of.get(conversation) if request.turn else None
         lane = lane or min(self.lanes, key=lambda lane: lane.expected)
         lane.submit(request)
-        self._lane_of[request.index] = lane
+        self._lane_of[conversation] = lane
 
     @property
     def statistics(self) -> EngineStatistics:

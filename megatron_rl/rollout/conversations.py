@@ -17,16 +17,13 @@ from typing import Any, NamedTuple
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
-from megatron_rl.rollout.journal import StepJournal
+from megatron_rl.rollout.finished import FinishedGroups
+from megatron_rl.rollout.trace import Trace
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completion, Grade, Item, Request, Rollout, RolloutGroup, Transcript, Turn
+from megatron_rl.types import Completion, Grade, Item, Request, Rollout, Transcript, Turn
 
 GradeFunction = Callable[[str, Sequence[Item]], Awaitable[Sequence[Grade]]]
 """(environment, samples or turns of a group) -> one grade each; never raises for a bad sample."""
-
-_LOOK_AGAIN_SECONDS = 0.2
-"""Longest wait for answers when nothing generates: a request to stop must be noticed."""
-
 
 @dataclass(frozen=True)
 class ConversationSettings:
@@ -40,41 +37,35 @@ class ConversationSettings:
 
 @dataclass
 class _Conversation:
-    """One sample; ``token_ids`` and ``logprobs`` begin after the prompt."""
+    """One sample."""
 
     request: Request
     sample: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
+    turns: int = 0
+    """The model's, answered."""
     state: Any = None
     last: Completion | None = None
 
+    def __post_init__(self) -> None:
+        self.trace.begin(0, None, self.request.prompt_ids)
+
     @property
     def length(self) -> int:
-        return len(self.request.prompt_ids) + len(self.token_ids)
+        return self.trace.length(self.turns - 1)
 
     def add_turn(self, turn: Completion) -> None:
-        self.token_ids += turn.token_ids
-        self.logprobs += turn.inference_logprobs
+        self.trace.answer(self.turns, turn)
+        self.turns += 1
         self.last = turn
 
-    def add_reply(self, reply: Sequence[int]) -> None:
-        start = len(self.token_ids)
-        self.token_ids += reply
-        self.logprobs += [0.0] * len(reply)
-        self.spans.append((start, start + len(reply)))
+    def add_reply(self, reply: Sequence[int]) -> tuple[int, ...]:
+        """The prompt of the next turn."""
+        return self.trace.begin(self.turns, self.turns - 1, reply)
 
-    def completion(self, cut: bool) -> Completion:
-        return Completion(
-            token_ids=tuple(self.token_ids),
-            inference_logprobs=tuple(self.logprobs),
-            finish_reason="length" if cut else self.last.finish_reason,
-            policy_version=self.last.policy_version,
-            environment_spans=tuple(self.spans),
-            older=self.last.older,  # conversations of several turns are of one policy
-            routing=self.last.routing,  # of the whole conversation: the last turn's prompt is all that was before it
-        )
+    def rollout(self, cut: bool, grade: Grade) -> Rollout:
+        completion = self.trace.sequences()[0].completion
+        return Rollout(replace(completion, finish_reason="length") if cut else completion, "", grade)
 
 
 class _Answer(NamedTuple):
@@ -102,20 +93,18 @@ class Conversations:
         settings: ConversationSettings | None,
         tokenizer: Tokenizer,
         groups: ParallelGroups,
-        journal: StepJournal | None,
+        finished: FinishedGroups,
     ) -> None:
-        """Without ``settings`` all samples are single answers; ``journal`` gets every group that is complete."""
+        """Without ``settings`` all samples are single answers; ``finished`` gets every sample that is graded."""
         self._grade = grade
         self._settings = settings
         self._tokenizer = tokenizer
         self._groups = groups
-        self._journal = journal
+        self._finished = finished
         self._open: dict[tuple[int, int], _Conversation] = {}
-        self._asked: set[asyncio.Task[list[_Answer]]] = set()
+        self.asked: set[asyncio.Task[list[_Answer]]] = set()
+        """Whose ends are answers; of the leader."""
         self._waiting = 0  # samples whose answer is due; the same number on every rank of the model copy
-        self._rollouts: dict[int, dict[int, Rollout]] = {}
-        self.finished: dict[int, RolloutGroup] = {}
-        """Complete groups by the index of their request."""
 
     @property
     def waiting(self) -> bool:
@@ -131,7 +120,7 @@ class Conversations:
 
         False where there is none, and of a conversation without a grade: nobody knows how it would have gone on.
         """
-        group = self._journal.group_for(request) if self._journal is not None else None
+        group = self._finished.known(request)
         if group is None or (self.goes_on(request) and not group.is_graded):
             return False
         ungraded = []
@@ -139,7 +128,7 @@ class Conversations:
             if rollout.grade.failed:
                 ungraded.append(self._said(request, sample, rollout.completion))
             else:
-                self._keep(request, sample, rollout.completion, rollout.grade)
+                self._finished.keep(request, sample, rollout, is_new=False)
         if ungraded:
             self._ask(ungraded)
         return True
@@ -148,11 +137,11 @@ class Conversations:
         """A turn of some samples of a group: the whole group's first, or one sample's later one."""
         self._ask([self._said(request, s, turn) for s, turn in enumerate(completions, start=request.first_sample)])
 
-    async def replies(self, idle: bool) -> list[Request]:
-        """The next turns to generate; with ``idle``, waits a while for an answer. Collective in a model copy."""
+    def replies(self) -> list[Request]:
+        """The next turns to generate. Collective in a model copy."""
         if not self.waiting:
             return []
-        answers = await self._answers(idle) if self._groups.leads_model else []
+        answers = self._answers() if self._groups.leads_model else []
         if self._groups.model_group.size() > 1:
             told = [(*a[:4], a.grade.reward, a.grade.code) for a in answers]
             told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
@@ -160,12 +149,6 @@ class Conversations:
                 answers = [_Answer(*said, Grade(reward, code=code)) for *said, reward, code in told]
         self._waiting -= len(answers)
         return [request for answer in answers if (request := self._apply(answer)) is not None]
-
-    async def cancel(self) -> None:
-        """Ask no more; the last call."""
-        for task in self._asked:
-            task.cancel()
-        await asyncio.gather(*self._asked, return_exceptions=True)
 
     def _most_turns(self, request: Request) -> int:
         return 1 if self._settings is None else self._settings.max_turns.get(request.source.environment, 1)
@@ -178,13 +161,11 @@ class Conversations:
     def _ask(self, conversations: Sequence[_Conversation]) -> None:
         self._waiting += len(conversations)
         if self._groups.leads_model:
-            self._asked.add(asyncio.create_task(self._judged(conversations)))
+            self.asked.add(asyncio.create_task(self._judged(conversations)))
 
-    async def _answers(self, idle: bool) -> list[_Answer]:
-        if idle:
-            await asyncio.wait(self._asked, timeout=_LOOK_AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        done = [task for task in self._asked if task.done()]
-        self._asked.difference_update(done)
+    def _answers(self) -> list[_Answer]:
+        done = [task for task in self.asked if task.done()]
+        self.asked.difference_update(done)
         answers = [answer for task in done for answer in task.result()]
         return sorted(answers, key=lambda answer: (answer.index, answer.sample))
 
@@ -204,7 +185,7 @@ class Conversations:
         return Transcript(self._tokenizer.decode(said.token_ids, parser), said.finish_reason, len(said.token_ids))
 
     def _turn(self, conversation: _Conversation) -> Turn:
-        source, number = conversation.request.source, len(conversation.spans)
+        source, number = conversation.request.source, conversation.turns - 1
         calls = not isinstance(source.task.prompt, str) and self._tokenizer.chat_format(source.environment).tools
         parser = self._tokenizer.tool_call_parser(source.environment) if calls else ""
         said = vars(self._transcript(conversation, parser))
@@ -213,7 +194,7 @@ class Conversations:
     def _speaks_last(self, conversation: _Conversation) -> bool:
         # a reply has a token, and so has the turn after it
         full = conversation.length + 2 > self._settings.max_sequence_length
-        return full or len(conversation.spans) + 1 >= self._most_turns(conversation.request)
+        return full or conversation.turns >= self._most_turns(conversation.request)
 
     def _answer(self, conversation: _Conversation, result: Grade) -> _Answer:
         """The reply in tokens, if there is one, and room for it and for something to say after it."""
@@ -243,26 +224,15 @@ class Conversations:
         if not answer.reply:
             del self._open[key]
             grade = replace(answer.grade, continuation=None)
-            self._keep(request, answer.sample, conversation.completion(answer.cut), grade)
-            if self._journal is not None and request.index in self.finished:
-                self._journal.add(request.index, self.finished[request.index])
+            self._finished.keep(request, answer.sample, conversation.rollout(answer.cut, grade))
             return None
-        conversation.add_reply(answer.reply)
-        room = self._settings.max_sequence_length - conversation.length
-        new = min(request.sampling.max_new_tokens, room)
+        prompt_ids = conversation.add_reply(answer.reply)
+        room = self._settings.max_sequence_length - len(prompt_ids)
         return replace(
             request,
-            prompt_ids=request.prompt_ids + tuple(conversation.token_ids),
+            prompt_ids=prompt_ids,
             num_samples=1,
             first_sample=answer.sample,
-            turn=len(conversation.spans),
-            sampling=replace(request.sampling, max_new_tokens=new),
+            turn=conversation.turns,
+            sampling=replace(request.sampling, max_new_tokens=min(request.sampling.max_new_tokens, room)),
         )
-
-    def _keep(self, request: Request, sample: int, completion: Completion, grade: Grade) -> None:
-        """A sample is complete, and perhaps its group."""
-        group = self._rollouts.setdefault(request.index, {})
-        group[sample] = Rollout(completion, self._tokenizer.decode(completion.token_ids), grade)
-        if len(group) == request.num_samples:
-            rollouts = tuple(group[number] for number in range(request.num_samples))
-            self.finished[request.index] = RolloutGroup(request.source, request.prompt_ids, rollouts)

@@ -17,6 +17,8 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank, max_over
 from megatron_rl.platform.memory import OutOfMemoryTogether, is_out_of_memory, reason_of
 from megatron_rl.rollout.conversations import Conversations, ConversationSettings, GradeFunction
+from megatron_rl.rollout.finished import FinishedGroups
+from megatron_rl.rollout.harnesses import Harnesses, HarnessSettings
 from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.rollout.partial import Share, is_generated
 from megatron_rl.rollout.quota import Quota
@@ -27,6 +29,8 @@ from megatron_rl.types import Completed, Request, RolloutGroup
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS = 0.005
+_WAIT_SECONDS = 0.2
+"""Longest wait for an environment when nothing generates: a request to stop must be noticed."""
 _EXCHANGE_EVERY = 8
 """Engine steps between two exchanges of ranks that step together: of a request to stop, and of grades where no
 environment replies. Each lets pipeline stages wait for each other, which costs a pass of a lane."""
@@ -62,10 +66,11 @@ class Rollouter:
         stop: StopRequest,
         grace_seconds: float = 0.0,
         conversations: ConversationSettings | None = None,
+        harnesses: HarnessSettings | None = None,
     ) -> None:
         """After a request to stop, a rollout goes on for ``grace_seconds`` before it is cancelled.
 
-        Without ``conversations`` every environment has single answers.
+        Without ``conversations`` every environment has single answers, without ``harnesses`` none calls the model.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -74,6 +79,7 @@ class Rollouter:
         self._stop = stop
         self._grace_seconds = grace_seconds
         self._conversations = conversations
+        self._harnesses = harnesses
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def run(
@@ -121,44 +127,68 @@ class Rollouter:
     async def _run(
         self, requests: Sequence[Request], journal: StepJournal | None, quota: Quota | None, share: Share | None
     ) -> RolloutResult | None:
-        engine, started = self._engine, time.perf_counter()
-        conversations = Conversations(self._grade, self._conversations, self._tokenizer, self._groups, journal)
-        new = [request for request in requests if not conversations.take_up(request)]
-        if len(new) < len(requests):
-            logger.info("%d of %d groups were answered before", len(requests) - len(new), len(requests))
-        done = [(request, request.begun) for request in new if is_generated(request)]
-        for request in (request for request in new if not is_generated(request)):
-            engine.submit(replace(request, goes_on=conversations.goes_on(request)))
-        self._take(done, conversations, share)
+        finished, started = FinishedGroups(self._tokenizer, journal), time.perf_counter()
+        conversations = Conversations(self._grade, self._conversations, self._tokenizer, self._groups, finished)
+        samples = _Samples(finished, conversations, Harnesses(self._harnesses, self._groups, finished))
+        try:
+            generated = await self._generate(requests, samples, quota, share)
+        finally:
+            await samples.cancel()
+        if generated is None or (quota is not None and quota.was_left):
+            return None
+        numbers = (request.index for request in requests if request.index in finished.groups)
+        groups = {number: finished.groups[number] for number in numbers}
+        return RolloutResult(groups, self._engine.statistics, generated - started, time.perf_counter() - generated)
+
+    async def _generate(
+        self, requests: Sequence[Request], samples: _Samples, quota: Quota | None, share: Share | None
+    ) -> float | None:
+        """Until there is all that is wanted: when the last token was drawn. None when it was asked to stop."""
+        engine, finished = self._engine, samples.finished.groups
+        self._begin(requests, samples, share)
         steps, cancelled, generated = 0, False, time.perf_counter()
         while not cancelled:
-            generating, waiting = self._together(engine.has_unfinished, conversations.waiting)
+            # Once all groups are finished, nobody waits for what the engine may still have of them.
+            generating = engine.has_unfinished and len(finished) < len(requests)
+            generating, waiting = self._together(generating, samples.waiting)
             idle = not generating and not waiting
-            if idle if quota is None else quota.is_met(conversations.finished, idle):
+            if idle if quota is None else quota.is_met(finished, idle):
                 break
             if generating:
-                self._take(engine.step(), conversations, share)
+                self._take(engine.step(), samples, share)
                 generated = time.perf_counter()
-            heeds = not generating or self._heeds_answers(steps)
-            for turn in await conversations.replies(idle=not generating) if heeds else ():
-                engine.submit(turn)
+            else:
+                await samples.wait()
+            if not generating or self._heeds_answers(steps):
+                for turn in (*samples.conversations.replies(), *samples.harnesses.calls()):
+                    engine.submit(turn)
             steps += 1
             cancelled = self._must_stop(steps)
             # Let the connections to the environment server move; where other replicas still generate, let them.
             await asyncio.sleep(_LOOK_AGAIN_SECONDS if idle else 0)
-        if cancelled or quota is not None:
+        if cancelled or quota is not None or self._harnesses is not None:
             engine.abort()
-            await conversations.cancel()
-        if cancelled or (quota is not None and quota.was_left):
-            return None
-        numbers = (request.index for request in requests if request.index in conversations.finished)
-        finished = {number: conversations.finished[number] for number in numbers}
-        return RolloutResult(finished, engine.statistics, generated - started, time.perf_counter() - generated)
+        return None if cancelled else generated
 
-    def _take(self, done: Sequence[Completed], conversations: Conversations, share: Share | None) -> None:
-        """Have what is generated judged, as far as the step takes it."""
+    def _begin(self, requests: Sequence[Request], samples: _Samples, share: Share | None) -> None:
+        """Submit what no earlier start has answered."""
+        new = [request for request in requests if not samples.of(request).take_up(request)]
+        if len(new) < len(requests):
+            logger.info("%d of %d groups were answered before", len(requests) - len(new), len(requests))
+        for request in (request for request in new if not is_generated(request)):
+            if samples.harnesses.leads(request):
+                samples.harnesses.start(request)
+            else:
+                self._engine.submit(replace(request, goes_on=samples.conversations.goes_on(request)))
+        self._take([(request, request.begun) for request in new if is_generated(request)], samples, share)
+
+    def _take(self, done: Sequence[Completed], samples: _Samples, share: Share | None) -> None:
+        """Hand over what is generated, as far as the step takes it."""
+        for request, (completion,) in ((request, found) for request, found in done if request.call is not None):
+            samples.harnesses.add_answer(request, completion)
+        done = [(request, completions) for request, completions in done if request.call is None]
         for request, completions in done if share is None else share.take(done, self._engine):
-            conversations.add_turn(request, completions)
+            samples.conversations.add_turn(request, completions)
 
     def _together(self, generating: bool, waiting: bool) -> tuple[bool, bool]:
         """Whether any of the model copies that share experts is; the ranks of one copy know the same."""
@@ -171,6 +201,8 @@ class Rollouter:
     def _heeds_answers(self, steps: int) -> bool:
         """At once where an answer may be a turn to generate, or concerns this rank alone."""
         settings = self._conversations
+        if self._harnesses is not None:
+            return True
         replies = settings is not None and any(turns > 1 for turns in settings.max_turns.values())
         return replies or self._groups.model_group.size() == 1 or steps % _EXCHANGE_EVERY == 0
 
@@ -180,3 +212,37 @@ class Rollouter:
         if self._groups.lockstep_group.size() == 1:
             return due
         return steps % _EXCHANGE_EVERY == 0 and any_rank(due, self._groups.lockstep_group)
+
+
+@dataclass
+class _Samples:
+    """What one rollout waits for."""
+
+    finished: FinishedGroups
+    conversations: Conversations
+    harnesses: Harnesses
+
+    def of(self, request: Request) -> Conversations | Harnesses:
+        """Who has its samples."""
+        return self.harnesses if self.harnesses.leads(request) else self.conversations
+
+    @property
+    def waiting(self) -> bool:
+        """True while an environment's answer is due, the same on all ranks of a model copy."""
+        return self.conversations.waiting or self.harnesses.waiting
+
+    async def wait(self) -> None:
+        """Until an environment has answered, or has called; of the leader, the others have nothing to wait for."""
+        asked = {*self.conversations.asked, *self.harnesses.asked}
+        if not asked:
+            return
+        call = asyncio.create_task(self.harnesses.wait_for_call(_WAIT_SECONDS))
+        await asyncio.wait({*asked, call}, return_when=asyncio.FIRST_COMPLETED)
+        call.cancel()
+
+    async def cancel(self) -> None:
+        """Ask no more; the last call."""
+        asked = {*self.conversations.asked, *self.harnesses.asked}
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)

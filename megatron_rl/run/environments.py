@@ -33,6 +33,11 @@ class EnvironmentAccess:
     def _trained_on(self) -> list[ServedEnvironment]:
         return [spec for spec in self.served if not spec.evaluation_only]
 
+    @property
+    def harnesses(self) -> frozenset[str]:
+        """The names of those that call the model themselves."""
+        return frozenset(spec.name for spec in self.served if spec.is_harness)
+
     def training_pools(self) -> list[TaskPool]:
         """Training tasks of every environment that may be trained on."""
         return [

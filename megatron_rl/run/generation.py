@@ -18,6 +18,7 @@ from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.rollout.statistics import failures_of, no_results
 from megatron_rl.run.base import Run
+from megatron_rl.run.endpoint import serve_harnesses
 from megatron_rl.run.rescue import naming_memory
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Request, SamplingParams, SourcedTask
@@ -114,6 +115,7 @@ def build_rollouter(run: Run, engine: Engine) -> Rollouter:
         run.stop,
         run.config.training.exit_grace_seconds,
         run.environments.conversations(run.config.rollout.inference_max_seq_length),
+        serve_harnesses(run),
     )
     run.closing.callback(rollouter.close)
     return rollouter

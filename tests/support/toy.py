@@ -15,6 +15,7 @@ from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.phases import Phases
 from megatron_rl.rollout.conversations import ConversationSettings, GradeFunction
+from megatron_rl.rollout.harnesses import RunFunction
 from megatron_rl.rollout.prompt_source import TaskPool
 from megatron_rl.run.base import Run, build_quantization
 from megatron_rl.signals import StopRequest
@@ -74,8 +75,11 @@ class ToyEnvironments:
 
     counters = SimpleNamespace(since_last_call=dict)
 
-    def __init__(self, grade: GradeFunction, settings: ConversationSettings | None) -> None:
-        self.client = SimpleNamespace(grade=grade)
+    def __init__(
+        self, grade: GradeFunction, settings: ConversationSettings | None, run: RunFunction | None = None
+    ) -> None:
+        self.client = SimpleNamespace(grade=grade, run=run)
+        self.harnesses = frozenset() if run is None else frozenset({"toy"})
         self._settings = settings
 
     def training_pools(self) -> list[TaskPool]:
@@ -96,8 +100,12 @@ def toy_run(
     groups: ParallelGroups,
     grade: GradeFunction = vowel_share,
     conversations: ConversationSettings | None = None,
+    run_harness: RunFunction | None = None,
 ) -> Any:
-    """The run of the program that the flags choose; nothing is written anywhere. Close `Run.closing` at the end."""
+    """The run of the program that the flags choose; nothing is written anywhere. Close `Run.closing` at the end.
+
+    With ``run_harness`` the environment is a harness.
+    """
     policy, timer = tiny_policy(config, seed=config.training.seed), PhaseTimer()
     directory = SimpleNamespace(write_quantization=_ignore, quantization=Path("quantization.json"))
     quantization = build_quantization(config, policy, groups, directory, timer)
@@ -107,7 +115,7 @@ def toy_run(
         policy=policy,
         phases=Phases(config, policy, groups, quantization),
         tokenizer=toy_tokenizer(),
-        environments=ToyEnvironments(grade, conversations),
+        environments=ToyEnvironments(grade, conversations, run_harness),
         checkpoints=CheckpointManager(Path("unused"), 0, groups),
         directory=directory,
         reporter=SimpleNamespace(open=_ignore, records=_ignore, dump_batches=_ignore),

@@ -1,0 +1,232 @@
+"""Samples of harnesses: the environment calls the model, and the calls are answered beside all other requests.
+
+    group ─► a session a sample ─► EnvironmentClient.run ─────────────────────────► rewards ─► sessions closed
+                    ▲                                                                              │
+      harness ─► Endpoint ─► Call ─► every rank of the model copy ─► Request ─► Engine        Trace ─► Rollout
+                    └──────────────────── Completion ◄────────────────────────────┘
+
+The leader of a model copy has the endpoint. It tells the others of calls and rewards, so that all submit the same
+requests between the same two engine steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from megatron_rl.endpoint.calls import Endpoint
+from megatron_rl.endpoint.sessions import SessionEnd
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.collectives import broadcast_json
+from megatron_rl.rollout.finished import FinishedGroups
+from megatron_rl.rollout.trace import Trace
+from megatron_rl.types import Completion, Grade, HarnessRun, Request, Rollout
+
+RunFunction = Callable[[str, Sequence[HarnessRun]], Awaitable[Sequence[Grade]]]
+"""(environment, samples of a group) -> one grade each; never raises for a bad sample. Cancelled, it ends them."""
+
+
+@dataclass(frozen=True)
+class HarnessSettings:
+    """How harnesses are served."""
+
+    environments: Collection[str]
+    """The harnesses among the environments."""
+    run: RunFunction
+    endpoint: Endpoint | None
+    """Of the leader of a model copy; it listens."""
+    masks_edits: bool = False
+    """A sample whose harness edited the history is left out, instead of trained on as several sequences."""
+
+
+@dataclass
+class _Sample:
+    request: Request
+    trace: Trace = field(default_factory=Trace)
+
+
+class _Call(NamedTuple):
+    """`endpoint.Call` for all ranks of a model copy."""
+
+    index: int
+    sample: int
+    number: int
+    after: int | None
+    ids: Sequence[int]
+    branch: int
+    max_new_tokens: int
+    stop: Sequence[str]
+
+
+class _End(NamedTuple):
+    """A sample has its reward, or none."""
+
+    index: int
+    sample: int
+    calls: Sequence[int]
+    """Those that the harness has got answers to."""
+    grade: Grade
+
+
+class Harnesses:
+    """The samples of harnesses in one rollout; every rank of a model copy holds all of them."""
+
+    def __init__(self, settings: HarnessSettings | None, groups: ParallelGroups, finished: FinishedGroups) -> None:
+        """Without ``settings`` no environment is one; ``finished`` gets every sample that has ended."""
+        self._settings = settings
+        self._groups = groups
+        self._finished = finished
+        self._open: dict[tuple[int, int], _Sample] = {}
+        self._sample_of: dict[int, _Sample] = {}
+        """The samples of calls that the engine has, by number of the call."""
+        self._sessions: dict[str, tuple[int, int]] = {}
+        """Of the leader: the open ones."""
+        self.asked: set[asyncio.Task[list[_End]]] = set()
+        """Groups that run; of the leader."""
+
+    @property
+    def waiting(self) -> bool:
+        """True while a harness runs; the same on all ranks of a model copy."""
+        return bool(self._open)
+
+    def leads(self, request: Request) -> bool:
+        """Whether the request is of a harness."""
+        return self._settings is not None and request.source.environment in self._settings.environments
+
+    def take_up(self, request: Request) -> bool:
+        """Take a finished group of an earlier start from the journal.
+
+        Of which a grade has failed the group runs again: nobody knows what its harness would have done.
+        """
+        known = self._finished.known(request)
+        if known is None or not known.is_graded:
+            return False
+        for sample, rollout in enumerate(known.rollouts):
+            self._finished.keep(request, sample, rollout, is_new=False)
+        return True
+
+    def start(self, request: Request) -> None:
+        """Run the samples of a group."""
+        for sample in range(request.num_samples):
+            self._open[request.index, sample] = _Sample(request)
+        if self._groups.leads_model:
+            self.asked.add(asyncio.create_task(self._run(request)))
+
+    def add_answer(self, request: Request, completion: Completion) -> None:
+        """What the engine made of a call; of a sample that has ended meanwhile it is dropped."""
+        sample = self._sample_of.pop(request.call)
+        sample.trace.answer(request.call, completion)
+        if self._groups.leads_model:
+            self._settings.endpoint.deliver(request.call, completion)
+
+    def calls(self) -> list[Request]:
+        """What the harnesses ask for now. Collective in a model copy."""
+        if not self.waiting:
+            return []
+        calls, ends = self._news() if self._groups.leads_model else ([], [])
+        if self._groups.model_group.size() > 1:
+            told = [calls, [(*end[:3], end.grade.reward, end.grade.code) for end in ends]]
+            calls, told_ends = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
+            if not self._groups.leads_model:
+                ends = [_End(*end, Grade(reward, code=code)) for *end, reward, code in told_ends]
+        requests = [self._request(_Call(*call)) for call in calls]
+        for end in ends:
+            self._end(end)
+        return requests
+
+    async def wait_for_call(self, seconds: float) -> None:
+        """Until a harness has called, for ``seconds`` at most; of the leader."""
+        if self.waiting:
+            await self._settings.endpoint.wait(seconds)
+        else:
+            await asyncio.sleep(seconds)
+
+    # -- of the leader ---------------------------------------------------------------------------
+
+    async def _run(self, request: Request) -> list[_End]:
+        """Samples whose server died run once more, in new sessions: their processes are gone."""
+        ends: dict[int, _End] = {}
+        samples = list(range(request.num_samples))
+        for _ in range(2):
+            ends |= {end.sample: end for end in await self._attempt(request, samples)}
+            samples = [sample for sample in samples if ends[sample].grade.code == "server_unreachable"]
+            if not samples:
+                break
+        return [ends[sample] for sample in range(request.num_samples)]
+
+    async def _attempt(self, request: Request, samples: Sequence[int]) -> list[_End]:
+        endpoint, source = self._settings.endpoint, request.source
+        sessions = [endpoint.open_session(source.environment) for _ in samples]
+        self._sessions |= {session: (request.index, s) for session, s in zip(sessions, samples, strict=True)}
+        runs = [
+            HarnessRun(source.task, sample, endpoint.base_url(session), endpoint.token)
+            for session, sample in zip(sessions, samples, strict=True)
+        ]
+        try:
+            grades = await self._settings.run(source.environment, runs)
+        finally:
+            closed = [endpoint.close_session(session) for session in sessions]
+            for session in sessions:
+                del self._sessions[session]
+        return [
+            _End(request.index, sample, end.calls, self._judged(grade, end))
+            for sample, end, grade in zip(samples, closed, grades, strict=True)
+        ]
+
+    def _judged(self, grade: Grade, end: SessionEnd) -> Grade:
+        """With what the session knows of the sample."""
+        if grade.failed:
+            return grade
+        if not end.calls:
+            return Grade(None, code="no_calls", message="the harness gave a reward without an answer of the model")
+        if end.edited and self._settings.masks_edits:
+            message = f"{end.edited} calls with answers in their history that the model has not given"
+            return Grade(None, code="edited_history", message=message)
+        return replace(grade, metrics={**grade.metrics, "edited_histories": float(end.edited)})
+
+    def _news(self) -> tuple[list[_Call], list[_End]]:
+        calls = [
+            _Call(*self._sessions[c.session], c.number, c.after, c.ids, c.branch, c.max_new_tokens, c.stop)
+            for c in self._settings.endpoint.take() if c.session in self._sessions
+        ]  # fmt: skip
+        done = [task for task in self.asked if task.done()]
+        self.asked.difference_update(done)
+        ends = [end for task in done for end in task.result()]
+        return calls, sorted(ends, key=lambda end: end[:2])
+
+    # -- of all ranks ----------------------------------------------------------------------------
+
+    def _request(self, call: _Call) -> Request:
+        sample = self._open[call.index, call.sample]
+        self._sample_of[call.number] = sample
+        request, trace = sample.request, sample.trace
+        sampling = replace(
+            request.sampling,
+            max_new_tokens=min(request.sampling.max_new_tokens, call.max_new_tokens),
+            stop=tuple(dict.fromkeys((*request.sampling.stop, *call.stop))),
+        )
+        prompt_ids = trace.begin(call.number, call.after, call.ids, call.branch)
+        return replace(
+            request,
+            prompt_ids=prompt_ids,
+            num_samples=1,
+            sampling=sampling,
+            first_sample=call.sample,
+            turn=trace.depth(call.number),
+            goes_on=True,
+            call=call.number,
+            branch=call.branch,
+        )
+
+    def _end(self, end: _End) -> None:
+        sample = self._open.pop((end.index, end.sample))
+        sequences = sample.trace.sequences(end.calls)
+        if not sequences:
+            nothing = Completion((), (), "length", policy_version=0)
+            self._finished.keep(sample.request, end.sample, Rollout(nothing, "", end.grade))
+            return
+        first, *branches = sequences
+        rollout = Rollout(first.completion, "", end.grade, first.prompt_ids, tuple(branches))
+        self._finished.keep(sample.request, end.sample, rollout)

@@ -1,0 +1,95 @@
+"""A harness says what the same task says turn by turn: token for token, on one rank and on several."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+import pytest
+
+from megatron_rl.loop import rl_step
+from megatron_rl.parallel import shut_down
+from megatron_rl.parallel.collectives import gather_json
+from megatron_rl.types import Grade, HarnessRun, Turn
+from tests.distributed.programs import join, toy_config
+from tests.distributed.test_conversations import STEPS, TURNS, _answer
+from tests.support.ranks import run_ranks
+from tests.support.tiny import SHAPES
+from tests.support.toy import toy_run
+
+TALKS = {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2}
+
+
+async def run_all(environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:
+    """The samples of a group beside each other, each with a client of its own."""
+    return list(await asyncio.gather(*map(converse, runs)))
+
+
+async def converse(run: HarnessRun) -> Grade:
+    """`test_conversations.answer` as a harness."""
+    async with openai.AsyncOpenAI(base_url=run.base_url, api_key=run.api_key, max_retries=0) as client:
+        prompt = run.task.prompt
+        for number in range(TURNS):
+            answer = await client.completions.create(model="policy", prompt=prompt)
+            said = answer.choices[0]
+            prompt += said.text
+            result = _answer(run.task, number, Turn(said.text, said.finish_reason, 0, number=number))
+            if result.continuation is None or number == TURNS - 1:
+                return Grade(result.reward)
+            prompt += result.continuation.messages[0]["content"]
+
+
+def run_harnesses(tensor_size: int, stages: int = 1, **changes: Any) -> dict[str, Any]:
+    """Two steps of training: what was said in them, and the metrics; as `test_conversations.talk`."""
+    groups = join(tensor_size, stages, **changes)
+    run = toy_run(toy_config(groups, {**TALKS, **changes}), groups, run_harness=run_all)
+    steps = []
+    for step in range(STEPS):
+        recorded: list[Any] = []
+        run.reporter.records = lambda _, rollouts, *__, kept=recorded: kept.extend(
+            [group.source.task.id, [[r.completion.token_ids, r.completion.environment_spans] for r in group.rollouts]]
+            for group in rollouts
+        )
+        metrics = rl_step(run, step + 1).metrics
+        said = dict(pair for part in gather_json(recorded, groups.data_group) for pair in part)
+        steps.append({"said": said, "metrics": metrics})
+    run.closing.close()
+    shut_down()
+    return {"steps": steps}
+
+
+@pytest.fixture(scope="module")
+def turn_by_turn() -> dict[str, Any]:
+    return run_ranks("tests.distributed.test_conversations:talk", 1, tensor_size=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        (1, {"tensor_size": 1}),
+        (2, {"tensor_size": 1}),
+        (2, {"tensor_size": 2}),
+        (2, {"tensor_size": 1, "stages": 2}),
+    ],
+    ids=["one rank", "data", "tensor", "pipeline"],
+)
+def test_a_harness_says_what_the_turns_say(turn_by_turn: dict[str, Any], ranks: int, sizes: dict[str, int]) -> None:
+    _assert_the_same(run_ranks("tests.distributed.test_harnesses:run_harnesses", ranks, **sizes), turn_by_turn)
+
+
+def test_ranks_that_share_experts_wait_for_each_others_harnesses() -> None:
+    experts = SHAPES["experts"]
+    alone = run_ranks("tests.distributed.test_conversations:talk", 1, tensor_size=1, **experts)[0]
+    sizes = experts | {"expert_model_parallel_size": 2}
+    _assert_the_same(run_ranks("tests.distributed.test_harnesses:run_harnesses", 2, tensor_size=1, **sizes), alone)
+
+
+def _assert_the_same(reports: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for report in reports:
+        for own, alone in zip(report["steps"], expected["steps"], strict=True):
+            assert own["said"] == alone["said"]
+            assert own["metrics"]["training/rollout_logprob_gap_max"] < 1e-5
+            for name in ("actor/pg_loss", "critic/rewards/mean", "rollout/turns_mean", "perf/generated_tokens"):
+                assert own["metrics"][name] == pytest.approx(alone["metrics"][name], rel=0, abs=1e-5), name
