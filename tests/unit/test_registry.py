@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.registry import ADVANTAGES, BACKENDS, CORRECTIONS, FAMILIES, FILTERS, LOSSES, RECIPES, Registry
+from megatron_rl.registry import (
+    ADVANTAGES,
+    BACKENDS,
+    CORRECTIONS,
+    FAMILIES,
+    FILTERS,
+    LOSSES,
+    PARSERS,
+    RECIPES,
+    Registry,
+)
 
-ALL = (ADVANTAGES, BACKENDS, CORRECTIONS, FAMILIES, FILTERS, LOSSES, RECIPES)
+ALL = (ADVANTAGES, BACKENDS, CORRECTIONS, FAMILIES, FILTERS, LOSSES, PARSERS, RECIPES)
 
 
 @pytest.fixture

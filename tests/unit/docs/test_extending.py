@@ -58,7 +58,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_block_says_where_it_goes() -> None:
     assert set(files()) == {
-        "echo.py", "rewards.py", "mine.py", "coarse.py", "megatron_rl/families/known/mistral.py",
+        "echo.py", "rewards.py", "mine.py", "coarse.py", "mistral_calls.py", "megatron_rl/families/known/mistral.py",
         "megatron_rl/attention/backends/one_by_one.py",
     }  # fmt: skip
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from megatron_rl.environments.base import Environment
+from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import judge
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.environments.tools import ToolEnvironment, tool
@@ -212,3 +215,15 @@ def test_results_after_plain_text_are_text() -> None:
 
 def test_its_own_checks_pass() -> None:
     assert [check for check in run_checks(SHOP) if check.passed is False] == []
+
+
+def test_the_example_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```python\n# environments/prices/__init__.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "prices.py").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    prices = find_environment("prices.py:Prices").from_options({})
+    assert [check for check in run_checks(prices) if check.passed is False] == []
+    [schema] = prices.tools
+    assert schema["function"]["description"] == "The price of a product in cents."
+    assert list(schema["function"]["parameters"]["properties"]) == ["product"]
