@@ -74,6 +74,18 @@ def _exit(self, task, client):
     os._exit(7)
 
 
+def _count(self, task, client):
+    """Says that it ran, and dies."""
+    with open(task.data["mark"], "a") as mark:
+        mark.write("ran\n")
+    os._exit(1)
+
+
+def _sleep(self, task, client):
+    time.sleep(1.0)
+    return 1.0
+
+
 def _memory(self, task, client):
     kept = bytearray(2**40)
     return float(len(kept))
@@ -88,7 +100,8 @@ def _hang(self, task, client):
 
 def _daemon(self, task, client):
     """Leaves a daemon behind, as a browser's launcher does: its parent has ended when the sample does."""
-    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True); print(p.pid)"
+    options = "stdout=-3, stderr=-3, start_new_session=True"
+    script = f"import subprocess; print(subprocess.Popen(['sleep', '600'], {options}).pid)"
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     Path(task.data["mark"]).write_text(shown.stdout)
     return 1.0
@@ -126,6 +139,8 @@ FAULTS = {
     "kill": _kill,
     "exit": _exit,
     "memory": _memory,
+    "count": _count,
+    "sleep": _sleep,
     "hang": _hang,
     "spin": lambda *_: next(number for number in iter(int, 1) if number),
     "daemon": _daemon,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from megatron_rl.environments.scripted import always, scripted_model
+from megatron_rl.environments.scripted import always, script_of, scripted_model
 from megatron_rl.environments.workers import WorkerPool
+from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Grade, HarnessRun, Task
 
 TALK, AWAITS = "harnesses:Talk", "harnesses:Awaits"
@@ -53,3 +58,163 @@ def test_a_harness_is_paid_for_what_the_model_says(pool, model):
 
 def test_an_asynchronous_harness_gets_an_asynchronous_client(pool, model):
     assert run(pool, sample(model), reference=AWAITS)[0].reward == 2.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        ("raise", "environment_exception", "ValueError: no luck with [key] (harnesses.py:"),
+        ("quit", "environment_exception", "SystemExit: 3 (harnesses.py:"),
+        ("kill", "worker_died", "killed by SIGKILL"),
+        ("exit", "worker_died", "exited with status 7"),
+        ("memory", "worker_died", "exited with status 99"),
+        ("nan", "invalid_reward", "nan"),
+        ("text", "invalid_reward", "'much'"),
+        ("none", "invalid_reward", "None"),
+    ],
+)
+def test_a_sample_that_goes_wrong_is_masked_with_the_reason(pool, model, fault, code, said):
+    good, bad, last = run(pool, sample(model), sample(model, fault), sample(model))
+    assert (good.reward, last.reward) == (1.0, 1.0)
+    assert (bad.reward, bad.code) == (None, code)
+    assert said in bad.message
+
+
+def test_a_refused_call_is_shown_with_the_authors_line(pool):
+    with scripted_model(script_of(["1"])) as url:
+        (first,), (second,) = run(pool, sample(url)), run(pool, sample(url))
+    assert first.reward == 1.0
+    assert second.code == "environment_exception"
+    assert "the script ends after 1 turns" in second.message and "(harnesses.py:" in second.message
+
+
+def test_nothing_is_run_twice(pool, model, tmp_path):
+    mark = tmp_path / "mark"
+    (result,) = run(pool, sample(model, "count", mark))
+    assert result.code == "worker_died"
+    assert mark.read_text() == "ran\n"
+
+
+def test_a_call_is_made_once_whatever_the_endpoint_answers(pool):
+    calls = []
+    with scripted_model(lambda number: calls.append(number)) as url:  # refuses all
+        run(pool, sample(url))
+    assert calls == [0]
+
+
+def is_gone(pid: int) -> bool:
+    """Waits for the end of a process that was killed."""
+    give_up = time.monotonic() + 20
+    while time.monotonic() < give_up:
+        if not psutil.pid_exists(pid):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("fault", ["hang", "spin"])
+def test_a_sample_that_hangs_is_killed_with_what_it_started(pool, model, scratch, fault, tmp_path):
+    mark = tmp_path / "mark"
+    late, good = run(pool, sample(model, fault, mark), sample(model), deadline_s=3.0)
+    assert (late.code, late.message, good.reward) == ("timeout", "no reward within 3 s", 1.0)
+    if fault == "hang":
+        assert all(is_gone(int(pid)) for pid in mark.read_text().split())  # one in a session of its own
+    assert in_use(scratch) == []
+
+
+def in_use(scratch: Path) -> list[Path]:
+    """The directories of samples."""
+    return [path for pool in scratch.iterdir() for path in pool.iterdir()]
+
+
+def test_a_daemon_ends_with_its_sample(pool, model, tmp_path):
+    mark = tmp_path / "mark"
+    (result,) = run(pool, sample(model, "daemon", mark))
+    assert result.reward == 1.0
+    assert is_gone(int(mark.read_text()))
+
+
+def test_the_directory_of_a_sample_is_its_own_and_removed(pool, model, scratch, tmp_path):
+    marks = [tmp_path / "a", tmp_path / "b"]
+    results = run(pool, *(sample(model, "files", mark) for mark in marks))
+    assert [result.reward for result in results] == [1.0, 1.0]
+    folders = {mark.read_text() for mark in marks}
+    assert len(folders) == 2 and all(Path(folder).is_relative_to(scratch) for folder in folders)
+    assert in_use(scratch) == []
+
+
+def test_a_sample_sees_no_key_but_that_of_its_client(pool, model):
+    results = run(pool, *(sample(model, "place", number=number) for number in range(30)))
+    assert {(result.reward, result.metrics["own"], result.metrics["seen"]) for result in results} == {(1.0, 1.0, 0.0)}
+
+
+def test_a_live_object_lasts_as_long_as_the_sample(pool):
+    turns = ["total = 1", "total += 2", "print(total * 2)"] * 3
+    with scripted_model(script_of(turns)) as url:
+        results = [run(pool, sample(url, "live"))[0] for _ in range(3)]
+    assert [result.reward for result in results] == [6.0] * 3
+
+
+def test_a_deadline_begins_with_the_process(hostile_path, model):
+    with contextlib.closing(WorkerPool.for_harnesses(1, [(TALK, {})])) as one:
+        results = run(one, *(sample(model, "sleep") for _ in range(4)), deadline_s=3.5)
+    assert [result.reward for result in results] == [1.0] * 4
+
+
+def test_samples_nobody_waits_for_are_killed(hostile_path, model, tmp_path):
+    mark = tmp_path / "mark"
+    with contextlib.closing(WorkerPool.for_harnesses(1, [(TALK, {})])) as one:
+        runs = [sample(model, "hang", mark), sample(model, "count", mark)]  # the second waits for a process
+        assert one.run(TALK, {}, runs, 60.0, lambda: bool(mark.exists() and mark.read_text())) == []
+        assert run(one, sample(model))[0].reward == 1.0  # the process is free again
+        assert all(is_gone(int(pid)) for pid in mark.read_text().split())
+        assert (one.counters()["runs_cancelled"], one.counters()["runs"]) == (2, 1)
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_nothing_outlives_its_pool(hostile_path, model, tmp_path, monkeypatch, how):
+    scratch, mark = tmp_path / "scratch", tmp_path / "mark"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    pool = WorkerPool.for_harnesses(2, [(TALK, {})])
+    with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.closing(pool):
+        asked = thread.submit(run, pool, sample(model, "hang", mark))
+        while not (mark.exists() and mark.read_text()):
+            assert not asked.done()
+            time.sleep(0.02)
+        worker, child = map(int, mark.read_text().split())
+        if how == "close":
+            pool.close()
+        else:
+            psutil.Process(worker).parent().kill()
+        with pytest.raises(EnvironmentFault):
+            asked.result()
+        assert is_gone(worker)
+        if how == "close":
+            assert is_gone(child) and list(scratch.iterdir()) == []
+        else:  # of a process that was killed, nobody knows what its samples had started elsewhere
+            psutil.Process(child).kill()
+            assert run(pool, sample(model))[0].reward == 1.0
+            assert len(list(scratch.iterdir())) == 1  # that of the process in its place
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.long
+def test_64_processes_of_which_some_hang_and_some_die_lose_no_other_reward(hostile_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    faults, present = {3: "hang", 7: "kill"}, psutil.Process().children()  # of every ten
+    with contextlib.closing(WorkerPool.for_harnesses(64, [(TALK, {})])) as pool, scripted_model(always("1")) as url:
+        assert run(pool, sample(url))[0].reward == 1.0
+        (fork_server,) = (each for each in psutil.Process().children() if each not in present)
+        before = descriptors(fork_server.pid), descriptors(os.getpid())
+        runs = [sample(url, faults.get(n % 10, ""), tmp_path / f"mark-{n}", n) for n in range(200)]
+        results = run(pool, *runs, deadline_s=15.0)
+        wanted = {"hang": (None, "timeout"), "kill": (None, "worker_died"), "": (1.0, "")}
+        found = [(result.reward, result.code) for result in results]
+        assert found == [wanted[run.task.data["fault"]] for run in runs]
+        assert fork_server.children(recursive=True) == []
+        assert [list(path.iterdir()) for path in tmp_path.iterdir() if path.is_dir()] == [[]]
+        assert (descriptors(fork_server.pid), descriptors(os.getpid())) == before
