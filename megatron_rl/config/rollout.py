@@ -58,6 +58,8 @@ class EnvironmentConfig:
     rl_edited_history: Literal["split", "mask"] = flag("split")
     """Samples whose harness sent answers as the model's that it never gave: split trains on every sequence that was
     sampled, mask leaves the sample out."""
+    rl_harness_processes: int = flag(64, ge=1, le=4096)
+    """Most samples of harnesses that run at once on a node, each in a process; the others wait."""
     rl_environment_load_timeout: float = flag(300.0, gt=0, le=86_400)
     """Longest time in seconds that an environment may take to be imported, to be set up, or to list a split's tasks."""
     rl_grade_timeout_seconds: float = flag(30.0, ge=0.001, le=86_400)

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.environments.child import LOAD_SECONDS
+from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS
 from megatron_rl.environments.loader import canonical, is_listed
 from megatron_rl.environments.loading import found, inspected
+from megatron_rl.environments.templates import KINDS
 from megatron_rl.errors import ConfigError, MegatronRLError
 
 _VERDICTS = {True: "ok", False: "FAIL", None: "-"}
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     test.set_defaults(run=_test)
     new = commands.add_parser("new", parents=[loading], help="write a working environment and its test")
     new.add_argument("name", help="lower-case letters, digits and _")
+    new.add_argument("--kind", choices=KINDS, default="grade", help="what it does with a task (default grade)")
     new.add_argument("--dir", dest="folder", default="environments", help="where it goes (default environments)")
     new.set_defaults(run=_new)
     serve = commands.add_parser("serve", parents=[loading], help="serve the environments of a YAML list")
@@ -59,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--unix-socket", metavar="PATH", help="listen there (mode 0600) instead of on a port")
     serve.add_argument("--address-file", help="where to write the url and the token (mode 0600)")
     serve.add_argument("--allow-remote", action="store_true", help="permit a host that is not loopback")
+    serve.add_argument(
+        "--harness-processes", type=int, default=HARNESS_PROCESSES, metavar="N",
+        help=f"most samples of harnesses that run at once (default {HARNESS_PROCESSES})",
+    )  # fmt: skip
     serve.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # the process it follows in death
     serve.set_defaults(run=_serve)
     return parser
@@ -96,7 +102,7 @@ def _test(name: str, option: Sequence[str], limit: int, load_timeout: float) -> 
     return 1 if any(passed is False for _, passed, _ in answer.result["checks"]) else 0
 
 
-def _new(name: str, folder: str, load_timeout: float) -> int:
+def _new(name: str, kind: str, folder: str, load_timeout: float) -> int:
     _refuse_name(name, load_timeout)
     target = Path(folder) / name
     if target.exists() or target.with_suffix(".py").exists():
@@ -105,8 +111,8 @@ def _new(name: str, folder: str, load_timeout: float) -> int:
     class_name = "".join(part.capitalize() for part in name.split("_"))
     try:
         target.mkdir(parents=True)
-        module.write_text(ENVIRONMENT.format(name=name, class_name=class_name), encoding="utf-8")
-        test.write_text(TEST.format(path=test, class_name=class_name), encoding="utf-8")
+        for file, text in zip((module, test), KINDS[kind], strict=True):
+            file.write_text(text.format(name=name, class_name=class_name, path=test), encoding="utf-8")
     except OSError as error:
         raise ConfigError([f"cannot write {target}: {error.strerror}; choose another --dir"]) from error
     reference, path = (name, "") if is_listed(module) else (f"{name}:{class_name}", f"PYTHONPATH={folder} ")
@@ -134,55 +140,6 @@ def _serve(**options: Any) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     serve(**options)
     return 0
-
-
-ENVIRONMENT = '''\
-"""Rename me: what is asked, and what counts as right."""
-
-from megatron_rl.environments.base import Environment
-from megatron_rl.types import Task
-
-
-class {class_name}(Environment):
-    """Says whether a number is even."""
-
-    name = "{name}"
-
-    def __init__(self, *, size: int = 256) -> None:
-        self._size = size  # an option: `args: {{size: 1000}}` in the YAML list
-
-    def tasks(self, split):
-        for number in range(self._size):
-            if (number % 8 == 0) == (split == "test"):  # one in eight is held out
-                gold = "no" if number % 2 else "yes"
-                yield Task(id=str(number), prompt=f"Is {{number}} even? ", data={{"gold": gold}})
-
-    def grade(self, task, transcript):
-        return float(transcript.ended and transcript.text.strip() == task.data["gold"])
-
-    def gold_answer(self, task):
-        return task.data["gold"]
-'''
-
-TEST = '''\
-"""Run with: pytest {path}"""
-
-from megatron_rl.environments.selftest import run_checks
-from megatron_rl.types import Transcript
-
-from . import {class_name}
-
-
-def test_gold_answers_score_the_maximum_and_empty_ones_the_minimum():
-    assert [check for check in run_checks({class_name}()) if check.passed is False] == []
-
-
-def test_a_wrong_answer_and_a_cut_one_score_nothing():
-    environment = {class_name}()
-    task = next(iter(environment.tasks("train")))
-    assert environment.grade(task, Transcript("perhaps", "stop", 1)) == 0.0
-    assert environment.grade(task, Transcript(environment.gold_answer(task), "length", 1)) == 0.0
-'''
 
 
 if __name__ == "__main__":

@@ -8,18 +8,20 @@ the model itself is a ``HarnessEnvironment``.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megatron_rl.errors import MAX_LINE, ConfigError, one_line, shorten
-from megatron_rl.types import Demonstration, Grade, Split, Step, Task, Transcript, Turn
+from megatron_rl.types import Demonstration, Grade, Message, Split, Step, Task, Transcript, Turn
 
 if TYPE_CHECKING:
     import openai
 
 LONGEST_NAME = 100
+MAX_RUN_DEADLINE = 86_400.0
 
 
 class Environment(ABC):
@@ -186,6 +188,31 @@ class HarnessEnvironment(Environment):
         The client's base URL is the sample's own: every token the model says to it is trained on with this reward.
         What is raised here masks the sample.
         """
+
+    def gold_turns(self, task: Task) -> Sequence[str | Message] | None:
+        """What the model says to one call after the other in a sample that earns the maximum reward, as text or as
+        assistant messages with ``tool_calls``; only the self-test asks."""
+        return super().gold_turns(task)
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any]) -> Self:
+        """See ``Environment.from_options``; a ``ConfigError`` too for what no harness can have."""
+        made, problems = super().from_options(given), []
+        if importlib.util.find_spec("openai") is None:
+            install = "pip install 'megatron-rl[agents]'"
+            problems.append(f"{cls.name} is a harness, which needs the openai package; {install}")
+        if made.max_turns != 1:
+            why = "a harness calls the model as often as it likes"
+            problems.append(f"{cls.name} has max_turns {shorten(made.max_turns)}, but {why}; leave it out")
+        if made.in_process:
+            problems.append(f"{cls.name} has in_process, but a sample of a harness has a process; leave it out")
+        deadline = made.run_deadline
+        if type(deadline) not in (int, float) or not 0 < deadline <= MAX_RUN_DEADLINE:
+            wanted = f"give seconds, above 0 and up to {MAX_RUN_DEADLINE:g}"
+            problems.append(f"{cls.name} has run_deadline {shorten(deadline)}; {wanted}")
+        if problems:
+            raise ConfigError(problems)
+        return made
 
     def grade(self, task: Task, transcript: Transcript) -> float | Grade:
         """Never asked: ``run`` says what a sample is worth."""

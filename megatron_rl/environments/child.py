@@ -18,6 +18,8 @@ import psutil
 LOAD_SECONDS = 300.0
 """Default deadline for an import, a set-up or a split's tasks. The published DAPO-Math-17k takes half a minute, after
 its download."""
+HARNESS_PROCESSES = 64
+"""Default number of samples of harnesses that run at once on a node; most of them wait for the model."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 

@@ -5,7 +5,8 @@
   weight: 2.0                    # share of the training prompts, relative to the other entries
   evaluation_only: false         # true: evaluated, never trained on
   in_process: false              # true: graded in the server itself, where nothing stops a grader that hangs
-  grade_deadline: 5.0            # seconds one grade may take; both default to what the environment says
+  grade_deadline: 5.0            # seconds one grade may take; these default to what the environment says
+  run_deadline: 600.0            # seconds one sample of a harness may take
   eval_prompts: 30               # of an evaluation, in place of --rl-prompts-per-eval
   eval_samples: 32               # completions of each, in place of --rl-samples-per-eval-prompt
   chat_template: short.jinja     # of its chats, in place of --chat-template
@@ -17,7 +18,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -27,7 +28,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
-from megatron_rl.environments.base import Environment, suggestion
+from megatron_rl.environments.base import MAX_RUN_DEADLINE, Environment, HarnessEnvironment, suggestion
 from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.loader import NAME_PATTERN, find_environment, ignore
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
@@ -65,6 +66,10 @@ RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]]
         *(None, (int, float), lambda value: 0 < value <= MAX_GRADE_DEADLINE),
         f"give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}",
     ),
+    "run_deadline": (
+        *(None, (int, float), lambda value: 0 < value <= MAX_RUN_DEADLINE),
+        f"give seconds, above 0 and up to {MAX_RUN_DEADLINE:g}",
+    ),
     "chat_template": (None, (str,), lambda _: True, "it must be the path of a file"),
     "system_prompt": (None, (str,), lambda _: True, "it must be a text"),
 }
@@ -88,8 +93,9 @@ class EnvironmentSpec:
     weight: float = 1.0
     evaluation_only: bool = False
     in_process: bool | None = None
-    """None leaves it, and the next, to the environment."""
+    """None leaves it, and the next two, to the environment."""
     grade_deadline: float | None = None
+    run_deadline: float | None = None
     eval_prompts: int | None = None
     eval_samples: int | None = None
     """None leaves it to the flags."""
@@ -104,7 +110,7 @@ class EnvironmentSpec:
         """The environment with its options; ``ConfigError`` when it cannot be set up."""
         environment = find_environment(self.reference).from_options(self.options)
         environment.evaluation_only = self.evaluation_only
-        for name in ("in_process", "grade_deadline"):
+        for name in ("in_process", "grade_deadline", "run_deadline"):
             if getattr(self, name) is not None:
                 setattr(environment, name, getattr(self, name))
         try:
@@ -243,15 +249,28 @@ def _parse_entry(entry: object, where: str, begin: Callable[[str, str], None]) -
             problems += environment.option_problems(options)
         except ConfigError as error:
             problems += error.lines
-    if environment is not None and environment.evaluation_only and entry.get("evaluation_only") is False:
-        why = "models are measured by it"
-        problems.append(f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true")
+    if environment is not None:
+        problems += _unfit_keys(entry, environment)
     if problems:
         raise ConfigError(problems)
     values["evaluation_only"] |= environment.evaluation_only
     named = values["name"] is not None
     values |= {"name": values["name"] or environment.name, "weight": float(values["weight"])}
     return EnvironmentSpec(reference=reference, options=options, named=named, where=where, chat=chat, **values)
+
+
+def _unfit_keys(entry: Mapping[str, Any], environment: type[Environment]) -> Iterator[str]:
+    """What is wrong with the keys of an entry for an environment of this kind."""
+    if environment.evaluation_only and entry.get("evaluation_only") is False:
+        why = "models are measured by it"
+        yield f"{environment.name} cannot be trained on, because {why}; set evaluation_only: true"
+    if issubclass(environment, HarnessEnvironment):
+        foreign, why = ("in_process", "grade_deadline"), "is of graders, and it is a harness"
+    else:
+        foreign, why = ("run_deadline",), "is of harnesses, and it is none"
+    for key in foreign:
+        if entry.get(key):
+            yield f"{environment.name} is given {key}, which {why}; leave it out"
 
 
 def _chat_format(entry: Mapping[str, Any], path: object, system_prompt: object, problems: list[str]) -> ChatFormat:

@@ -147,13 +147,13 @@ def _environments_package() -> ModuleType | None:
 def _classes_of_folder(name: str) -> list[type[Environment]]:
     module = importlib.import_module(f"{PACKAGE}.{name}")
     members = [value for value in vars(module).values() if isinstance(value, type)]
-    classes = [
+    own = [
         value
         for value in dict.fromkeys(members)
-        if issubclass(value, Environment)
-        and not inspect.isabstract(value)
-        and value.__module__.startswith(module.__name__)
+        if issubclass(value, Environment) and value.__module__.startswith(module.__name__)
     ]
+    # where all lack something, the first says what
+    classes = [value for value in own if not inspect.isabstract(value)] or own[:1]
     if not classes:
         raise ConfigError([f"{module.__name__} defines no Environment; start a helper's name with '_'"])
     return [_checked_class(found, found.__name__) for found in classes]

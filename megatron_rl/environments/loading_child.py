@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.environments.base import Environment
+from megatron_rl.environments.base import Environment, HarnessEnvironment
 from megatron_rl.environments.child import die_with_parent, parent_channel
 from megatron_rl.environments.config import prepare_environments
 from megatron_rl.environments.data import DatasetEnvironment
@@ -50,6 +50,7 @@ def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> di
         report(name, f"environment {name!r}", doing)
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what a data set was left without
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every call of a harness
     found = find_environment(name, begin)
     begin("it was set up")
     environment = found.from_options(_values(options))
@@ -74,8 +75,9 @@ def survey(report: Report, path: str, skip: Collection[str], demonstrations: boo
         if isinstance(environment, DatasetEnvironment):
             overlong = (environment.overlong.buffer, environment.overlong.max_tokens, environment.overlong.free_tokens)
         lowest, test_tasks = float(environment.reward_range[0]), item.counts["test"]
+        is_harness = isinstance(environment, HarnessEnvironment)
         about = (environment.evaluation_only, lowest, test_tasks, item.first_chat, demonstrates, overlong)
-        found.append(Surveyed(name, *about, max_turns=environment.max_turns, chat=item.chat))
+        found.append(Surveyed(name, *about, max_turns=environment.max_turns, is_harness=is_harness, chat=item.chat))
     return [asdict(each) for each in found]
 
 

@@ -45,11 +45,18 @@ class EnvironmentServerProcess:
     """
 
     def __init__(
-        self, config_path: str | Path, directory: str | Path, *, port: int = 0, start_timeout: float = LOAD_SECONDS
+        self,
+        config_path: str | Path,
+        directory: str | Path,
+        *,
+        port: int = 0,
+        start_timeout: float = LOAD_SECONDS,
+        harness_processes: int | None = None,
     ) -> None:
         """``directory`` gets the server's log and its address file; port 0 takes a free one.
 
-        ``start_timeout`` bounds the start with all imports, and later the reading of each split.
+        ``start_timeout`` bounds the start with all imports, and later the reading of each split; at most
+        ``harness_processes`` samples of harnesses run at once, or as many as the server's default says.
         """
         folder = Path(directory).resolve()
         self.address_file, self.log_file = folder / "environment_server.json", folder / "environment_server.log"
@@ -60,6 +67,7 @@ class EnvironmentServerProcess:
         self.pid: int | None = None
         """Of the server that answers."""
         self._config_path, self._port, self._start_timeout = Path(config_path).resolve(), port, start_timeout
+        self._harness_processes = harness_processes
         # the thread is the server's parent, which the server follows in death: it lasts as long as the process
         self._thread = threading.Thread(target=self._supervise, daemon=True)
         self._settled, self._stopped = threading.Event(), threading.Event()
@@ -105,6 +113,8 @@ class EnvironmentServerProcess:
         command = [sys.executable, "-m", "megatron_rl.environments", "serve", str(self._config_path)]
         command += ["--port", str(self._port), "--address-file", str(self.address_file)]
         command += ["--load-timeout", str(self._start_timeout), "--parent", str(os.getpid())]
+        if self._harness_processes is not None:
+            command += ["--harness-processes", str(self._harness_processes)]
         with self.log_file.open("ab") as log:
             return subprocess.Popen(
                 command,

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
-from megatron_rl.environments.base import Environment
+from megatron_rl.environments.base import Environment, HarnessEnvironment
 from megatron_rl.environments.checks import splits_of, survey_tasks
+from megatron_rl.environments.harness import run_harness
 from megatron_rl.environments.loader import Begin, ignore
 from megatron_rl.environments.results import judge
+from megatron_rl.environments.scripted import Said, always, script_of, scripted_model
 from megatron_rl.errors import shorten
-from megatron_rl.types import Grade, Task, Turn
+from megatron_rl.types import Grade, HarnessRun, Task, Turn
 
 TIMED_SECONDS = 2.0
 SLOWEST = 10
 """Grades a second. A step of 64 groups of 16 would otherwise wait for two minutes."""
+MOST_RUN = 10
+"""Tasks of a split: each is run six times, and a sample may take a while."""
 
-Played = tuple[Task, Sequence[str]]
+Played = tuple[Task, Sequence[Said]]
 """A task and the model's turns."""
-Graded = Callable[[Task, Sequence[str]], Grade]
+Graded = Callable[[Task, Sequence[Said]], Grade]
+EMPTY = ("",)
+"""The turns of a model that says nothing; to a harness it says nothing as often as it is asked."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +42,13 @@ class Check:
 
 
 def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore) -> list[Check]:
-    """All checks, the graded ones on the first ``limit`` tasks of each split."""
+    """All checks, the graded ones on the first ``limit`` tasks of each split, a harness's on ``MOST_RUN`` at most."""
     problems = survey_tasks(environment, begin).problems
     if problems:
         return [Check("tasks", False, "; ".join(problems))]
     splits = splits_of(environment)
+    is_harness = isinstance(environment, HarnessEnvironment)
+    limit = min(limit, MOST_RUN) if is_harness else limit
     begin("its gold answers and demonstrations were read")
     tasks = [task for split in splits for task in islice(environment.tasks(split), limit)]
     gold = [(task, turns) for task in tasks if (turns := environment.gold_turns(task)) is not None]
@@ -46,20 +57,22 @@ def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore
         for split in splits
         for row in islice(environment.demonstrations(split), limit)
     ]
-    empty = [(task, [""]) for task in tasks]
+    empty = [(task, EMPTY) for task in tasks]
     lowest, highest = environment.reward_range
 
-    def announced(task: Task, turns: Sequence[str]) -> Grade:
-        begin(f"it graded {_shown(turns)} to task {shorten(task.id)}")
-        return play(environment, task, turns)
+    played = partial(rehearse if is_harness else play, environment)
+
+    def announced(task: Task, turns: Sequence[Said]) -> Grade:
+        begin(f"it {'ran with' if is_harness else 'graded'} {_shown(turns)} to task {shorten(task.id)}")
+        return played(task, turns)
 
     return [
         Check("tasks", True, f"the first {len(tasks)} of {', '.join(splits)}"),
         _rewards("gold answers", announced, gold, highest),
         _rewards("demonstrations", announced, shown, highest),
         _rewards("empty answers", announced, empty, lowest),
-        _agreement(announced, [*gold, *shown, *empty]),
-        _speed(environment, [*gold, *shown] or empty),
+        _agreement(announced, [*gold, *shown, *empty], with_metrics=not is_harness),
+        _speed(played, [*gold, *shown] or empty, None if is_harness else SLOWEST),
     ]
 
 
@@ -75,28 +88,39 @@ def _rewards(name: str, graded: Graded, answers: Sequence[Played], wanted: float
     return Check(name, True, f"{len(answers)} at {wanted:g}")
 
 
-def _agreement(graded: Graded, answers: Sequence[Played]) -> Check:
+def _agreement(graded: Graded, answers: Sequence[Played], with_metrics: bool) -> Check:
+    """Among a harness's metrics may be seconds; of it, rewards alone must agree."""
     for task, turns in answers:
         first, second = (graded(task, turns) for _ in range(2))
-        if first != second:
+        if (first if with_metrics else first.reward) != (second if with_metrics else second.reward):
             where = f"{_shown(turns)} to task {shorten(task.id)}"
             return Check("graded twice", False, f"{where} gets {first}, then {second}")
     return Check("graded twice", True, f"{len(answers)} agree")
 
 
-def _speed(environment: Environment, answers: Sequence[Played]) -> Check:
-    """Grades a second in one thread; run last, when what the grader imports is loaded."""
+def _speed(graded: Graded, answers: Sequence[Played], slowest: int | None) -> Check:
+    """Grades a second in one thread; run last, when what the grader imports is loaded. A harness may be slow: many of
+    its samples run at once."""
     start, count = time.perf_counter(), 0
     for task, turns in answers:
-        play(environment, task, turns)
+        graded(task, turns)
         count += 1
         if time.perf_counter() - start > TIMED_SECONDS:
             break
     rate = count / max(time.perf_counter() - start, 1e-9)
+    if slowest is None:
+        return Check("speed", None, f"{rate:,.3g} samples a second, one at a time, of a model that answers at once")
     # three digits: a microsecond grader measured over 100 answers gives no more
     shown = f"{float(f'{rate:.3g}'):,.0f} grades a second in one thread"
-    why = "" if rate >= SLOWEST else f"; fewer than {SLOWEST} hold up every step"
-    return Check("speed", rate >= SLOWEST, shown + why)
+    why = "" if rate >= slowest else f"; fewer than {slowest} hold up every step"
+    return Check("speed", rate >= slowest, shown + why)
+
+
+def rehearse(environment: HarnessEnvironment, task: Task, turns: Sequence[Said]) -> Grade:
+    """The result of a harness whose model says one of ``turns`` at each call; one more call is refused."""
+    script = always("") if turns == EMPTY else script_of(turns)
+    with scripted_model(script) as url, tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        return run_harness(environment, HarnessRun(task, 0, url, "self-test"))
 
 
 def play(environment: Environment, task: Task, turns: Sequence[str]) -> Grade:
@@ -111,5 +135,5 @@ def play(environment: Environment, task: Task, turns: Sequence[str]) -> Grade:
     return replace(result, continuation=None)
 
 
-def _shown(turns: Sequence[str]) -> str:
+def _shown(turns: Sequence[Said]) -> str:
     return ", then ".join(map(shorten, turns))

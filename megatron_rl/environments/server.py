@@ -29,10 +29,10 @@ from flask_restful import Api, Resource, abort
 from megatron_rl.environments import wire
 from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion
 from megatron_rl.environments.checks import read_rows
-from megatron_rl.environments.child import LOAD_SECONDS, die_with_parent
+from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS, die_with_parent
 from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
 from megatron_rl.environments.results import MAX_MESSAGE, judge, result_to_json
-from megatron_rl.environments.workers import HARNESS_PROCESSES, WorkerPool
+from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.json_text import check_bounds, loads
 from megatron_rl.types import Grade, HarnessRun, Item, Split

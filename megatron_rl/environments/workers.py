@@ -31,8 +31,6 @@ MOST_WORKERS = 4
 MEMORY_MB = 4096
 """Address space of a worker, which is several times the memory in use: sympy alone maps 300 MB."""
 PRELOAD = ("sympy", "math_verify", "latex2sympy2_extended.latex2sympy2")
-HARNESS_PROCESSES = 64
-"""Samples of harnesses that run at once on a node; most of them wait for the model."""
 HARNESS_MEMORY_MB, HARNESS_OPEN_FILES, HARNESS_FILE_MB = 8192, 1024, 1024
 GONE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0

@@ -102,6 +102,7 @@ def open_environments(
                 folder,
                 port=settings.rl_environment_port,
                 start_timeout=settings.rl_environment_load_timeout,
+                harness_processes=settings.rl_harness_processes,
             )
             try:
                 server = stack.enter_context(process)

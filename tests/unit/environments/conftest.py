@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from megatron_rl.environments.config import prepare_environments
@@ -95,3 +97,13 @@ def transcript_json() -> Callable[[str], dict[str, Any]]:
         }
 
     return item
+
+
+def is_gone(pid: int) -> bool:
+    """Waits for the end of a process that was killed."""
+    give_up = time.monotonic() + 20
+    while time.monotonic() < give_up:
+        if not psutil.pid_exists(pid):
+            return True
+        time.sleep(0.02)
+    return False

@@ -152,3 +152,45 @@ FAULTS = {
     "none": lambda *_: None,
     "quit": lambda *_: sys.exit(3),
 }
+
+
+class Turns(Talk):
+    """Claims to have turns."""
+
+    name = "turns"
+    max_turns = 4
+
+
+class Inside(Talk):
+    """Claims to need no process."""
+
+    name = "inside"
+    in_process = True
+
+
+class Endless(Talk):
+    """Has no deadline."""
+
+    name = "endless"
+    run_deadline = float("inf")
+
+
+class Careless(Talk):
+    """Cannot read an empty answer, and asks more often than its script says."""
+
+    name = "careless"
+
+    def run(self, task, client):
+        return min(float(say(client, task.prompt)), float(say(client, task.prompt)))
+
+    def gold_turns(self, task):
+        return ["1"]
+
+
+class Missing(HarnessEnvironment):
+    """Has no run."""
+
+    name = "missing"
+
+    def tasks(self, split):
+        return ()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.scripted import always, scripted_model
 from megatron_rl.types import HarnessRun, Task, Transcript
+from tests.unit.environments.conftest import is_gone
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +23,13 @@ def harness_server(
 ) -> Iterator[EnvironmentServerProcess]:
     """A server of harnesses and of one grader."""
     folder = tmp_path_factory.mktemp("harnesses")
+    (folder / "scratch").mkdir()
     config = folder / "list.yaml"
     config.write_text("".join(f"- environment: {name}\n" for name in ("harnesses:Talk", "hostile_environments:Steady")))
-    with EnvironmentServerProcess(config, folder, start_timeout=60) as process:
-        yield process
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder / "scratch"))
+        with EnvironmentServerProcess(config, folder, start_timeout=60, harness_processes=2) as process:
+            yield process
 
 
 @pytest.fixture
@@ -56,3 +62,55 @@ def test_the_wrong_route_is_refused(client, model):
     (ran,) = asyncio.run(client.run("steady", [sample(model)]))
     assert graded.code == ran.code == "environment_exception"
     assert "use its route /run" in graded.message and "no harness" in ran.message
+
+
+async def begun(mark: Path) -> list[int]:
+    """The processes of a sample that hangs: its own and the one that it started."""
+    give_up = time.monotonic() + 60
+    while not (mark.exists() and mark.read_text()):
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.02)
+    return [int(pid) for pid in mark.read_text().split()]
+
+
+def test_the_processes_of_a_run_that_is_cancelled_are_killed(client, model, tmp_path):
+    async def cancelled() -> list[int]:
+        asked = asyncio.create_task(client.run("talk", [sample(model, "hang", tmp_path / "mark")] * 3))
+        pids = await begun(tmp_path / "mark")
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        return pids
+
+    pids = asyncio.run(cancelled())
+    assert all(map(is_gone, pids))
+    (after,) = asyncio.run(client.run("talk", [sample(model)]))  # the two places are free
+    assert after.reward == 3.0
+
+
+def test_more_groups_wait_than_processes_run(client, model):
+    async def many() -> list[float]:
+        groups = await asyncio.gather(*(client.run("talk", [sample(model)] * 2) for _ in range(40)))
+        return [result.reward for group in groups for result in group]
+
+    assert asyncio.run(many()) == [3.0] * 80
+
+
+def test_a_sample_whose_server_died_is_not_run_again(harness_server, client, model, tmp_path):
+    async def killed() -> tuple[list, list[int]]:
+        asked = asyncio.create_task(client.run("talk", [sample(model, "hang", tmp_path / "mark")]))
+        pids = await begun(tmp_path / "mark")
+        psutil.Process(harness_server.pid).kill()
+        return await asked, pids
+
+    (result,), pids = asyncio.run(killed())
+    assert (result.code, result.reward) == ("server_unreachable", None)
+    assert all(map(is_gone, pids))  # the process that forks them saw to it
+    (after,) = asyncio.run(client.run("talk", [sample(model)]))  # of the server in its place, which starts meanwhile
+    assert after.reward == 3.0
+    scratch = harness_server.log_file.parent / "scratch"
+    assert [list(folder.iterdir()) for folder in scratch.glob("harness_*")] == [[]]
+
+
+def test_the_keys_of_samples_are_in_no_log(harness_server, client, model):
+    asyncio.run(client.run("talk", [sample(model, "raise")]))
+    assert "a-key" not in harness_server.log_file.read_text()

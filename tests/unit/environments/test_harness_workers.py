@@ -17,6 +17,7 @@ from megatron_rl.environments.scripted import always, script_of, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.types import Grade, HarnessRun, Task
+from tests.unit.environments.conftest import is_gone
 
 TALK, AWAITS = "harnesses:Talk", "harnesses:Awaits"
 
@@ -100,16 +101,6 @@ def test_a_call_is_made_once_whatever_the_endpoint_answers(pool):
     with scripted_model(lambda number: calls.append(number)) as url:  # refuses all
         run(pool, sample(url))
     assert calls == [0]
-
-
-def is_gone(pid: int) -> bool:
-    """Waits for the end of a process that was killed."""
-    give_up = time.monotonic() + 20
-    while time.monotonic() < give_up:
-        if not psutil.pid_exists(pid):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.parametrize("fault", ["hang", "spin"])
