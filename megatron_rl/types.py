@@ -275,6 +275,11 @@ class Rollout:
         return (self.completion, *(branch.completion for branch in self.branches))
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all its completions, written or read between turns."""
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
     def num_written(self) -> int:
         """Number of tokens the model wrote in all its sequences."""
         return sum(completion.num_written for completion in self.completions)

@@ -17,7 +17,8 @@ TOKEN_BUDGET = 300_000
 """About 6 MB of page."""
 BYTE_BUDGET = 2**26
 """Of long answers a file may have tens of MB; then fewer steps are shown, with more of each."""
-SHOWN_AS_RECORDED = ("reward", "extracted", "finish_reason", "policy_version")
+BRANCH = b'"branch": '
+"""What numbers the sequences of a sample in a record's line; older ones have none, nor further sequences."""
 SAME = ("completion", "finish_reason", "reward", "verdict", "extracted", "greedy")
 """Samples of a group that differ in none of these are shown once."""
 
@@ -61,7 +62,7 @@ def _build_step(path: Path, budget: int) -> dict[str, Any] | None:
 
 
 def read_groups(path: Path, budget: int) -> tuple[list[dict[str, Any]], int]:
-    """Rows of the first whole groups with ``budget`` tokens to show, at least one group; and the number of all rows.
+    """Rows of the first whole groups with ``budget`` tokens to show, at least one group; and the number of all samples.
 
     Lines that are no rows are left out: a file may have been cut by a full disk. The rows after the budget are
     counted and not read.
@@ -71,14 +72,15 @@ def read_groups(path: Path, budget: int) -> tuple[list[dict[str, Any]], int]:
     full = False
     with path.open("rb") as file:
         for line in file:
-            recorded += 1
+            begins = _begins_a_sample(line)
+            recorded += begins
             if full:
                 continue
             try:
                 row = json.loads(line)
                 tokens = min(len(row["token_ids"]), MAX_TOKENS_PER_SAMPLE)
             except (ValueError, KeyError, TypeError):
-                recorded -= 1
+                recorded -= begins
                 continue
             full = used >= budget and _group_of(row) != _group_of(rows[-1])
             if not full:
@@ -87,9 +89,15 @@ def read_groups(path: Path, budget: int) -> tuple[list[dict[str, Any]], int]:
     return rows, recorded
 
 
+def _begins_a_sample(line: bytes) -> bool:
+    """Whether it is no further sequence of the sample before; known without reading the line's JSON."""
+    place = line.find(BRANCH)
+    return place < 0 or line[place + len(BRANCH) :].startswith(b"0")
+
+
 def _group_of(row: Row) -> tuple[Any, ...]:
     """The answers to a held-out task, sampled and greedy, are one group."""
-    return row.get("group"), row["environment"], row["task_id"], row["prompt"]
+    return row.get("group"), row["environment"], row["task_id"]
 
 
 def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
@@ -97,11 +105,17 @@ def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
 
     Mean and counts are of the sampled answers, without the greedy one, where there are any.
     """
-    sampled = [row for row in rows if not row.get("greedy")] or rows
-    rewards = [row["reward"] for row in sampled if row["reward"] is not None]
-    same: dict[tuple[Any, ...], list[Row]] = {}
+    samples: list[list[Row]] = []
     for row in rows:
-        same.setdefault(tuple(map(row.get, SAME)), []).append(row)
+        if row.get("branch"):  # it follows its sample's first sequence
+            samples[-1].append(row)
+        else:
+            samples.append([row])
+    sampled = [sample for sample in samples if not sample[0].get("greedy")] or samples
+    rewards = [row["reward"] for row, *_ in sampled if row["reward"] is not None]
+    same: dict[tuple[Any, ...], list[list[Row]]] = {}
+    for sample in samples:
+        same.setdefault(tuple(row.get(name) for row in sample for name in SAME), []).append(sample)
     first = rows[0]
     return {
         "environment": first["environment"],
@@ -111,10 +125,10 @@ def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
         "count": len(sampled),
         "mean": sum(rewards) / len(rewards) if rewards else None,
         "equal": len(rewards) > 1 and len(set(rewards)) == 1,
-        "correct": sum(bool(_correct(row)) for row in sampled),
-        "truncated": sum(row["finish_reason"] == "length" for row in sampled),
+        "correct": sum(bool(_correct(row)) for row, *_ in sampled),
+        "truncated": sum(any(row["finish_reason"] == "length" for row in sample) for sample in sampled),
         "samples": [
-            {**_build_sample(identical[0]), "samples": [row["sample"] for row in identical]}
+            {**_build_sample(identical[0], first["prompt"]), "samples": [row["sample"] for row, *_ in identical]}
             for identical in same.values()
         ],
     }
@@ -127,30 +141,51 @@ def _correct(row: Row) -> bool | None:
     return row.get("correct", row["reward"] > 0)
 
 
-def _build_sample(row: Row) -> dict[str, Any]:
-    """What the page shows of a record, under the record's own names where it is shown as it is."""
+def _build_sample(rows: Sequence[Row], prompt: str) -> dict[str, Any]:
+    """What the page shows of a sample's sequences; its own prompt where it is not ``prompt``, that of the group."""
+    row, *branches = rows
+    correct = _correct(row)
+    by_reward = correct is not None and not row["verdict"]
+    verdict = "not graded" if correct is None else row["verdict"] or ("correct" if correct else "wrong")
+    return {
+        **_build_sequence(row),
+        "prompt": None if row["prompt"] == prompt else _cut(row["prompt"]),
+        "reward": row["reward"],
+        "extracted": row["extracted"],
+        "greedy": row.get("greedy", False),
+        "correct": correct,
+        "verdict": verdict,
+        "by_reward": by_reward,
+        "error": ": ".join(filter(None, (row["code"], row["message"]))),
+        "branches": [
+            {
+                **_build_sequence(branch),
+                "number": branch["branch"],
+                "of": branch["branch_of"],
+                "shared": branch["shared_tokens"],
+                "read": _cut(branch["read"]),
+            }
+            for branch in branches
+        ],
+    }
+
+
+def _build_sequence(row: Row) -> dict[str, Any]:
     tokens = row["token_texts"][:MAX_TOKENS_PER_SAMPLE]
     logprobs = [None if value is None else round(value, 4) for value in row["inference_logprobs"][: len(tokens)]]
     clipped = [(start, min(end, len(tokens))) for start, end in row["environment_spans"]]
     spans = [(start, end) for start, end in clipped if start < end]
     for start, end in spans:
         logprobs[start:end] = [None] * (end - start)  # what stands there was never drawn from the policy
-    correct = _correct(row)
-    by_reward = correct is not None and not row["verdict"]
-    verdict = "not graded" if correct is None else row["verdict"] or ("correct" if correct else "wrong")
     return {
-        **{name: row[name] for name in SHOWN_AS_RECORDED},
+        "finish_reason": row["finish_reason"],
+        "policy_version": row["policy_version"],
         "completion": _cut(row["completion"]),
         "tokens": tokens,
         "logprobs": logprobs,
         "spans": spans,
         "num_tokens": len(row["token_ids"]),
-        "greedy": row.get("greedy", False),
         "advantage": row.get("advantage"),
-        "correct": correct,
-        "verdict": verdict,
-        "by_reward": by_reward,
-        "error": ": ".join(filter(None, (row["code"], row["message"]))),
     }
 
 

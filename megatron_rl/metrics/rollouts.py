@@ -90,7 +90,7 @@ def rows_by_group(
                     "branch": number,
                     "prompt": prompt if ids == group.prompt_ids else decode_raw(ids),
                     "prompt_ids": ids,
-                    **(_shared(ids, sequences[:number], decode_raw) if number else {}),
+                    **_origin(ids, sequences[:number], decode_raw),
                     "gold": gold,
                     "completion": decode_raw(completion.token_ids) if number else rollout.text,
                     **{name: value for name, value in vars(completion).items() if name != "routing"},
@@ -104,13 +104,19 @@ def rows_by_group(
     return by_group
 
 
-def _shared(
+def shared_prompt(ids: Sequence[int], earlier: Sequence[Branch]) -> tuple[int, int]:
+    """Which of a sample's ``earlier`` sequences has most of a branch's prompt ``ids``, and how many of its tokens."""
+    found = [len(commonprefix([ids, one.prompt_ids + one.completion.token_ids])) for one in earlier]
+    return found.index(max(found)), max(found)
+
+
+def _origin(
     ids: Sequence[int], earlier: Sequence[Branch], decode_raw: Callable[[Sequence[int]], str]
 ) -> dict[str, Any]:
-    """Which ``earlier`` sequence of the sample has most of a branch's prompt, how much, and the text of the rest."""
-    found = [len(commonprefix([ids, one.prompt_ids + one.completion.token_ids])) for one in earlier]
-    shared = max(found)
-    return {"branch_of": found.index(shared), "shared_tokens": shared, "read": decode_raw(ids[shared:])}
+    if not earlier:
+        return {}
+    number, shared = shared_prompt(ids, earlier)
+    return {"branch_of": number, "shared_tokens": shared, "read": decode_raw(ids[shared:])}
 
 
 def gold_answer(task: Task) -> str | None:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.metrics.evaluation import is_correct
-from megatron_rl.metrics.rollouts import gold_answer
-from megatron_rl.types import Rollout, RolloutGroup
+from megatron_rl.metrics.rollouts import gold_answer, shared_prompt
+from megatron_rl.types import Branch, Rollout, RolloutGroup
 
 MAX_CHARACTERS = 4_000
 """Of a prompt or answer, in TensorBoard and wandb."""
@@ -106,10 +106,20 @@ def _sample(
     rollout = pick(graded, key=lambda rollout: rollout.grade.reward)
     grade, task = rollout.grade, group.source.task
     return TextSample(
-        which, number, group.source.environment, task.id, _clip(decode_raw(group.prompt_ids)),
-        _clip(decode_raw(rollout.completion.token_ids)), grade.reward, is_correct(grade), gold_answer(task), mean,
+        which, number, group.source.environment, task.id, _clip(decode_raw(group.sequences(rollout)[0].prompt_ids)),
+        _clip(_answer(group.sequences(rollout), decode_raw)), grade.reward, is_correct(grade), gold_answer(task), mean,
         len(group.rollouts),
     )  # fmt: skip
+
+
+def _answer(sequences: Sequence[Branch], decode_raw: Callable[[Sequence[int]], str]) -> str:
+    """Of several sequences one after the other, each further one with what is new in its prompt."""
+    text = decode_raw(sequences[0].completion.token_ids)
+    for number, sequence in enumerate(sequences[1:], start=1):
+        origin, shared = shared_prompt(sequence.prompt_ids, sequences[:number])
+        new = decode_raw(sequence.prompt_ids[shared:] + sequence.completion.token_ids)
+        text += f"\n[sequence {number + 1}, after {shared} tokens of sequence {origin + 1}]\n{new}"
+    return text
 
 
 def _clip(text: str) -> str:

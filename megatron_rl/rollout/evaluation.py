@@ -27,7 +27,7 @@ class _TaskScore(NamedTuple):
     number: int
     """Its place in the evaluator's list; outcomes are put in this order, whichever rank they are from."""
     mean_length: float
-    """Tokens of a completion, greedy or not, graded or not."""
+    """Tokens of a sample's completions, greedy or not, graded or not."""
     environment: int
     samples: int
     """Graded samples; failed grades are left out, not counted as wrong."""
@@ -115,7 +115,7 @@ class Evaluator:
         return [request for pair, owner in dealt if owner == rank for request in pair]
 
     def _score(self, number: int, sampled: RolloutGroup, greedy: RolloutGroup) -> _TaskScore:
-        lengths = [len(r.completion.token_ids) for r in (*sampled.rollouts, *greedy.rollouts)]
+        lengths = [r.num_tokens for r in (*sampled.rollouts, *greedy.rollouts)]
         graded = [r for r in sampled.rollouts if not r.grade.failed]
         greedy_graded = [r for r in greedy.rollouts if not r.grade.failed]
         return _TaskScore(
@@ -125,8 +125,8 @@ class Evaluator:
             samples=len(graded),
             correct=sum(is_correct(r.grade) for r in graded),
             reward_sum=sum(r.grade.reward for r in graded),
-            tokens=sum(r.completion.num_written for r in graded),
-            truncated=sum(r.completion.finish_reason == "length" for r in graded),
+            tokens=sum(r.num_written for r in graded),
+            truncated=sum(r.truncated for r in graded),
             greedy_graded=len(greedy_graded),
             greedy_correct=sum(is_correct(r.grade) for r in greedy_graded),
             answered=any(r.grade.extracted is not None for r in graded),

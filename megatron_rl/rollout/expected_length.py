@@ -45,7 +45,8 @@ class ExpectedLengths:
     def learn(self, seen: Iterable[tuple[SourcedTask, float]]) -> None:
         """Take in tasks and the mean lengths of their completions, in an order that all ranks share.
 
-        The length of a conversation is that of all its turns and of what the model read between them.
+        The length of a conversation is that of all its turns and of what the model read between them; that of a sample
+        of several sequences is theirs together, without what a branch's prompt repeats.
         """
         for source, length in seen:
             known = self._environments.setdefault(source.environment, _Environment())

@@ -30,7 +30,7 @@ from megatron_rl.environments.results import result_from_json, result_to_json
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.rollout.staged_routing import StagedRouting
-from megatron_rl.types import Completion, Request, Rollout, RolloutGroup, SourcedTask
+from megatron_rl.types import Branch, Completion, Request, Rollout, RolloutGroup, SourcedTask
 
 Record = dict[str, Any]
 _PACKED = {"token_ids": "i", "inference_logprobs": "f"}
@@ -109,7 +109,8 @@ class StepJournal:
         if record is None:
             return None
         rollouts = tuple(_rollout(rollout, request.wants_routing) for rollout in record["rollouts"])
-        if request.wants_routing and any(rollout.completion.routing is None for rollout in rollouts):
+        completions = (completion for rollout in rollouts for completion in rollout.completions)
+        if request.wants_routing and any(completion.routing is None for completion in completions):
             return None  # of a start without --rl-router-replay
         group = RolloutGroup(request.source, request.prompt_ids, rollouts)
         return group if self._staged is None else self._staged.part(group)
@@ -181,7 +182,15 @@ def _task_of(source: SourcedTask) -> list[Any]:
 
 
 def _described(rollout: Rollout) -> Record:
-    return {**described(rollout.completion), "grade": result_to_json(rollout.grade)}
+    record = {**described(rollout.completion), "grade": result_to_json(rollout.grade)}
+    if rollout.prompt_ids is not None:
+        record["prompt_ids"] = _packed("i", rollout.prompt_ids)
+    if rollout.branches:
+        record["branches"] = [
+            {**described(branch.completion), "prompt_ids": _packed("i", branch.prompt_ids)}
+            for branch in rollout.branches
+        ]
+    return record
 
 
 def described(completion: Completion) -> Record:
@@ -194,12 +203,18 @@ def described(completion: Completion) -> Record:
 
 
 def _rollout(record: Record, wants_routing: bool) -> Rollout:
-    return Rollout(completion_of(record, wants_routing), "", result_from_json(record["grade"]))
+    prompt, grade = record.get("prompt_ids"), result_from_json(record["grade"])
+    branches = tuple(
+        Branch(_unpacked("i", branch["prompt_ids"]), completion_of(branch, wants_routing))
+        for branch in record.get("branches", ())
+    )
+    own = None if prompt is None else _unpacked("i", prompt)
+    return Rollout(completion_of(record, wants_routing), "", grade, own, branches)
 
 
 def completion_of(record: Record, wants_routing: bool = False) -> Completion:
     """The inverse of `described`."""
-    fields = {name: value for name, value in record.items() if name != "grade"}
+    fields = {name: value for name, value in record.items() if name not in ("grade", "prompt_ids", "branches")}
     fields |= {name: _unpacked(kind, record[name]) for name, kind in _PACKED.items()}
     routing = fields.pop("routing", None)
     if wants_routing and routing is not None:

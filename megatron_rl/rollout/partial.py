@@ -163,7 +163,8 @@ def lag_metrics(
     """How many of the tokens are of older weights, and by how many steps; over all replicas."""
     lags = [
         (policy_version - version, size)
-        for group in groups for rollout in group.rollouts for version, size in rollout.completion.stretches
+        for group in groups for rollout in group.rollouts for completion in rollout.completions
+        for version, size in completion.stretches
     ]  # fmt: skip
     local = torch.tensor([
         sum(size for _, size in lags),

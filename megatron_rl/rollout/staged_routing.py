@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.types import RolloutGroup
+from megatron_rl.types import Completion, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,14 @@ class StagedRouting:
 
 
 def _changed(group: RolloutGroup, change: Callable[[torch.Tensor], torch.Tensor]) -> RolloutGroup:
-    if any(rollout.completion.routing is None for rollout in group.rollouts):
+    if any(completion.routing is None for rollout in group.rollouts for completion in rollout.completions):
         return group
-    return replace(
-        group,
-        rollouts=tuple(
-            replace(r, completion=replace(r.completion, routing=change(r.completion.routing))) for r in group.rollouts
-        ),
-    )
+
+    def changed(completion: Completion) -> Completion:
+        return replace(completion, routing=change(completion.routing))
+
+    rollouts = []
+    for rollout in group.rollouts:
+        branches = tuple(replace(branch, completion=changed(branch.completion)) for branch in rollout.branches)
+        rollouts.append(replace(rollout, completion=changed(rollout.completion), branches=branches))
+    return replace(group, rollouts=tuple(rollouts))

@@ -12,39 +12,47 @@ import torch.distributed as dist
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
-from megatron_rl.types import RolloutGroup
+from megatron_rl.types import Rollout, RolloutGroup
 
 _MOST_RANKS_SHOWN = 32
 """With more replicas a step's row would consist of their idle shares: the mean alone is kept."""
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> dict[str, float]:
-    """Lengths and endings under verl's names, and the mean of every metric the graders report."""
-    answers = [(group, rollout.completion) for group in groups for rollout in group.rollouts]
-    rows = [
-        (len(g.prompt_ids), c.num_written, len(c.token_ids), c.finish_reason == "length", c.num_turns)
-        for g, c in answers
-    ]
-    local = torch.tensor(rows, dtype=torch.float64).view(-1)
-    table = torch.cat(gather_vectors(local, rollout_group)).view(-1, 5)
+    """Lengths and endings under verl's names, and the mean of every metric the graders report.
+
+    Lengths, turns and endings are of whole samples, all their sequences together.
+    """
+    local = torch.tensor([_row(group, rollout) for group in groups for rollout in group.rollouts], dtype=torch.float64)
+    table = torch.cat(gather_vectors(local.view(-1), rollout_group)).view(-1, 7)
     if not table.numel():
         return {}
-    prompt, response, answer, cut, turns = table.unbind(1)
-    logprob_sum = sum(sum(completion.inference_logprobs) for _, completion in answers)
-    sums = torch.tensor([logprob_sum], dtype=torch.float64)
-    dist.all_reduce(sums, group=rollout_group)
+    prompt, response, tokens, cut, turns, sequences, logprobs = table.unbind(1)
     return {
         "prompt_length/mean": prompt.mean().item(),
         "response_length/mean": response.mean().item(),
         "response_length/max": response.max().item(),
         "response_length/min": response.min().item(),
         "response_length/clip_ratio": cut.mean().item(),
-        "rollout/logprob_mean": sums.item() / max(response.sum().item(), 1.0),
+        "rollout/logprob_mean": logprobs.sum().item() / max(response.sum().item(), 1.0),
         "rollout/turns_mean": turns.mean().item(),
-        "perf/total_num_tokens": (prompt.sum() + answer.sum()).item(),
+        "rollout/sequences_mean": sequences.mean().item(),
+        "perf/total_num_tokens": tokens.sum().item(),
         "perf/generated_tokens": response.sum().item(),
         **_grader_means(groups, rollout_group),
     }
+
+
+def _row(group: RolloutGroup, rollout: Rollout) -> tuple[float, ...]:
+    """Of a sample: tokens of its prompt, written, of all its sequences with their prompts; cut; turns; sequences; the
+    sum of the log-probs.
+    """
+    prompts = [len(sequence.prompt_ids) for sequence in group.sequences(rollout)]
+    completions = rollout.completions
+    turns = sum(completion.num_turns for completion in completions)
+    logprobs = sum(sum(completion.inference_logprobs) for completion in completions)
+    tokens = sum(prompts) + rollout.num_tokens
+    return prompts[0], rollout.num_written, tokens, rollout.truncated, turns, len(prompts), logprobs
 
 
 def lengths_and_seconds(
@@ -53,7 +61,7 @@ def lengths_and_seconds(
     num_groups: int,
     rollout_group: dist.ProcessGroup,
 ) -> tuple[list[float], list[float]]:
-    """Mean completion length of each of the step's groups, and each replica's seconds of generation.
+    """Mean tokens of the samples' completions of each of the step's groups, and each replica's seconds of generation.
 
     ``answered`` are this replica's groups by number, ``seconds`` its own.
 
@@ -61,7 +69,7 @@ def lengths_and_seconds(
     """
     numbers = torch.zeros(num_groups + rollout_group.size(), dtype=torch.float64)
     for number, group in answered.items():
-        lengths = [len(rollout.completion.token_ids) for rollout in group.rollouts]
+        lengths = [rollout.num_tokens for rollout in group.rollouts]
         numbers[number] = sum(lengths) / len(lengths)
     numbers[num_groups + rollout_group.rank()] = seconds
     if rollout_group.size() > 1:

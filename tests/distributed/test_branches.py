@@ -13,8 +13,10 @@ from tests.support.ranks import run_ranks
 VARIANTS: dict[str, dict[str, Any]] = {
     "token-mean": {},
     "gspo": {"rl_policy_loss": "gspo", "rl_correction": "sequence_tis", "grpo_iterations": 2},
-    "constant": {"rl_loss_aggregation": "constant", "rl_advantage": "reinforce_plus_plus"},
-    "picked": {"rl_policy_loss": "clip_cov", "rl_policy_loss_args": ("share=0.2", "lower=-9", "upper=9")},
+    "picked": {
+        "rl_policy_loss": "clip_cov", "rl_policy_loss_args": ("share=0.2", "lower=-9", "upper=9"),
+        "rl_loss_aggregation": "constant", "rl_advantage": "reinforce_plus_plus",
+    },
     "critic": {"rl_advantage": "gae", "rl_gamma": 0.9, "rl_kl_in_reward": True, "grpo_kl_beta": 0.05},
 }
 WEIGHT_TOLERANCE = 1e-5

@@ -80,7 +80,8 @@ function drawRollouts() {
 function flat(step) {
   return step.groups.flatMap((group) => group.samples.map((sample) => ({
     ...sample, group: Object.assign(group, { label: step.label }),
-    text: [group.prompt, group.task, group.gold, sample.completion, sample.extracted].join("\n").toLowerCase(),
+    text: [group.prompt, group.task, group.gold, sample.prompt, sample.completion, sample.extracted,
+      ...sample.branches.flatMap((branch) => [branch.read, branch.completion])].join("\n").toLowerCase(),
   })));
 }
 
@@ -128,18 +129,12 @@ function plural(count, word) { return `${number(count)} ${word}${count === 1 ? "
 
 function sampleCard(sample, colored, wanted) {
   const tone = sample.correct === null ? "" : sample.correct ? "good" : "bad";
-  const fed = sample.spans.reduce((sum, [start, end]) => sum + end - start, 0);
-  const cut = sample.num_tokens > sample.tokens.length ? `first ${number(sample.tokens.length)} of ` : "";
   const several = sample.samples.length > 1;
   const about = [
-    sample.advantage === null ? "" : `advantage ${number(sample.advantage)}`,
-    `${cut}${plural(sample.num_tokens, "token")}`, fed ? `${number(fed)} of them from the environment` : "",
-    sample.finish_reason === "length" ? "" : `ended: ${words(sample.finish_reason)}`,
-    sample.policy_version === null ? "" : `policy version ${sample.policy_version}`,
+    ...facts(sample), sample.policy_version === null ? "" : `policy version ${sample.policy_version}`,
     sample.greedy ? "greedy" : several ? "" : `sample ${sample.samples[0]}`,
+    sample.branches.length ? plural(1 + sample.branches.length, "sequence") : "",
   ].filter(Boolean).join(" \u00b7 ");
-  const text = (colored || sample.spans.length) && sample.tokens.length
-    ? tokenView(sample, colored) : el("pre", { class: "answer" }, sample.completion);
   return el("section", { class: "sample" },
     el("div", { class: "row" },
       el("span", { class: `badge ${tone}`, title: sample.by_reward ? "by the reward: the grader gives no verdict" : "" },
@@ -150,7 +145,36 @@ function sampleCard(sample, colored, wanted) {
       sample.extracted === null ? null : el("span", { class: "small" }, "answer ", el("code", {}, sample.extracted)),
       el("span", { class: "small muted" }, about)),
     sample.error ? el("div", { class: "small bad-text" }, sample.error) : null,
-    folding(text, sample.completion, wanted));
+    sample.prompt === null ? null : folding(el("pre", { class: "prompt" }, sample.prompt), sample.prompt, wanted),
+    folding(answer(sample, colored), sample.completion, wanted),
+    ...sample.branches.map((branch) => branchView(branch, colored, wanted)));
+}
+
+// A further sequence of a sample: what is new in its prompt, and what the model wrote.
+function branchView(branch, colored, wanted) {
+  const origin = branch.shared ? `after the first ${plural(branch.shared, "token")} of sequence ${branch.of + 1}` : "begun anew";
+  const about = [`sequence ${branch.number + 1}`, origin, ...facts(branch)].filter(Boolean).join(" \u00b7 ");
+  return el("div", { class: "branch" },
+    el("div", { class: "row" },
+      branch.finish_reason === "length" ? el("span", { class: "badge bad" }, "cut at the limit") : null,
+      el("span", { class: "small muted" }, about)),
+    branch.read ? folding(el("pre", { class: "prompt" }, branch.read), branch.read, wanted) : null,
+    folding(answer(branch, colored), branch.completion, wanted));
+}
+
+function facts(sequence) {
+  const fed = sequence.spans.reduce((sum, [start, end]) => sum + end - start, 0);
+  const cut = sequence.num_tokens > sequence.tokens.length ? `first ${number(sequence.tokens.length)} of ` : "";
+  return [
+    sequence.advantage === null ? "" : `advantage ${number(sequence.advantage)}`,
+    `${cut}${plural(sequence.num_tokens, "token")}`, fed ? `${number(fed)} of them from the environment` : "",
+    sequence.finish_reason === "length" ? "" : `ended: ${words(sequence.finish_reason)}`,
+  ];
+}
+
+function answer(sequence, colored) {
+  return (colored || sequence.spans.length) && sequence.tokens.length
+    ? tokenView(sequence, colored) : el("pre", { class: "answer" }, sequence.completion);
 }
 
 function folding(node, text, wanted) {

@@ -24,9 +24,11 @@ from megatron_rl.metrics.report_rollouts import (
     build_rollouts,
     read_groups,
 )
+from megatron_rl.metrics.rollouts import write_rows
 from megatron_rl.metrics.rundir import RunDirectory
-from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
+from megatron_rl.types import Branch, Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
+from tests.support.rollouts import drawn, group_of, sample_of
 
 HOSTILE = (
     "__STYLE__ __SCRIPT__ $& \\1",
@@ -323,3 +325,37 @@ def test_of_large_files_few_are_read_and_not_to_their_ends(tmp_path: Path, monke
     path.write_text("\n".join(["{torn", *lines[:3], *other[:2]]) + "\n")
     rows, recorded = read_groups(path, budget=15)
     assert ([row["sample"] for row in rows], recorded) == ([0, 1, 2], 5)
+
+
+def test_sequences_of_a_sample_are_shown_together_and_counted_once(tmp_path: Path) -> None:
+    """Two samples are alike in all their sequences, one only in the first."""
+    tree = sample_of(1.0, ([1], drawn([7, 8])), ([1, 7, 2], drawn([8], finish_reason="length")))
+    other = replace(tree, branches=(Branch((3,), drawn([8])),))
+    failed = sample_of(None, ([4], drawn([7])))
+    path = tmp_path / "step_000001.jsonl"
+    write_rollouts(path, 1, [group_of(tree, other, tree, failed, prompt_ids=(1,))])
+    [step] = build_rollouts(tmp_path)
+    [group] = step["groups"]
+    figures = step["recorded"], group["count"], group["mean"], group["truncated"], group["prompt"]
+    assert figures == (4, 4, 1.0, 2, "[1]")
+    alike, apart, bad = group["samples"]
+    assert (alike["samples"], apart["samples"], bad["samples"]) == ([0, 2], [1], [3])
+    assert (alike["prompt"], bad["prompt"]) == (None, "[4]")
+    [branch] = alike["branches"]
+    shown = {name: branch[name] for name in ("number", "of", "shared", "read", "tokens", "finish_reason")}
+    assert shown == {
+        "number": 1, "of": 0, "shared": 2, "read": "[2]", "tokens": ["[8]"], "finish_reason": "length",
+    }  # fmt: skip
+    assert (bad["branches"], bad["verdict"]) == ([], "not graded")
+
+
+def test_rows_of_before_there_were_branches_are_a_sample_each(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.jsonl"
+    write_rollouts(path, 1, [make_group("a"), make_group("b")], decode_raw=decode)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        del row["branch"]
+    write_rows(path, rows)
+    [step] = build_rollouts(tmp_path)
+    assert step["recorded"] == 2
+    assert [len(group["samples"]) for group in step["groups"]] == [1, 1]

@@ -18,6 +18,7 @@ from megatron_rl.metrics.rollouts import rows_by_group, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
+from tests.support.rollouts import drawn, group_of, sample_of
 
 PAGE = Path(__file__).parents[2] / "support" / "page.js"
 NODE = shutil.which("node")
@@ -133,3 +134,15 @@ def test_long_texts_are_folded_until_asked(run: RunDirectory) -> None:
     shown = run_page(run)
     assert shown["views"]["step 2"]["folded"] == [False, True]
     assert shown["views"]["unfolded"]["folded"] == [False, False]
+
+
+def test_branches_stand_below_the_sequence_that_they_left(run: RunDirectory) -> None:
+    tree = sample_of(1.0, ([8], drawn([0, 2])), ([8, 0, 1], drawn([4], finish_reason="length")), ([9], drawn([3])))
+    write_rollouts(run.rollouts_path(1), 1, [group_of(tree, prompt_ids=(8,))], decode_raw=spelled)
+    view = run_page(run)["views"]["step 1"]
+    [sample] = view["samples"]
+    assert "sample 0 \u00b7 3 sequences" in sample
+    first = "cut at the limitsequence 2 \u00b7 after the first 2 tokens of sequence 1 \u00b7 1 token<tool>so\u21b5\n42"
+    assert first in sample
+    assert sample.endswith("sequence 3 \u00b7 begun anew \u00b7 1 token \u00b7 ended: stop6*8?</tool>")
+    assert view["prompts"] == ["<bos>6*7?", "<tool>", "6*8?"]

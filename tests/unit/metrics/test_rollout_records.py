@@ -12,6 +12,7 @@ from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.rollouts import gold_answer, rows_by_group, training_rows
 from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
+from tests.support.rollouts import drawn, group_of, sample_of
 
 VOCABULARY = {1: "<bos>", 2: "2+2=", 5: "4", 6: "<eos>"}
 
@@ -93,6 +94,26 @@ def test_rows_of_training_say_what_became_of_each_sample() -> None:
         (1, 0, 0.5, 1), (1, 1, -0.5, 0), (3, 0, 2.0, 1), (3, 1, None, None),
     ]  # fmt: skip
     assert {row["group"] for row in training_rows(12, groups, [1, 3], use, 3, spelled)} == {1}
+
+
+def test_a_sample_of_several_sequences_has_a_row_each() -> None:
+    """A branch behind the first answer token; one that shares more with that branch than with the first; one anew."""
+    tree = sample_of(
+        1.0, ([1, 2], drawn([5, 6])), ([1, 2, 5, 4], drawn([6])), ([1, 2, 5, 4, 6, 3], drawn([5, 6])), ([8], drawn([5]))
+    )
+    group = group_of(tree, sample_of(0.0, ([1, 2], drawn([6]))), prompt_ids=(1, 2))
+    use = {(2, 0): (0, 0.5), (2, 1): (0, 0.25), (2, 3): (0, 0.125), (3, 0): (1, -0.5)}
+    rows = training_rows(7, [group], [1], use, 9, str)
+    assert [(row["sample"], row["branch"], row["advantage"], row["update"]) for row in rows] == [
+        (0, 0, 0.5, 0), (0, 1, 0.25, 0), (0, 2, None, None), (0, 3, 0.125, 0), (1, 0, -0.5, 1),
+    ]  # fmt: skip
+    first, second, third, fourth, other = rows
+    assert "branch_of" not in first and "read" not in other
+    assert (second["prompt"], second["prompt_ids"], second["token_ids"]) == ("(1, 2, 5, 4)", [1, 2, 5, 4], [6])
+    assert [(row["branch_of"], row["shared_tokens"], row["read"]) for row in (second, third, fourth)] == [
+        (0, 3, "(4,)"), (1, 5, "(3,)"), (0, 0, "(8,)"),
+    ]  # fmt: skip
+    assert {row["reward"] for row in rows[:4]} == {1.0}
 
 
 def test_the_gold_answer_is_what_the_grader_is_given() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_rl.metrics.samples import MAX_CHARACTERS, TextSample, samples_of, shorten, worst_and_best
-from tests.support.rollouts import graded_group
+from tests.support.rollouts import drawn, graded_group, group_of, sample_of
 
 
 def spelled(ids: Sequence[int]) -> str:
@@ -42,6 +42,15 @@ def test_of_groups_that_are_all_alike_one_is_shown() -> None:
 
 def test_without_a_grade_nothing_is_shown() -> None:
     assert worst_and_best(found({0: [None]})) == []
+
+
+def test_of_a_harness_its_own_prompt_and_all_sequences_are_shown() -> None:
+    tree = sample_of(1.0, ([7, 8], drawn([1, 2])), ([7, 8, 1, 9], drawn([3])), ([5], drawn([6])))
+    *_, best = samples_of([group_of(tree)], [0], spelled)
+    assert best.prompt == "7 8"
+    assert best.answer == (
+        "1 2\n[sequence 2, after 3 tokens of sequence 1]\n9 3\n[sequence 3, after 0 tokens of sequence 1]\n5 6"
+    )
 
 
 def test_of_long_texts_both_ends_are_kept() -> None:

@@ -14,7 +14,7 @@ from megatron_rl.rollout.evaluation import Evaluator, powers_of_two_up_to
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import RolloutResult
 from megatron_rl.types import Grade, Request, RolloutGroup, SamplingParams, SourcedTask, Task
-from tests.support.rollouts import graded_group
+from tests.support.rollouts import drawn, graded_group, group_of, sample_of
 
 FACTORY = RequestFactory(SamplingParams(max_new_tokens=8), max_sequence_length=16)
 
@@ -65,6 +65,17 @@ def test_numbers(one_rank: ParallelGroups) -> None:
             "val/toy/pass@4": 1.0,  # of the one task with four graded samples
         }
     )
+
+
+def test_a_sample_of_several_sequences_is_one_answer_of_their_length(one_rank: ParallelGroups) -> None:
+    """4 tokens and a branch of 2 that was cut, against one of 2: means of samples, not of sequences."""
+    tree = sample_of(1.0, ([1], drawn([1, 2, 3, 4])), ([1, 1], drawn([3, 4], finish_reason="length")))
+    groups = [group_of(tree, sample_of(0.0, ([1], drawn([1, 2])))), graded_group([1.0], lengths=[1])]
+    one = evaluator(one_rank, FixedRollouter(groups), [("toy", "0")], samples=2)
+    metrics = one.evaluate(0).metrics
+    expected = {"pass@1": 0.5, "pass@2": 1.0, "reward": 0.5, "response_length": 4.0, "truncated": 0.5}
+    assert {name: metrics[f"val/toy/{name}"] for name in expected} == expected
+    assert one.expected_lengths.state_dict()["toy"]["tasks"] == {"0": 3.0}, "(6 + 2 + 1) / 3"
 
 
 def test_a_failed_greedy_grade_is_left_out(one_rank: ParallelGroups) -> None:

@@ -12,7 +12,9 @@ import torch
 
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
+from megatron_rl.rollout.staged_routing import StagedRouting
 from megatron_rl.types import (
+    Branch,
     Completion,
     Grade,
     Request,
@@ -63,6 +65,51 @@ def test_groups_come_back_as_they_were(journal: RolloutJournal) -> None:
     again.add(1, group(1))
     again.close()
     assert journal.open(STEP, HEADER).group_for(request(1)) == group(1)
+
+
+def branched(routing: bool = False) -> RolloutGroup:
+    """Two samples of a harness, the first of two sequences; perhaps with experts, one byte each."""
+
+    def drawn(*ids: int, prompt: int) -> Completion:
+        experts = torch.randint(0, 99, (prompt + len(ids), 3, 2), dtype=torch.uint8) if routing else None
+        return Completion(ids, (-0.5,) * len(ids), "stop", 3, routing=experts)
+
+    branches = (Branch((9, 8, 5), drawn(7, 70000, prompt=3)), Branch((4,), drawn(6, prompt=1)))
+    tree = Rollout(drawn(5, 6, prompt=2), "", Grade(1.0), (9, 8), branches)
+    return RolloutGroup(request(0).source, (1, 2), (tree, Rollout(drawn(1, prompt=1), "", Grade(0.0), (3,))))
+
+
+def test_samples_of_several_sequences_come_back(journal: RolloutJournal) -> None:
+    step = journal.open(STEP, HEADER)
+    step.add(0, branched())
+    step.close()
+    assert journal.open(STEP, HEADER).group_for(request(0)) == branched()
+
+
+def test_the_experts_of_branches_come_back(journal: RolloutJournal) -> None:
+    """And a group of which a branch has none is no answer to a request that wants them."""
+    known = branched(routing=True)
+    tree, plain = known.rollouts
+    lacking = replace(tree.branches[1], completion=replace(tree.branches[1].completion, routing=None))
+    step = journal.open(STEP, HEADER)
+    step.add(0, known)
+    step.add(1, replace(known, rollouts=(replace(tree, branches=(tree.branches[0], lacking)), plain)))
+    step.close()
+    again = journal.open(STEP, HEADER)
+    found = again.group_for(replace(request(0), wants_routing=True))
+    for rollout, wanted in zip(found.rollouts, known.rollouts, strict=True):
+        for one, other in zip(rollout.completions, wanted.completions, strict=True):
+            assert torch.equal(one.routing, other.routing)
+    assert again.group_for(replace(request(0), index=1, wants_routing=True)) is None
+    assert again.group_for(request(0)) == known  # comparisons leave experts out
+
+
+def test_a_stage_has_the_experts_of_its_own_layers_in_branches_too(one_rank: ParallelGroups) -> None:
+    known = branched(routing=True)
+    part = StagedRouting((0, 2), 3, one_rank).part(known)
+    for rollout, wanted in zip(part.rollouts, known.rollouts, strict=True):
+        for one, other in zip(rollout.completions, wanted.completions, strict=True):
+            assert torch.equal(one.routing, other.routing[:, [0, 2]])
 
 
 def test_the_experts_of_tokens_come_back(journal: RolloutJournal) -> None:

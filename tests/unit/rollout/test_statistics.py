@@ -9,6 +9,7 @@ import pytest
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.partial import lag_metrics
 from megatron_rl.rollout.statistics import (
     Failures,
     engine_metrics,
@@ -21,7 +22,7 @@ from megatron_rl.rollout.statistics import (
     rollout_metrics,
 )
 from megatron_rl.types import Grade, RolloutGroup
-from tests.support.rollouts import graded_group
+from tests.support.rollouts import drawn, graded_group, group_of, sample_of
 
 
 def with_metrics(group: RolloutGroup, *metrics: dict[str, float]) -> RolloutGroup:
@@ -49,10 +50,51 @@ def test_lengths_and_logprobs(one_rank: ParallelGroups) -> None:
             # sample 0 has -0.5 a token, sample 1 has -1.5: (2 + 3) * -0.5 + (6 + 1) * -1.5 over 12 tokens
             "rollout/logprob_mean": -13.0 / 12,
             "rollout/turns_mean": 1.0,
+            "rollout/sequences_mean": 1.0,
             "perf/total_num_tokens": 8.0 + 12.0,
             "perf/generated_tokens": 12.0,
         }
     )
+
+
+def branched() -> RolloutGroup:
+    """A sample of two sequences, 3 + 6 and 5 + 2 tokens, two of them read; and one of 1 + 2, the group's prompt."""
+    first = drawn([1, 2, 3, 4, 5, 6], environment_spans=((2, 4),))
+    tree = sample_of(1.0, ([7, 8, 9], first), ([7, 8, 9, 1, 2], drawn([3, 4], -2.0, "length")))
+    return group_of(tree, replace(tree, prompt_ids=None, completion=drawn([1, 2], -0.5), branches=()))
+
+
+def test_a_sample_counts_all_its_sequences(one_rank: ParallelGroups) -> None:
+    """Written are 4 + 2 and 2; calls 2 + 1 and 1."""
+    assert rollout_metrics([branched()], one_rank.rollout_group) == {
+        "prompt_length/mean": 2.0,
+        "response_length/mean": 4.0,
+        "response_length/max": 6.0,
+        "response_length/min": 2.0,
+        "response_length/clip_ratio": 0.5,
+        "rollout/logprob_mean": (-6.0 - 4.0 - 1.0) / 8,  # the helper gives read tokens one, too
+        "rollout/turns_mean": 2.0,
+        "rollout/sequences_mean": 1.5,
+        "perf/total_num_tokens": 9.0 + 7.0 + 3.0,
+        "perf/generated_tokens": 8.0,
+    }
+
+
+def test_what_is_expected_of_a_sample_is_all_that_it_generates(one_rank: ParallelGroups) -> None:
+    """Completions of 6 + 2 tokens and of 2: the mean is 5. What a branch's prompt repeats costs nothing."""
+    assert lengths_and_seconds({0: branched()}, 1.0, 1, one_rank.rollout_group) == ([5.0], [1.0])
+
+
+def test_tokens_of_branches_have_an_age(one_rank: ParallelGroups) -> None:
+    """Of 8 tokens of version 0 the branch's 2 are of version 1."""
+    group = branched()
+    tree, plain = group.rollouts
+    (branch,) = tree.branches
+    newer = replace(branch, completion=replace(branch.completion, policy_version=1))
+    changed = replace(group, rollouts=(replace(tree, branches=(newer,)), plain))
+    assert lag_metrics([changed], 1, one_rank.rollout_group) == {
+        "rollout/stale_token_share": pytest.approx(0.8), "rollout/token_lag_mean": 1.0, "rollout/token_lag_max": 1.0,
+    }  # fmt: skip
 
 
 def test_rewards_and_signal_of_each_environment(one_rank: ParallelGroups) -> None:
