@@ -27,7 +27,10 @@ from megatron_rl.families.layout import own_name
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
-_OF_AN_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+OF_CRITIC = "critic."
+"""Ahead of a critic's names in the files: whoever knows of no critic finds the policy's names as ever."""
+_NO_WEIGHT = re.compile(rf"{re.escape(OF_CRITIC)}|(chained_\d+\.)?optimizer\.")
+"""Beginnings of what is no weight of the policy."""
 _HALVES = ("_w", "_v")
 """Endings of gate and up projection, where they are stored apart."""
 _DESCRIBING = {
@@ -74,7 +77,7 @@ class DistFiles:
         self._reader.set_up_storage_reader(described, is_coordinator=True)
         self._found: dict[str, dict[str, _Block]] = {}
         for key, stored in described.state_dict_metadata.items():
-            is_weight = isinstance(stored, TensorStorageMetadata) and not _OF_AN_OPTIMIZER.match(key)
+            is_weight = isinstance(stored, TensorStorageMetadata) and not _NO_WEIGHT.match(key)
             for chunk in stored.chunks if is_weight and not key.endswith("_extra_state") else ():
                 for name, place in _parameters(key, chunk):
                     half = key[-2:] if key.endswith(_HALVES) else ""

@@ -20,6 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.checkpoint.dist_files import OF_CRITIC
 from megatron_rl.checkpoint.saving import ResultQueue
 from megatron_rl.errors import CheckpointError, cut
 from megatron_rl.models import PolicyModel
@@ -45,8 +46,6 @@ _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 Model = tuple[PolicyModel, Optimization | None]
 """And its optimizer, if its state is saved or loaded."""
-_OF_CRITIC = "critic."
-"""Ahead of its names in the files: whoever knows of no critic finds the policy's names as ever."""
 
 
 def save_tensors(
@@ -96,7 +95,7 @@ def _states(policy: Model, critic: Model | None, loading: bool) -> dict[str, Any
     state = sharded_state(*policy, loading)
     if critic is not None:
         state["critic"] = sharded_state(*critic, loading)
-        add_prefix_for_sharding(state["critic"], _OF_CRITIC)
+        add_prefix_for_sharding(state["critic"], OF_CRITIC)
     return state
 
 

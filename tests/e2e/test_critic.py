@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.checkpoint.stored import open_weights
 from tests.support.checkpoints import contents, differences, state_of
 from tests.support.runs import Outcome, facts_of, rows_of, run_many
 
@@ -69,6 +70,12 @@ def test_another_topology_goes_on(other, workshop):
             "critic/vf_explained_var", "actor/reward_kl_penalty",
         ):  # fmt: skip
             assert ours[metric] == pytest.approx(theirs[metric], rel=2e-3, abs=1e-5), metric
+
+
+def test_an_export_finds_the_policys_weights_alone(runs, workshop):
+    names = open_weights(workshop.run_dir("whole") / LAST).names
+    assert "output_layer.weight" in names
+    assert not [name for name in names if name.startswith("critic.")]
 
 
 def test_who_knows_of_no_critic_takes_the_policy(runs, workshop):
