@@ -121,7 +121,7 @@ class Chat:
                 break
             for _, (completion,) in engine.step():
                 said, self._ended = completion.token_ids, completion.finish_reason == "stop"
-            for ids_so_far in engine.unfinished_tokens():
+            for _, ids_so_far in engine.unfinished_tokens(lambda _: True):
                 said = ids_so_far
             yield tokenizer.decode(said)
         self._ids, self._turns = [*ids, *said], self._turns + 1

@@ -16,6 +16,7 @@ _COMMANDS = {
     "estimate": ("megatron_rl.cli.train:estimate", "print the bytes that a run takes on each rank, by phase"),
     "chat": ("megatron_rl.cli.chat:main", "talk to a checkpoint or a Hugging Face model"),
     "generate": ("megatron_rl.cli.generate:main", "answer the prompts of a file"),
+    "serve": ("megatron_rl.cli.serve:main", "answer OpenAI's clients: chat and completions over HTTP"),
     "export": ("megatron_rl.cli.export:main", "write a checkpoint as a Hugging Face directory"),
     "report": ("megatron_rl.metrics.report:main", "write a run's report.html anew"),
     "compare": ("megatron_rl.metrics.compare:main", "what runs were told differently, and what came of it"),

@@ -280,7 +280,7 @@ def serve(
     the tasks of a split may take ``load_timeout`` seconds, and at most ``harness_processes`` samples of harnesses run
     at once.
     """
-    _refuse_remote(host, allow_remote)
+    refuse_remote(host, allow_remote, "graders would be open to the network over plain HTTP")
     if parent is not None:
         die_with_parent(parent)
     sys.setswitchinterval(0.001)  # for a thread that computes; Python's 5 ms add up for one of many small steps
@@ -347,11 +347,11 @@ def _announced(address: wire.Address, address_file: str | Path | None) -> Iterat
         yield
 
 
-def _refuse_remote(host: str, allow_remote: bool) -> None:
+def refuse_remote(host: str, allow_remote: bool, why: str) -> None:
+    """``ConfigError`` for a host that is not loopback, unless it is allowed; ``why`` not."""
     try:
         loopback = ipaddress.IPv4Address(host).is_loopback
     except ValueError as error:
         raise ConfigError([f"host is {host!r}; give an IPv4 address such as 127.0.0.1"]) from error
     if not loopback and not allow_remote:
-        why = "graders would be open to the network over plain HTTP"
         raise ConfigError([f"host {host} is not loopback: {why}; use 127.0.0.1 or pass --allow-remote"])

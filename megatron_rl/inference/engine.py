@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,10 +109,11 @@ class Engine(Protocol):
     def has_unfinished(self) -> bool:
         """True while submitted groups have not come back."""
 
-    def unfinished_tokens(self) -> list[tuple[int, ...]]:
-        """What the first sample of each unfinished request has drawn so far, to be shown while the rest is drawn.
+    def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
+        """What the first sample of each unfinished ``wanted`` request has drawn so far, to be shown meanwhile.
 
-        A read of the device more. Empty of an engine that tells only what is complete.
+        A read of the device more, where there is one. Empty of an engine that tells only what is complete. One rank of
+        a model copy may ask alone.
         """
         return []
 

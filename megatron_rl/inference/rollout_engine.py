@@ -91,9 +91,9 @@ class RolloutEngine(Engine):
     def has_unfinished(self) -> bool:
         return bool(self._groups)
 
-    def unfinished_tokens(self) -> list[tuple[int, ...]]:
-        running = [s for s in self._scheduler.running if s.sample == 0]
-        return self._outputs.so_far(running)
+    def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
+        shown = [s for s in self._scheduler.running if s.sample == 0 and wanted(s.request)]
+        return [(s.request, ids) for s, ids in zip(shown, self._outputs.so_far(shown), strict=True)]
 
     @torch.inference_mode()
     def interrupt(self) -> list[Request]:

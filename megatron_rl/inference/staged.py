@@ -88,6 +88,10 @@ class StagedEngine(Engine):
     def has_unfinished(self) -> bool:
         return any(lane.has_unfinished for lane in self.lanes)
 
+    def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
+        """Of lanes between two steps: amid one the rows do not have yet what their sequences count."""
+        return [told for lane in self.lanes if not lane.is_under_way for told in lane.unfinished_tokens(wanted)]
+
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
         return [tensor for lane in self.lanes for tensor in lane.cache_tensors]

@@ -22,17 +22,18 @@ PATIENCE_S = 300.0
 
 
 class Launch:
-    """`train_rl.py` under torchrun, or alone with ``ranks`` 0; or `megatron-rl train`, which launches by itself."""
+    """`train_rl.py` under torchrun, or alone with ``ranks`` 0; or `megatron-rl`, which launches by itself."""
 
     def __init__(
-        self, argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0, by_itself: bool = False
-    ) -> None:
+        self, argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0, by_itself: bool = False,
+        command: str = "train",
+    ) -> None:  # fmt: skip
         self.run_dir = run_dir
         self._log = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         launcher, program = [sys.executable], ["train_rl.py"]
         if by_itself:
-            program = ["-m", "megatron_rl.cli", "train", f"--nproc={ranks}", f"--max-restarts={restarts}"]
+            program = ["-m", "megatron_rl.cli", command, f"--nproc={ranks}", f"--max-restarts={restarts}"]
         elif ranks:
             launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
             launcher += [f"--max-restarts={restarts}"]
@@ -115,10 +116,11 @@ class Launch:
 
 @contextlib.contextmanager
 def launched(
-    argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0, by_itself: bool = False
-) -> Iterator[Launch]:
+    argv: Sequence[str], run_dir: Path, ranks: int = 0, restarts: int = 0, by_itself: bool = False,
+    command: str = "train",
+) -> Iterator[Launch]:  # fmt: skip
     """A launch that leaves nothing behind, whatever the test does."""
-    launch = Launch(argv, run_dir, ranks, restarts, by_itself)
+    launch = Launch(argv, run_dir, ranks, restarts, by_itself, command)
     try:
         yield launch
     finally:

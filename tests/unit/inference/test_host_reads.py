@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.inference.output_processor import OutputProcessor
-from megatron_rl.models import PolicyModel
+from megatron_rl.models import PolicyModel, rollout_mode
 from tests.support.generation import generate, request, rollout_engine
 
 READING_METHODS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
@@ -99,6 +99,30 @@ def test_no_read_in_a_decode_burst(policy: PolicyModel, kind: str, monkeypatch: 
     # The recorder works: the reads that have to be are seen, and are few.
     assert "tolist" in in_collecting
     assert len(in_collecting) <= 3 * len(outputs)
+
+
+def test_only_what_is_shown_is_read_before_its_end(policy: PolicyModel) -> None:
+    wanted = [request((4, 9, 17 - i), 2, i, max_new_tokens=20 + i) for i in range(3)]
+    engine = rollout_engine(policy, max_batch_size=6, steps_per_host_read=2)
+    reads: list[str] = []
+    shown: list[tuple[int, ...]] = []
+    with rollout_mode(policy):
+        engine.begin(1, 0)
+        for each in wanted:
+            engine.submit(each)
+        finished = {}
+        while engine.has_unfinished:
+            finished |= {done.index: completions for done, completions in engine.step()}
+            with recorded_reads(reads):
+                assert engine.unfinished_tokens(lambda _: False) == []
+            for asked, ids in engine.unfinished_tokens(lambda asked: asked.index == 1):
+                assert asked is wanted[1]
+                shown.append(ids)
+    assert reads == []
+    lengths = [len(ids) for ids in shown]
+    assert len(lengths) > 5
+    assert lengths == sorted(lengths)
+    assert all(finished[1][0].token_ids[: len(ids)] == ids for ids in shown)
 
 
 VALUES = torch.tensor([1.0, 0.0, 3.0])

@@ -1,0 +1,138 @@
+"""``megatron-rl serve MODEL``: answer OpenAI's clients.
+
+    MODEL is a Hugging Face directory or name, a run directory, or a checkpoint. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
+from megatron_rl.cli.options import described, take
+from megatron_rl.cli.start import start, start_rank
+from megatron_rl.config import RLConfig
+from megatron_rl.config.flags import flag
+from megatron_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_rl.endpoint.calls import Endpoint
+    from megatron_rl.generation import Generator
+
+AT_ONCE = 64
+_OWN = ("--distributed-timeout-minutes", "100000", "--rl-decode-steps-per-sync", "4")
+"""Nobody may ask for hours, and streams are shown as they are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where it listens."""
+
+    host: str = flag("127.0.0.1")
+    """Address to listen on."""
+    port: int = flag(8000, ge=0, le=65535)
+    """Port to listen on; 0: any that is free."""
+    allow_remote: bool = flag(False)
+    """Permit a host that is not loopback: requests and the token cross the network as plain HTTP."""
+    served_model_name: str | None = flag(None)
+    """What clients call the model; without it MODEL's last part."""
+    token_file: str | None = flag(None, path=True)
+    """Has the token that clients send; written if it is not there. Without it a private file that is named at start."""
+
+
+USAGE = f"""usage: megatron-rl serve MODEL [--port N] [--nproc RANKS] [FLAGS]
+
+{__doc__}
+{described(Place)}{USAGE_OF_FLAGS}"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked for."""
+
+    config: RLConfig
+    place: Place
+    model_name: str
+
+
+def main(words: Sequence[str]) -> int:
+    """0: ended by the user; 1: failed; 2: wrong flags."""
+    return start("serve", words, USAGE, _parse, _serve, "megatron_rl.cli.serve:rank")
+
+
+def rank(words: Sequence[str]) -> int:
+    """What each launched rank does."""
+    return start_rank(words, _parse, _serve)
+
+
+def _parse(words: Sequence[str], world_size: int) -> Job:
+    from megatron_rl.environments.server import refuse_remote
+
+    place, rest = take(Place, words[1:])
+    refuse_remote(place.host, place.allow_remote, "requests and the token would cross the network as plain HTTP")
+    config = model_config(words[0], [*_OWN, *rest], world_size, at_once=AT_ONCE)
+    copies = config.rollout_replicas(world_size)
+    if copies > 1:
+        raise ConfigError([
+            f"{world_size} ranks hold {copies} copies of the model, and serve has one; make them "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size, or start one server for each copy"
+        ])
+    return Job(config, place, place.served_model_name or Path(words[0]).resolve().name)
+
+
+def _serve(job: Job) -> int:
+    from megatron_rl.generation import open_generator
+    from megatron_rl.serving import serve
+    from megatron_rl.signals import StopRequest
+
+    stop = StopRequest().install()
+    with contextlib.suppress(KeyboardInterrupt):  # pressed again
+        with open_generator(job.config) as generator, contextlib.ExitStack() as closing:
+            stop.started()
+            endpoint = closing.enter_context(_listening(job, generator)) if generator.groups.is_main else None
+            serve(generator, endpoint, lambda: stop.requested)
+    return 0
+
+
+@contextlib.contextmanager
+def _listening(job: Job, generator: Generator) -> Iterator[Endpoint]:
+    from megatron_rl.endpoint.calls import Endpoint
+
+    factory, place = generator.factory, job.place
+    with _token(place.token_file) as (token, file):
+        endpoint = Endpoint(
+            generator.tokenizer, max_sequence_length=factory.max_sequence_length,
+            max_new_tokens=factory.sampling.max_new_tokens, sampling=factory.sampling, model_name=job.model_name,
+            host=place.host, port=place.port, token=token,
+        )  # fmt: skip
+        try:
+            endpoint.start()
+            sys.stdout.write(f"{job.model_name} at {endpoint.base_url()}\nthe API key is in {file}\n")
+            sys.stdout.flush()
+            yield endpoint
+        finally:
+            endpoint.close()
+
+
+@contextlib.contextmanager
+def _token(path: str | None) -> Iterator[tuple[str, Path]]:
+    """The token and the file that has it."""
+    from megatron_rl.environments.wire import write_private
+
+    with tempfile.TemporaryDirectory(prefix="megatron_rl_serve_") as folder:
+        file = Path(path or f"{folder}/token")
+        try:
+            if not file.exists():
+                write_private(file, secrets.token_urlsafe(32))
+            token = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError([f"--token-file {file} cannot be used: {error}; give a file for the token"]) from error
+        if not token.isprintable() or not token.isascii() or len(token) < 16:
+            raise ConfigError([f"--token-file {file} has no token: give a line of 16 ASCII characters at least"])
+        yield token, file

@@ -1,0 +1,155 @@
+"""`megatron-rl serve` as OpenAI's own client sees it: what is drawn, what is batched, on one rank and on two."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import openai
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.cli.model import model_config
+from megatron_rl.endpoint.calls import Endpoint
+from megatron_rl.families.family import SMALL
+from megatron_rl.generation import Generator, open_generator
+from megatron_rl.serving import serve
+from tests.support.endpoint import byte_tokenizer
+from tests.support.hugging_face import write_model
+from tests.support.launches import Launch, launched
+
+T = TypeVar("T")
+
+ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A Qwen2 of random weights that draws bytes."""
+    directory = tmp_path_factory.mktemp("models") / "small"
+    write_model(directory, "qwen2", {**SMALL, "vocab_size": 260})
+    byte_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.own_process
+def test_what_is_drawn_and_what_is_batched(model):
+    config = model_config(str(model), ["--seed", "5"], world_size=1, at_once=16)
+    with open_generator(config) as generator:
+        factory = generator.factory
+        endpoint = Endpoint(
+            generator.tokenizer, max_sequence_length=factory.max_sequence_length, max_new_tokens=64,
+            sampling=factory.sampling,
+        )  # fmt: skip
+        endpoint.start()
+        client = openai.OpenAI(base_url=endpoint.base_url(), api_key=endpoint.token, max_retries=0)
+        try:
+            _seeds(lambda do: _while_serving(generator, endpoint, do), client)
+            _batches(generator, endpoint, client)
+        finally:
+            endpoint.close()
+
+
+def _while_serving(generator: Generator, endpoint: Endpoint, do: Callable[[], T]) -> T:
+    """``do`` in another thread: the engine is this one's."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(do)
+        serve(generator, endpoint, done.done)
+        return done.result()
+
+
+def _texts(answer: Any) -> list[str]:
+    return [choice.message.content for choice in answer.choices]
+
+
+def _streamed(client: openai.OpenAI, **asked: Any) -> list[str]:
+    chunks = client.chat.completions.create(**ASK, stream=True, **asked)
+    return [chunk.choices[0].delta.content or "" for chunk in chunks]
+
+
+def _seeds(serving: Callable[[Callable[[], T]], T], client: openai.OpenAI) -> None:
+    ask = client.chat.completions.create
+    first, again, other = serving(lambda: [_texts(ask(**ASK, n=3, seed=seed)) for seed in (7, 7, 8)])
+    assert first == again
+    assert len({*first, *other}) == 6, "each choice and each seed has numbers of its own"
+    alone, streamed = serving(lambda: (_texts(ask(**ASK, seed=7)), _streamed(client, seed=7)))
+    assert alone == first[:1], "the first of several choices is what one alone would be"
+    assert "".join(streamed) == first[0]
+    assert len(streamed) > 2, "it comes while it is drawn"
+    free = serving(lambda: [_texts(ask(**ASK))[0] for _ in range(3)])
+    assert len({*free}) == 3, "without a seed no two are alike"
+    greedy = serving(lambda: [ask(**ASK, temperature=0, seed=seed, logprobs=True).choices[0] for seed in (1, 2)])
+    assert greedy[0].message.content == greedy[1].message.content
+    assert [token.logprob for token in greedy[0].logprobs.content] == [t.logprob for t in greedy[1].logprobs.content]
+    assert all(token.logprob < 0 for token in greedy[0].logprobs.content)
+
+
+def _batches(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -> None:
+    statistics = generator.engine.statistics
+
+    def ask(number: int) -> str:
+        return _texts(client.chat.completions.create(**ASK, seed=number))[0]
+
+    before = statistics.decode_steps
+    one_by_one = _while_serving(generator, endpoint, lambda: [ask(number) for number in range(16)])
+    steps_alone = statistics.decode_steps - before
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(ask, number) for number in range(16)]
+        while len(endpoint._desk._waiting) < 16:
+            time.sleep(0.01)
+        together = _while_serving(generator, endpoint, lambda: [each.result() for each in asked])
+    steps_together = statistics.decode_steps - before - steps_alone
+    assert together == one_by_one, "whoever else asks changes no answer"
+    assert steps_together <= steps_alone / 8
+
+
+def _address(launch: Launch, token_file: Path) -> openai.OpenAI:
+    launch.wait_until(lambda: "the API key is in" in launch.output, "an address")
+    (line,) = [line for line in launch.output.splitlines() if line.startswith("policy at ")]
+    return openai.OpenAI(base_url=line.removeprefix("policy at "), api_key=token_file.read_text(), max_retries=0)
+
+
+LAYOUTS = {1: [[]], 2: [["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]]}
+"""By number of ranks."""
+
+
+def test_as_processes_until_ctrl_c(model, tmp_path):
+    token, said = tmp_path / "serve.token", []
+    words = [str(model), "--port", "0", "--token-file", str(token), "--served-model-name", "policy", "--seed", "5"]
+    for ranks, layout in [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]:
+        with launched([*words, *layout], tmp_path / "serve", ranks, by_itself=True, command="serve") as launch:
+            client = _address(launch, token)
+            said.append(_texts(client.chat.completions.create(**ASK, seed=7, n=3)))
+            chunks = _streamed(client, seed=7)
+            assert "".join(chunks) == said[0][0]
+            assert len(chunks) > 2
+            with ThreadPoolExecutor(1) as pool:
+                unfinished = pool.submit(_expect_its_end, client)
+                launch.signal_group(signal.SIGINT)
+                assert launch.wait() == 0, launch.output
+                unfinished.result()
+            assert "Traceback" not in launch.output
+            assert launch.leftovers() == []
+    assert token.stat().st_mode & 0o077 == 0
+    assert said == said[:1] * 3, "a model over ranks says the same"
+
+
+def _expect_its_end(client: openai.OpenAI) -> None:
+    """One that is asked for when the server ends."""
+    with pytest.raises((openai.APIError, openai.APIConnectionError)):
+        for _ in range(1000):
+            client.chat.completions.create(**ASK | {"max_tokens": 1000})
+
+
+def test_words_that_are_refused(model, capsys):
+    def refused(*words: str) -> str:
+        assert cli.main(["serve", str(model), *words]) == 2
+        return capsys.readouterr().err
+
+    assert "2 copies of the model, and serve has one" in refused("--nproc", "2")
+    assert "--allow-remote" in refused("--host", "0.0.0.0")
+    assert "--port" in refused("--port", "65536")
