@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.tool_calls import END_OF_THOUGHT, THOUGHT, Tools, parse
 from megatron_rl.types import Completion, Message
 
-Parse = Callable[[str, Sequence[Mapping[str, Any]]], Any]
+CALL_BEGINS = re.compile("[<{]")
 HALF = "\N{REPLACEMENT CHARACTER}"
 """A character of which not all bytes are drawn yet."""
 
@@ -45,29 +47,48 @@ class AnswerReader:
         self,
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
-        parse: Parse | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        parser: str = "",
+        tools: Tools = (),
+        call_prefix: str = "call",
     ) -> None:
-        """``parse`` finds calls of ``tools``; None: they are part of the text."""
-        self.tokenizer, self.stop, self.tools = tokenizer, tuple(stop), tools
-        self.parse = parse
+        """``parser`` finds calls of ``tools``, whose ids begin with ``call_prefix``; empty: they stay text."""
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._parser, self._tools, self._call_prefix = parser, tools, call_prefix
 
-    def choice(self, number: int, completion: Completion) -> Choice:
-        """The answer to call ``number``."""
-        text = self.cut(self.tokenizer.decode(completion.token_ids))
+    def choice(self, completion: Completion) -> Choice:
+        """The whole answer."""
+        text = self._cut(self._tokenizer.decode(completion.token_ids, self._parser))
         reason = "length" if completion.finish_reason == "length" else "stop"
-        return Choice(text, (), reason, completion)
+        if not self._parser:
+            return Choice(text, (), reason, completion)
+        parsed = parse(text, self._tools, self._parser, self._call_prefix)
+        calls = tuple(call.as_message() for call in parsed.calls)
+        return Choice(parsed.content, calls, "tool_calls" if calls and reason == "stop" else reason, completion)
 
-    def cut(self, text: str) -> str:
+    def _cut(self, text: str) -> str:
         """``text`` before the first of the caller's stop strings."""
-        found = [index for index in map(text.find, self.stop) if index >= 0]
+        found = [index for index in map(text.find, self._stop) if index >= 0]
         return text[: min(found)] if found else text
 
     def so_far(self, token_ids: Sequence[int]) -> str:
         """What stays whatever comes: without half a character, or what may be the beginning of a stop string."""
-        text = self.cut(self.tokenizer.decode(token_ids).rstrip(HALF))
-        held = max((_begun(text, string) for string in self.stop), default=0)
-        return text[: len(text) - held]
+        text = self._cut(self._tokenizer.decode(token_ids, self._parser).rstrip(HALF))
+        held = max((_begun(text, string) for string in self._stop), default=0)
+        text = text[: len(text) - held]
+        return _before_calls(text) if self._parser else text
+
+
+def _before_calls(text: str) -> str:
+    """What is no call in any parser's form, and stays when calls follow: space around it goes then.
+
+    A thought is searched for no calls.
+    """
+    thought, mark, said = text.partition(END_OF_THOUGHT)
+    if not mark:
+        thought, said = (text, "") if text.startswith(THOUGHT) else ("", text)
+    call = CALL_BEGINS.search(said)
+    shown = (thought + mark + (said[: call.start()] if call else said)).rstrip()
+    return "" if shown[:1].isspace() else shown
 
 
 def _begun(text: str, string: str) -> int:

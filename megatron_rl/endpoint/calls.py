@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from megatron_rl.endpoint.desk import Call as Call
 from megatron_rl.endpoint.desk import Desk, Limits
@@ -22,10 +22,6 @@ from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
-
-if TYPE_CHECKING:
-    from megatron_rl.endpoint.answers import Parse
-    from megatron_rl.endpoint.protocol import CheckTools
 
 T = TypeVar("T")
 
@@ -42,8 +38,6 @@ class Endpoint:
         max_sequence_length: int,
         max_new_tokens: int,
         sampling: SamplingParams | None = None,
-        parse: Parse | None = None,
-        check_tools: CheckTools | None = None,
         model_name: str = MODEL_NAME,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -54,14 +48,13 @@ class Endpoint:
         Args:
             max_new_tokens: of an answer, whatever its caller asks for.
             sampling: what callers outside sessions leave open.
-            parse: finds calls of tools in an answer; without it requests with tools are refused.
             port: 0 is any that is free.
             token: what callers must send; None makes one.
         """
         self.token = token or secrets.token_urlsafe(32)
         self._inbox = Inbox()
         limits = Limits(model_name, max_sequence_length, max_new_tokens, sampling or SamplingParams())
-        self._desk = Desk(tokenizer, limits, self._inbox.put, parse, check_tools)
+        self._desk = Desk(tokenizer, limits, self._inbox.put)
         self._http = HttpThread(self._desk, self.token, host, port)
 
     def start(self) -> None:

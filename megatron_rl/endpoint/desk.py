@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_rl.endpoint.answers import AnswerReader, Choice, Parse
+from megatron_rl.endpoint.answers import AnswerReader, Choice
 from megatron_rl.endpoint.fields import ApiError, refuse
-from megatron_rl.endpoint.protocol import Asked, ChatRequest, CheckTools, TextRequest, Tools
+from megatron_rl.endpoint.protocol import Asked, ChatRequest, TextRequest
 from megatron_rl.endpoint.sessions import Planned, Session, SessionEnd
 from megatron_rl.errors import MegatronRLError, one_line, shorten
 from megatron_rl.tokenizer import Tokenizer
@@ -74,19 +74,13 @@ class Waiting:
 class Desk:
     """Sessions and calls, by id and number."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        limits: Limits,
-        put: Callable[[Call], None],
-        parse: Parse | None = None,
-        check_tools: CheckTools | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, put: Callable[[Call], None]) -> None:
         """``put`` hands calls over to who answers them."""
         self.tokenizer, self.limits = tokenizer, limits
         self._put = put
-        self._parse, self._check_tools = parse, check_tools
         self._sessions: dict[str, Session] = {}
+        self._parsers: dict[str, str] = {}
+        """Of calls of tools, by environment."""
         self._waiting: dict[int, Waiting] = {}
         self._numbers = itertools.count()
 
@@ -111,12 +105,6 @@ class Desk:
             known = f"there is no model {shorten(name)}; the one here is {self.limits.model_name!r}"
             raise ApiError(404, "model_not_found", known, "model")
 
-    def check_tools(self, tools: list) -> Tools:
-        """The tools of a request; ``ValueError`` says why they cannot be had."""
-        if self._check_tools is None or self._parse is None:
-            raise ValueError("nothing here reads calls of tools in this model's answers; see --rl-tool-call-parser")
-        return self._check_tools(tools)
-
     def ask_chat(
         self, session: str | None, request: ChatRequest, show: Shower | None
     ) -> list[Waiting]:
@@ -125,10 +113,13 @@ class Desk:
         Raises:
             ApiError: the session is over, the template refuses the messages, or there is no room for an answer.
         """
-        tools = request.tools
+        tools, environment = request.tools, "" if session is None else self._session(session).environment
+        parser = self._parser(environment) if tools else ""
         reader = AnswerReader(
-            self.tokenizer, request.asked.stop, self._parse if request.reads_calls else None, tools
-        )
+            self.tokenizer, request.asked.stop, parser if request.reads_calls else "", tools,
+            # No other call of its conversation has these ids, and they are the same in each run.
+            f"call_{len(request.messages)}",
+        )  # fmt: skip
 
         def plan(number: int) -> Planned:
             if session is not None:
@@ -183,6 +174,17 @@ class Desk:
             waiting.append(entry)
         return waiting
 
+    def _parser(self, environment: str) -> str:
+        """Which one reads calls in this model's answers; raises ApiError where tools are of no use to it."""
+        if environment not in self._parsers:
+            parser = self.tokenizer.tool_call_parser(environment)
+            if not parser:
+                refuse("tools", "are of no use: no parser knows how this model writes calls; see --rl-tool-call-parser")
+            if self.tokenizer.ignores_tools(environment):
+                refuse("tools", "are of no use: this model's chat template does not show them; see --chat-template")
+            self._parsers[environment] = parser
+        return self._parsers[environment]
+
     def _planned(self, plan: Callable[[int], Planned], number: int, param: str) -> Planned:
         try:
             return plan(number)
@@ -225,7 +227,7 @@ class Desk:
         waiting = self._waiting.pop(number, None)
         if waiting is None:
             return
-        choice = waiting.reader.choice(number, completion)
+        choice = waiting.reader.choice(completion)
         if waiting.call.session is not None:
             self._sessions[waiting.call.session].answered(number, choice.message, completion)
         if not waiting.answer.done():  # its client may have hung up

@@ -6,13 +6,13 @@ and is not supported is refused, and so is one that nobody knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.endpoint.fields import ApiError, Fields, refuse, typed
 from megatron_rl.endpoint.messages import read_messages
 from megatron_rl.errors import shorten
+from megatron_rl.tool_calls import Tools, checked_tools
 from megatron_rl.types import Message
 
 MAX_CHOICES = 128
@@ -44,10 +44,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Fields that are not supported, and the values with which they change nothing."""
-
-Tools = tuple[Mapping[str, Any], ...]
-CheckTools = Callable[[list[Any]], Tools]
-"""The tools of a request, checked; raises ValueError that says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class TextRequest:
     prompts: tuple[str | tuple[int, ...], ...]
 
 
-def read_chat(body: Any, check_tools: CheckTools) -> ChatRequest:
+def read_chat(body: Any) -> ChatRequest:
     """The request in a parsed body.
 
     Raises:
@@ -94,7 +90,7 @@ def read_chat(body: Any, check_tools: CheckTools) -> ChatRequest:
     """
     fields = _fields(body)
     messages = read_messages(fields.required("messages", list))
-    tools, reads_calls = _tools(fields, check_tools)
+    tools, reads_calls = _tools(fields)
     logprobs = bool(fields.get("logprobs", bool))
     limits = [fields.number(name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
     asked = _asked(fields, logprobs, min((limit for limit in limits if limit is not None), default=None))
@@ -191,12 +187,12 @@ def _prompt(value: Any, vocab_size: int, param: str) -> str | tuple[int, ...]:
     return tuple(value)
 
 
-def _tools(fields: Fields, check_tools: CheckTools) -> tuple[Tools, bool]:
+def _tools(fields: Fields) -> tuple[Tools, bool]:
     """The tools that the model is told of, and whether its calls are looked for."""
     given, choice = fields.get("tools", list) or [], fields.take("tool_choice")
     several = fields.get("parallel_tool_calls", bool)
     try:
-        tools = check_tools(given) if given else ()
+        tools = checked_tools(given)
     except ValueError as error:
         raise ApiError(400, "invalid_tools", f"'tools': {error}", "tools") from error
     if choice not in (None, "auto", "none"):

@@ -116,7 +116,7 @@ class Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """An answer to messages."""
-        asked = read_chat(await _body(request), self._desk.check_tools)
+        asked = read_chat(await _body(request))
         stream = Stream.of(asked.asked)
         waiting = self._desk.ask_chat(request.match_info.get("session"), asked, stream and stream.shower)
         return await self._answer(request, Envelope("chat.completion", asked.asked.model), asked.asked, waiting, stream)

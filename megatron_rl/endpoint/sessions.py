@@ -68,7 +68,7 @@ class Session:
 
     def __init__(self, environment: str, tokenizer: Tokenizer) -> None:
         """``environment`` may have its own settings of chats."""
-        self._environment = environment
+        self.environment = environment
         self._tokenizer = tokenizer
         self._nodes: dict[int, _Node] = {}
         """By number of the call, in the order asked."""
@@ -100,9 +100,9 @@ class Session:
         new, before = messages[known:], messages[: known - 1]
         try:
             if after is None:
-                ids = self._tokenizer.encode_prompt(messages, self._environment, tools)
+                ids = self._tokenizer.encode_prompt(messages, self.environment, tools)
             else:
-                ids = self._tokenizer.encode_reply(before, new, self._has_ended(after), self._environment, tools)
+                ids = self._tokenizer.encode_reply(before, new, self._has_ended(after), self.environment, tools)
         except EnvironmentFault:
             raise
         except Exception as error:  # a template raises whatever its author chose
@@ -131,7 +131,7 @@ class Session:
             for number, node in self._nodes.items() for text in node.texts if prompt.startswith(text)
         ]  # fmt: skip
         if not found:
-            return None, self._tokenizer.encode_prompt(prompt, self._environment)
+            return None, self._tokenizer.encode_prompt(prompt, self.environment)
         longest = max(length for length, _ in found)
         after, rest = self._pick([number for length, number in found if length == longest]), prompt[longest:]
         # Texts are returned without the end token; one that the caller has put there stands for it.

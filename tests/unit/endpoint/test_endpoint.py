@@ -18,6 +18,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.tokenizer import Tokenizer
 from tests.support.endpoint import byte_tokenizer, completion, scripted
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "1+2"}]}
 
 
@@ -215,6 +216,77 @@ def test_a_call_that_waits_when_its_session_closes(tokenizer):
         endpoint.close()
 
 
+# -- tools -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory) -> Tokenizer:
+    """With a template that shows tools in the words by which its parser is found."""
+    shown = "{% if tools %}<tool_call> arguments {{ tools[0]['function']['name'] }};{% endif %}"
+    told = "{{ m['content'] }}{% for c in m.get('tool_calls') or [] %}@{{ c['function']['name'] }}{% endfor %}|"
+    template = shown + "{% for m in messages %}" + told + "{% endfor %}"
+    return byte_tokenizer(tmp_path_factory.mktemp("hermes"), template)
+
+
+CALLED = 'I add <these.\n<tool_call>{"name": "add", "arguments": {"a": "é"}}</tool_call>'
+
+
+def test_calls_of_tools(hermes):
+    answers = [completion(hermes, CALLED), completion(hermes, "Done: 3 < 4"), completion(hermes, CALLED, "length")]
+    calls: list[Call] = []
+
+    def answer(call: Call):
+        calls.append(call)
+        return answers[len(calls) - 1]
+
+    with scripted(hermes, answer) as endpoint:
+        asked, messages = client(endpoint, endpoint.open_session("")).chat.completions, [*ASK["messages"]]
+        first = asked.create(model="policy", messages=messages, tools=[ADD]).choices[0]
+        called = first.message.tool_calls[0]
+        result = {"role": "tool", "tool_call_id": called.id, "content": "3"}
+        messages += [first.message, result]
+        second = asked.create(model="policy", messages=messages, tools=[ADD]).choices[0]
+        text = asked.create(model="policy", messages=messages, tools=[ADD], tool_choice="none").choices[0]
+    assert (first.finish_reason, first.message.content) == ("tool_calls", "I add <these.")
+    assert (called.id, called.function.name, called.function.arguments) == ("call_1_0", "add", '{"a": "\\u00e9"}')
+    assert (second.finish_reason, second.message.content) == ("stop", "Done: 3 < 4")
+    assert second.message.tool_calls is None
+    assert (text.finish_reason, text.message.content, text.message.tool_calls) == ("length", CALLED, None)
+    assert hermes.decode(calls[0].ids) == "<tool_call> arguments add;1+2|"
+    assert calls[1].after == calls[0].number
+    assert hermes.decode(calls[1].ids) == "|3|"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (CALLED, "I add "),
+        ("<think>is a < b? {</think> Yes. <tool_call>", "<think>is a < b? {</think> Yes. "),
+        ("One. Two. {3}", "One. Two. "),
+        (" spaced", ""),
+        ("", ""),
+    ],
+)
+def test_a_stream_holds_back_what_may_be_a_call(hermes, said, shown):
+    with scripted(hermes, lambda call: completion(hermes, said)) as endpoint:
+        chunks = [*client(endpoint).chat.completions.create(**ASK, tools=[ADD], stream=True)]
+        whole = client(endpoint).chat.completions.create(**ASK, tools=[ADD]).choices[0].message
+    *before, last = [chunk.choices[0].delta for chunk in chunks]
+    streamed = "".join(delta.content or "" for delta in before)
+    assert streamed == shown.rstrip()
+    assert streamed + (last.content or "") == (whole.content or "")
+    assert [call.model_dump() | {"index": 0} for call in whole.tool_calls or ()] == [
+        call.model_dump() for call in last.tool_calls or ()
+    ]
+
+
+def test_a_template_that_shows_no_tools(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path, "{{ messages[0]['content'] }}{# <tool_call> arguments #}")
+    with scripted(tokenizer, lambda call: completion(tokenizer, "")) as endpoint:
+        with pytest.raises(openai.BadRequestError, match="does not show them"):
+            client(endpoint).chat.completions.create(**ASK, tools=[ADD])
+
+
 # -- refusals ----------------------------------------------------------------------------------------
 
 
@@ -250,7 +322,8 @@ def test_models(endpoint):
         (b" " * (16 * 2**20 + 1), 413, "too_large", "16 MiB"),
         (ASK | {"n": 0}, 400, "invalid_value", "'n' is 0"),
         (ASK | {"messages": [{"role": "user", "content": "x" * 199}]}, 400, "context_length_exceeded", "has 200"),
-        (ASK | {"tools": [{}]}, 400, "invalid_tools", "--rl-tool-call-parser"),
+        (ASK | {"tools": [{}]}, 400, "invalid_tools", "tool 0"),
+        (ASK | {"tools": [ADD]}, 400, "invalid_value", "--rl-tool-call-parser"),
     ],
 )
 def test_requests_that_are_refused(endpoint, body, status, code, why):

@@ -14,14 +14,8 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
-def tools_as_they_are(tools: list[Any]) -> tuple[Any, ...]:
-    if tools == ["bad"]:
-        raise ValueError("the first is no function")
-    return tuple(tools)
-
-
 def chat(**fields: Any) -> ChatRequest:
-    return read_chat({"model": "policy", "messages": [USER], **fields}, tools_as_they_are)
+    return read_chat({"model": "policy", "messages": [USER], **fields})
 
 
 def text(**fields: Any) -> TextRequest:
@@ -102,7 +96,9 @@ def test_prompts():
         ({"reasoning_effort": "low"}, "reasoning_effort", "leave it out"),
         ({"functions": [{}]}, "functions", "not supported"),
         ({"made_up": 1}, "made_up", "no field that is known"),
-        ({"tools": ["bad"]}, "tools", "the first is no function"),
+        ({"tools": [{"type": "function"}]}, "tools", "tool 0"),
+        ({"tools": [TOOL, TOOL]}, "tools", "names must be unique"),
+        ({"tools": {"f": TOOL}}, "tools", "give a list"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "nothing makes the model heed"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "nothing makes the model heed"),
         ({"tool_choice": "auto"}, "tool_choice", "no 'tools'"),
@@ -148,4 +144,4 @@ def _assert_refused(read, fields, param, why):
 
 def test_a_body_that_is_no_object():
     with pytest.raises(ApiError, match="give a JSON object"):
-        read_chat([1], tools_as_they_are)
+        read_chat([1])
