@@ -68,7 +68,7 @@ def _request(
 ) -> Request:
     source = SourcedTask(SOURCE, Task(seed, ""), prompt_ids=tuple(ids))
     params = SamplingParams(**sampling | {"stop": tuple(sampling["stop"])})
-    return Request(source, tuple(ids), 1, params, index=number, call=number, branch=choice)
+    return Request(source, tuple(ids), 1, params, goes_on=True, call=number, branch=choice)
 
 
 def _step(engine: Engine, endpoint: Endpoint, streams: set[int]) -> None:

@@ -28,8 +28,10 @@ class Stream:
 
     def __init__(self, include_usage: bool) -> None:
         self._include_usage = include_usage
-        self._drawn: asyncio.Queue[tuple[int, tuple[int, ...] | None]] = asyncio.Queue()
-        """A choice's number and its tokens so far; None: it has its answer."""
+        self._changed: asyncio.Queue[int] = asyncio.Queue()
+        """Numbers of choices that have more tokens, or their answer."""
+        self._drawn: dict[int, tuple[int, ...]] = {}
+        """All tokens of a choice so far, unless they were read: what came meanwhile is decoded once."""
 
     @classmethod
     def of(cls, asked: Asked) -> Stream | None:
@@ -38,7 +40,13 @@ class Stream:
 
     def shower(self, index: int) -> Callable[[tuple[int, ...]], None]:
         """What takes the tokens of choice ``index``."""
-        return lambda token_ids: self._drawn.put_nowait((index, token_ids))
+
+        def show(token_ids: tuple[int, ...]) -> None:
+            if index not in self._drawn:
+                self._changed.put_nowait(index)
+            self._drawn[index] = token_ids
+
+        return show
 
     async def write(
         self,
@@ -68,16 +76,16 @@ class Stream:
         self, response: web.StreamResponse, envelope: Envelope, waiting: list[Waiting], logprobs: Tokenizer | None
     ) -> None:
         for index, each in enumerate(waiting):
-            each.answer.add_done_callback(lambda _, index=index: self._drawn.put_nowait((index, None)))
+            each.answer.add_done_callback(lambda _, index=index: self._changed.put_nowait(index))
         shown, open_choices = [_Shown() for _ in waiting], len(waiting)
         while open_choices:
-            index, token_ids = await self._drawn.get()
-            each, sofar = waiting[index], shown[index]
-            if token_ids is None:
+            index = await self._changed.get()
+            each, sofar, token_ids = waiting[index], shown[index], self._drawn.pop(index, None)
+            if token_ids is not None:
+                chunks = self._more(envelope, index, each.reader.so_far(token_ids), sofar)
+            else:
                 chunks = self._last(envelope, index, each.answer.result(), sofar, logprobs)
                 open_choices -= 1
-            else:
-                chunks = self._more(envelope, index, each.reader.so_far(token_ids), sofar)
             for chunk in chunks:
                 await response.write(event(chunk))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ from megatron_rl.generation import Generator, open_generator
 from megatron_rl.serving import serve
 from tests.support.endpoint import byte_tokenizer
 from tests.support.hugging_face import write_model
-from tests.support.launches import Launch, launched
 
 T = TypeVar("T")
 
@@ -49,6 +47,7 @@ def test_what_is_drawn_and_what_is_batched(model):
         client = openai.OpenAI(base_url=endpoint.base_url(), api_key=endpoint.token, max_retries=0)
         try:
             _seeds(lambda do: _while_serving(generator, endpoint, do), client)
+            _goes_on(generator, endpoint, client)
             _batches(generator, endpoint, client)
         finally:
             endpoint.close()
@@ -88,6 +87,20 @@ def _seeds(serving: Callable[[Callable[[], T]], T], client: openai.OpenAI) -> No
     assert all(token.logprob < 0 for token in greedy[0].logprobs.content)
 
 
+def _goes_on(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -> None:
+    statistics = generator.engine.statistics
+    messages = [{"role": "user", "content": "x" * 50}]
+
+    def converse() -> None:
+        for _ in range(2):
+            answer = client.chat.completions.create(**ASK | {"messages": messages}, temperature=0)
+            messages.extend([answer.choices[0].message, {"role": "user", "content": "more"}])
+
+    before = statistics.reused_tokens
+    _while_serving(generator, endpoint, converse)
+    assert statistics.reused_tokens - before >= 50, "a conversation goes on from its earlier turns' cache"
+
+
 def _batches(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -> None:
     statistics = generator.engine.statistics
 
@@ -105,44 +118,6 @@ def _batches(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) ->
     steps_together = statistics.decode_steps - before - steps_alone
     assert together == one_by_one, "whoever else asks changes no answer"
     assert steps_together <= steps_alone / 8
-
-
-def _address(launch: Launch, token_file: Path) -> openai.OpenAI:
-    launch.wait_until(lambda: "the API key is in" in launch.output, "an address")
-    (line,) = [line for line in launch.output.splitlines() if line.startswith("policy at ")]
-    return openai.OpenAI(base_url=line.removeprefix("policy at "), api_key=token_file.read_text(), max_retries=0)
-
-
-LAYOUTS = {1: [[]], 2: [["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]]}
-"""By number of ranks."""
-
-
-def test_as_processes_until_ctrl_c(model, tmp_path):
-    token, said = tmp_path / "serve.token", []
-    words = [str(model), "--port", "0", "--token-file", str(token), "--served-model-name", "policy", "--seed", "5"]
-    for ranks, layout in [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]:
-        with launched([*words, *layout], tmp_path / "serve", ranks, by_itself=True, command="serve") as launch:
-            client = _address(launch, token)
-            said.append(_texts(client.chat.completions.create(**ASK, seed=7, n=3)))
-            chunks = _streamed(client, seed=7)
-            assert "".join(chunks) == said[0][0]
-            assert len(chunks) > 2
-            with ThreadPoolExecutor(1) as pool:
-                unfinished = pool.submit(_expect_its_end, client)
-                launch.signal_group(signal.SIGINT)
-                assert launch.wait() == 0, launch.output
-                unfinished.result()
-            assert "Traceback" not in launch.output
-            assert launch.leftovers() == []
-    assert token.stat().st_mode & 0o077 == 0
-    assert said == said[:1] * 3, "a model over ranks says the same"
-
-
-def _expect_its_end(client: openai.OpenAI) -> None:
-    """One that is asked for when the server ends."""
-    with pytest.raises((openai.APIError, openai.APIConnectionError)):
-        for _ in range(1000):
-            client.chat.completions.create(**ASK | {"max_tokens": 1000})
 
 
 def test_words_that_are_refused(model, capsys):

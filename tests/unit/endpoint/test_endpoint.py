@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from megatron_rl.endpoint.answers import AnswerReader
 from megatron_rl.endpoint.calls import Call, Endpoint
 from megatron_rl.errors import ConfigError
 from megatron_rl.tokenizer import Tokenizer
@@ -115,11 +116,16 @@ def test_a_stream_holds_back_what_may_be_cut(tokenizer):
     assert chunks[0].choices[0].delta.role == "assistant"
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
     assert "".join(texts) == "aé E EN "
-    assert texts[:5] == ["a", "é", " ", "E ", "EN "]
     last = chunks[-1].choices[0]
     assert last.finish_reason == "stop"
     assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-1])
     assert len(last.logprobs.content) == len(tokenizer.encode("aé E EN ENDx"))
+
+
+def test_what_of_a_stream_is_certain(tokenizer):
+    reader, ids = AnswerReader(tokenizer, ("END", "ND!")), tokenizer.encode("aé E EN ENDx")
+    shown = [reader.so_far(ids[:count]) for count in range(1, len(ids) + 1)]
+    assert shown == ["a", "a", "aé", "aé ", "aé ", "aé E ", "aé E ", "aé E ", "aé E EN ", *["aé E EN "] * 4]
 
 
 def test_a_stream_of_several_choices(endpoint):
