@@ -1,0 +1,248 @@
+"""Rewards from a model: any OpenAI-compatible URL is asked for a verdict, whose number becomes the reward.
+
+    judge = Judge(JudgeSettings(url="https://host/v1", model="large", key_variable="JUDGE_KEY"))
+    judge.verdict(question, answer, reference)        # a reward from 0 to 1, or JudgeError
+
+What does not come to a verdict raises, so the sample is masked; it never becomes a reward of 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from megatron_rl.environments.base import suggestion
+from megatron_rl.environments.judge_files import Busy, Limits, Verdicts
+from megatron_rl.environments.wire import read_key
+from megatron_rl.errors import one_line, shorten
+from megatron_rl.json_text import dumps, loads
+
+if TYPE_CHECKING:
+    import openai
+
+POLICY = "policy"
+SESSION = re.compile(r"/sessions/[^/]+/v1/?$")
+FIELDS = re.compile(r"\{(question|answer|reference)\}")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+PROMPT = """\
+You grade answers. Question:
+{question}
+
+Reference answer:
+{reference}
+
+Answer to grade:
+{answer}
+
+Say how good the answer is as a whole number from 0 (wrong) to 10 (as good as the reference). Say only the number."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds between two tries: doubled from the one to the other, unless the server's Retry-After says how long."""
+PASSING = (408, 409, 429)
+"""Statuses, besides those from 500, that the same request may not get again."""
+
+
+class JudgeError(Exception):
+    """There is no verdict; the message says why, without the key."""
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """Whom to ask, how, and how often; the fields are the keys of the option ``judge``."""
+
+    url: str = POLICY
+    """Up to and with ``/v1``; ``policy`` is the model that is trained, as it is now."""
+    model: str = POLICY
+    prompt: str = PROMPT
+    """With ``{answer}``, and perhaps ``{question}`` and ``{reference}``; other braces stay."""
+    verdict: str = "number"
+    """How it is read: ``number`` (the last one said), ``json:KEY``, or a regular expression with a group."""
+    lowest: float = 0.0
+    highest: float = 10.0
+    """Verdicts from ``lowest`` to ``highest`` become rewards from 0 to 1; any other is a failure."""
+    key_variable: str = ""
+    """Name of the environment variable that has the API key."""
+    temperature: float = 0.0
+    max_tokens: int = 16
+    deadline: float = 60.0
+    """Seconds for one verdict: waits for the limits, all tries and the pauses between them."""
+    attempts: int = 6
+    files: str = ""
+    """A directory on a local disk, for the limits and the verdicts so far; empty: there are neither."""
+    requests_at_once: int = 0
+    requests_per_minute: int = 0
+    """Of all processes with the same ``files``; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        problem = next(self._problems(), None)
+        if problem is not None:
+            raise ValueError(f"judge: {problem}")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """From an environment's option; ``ValueError`` names what is wrong with it."""
+        known = {each.name: each.default for each in fields(cls)}
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"judge has no key {shorten(name)}{suggestion(name, known)}")
+            kinds = (int, float) if isinstance(known[name], float) else type(known[name])
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise ValueError(f"judge: {name} is {shorten(value)}; it must be of type {type(known[name]).__name__}")
+        return cls(**given)
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._problems_of_the_url()
+        if "{answer}" not in self.prompt:
+            yield "prompt does not show the {answer}; write it in, and perhaps {question} and {reference}"
+        if not -math.inf < self.lowest < self.highest < math.inf:
+            yield f"lowest is {self.lowest:g} and highest {self.highest:g}; the first must be the smaller"
+        if not (0 < self.deadline < math.inf and 0 <= self.temperature < math.inf):
+            yield f"deadline is {self.deadline:g} and temperature {self.temperature:g}; use above 0, and at least 0"
+        for name, least in (("attempts", 1), ("max_tokens", 1), ("requests_at_once", 0), ("requests_per_minute", 0)):
+            if getattr(self, name) < least:
+                yield f"{name} is {getattr(self, name)}; it must be at least {least}"
+        if (self.requests_at_once or self.requests_per_minute) and not self.files:
+            yield "requests_at_once and requests_per_minute are kept in files; name a directory for it"
+        try:
+            reader_of(self.verdict)
+        except ValueError as error:
+            yield str(error)
+
+    def _problems_of_the_url(self) -> Iterator[str]:
+        if self.url == "reference":
+            yield "url is reference, which nothing serves; serve its checkpoint, and give the URL"
+        elif self.url != POLICY and not self.url.startswith(("http://", "https://")):
+            yield f"url is {shorten(self.url)}; give http(s)://HOST/v1, or {POLICY}"
+        if self.url == POLICY and (self.key_variable or self.files):
+            yield "url policy needs no key_variable, and its verdicts change with each step: leave files out"
+        if self.key_variable and not os.environ.get(self.key_variable):
+            yield f"the environment variable {self.key_variable}, which should have the API key, is not set"
+
+
+class Judge:
+    """Asks for verdicts."""
+
+    def __init__(self, settings: JudgeSettings, policy: openai.OpenAI | None = None) -> None:
+        """``policy`` is the client of a harness, for the URL ``policy``: its session is left out, so that nobody trains
+        on what the judge says."""
+        self._settings, self._read = settings, reader_of(settings.verdict)
+        self._url, self._key = settings.url, os.environ.get(settings.key_variable, "")
+        if settings.url == POLICY:
+            if policy is None:
+                raise ValueError("judge: url is policy, which only a harness knows; give a URL")
+            self._url, self._key = SESSION.sub("/v1", str(policy.base_url)), policy.api_key
+        self._url = self._url.rstrip("/") + "/chat/completions"
+        files = Path(settings.files)
+        self._verdicts = Verdicts(files / "verdicts.sqlite") if settings.files else None
+        self._limits = None
+        if settings.requests_at_once or settings.requests_per_minute:
+            self._limits = Limits(files, settings.requests_at_once, settings.requests_per_minute)
+
+    def verdict(self, question: str, answer: str, reference: str = "") -> float:
+        """The reward, from 0 to 1.
+
+        Raises:
+            JudgeError: the judge cannot be reached, refuses, takes too long, or says nothing that can be read.
+        """
+        shown = {"question": question, "answer": answer, "reference": reference}
+        prompt = FIELDS.sub(lambda found: shown[found[1]], self._settings.prompt)
+        digest = hashlib.sha256(dumps(self._body(prompt)).encode()).hexdigest()
+        said = None if self._verdicts is None else self._verdicts.get(digest)
+        if said is not None:
+            return self._reward(said)
+        said = self._said(prompt)
+        reward = self._reward(said)
+        if self._verdicts is not None:  # only what could be read
+            self._verdicts.put(digest, said)
+        return reward
+
+    def _reward(self, said: str) -> float:
+        lowest, highest = self._settings.lowest, self._settings.highest
+        try:
+            value = self._read(said)
+        except (ValueError, LookupError, TypeError, ArithmeticError):
+            raise JudgeError(f"the judge's answer has no verdict to read: {shorten(said)}") from None
+        if not lowest <= value <= highest:  # NaN is not, either
+            raise JudgeError(f"the judge's verdict is {value:g}, outside {lowest:g} to {highest:g}")
+        return (value - lowest) / (highest - lowest)
+
+    def _said(self, prompt: str) -> str:
+        """The judge's answer, after as many tries as it takes and the settings allow."""
+        import httpx  # of openai; only processes that ask pay for it
+
+        settings, ends = self._settings, time.monotonic() + self._settings.deadline
+        problem, pause, attempt = "", FIRST_PAUSE, 0
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        with httpx.Client(headers=headers, trust_env=settings.url != POLICY) as client:  # no proxy knows loopback
+            while attempt < settings.attempts:
+                attempt += 1
+                wait, pause = pause, min(2 * pause, LONGEST_PAUSE)
+                try:
+                    with self._limits.place(ends) if self._limits is not None else contextlib.nullcontext():
+                        left = max(ends - time.monotonic(), 0.001)
+                        answer = client.post(self._url, json=self._body(prompt), timeout=left)
+                    if answer.is_success:
+                        return _content(answer.text)
+                    problem = self._without_key(f"status {answer.status_code}: {answer.text}")
+                    if answer.status_code < 500 and answer.status_code not in PASSING:
+                        raise JudgeError(f"the judge refused with {problem}")
+                    wait = _asked_to_wait(answer.headers.get("retry-after"), wait)
+                except Busy as busy:
+                    problem = f"{busy}{problem and f'; before: {problem}'}"
+                    break
+                except (httpx.HTTPError, ValueError) as error:  # no connection, none in time, no answer of a model
+                    problem = self._without_key(f"{type(error).__name__}: {error}")
+                if time.monotonic() + wait >= ends:
+                    break
+                time.sleep(wait)
+        raise JudgeError(f"no verdict in {attempt} tries, {settings.deadline:g} s at most; the last: {problem}")
+
+    def _body(self, prompt: str) -> dict[str, Any]:
+        body = {name: getattr(self._settings, name) for name in ("model", "temperature", "max_tokens")}
+        return body | {"messages": [{"role": "user", "content": prompt}]}
+
+    def _without_key(self, text: str) -> str:
+        """One line for the log, whatever the server quoted."""
+        return one_line(text.replace(self._key, "[key]") if self._key else text, 300)
+
+
+def reader_of(verdict: str) -> Callable[[str], float]:
+    """How a judge's answer is read; the function raises for one that has no verdict.
+
+    Raises:
+        ValueError: ``verdict`` is none of the three kinds.
+    """
+    if verdict == "number":
+        return lambda said: float(NUMBER.findall(said)[-1])
+    kind, _, key = verdict.partition(":")
+    if kind == "json" and key:
+        return lambda said: float(loads(said[said.index("{") : said.rindex("}") + 1])[key])
+    try:
+        pattern = re.compile(verdict)
+    except re.error as error:
+        raise ValueError(f"verdict {shorten(verdict)} is no regular expression ({error})") from None
+    if not pattern.groups:
+        raise ValueError(f"verdict is {shorten(verdict)}; use number, json:KEY, or a regular expression with a group")
+    return lambda said: float(pattern.search(said)[1])
+
+
+def _content(body: str) -> str:
+    """What the model says; ``WireError`` for a body that is no chat completion."""
+    choice = next(iter(read_key(loads(body), "choices", list)), None)
+    return read_key(read_key(choice, "message", Mapping, "choices[0]"), "content", (str, type(None)), "message") or ""
+
+
+def _asked_to_wait(retry_after: str | None, otherwise: float) -> float:
+    """Seconds; a Retry-After that is a date is not read."""
+    try:
+        seconds = float(retry_after or "")
+    except ValueError:
+        return otherwise
+    return seconds if 0 <= seconds < math.inf else otherwise
