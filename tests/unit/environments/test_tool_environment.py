@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from megatron_rl.environments import loading
 from megatron_rl.environments.base import Environment
+from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.loader import find_environment
+from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.results import judge
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.environments.tools import ToolEnvironment, tool
 from megatron_rl.environments.wire import item_from_json, item_to_json
-from megatron_rl.errors import EnvironmentFault
+from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.registry import PARSERS
 from megatron_rl.types import Grade, Step, Task, Turn
@@ -217,13 +222,55 @@ def test_its_own_checks_pass() -> None:
     assert [check for check in run_checks(SHOP) if check.passed is False] == []
 
 
-def test_the_example_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with the example of the docs as ``prices.py``."""
     page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```python\n# environments/prices/__init__.py\n(.*?)```", page, re.DOTALL)
     (tmp_path / "prices.py").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def test_the_example_of_the_docs(here: Path) -> None:
     prices = find_environment("prices.py:Prices").from_options({})
     assert [check for check in run_checks(prices) if check.passed is False] == []
     [schema] = prices.tools
     assert schema["function"]["description"] == "The price of a product in cents."
     assert list(schema["function"]["parameters"]["properties"]) == ["product"]
+
+
+def test_over_rest_with_tools_made_in_workers(here: Path) -> None:
+    (here / "list.yaml").write_text("- {environment: 'prices.py:Prices', system_prompt: Be short.}\n")
+    with EnvironmentServerProcess(here / "list.yaml", here) as server:
+        client = EnvironmentClient(server.address_file)
+        [served] = client.environments()
+        task = client.fetch_tasks("prices", "train")[0]
+        glm = PARSERS.get("glm").write([("price", {"product": "pear"})])
+        [going_on] = asyncio.run(client.grade("prices", [(task, None, Turn(glm, "stop", 9, 0, False, "glm"))]))
+    assert served.chat.system_prompt == "Be short."
+    assert list(served.chat.tools) == list(find_environment("prices.py:Prices").tools)
+    assert going_on.continuation.messages[0]["content"] == "37"
+    assert going_on.metrics == {"tool_calls": 1.0, "bad_tool_calls": 0.0}
+    [surveyed] = loading.surveyed(here / "list.yaml")
+    assert surveyed.chat == served.chat
+
+
+@pytest.mark.parametrize(
+    ("tools", "complaint"),
+    [("[3]", "tool 0 is 3; write"), ("3", "tools are 3; give a list"), ("[{}]", "tool 0 has the name None")],
+)
+def test_schemas_that_an_author_wrote_are_checked_before_a_run(here: Path, tools: str, complaint: str) -> None:
+    (here / "odd.py").write_text(
+        "from megatron_rl.environments.base import Environment\n"
+        "from megatron_rl.types import Task\n"
+        f"class Odd(Environment):\n    name = 'odd'\n    tools = {tools}\n"
+        "    def tasks(self, split):\n        yield Task(split, 'a')\n"
+        "    def grade(self, task, transcript):\n        return 0.0\n"
+    )
+    (here / "list.yaml").write_text("- environment: odd.py:Odd\n")
+    with pytest.raises(ConfigError) as refused:
+        loading.surveyed(here / "list.yaml")
+    [line] = refused.value.lines
+    assert line.startswith(f"odd: its tools cannot be shown to a model: {complaint}")

@@ -64,7 +64,8 @@ def test_llama_knows_a_call_from_other_json() -> None:
     assert calls('{"name": "add", "arguments": {"a": 1}}', "llama") == [ADD]
     assert calls('<|python_tag|> {"name": "add", "parameters": {"a": 1}}', "llama") == [ADD]
     assert calls('<function=add>{"a": 1}', "llama") == [ADD], "a stop string may have taken the end"
-    for wrong in ("<|python_tag|>print(3)", '<function=add>{"a": 1} and', '{"name": "add", "parameters": {"a": 1}'):
+    unreadable = ("<|python_tag|>print(3)", '{"name": 3, "parameters": {}} ; and {"a": 1}', '<function=add>{"a": 1} and')
+    for wrong in (*unreadable, '{"name": "add", "parameters": {"a": 1}'):
         assert read(wrong, "llama").content == wrong and len(read(wrong, "llama").problems) == 1
 
 
@@ -73,6 +74,7 @@ def test_glm_takes_what_the_schema_says() -> None:
         text = f"<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
         return dict(read(text, "glm", glm_tool(a=schema)).calls[0].arguments)["a"]
 
+    assert argument('"5"', type="string") == '"5"'
     assert argument("5", type="string") == "5" and argument("5", type="integer") == 5
     assert argument("5") == 5 and argument("five") == "five"
     assert argument("null", type=["string", "null"]) is None and argument("no", type=["string", "null"]) == "no"
