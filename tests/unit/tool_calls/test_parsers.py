@@ -64,7 +64,7 @@ def test_llama_knows_a_call_from_other_json() -> None:
     assert calls('{"name": "add", "arguments": {"a": 1}}', "llama") == [ADD]
     assert calls('<|python_tag|> {"name": "add", "parameters": {"a": 1}}', "llama") == [ADD]
     assert calls('<function=add>{"a": 1}', "llama") == [ADD], "a stop string may have taken the end"
-    unreadable = ("<|python_tag|>print(3)", '{"name": 3, "parameters": {}} ; and {"a": 1}', '<function=add>{"a": 1} and')
+    unreadable = ("<|python_tag|>print(3)", '{"name": 3, "parameters": {}} ; and {}', '<function=add>{} and')
     for wrong in (*unreadable, '{"name": "add", "parameters": {"a": 1}'):
         assert read(wrong, "llama").content == wrong and len(read(wrong, "llama").problems) == 1
 
