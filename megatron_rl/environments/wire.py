@@ -51,7 +51,7 @@ def messages_of(value: Sequence[object], where: str) -> tuple[Message, ...]:
     for index, message in enumerate(value):
         inside = f"{where}[{index}]"
         read_key(message, "role", str, inside)
-        calls = read_key(message, "tool_calls", list, inside) if "tool_calls" in message else []
+        calls = read_key(message, "tool_calls", list, inside) if message.get("tool_calls") is not None else []
         if not calls or message.get("content") is not None:
             read_key(message, "content", str, inside)
         for number, call in enumerate(calls):

@@ -55,6 +55,8 @@ def test_an_unfinished_step_is_worth_the_minimum_unless_it_says_otherwise() -> N
 
 def test_messages_may_be_calls_and_results_of_tools() -> None:
     assert answer(Step((CALLING, RESULT))).continuation == Continuation((CALLING, RESULT))
+    silent = {"role": "assistant", "content": "a", "tool_calls": None}  # as OpenAI's client writes it
+    assert answer(Step((silent,))).continuation == Continuation((silent,))
     assert Says(Step()).tools == ()
 
 

@@ -58,7 +58,7 @@ def test_hermes_goes_on_at_the_next_call() -> None:
 
 
 def test_llama_knows_a_call_from_other_json() -> None:
-    prose = 'Such as {"a": 1}, or {"name": "Ann", "age": 3}.'
+    prose = 'Such as {"a": 1}, or {"name": "Ann", "age": 3} ; or none.'
     assert read(prose, "llama") == Parsed(prose)
     assert calls('{"name": "add", "parameters": {"a": 1}}', "llama") == [ADD]
     assert calls('{"name": "add", "arguments": {"a": 1}}', "llama") == [ADD]
