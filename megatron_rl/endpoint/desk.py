@@ -7,6 +7,7 @@ import itertools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_rl.endpoint.answers import AnswerReader, Choice
 from megatron_rl.endpoint.fields import ApiError, refuse
@@ -105,73 +106,58 @@ class Desk:
             known = f"there is no model {shorten(name)}; the one here is {self.limits.model_name!r}"
             raise ApiError(404, "model_not_found", known, "model")
 
-    def ask_chat(
-        self, session: str | None, request: ChatRequest, show: Shower | None
-    ) -> list[Waiting]:
+    def ask_chat(self, session: str | None, request: ChatRequest, show: Shower | None) -> list[Waiting]:
         """The calls of ``request``, one a choice; ``show`` of a choice's number is `Waiting.show`.
 
         Raises:
             ApiError: the session is over, the template refuses the messages, or there is no room for an answer.
         """
-        tools, environment = request.tools, "" if session is None else self._session(session).environment
-        parser = self._parser(environment) if tools else ""
-        reader = AnswerReader(
-            self.tokenizer, request.asked.stop, parser if request.reads_calls else "", tools,
-            # No other call of its conversation has these ids, and they are the same in each run.
-            f"call_{len(request.messages)}",
-        )  # fmt: skip
+        among = self._session(session)
+        parser = self._parser(among.environment) if request.tools else ""
+        # No other call of its conversation has these ids, and they are the same in each run.
+        prefix = f"call_{len(request.messages)}"
+        reads = parser if request.reads_calls else ""
+        reader = AnswerReader(self.tokenizer, request.asked.stop, reads, request.tools, prefix)
+        plan = partial(among.begin_chat, messages=request.messages, tools=request.tools)
+        return self._ask(session, among, request.asked, [("messages", plan)], reader, show)
 
-        def plan(number: int) -> Planned:
-            if session is not None:
-                return self._session(session).begin_chat(number, request.messages, tools)
-            return _root(self.tokenizer.encode_prompt(request.messages, tools=tools))
-
-        return self._ask_each(session, request.asked, [plan], reader, show, "messages")
-
-    def ask_text(
-        self, session: str | None, request: TextRequest, show: Shower | None
-    ) -> list[Waiting]:
+    def ask_text(self, session: str | None, request: TextRequest, show: Shower | None) -> list[Waiting]:
         """The same for prompts: the choices of the first one first."""
+        among, reader = self._session(session), AnswerReader(self.tokenizer, request.asked.stop)
+        plans = [("prompt", partial(among.begin_text, prompt=prompt)) for prompt in request.prompts]
+        return self._ask(session, among, request.asked, plans, reader, show)
 
-        def plan(prompt: str | tuple[int, ...], number: int) -> Planned:
-            if session is not None:
-                return self._session(session).begin_text(number, prompt)
-            return _root(self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
-
-        plans = [lambda number, prompt=prompt: plan(prompt, number) for prompt in request.prompts]
-        reader = AnswerReader(self.tokenizer, request.asked.stop)
-        return self._ask_each(session, request.asked, plans, reader, show, "prompt")
-
-    def _ask_each(
+    def _ask(
         self,
         session: str | None,
+        among: Session,
         asked: Asked,
-        plans: list[Callable[[int], Planned]],
+        plans: list[tuple[str, Callable[[int], Planned]]],
         reader: AnswerReader,
         show: Shower | None,
-        param: str,
     ) -> list[Waiting]:
         """All are planned before one is handed over: of a request that is refused nothing is answered."""
         self.check_model(asked.model)
         begun: list[tuple[int, Planned]] = []
         try:
-            for plan in plans:
+            for param, plan in plans:
                 for _ in range(asked.n):
                     number = next(self._numbers)
-                    begun.append((number, self._planned(plan, number, param)))
+                    begun.append((number, plan(number)))
                     self._check_room(begun[-1][1], param)
-        except ApiError:
-            for number, _ in begun if session is not None else ():
-                self._session(session).forget(number)
-            raise
+        except (ApiError, MegatronRLError) as error:
+            for number, _ in begun:
+                among.forget(number)
+            if isinstance(error, ApiError):
+                raise
+            refuse(param, f"cannot be put to this model: {one_line(str(error))}")
         waiting = []
         for index, (number, planned) in enumerate(begun):
             call = self._call(number, session, planned, asked, index % asked.n)
-            entry = Waiting(call, planned.num_read, reader, asyncio.get_running_loop().create_future())
-            entry.show = show and show(index)
-            self._waiting[number] = entry
+            answer = asyncio.get_running_loop().create_future()
+            self._waiting[number] = Waiting(call, planned.num_read, reader, answer, show and show(index))
             self._put(call)
-            waiting.append(entry)
+            waiting.append(self._waiting[number])
         return waiting
 
     def _parser(self, environment: str) -> str:
@@ -184,16 +170,6 @@ class Desk:
                 refuse("tools", "are of no use: this model's chat template does not show them; see --chat-template")
             self._parsers[environment] = parser
         return self._parsers[environment]
-
-    def _planned(self, plan: Callable[[int], Planned], number: int, param: str) -> Planned:
-        try:
-            return plan(number)
-        except ApiError:
-            raise
-        except MegatronRLError as error:
-            refuse(param, f"cannot be put to this model: {one_line(str(error))}")
-        except Exception as error:  # noqa: BLE001 - a chat template raises whatever its author chose
-            refuse(param, f"cannot be rendered with this model's chat template: {one_line(str(error))}")
 
     def _check_room(self, planned: Planned, param: str) -> None:
         if planned.num_read == 0:
@@ -215,7 +191,10 @@ class Desk:
             asked.stop, sampling, asked.seed if session is None else None, asked.stream,
         )  # fmt: skip
 
-    def _session(self, session: str) -> Session:
+    def _session(self, session: str | None) -> Session:
+        """Without one the call is the only one of its own."""
+        if session is None:
+            return Session("", self.tokenizer)
         if session not in self._sessions:
             raise _over()
         return self._sessions[session]
@@ -266,10 +245,6 @@ def sampling_of(asked: Asked, default: SamplingParams, max_new_tokens: int) -> S
         max_new_tokens=max_new_tokens,
         stop=tuple(dict.fromkeys((*default.stop, *asked.stop))),
     )
-
-
-def _root(ids: list[int] | tuple[int, ...]) -> Planned:
-    return Planned(None, tuple(ids), 0, len(ids))
 
 
 def _over() -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from megatron_rl.generation import Generator, open_generator
 from megatron_rl.serving import serve
 from tests.support.endpoint import byte_tokenizer
 from tests.support.hugging_face import write_model
+from tests.support.launches import Launch, launched
 
 T = TypeVar("T")
 
@@ -118,6 +120,51 @@ def _batches(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) ->
     steps_together = statistics.decode_steps - before - steps_alone
     assert together == one_by_one, "whoever else asks changes no answer"
     assert steps_together <= steps_alone / 8
+
+
+def _address(launch: Launch, token_file: Path) -> openai.OpenAI:
+    launch.wait_until(lambda: "the API key is in" in launch.output, "an address")
+    (line,) = [line for line in launch.output.splitlines() if line.startswith("policy at ")]
+    return openai.OpenAI(base_url=line.removeprefix("policy at "), api_key=token_file.read_text(), max_retries=0)
+
+
+@pytest.mark.parametrize("flag", ["tensor", pytest.param("pipeline", marks=pytest.mark.long)])
+def test_as_processes_until_ctrl_c(model, tmp_path, flag):
+    token, said = tmp_path / "serve.token", []
+    words = [str(model), "--port", "0", "--token-file", str(token), "--served-model-name", "policy", "--seed", "5"]
+    for ranks, layout in ((1, []), (2, [f"--{flag}-model-parallel-size", "2"])):
+        with launched([*words, *layout], tmp_path / "serve", ranks, by_itself=True, command="serve") as launch:
+            client = _address(launch, token)
+            said.append(_texts(client.chat.completions.create(**ASK, seed=7, n=3)))
+            chunks = _streamed(client, seed=7)
+            assert "".join(chunks) == said[0][0]
+            assert len(chunks) > 2
+            worked = _cpu_seconds(launch)
+            time.sleep(2.0)
+            assert _cpu_seconds(launch) - worked < 0.5, "who waits for calls does not compute"
+            with ThreadPoolExecutor(1) as pool:
+                unfinished = pool.submit(_expect_its_end, client)
+                launch.signal_group(signal.SIGINT)
+                time.sleep(0.05)
+                launch.signal_group(signal.SIGINT)
+                assert launch.wait() == 0, launch.output
+                unfinished.result()
+            assert "Traceback" not in launch.output
+            assert launch.leftovers() == []
+    assert token.stat().st_mode & 0o077 == 0
+    assert said[0] == said[1], "a model over ranks says the same"
+
+
+def _cpu_seconds(launch: Launch) -> float:
+    times = [process.cpu_times() for process in launch.processes()]
+    return sum(each.user + each.system for each in times)
+
+
+def _expect_its_end(client: openai.OpenAI) -> None:
+    """One that is asked for when the server ends."""
+    with pytest.raises((openai.APIError, openai.APIConnectionError)):
+        for _ in range(1000):
+            client.chat.completions.create(**ASK | {"max_tokens": 1000})
 
 
 def test_words_that_are_refused(model, capsys):

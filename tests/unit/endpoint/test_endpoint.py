@@ -354,9 +354,13 @@ def test_a_template_that_refuses(tmp_path):
                 client(endpoint, session).chat.completions.create(**ASK)
 
 
-def test_an_empty_prompt(endpoint):
-    with pytest.raises(openai.BadRequestError, match="is empty"):
-        client(endpoint).completions.create(model="policy", prompt="")
+def test_an_empty_prompt_and_what_came_with_it(endpoint):
+    session = endpoint.open_session("")
+    for base in (None, session):
+        with pytest.raises(openai.BadRequestError, match="is empty"):
+            client(endpoint, base).completions.create(model="policy", prompt=["a", ""])
+    client(endpoint, session).completions.create(model="policy", prompt="a")
+    assert len(endpoint.close_session(session).calls) == 1, "of a refused request nothing is kept"
 
 
 # -- its end -----------------------------------------------------------------------------------------
