@@ -197,8 +197,6 @@ def _tools(fields: Fields) -> tuple[Tools, bool]:
         raise ApiError(400, "invalid_tools", f"'tools': {error}", "tools") from error
     if choice not in (None, "auto", "none"):
         refuse("tool_choice", f"is {shorten(choice)}, which nothing makes the model heed; give 'auto' or 'none'")
-    if choice == "auto" and not tools:
-        refuse("tool_choice", "is 'auto', and there are no 'tools'")
     if several is False and tools:
         refuse("parallel_tool_calls", "is false, which nothing makes the model heed; leave it out")
     return tools, bool(tools) and choice != "none"

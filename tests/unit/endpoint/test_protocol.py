@@ -30,8 +30,10 @@ def test_all_that_a_chat_may_ask_for():
     assert request.asked == Asked("policy", 3, 7, 0.0, 0.5, 0, -4, ("a", "b"), True, True, True)
     assert (request.tools, request.reads_calls) == ((TOOL,), True)
     assert not chat(tools=[TOOL], tool_choice="none").reads_calls
-    assert chat() == chat(n=None, seed=None, stop=None, logit_bias={}, presence_penalty=0, user="me", store=False,
-                          top_logprobs=0, response_format={"type": "text"}, max_tokens=None, tools=None)  # fmt: skip
+    assert chat() == chat(
+        n=None, seed=None, stop=None, logit_bias={}, presence_penalty=0, user="me", store=False, top_logprobs=0,
+        response_format={"type": "text"}, max_tokens=None, tools=[], tool_choice="auto",
+    )  # fmt: skip
 
 
 def test_messages_come_in_one_form():
@@ -79,6 +81,8 @@ def test_prompts():
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"temperature": -1}, "temperature", "is -1.0"),
         ({"temperature": 1e-9}, "temperature", "is 1e-09"),
+        ({"temperature": float("1e999")}, "temperature", "is inf"),
+        ({"temperature": 10**400}, "temperature", "give a number"),
         ({"temperature": "hot"}, "temperature", "a number"),
         ({"top_p": 0}, "top_p", "leaves no token"),
         ({"top_p": 1.1}, "top_p", "from 0 to 1"),
@@ -101,7 +105,6 @@ def test_prompts():
         ({"tools": {"f": TOOL}}, "tools", "give a list"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "nothing makes the model heed"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "nothing makes the model heed"),
-        ({"tool_choice": "auto"}, "tool_choice", "no 'tools'"),
         ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
     ],
 )
