@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_rl.environments.data import DatasetEnvironment, Problem, Row, RowError, Source, held_out, read_rows
-from megatron_rl.environments.data.layouts import CHAT, MATH, WRITTEN, Layout
-from megatron_rl.environments.grading import reward_function, reward_range
+from megatron_rl.environments.data.layouts import CHAT, CODE, MATH, WRITTEN, Layout
+from megatron_rl.environments.grading import needs_sandbox, reward_function, reward_range, stated_deadline
+from megatron_rl.environments.grading.unit_tests import read_tests
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Demonstration, Grade, LaterTurn, Message, Prompt, Split, Task, Transcript
 
@@ -19,6 +20,8 @@ FILES = (".json", ".jsonl", ".csv", ".parquet", ".gz")
 COLUMN = re.compile(r"\\[a-zA-Z]+(?:\{[^{}]*\})+|\{([\w.]+)\}")
 """A column in a template, ``{question}``; what TeX has in braces, ``\\boxed{x}``, is none."""
 LEARNT = (WRITTEN, CHAT)
+TESTED = ("unit_tests", "unit_tests_share")
+"""Graders whose right answer is tests."""
 OTHERWISE = "; or name its columns: prompt, and answer or completion"
 
 Conversation = tuple[tuple[Message, ...], str, tuple[LaterTurn, ...]]
@@ -60,6 +63,9 @@ class Dataset(DatasetEnvironment):
         self.grader = reward or "exact"
         self._function = reward_function(reward) if ":" in reward else None
         self.reward_range = reward_range(self.grader)
+        self.needs_sandbox = needs_sandbox(self.grader)
+        self.grade_deadline = stated_deadline(self.grader) or self.grade_deadline
+        self._tests = self.grader in TESTED
         super().__init__(path=path, **options)
         if not path:
             raise ValueError("path is missing; give a file, or the name of a data set on the Hugging Face hub")
@@ -91,6 +97,8 @@ class Dataset(DatasetEnvironment):
             if self._reward and not self._function and not answer and not (completion and self.grader == "exact"):
                 raise ValueError(f"reward {self._reward} compares with the right answer; give its column as answer")
             return (Layout(prompt or names[0], answer, completion, others=names),)
+        if self._tests:
+            return tuple(replace(layout, others=names) for layout in CODE)
         found = (*LEARNT, *MATH)  # of the latter the first row says that a reward is missing
         if self._reward:
             found = (*MATH, *LEARNT, Layout("prompt")) if self._function else (*MATH, *LEARNT[: self.grader == "exact"])
@@ -131,6 +139,8 @@ class Dataset(DatasetEnvironment):
             prompt = statement
         if self._function is not None:
             return Problem(statement, prompt, "", {"row": row.as_json()}, solution, later)
+        if self._tests:
+            return Problem(statement, prompt, _tests(row), solution=solution, later=later)
         if row.layout.answer and self._reward:
             return Problem(statement, prompt, row.answer(), solution=solution, later=later)
         if not solution:
@@ -175,7 +185,18 @@ def _filled(found: re.Match[str], row: Row) -> str:
     if found[1] is None:
         return found[0]
     value = row.value(found[1])
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return "\n".join(value)
     return str(value) if type(value) in (int, float) else row.text(found[1])
+
+
+def _tests(row: Row) -> str:
+    gold = row.tests()
+    try:
+        read_tests(gold)
+    except ValueError as error:
+        raise RowError(f"has {row.layout.answer} that {error}") from error
+    return gold
 
 
 def _turns(messages: tuple[Message, ...]) -> Conversation:

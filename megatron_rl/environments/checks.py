@@ -14,6 +14,7 @@ from megatron_rl.environments.loader import Begin, ignore
 from megatron_rl.environments.wire import WireError, messages_of
 from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
 from megatron_rl.json_text import check_bounds, dumps
+from megatron_rl.sandbox import sandbox_problem
 from megatron_rl.types import Demonstration, Split, Task
 
 MAX_PROBLEMS = 20
@@ -51,6 +52,8 @@ def splits_of(environment: Environment) -> tuple[Split, ...]:
 def survey_tasks(environment: Environment, begin: Begin = ignore) -> TaskSurvey:
     """Reads all tasks of the splits that a run reads; all, so that the last line can tell the number of problems."""
     survey, first_seen = TaskSurvey(environment), {}
+    if environment.needs_sandbox and (problem := sandbox_problem()):
+        survey.problems.append(problem)
     for split in splits_of(environment):
         begin(f"its {split} tasks were read")
         row, found, told = None, [], set(survey.problems)

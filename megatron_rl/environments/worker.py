@@ -249,7 +249,7 @@ def _move_to(folder: str) -> None:
 
 
 def _bound(settings: Mapping[str, Any]) -> None:
-    """Binds this process, for good: a grader to a little memory and few files, none of them written."""
+    """Binds this process, the size of files aside for good: a grader to a little memory and few files, none written."""
     # a browser reserves more addresses than there is memory: of a harness, what is written to counts
     memory = resource.RLIMIT_DATA if settings["scratch"] else resource.RLIMIT_AS
     bounds = {
@@ -261,7 +261,8 @@ def _bound(settings: Mapping[str, Any]) -> None:
     for kind, bound in bounds.items():
         most = resource.getrlimit(kind)[1]  # which only root could raise
         bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
-        resource.setrlimit(kind, (bound, bound))
+        # a sandbox that a grader starts has files, of a size that is bounded there
+        resource.setrlimit(kind, (bound, most if kind == resource.RLIMIT_FSIZE else bound))
 
 
 def _work(channel: Connection) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import EnvironmentFault
 
 LARGEST = 2**20
 """Of any limit, which is a megabyte of megabytes, or twelve days."""
 
 
-class SandboxUnavailable(MegatronRLError):
+class SandboxUnavailable(EnvironmentFault):
     """This machine, or this process, cannot enforce the limits: nothing was run."""
 
     def __init__(self, reason: str) -> None:

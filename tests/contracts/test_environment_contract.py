@@ -26,6 +26,7 @@ ALLOWED_IMPORTS = {
     "megatron_rl.environments.data",
     "megatron_rl.environments.data.layouts",
     "megatron_rl.environments.grading",
+    "megatron_rl.environments.grading.unit_tests",
     "megatron_rl.environments.tools",
     "megatron_rl.errors",
     "megatron_rl.types",

@@ -216,8 +216,9 @@ class DatasetEnvironment(Environment):
         verdict = grade(self.grader, self.answer_in(transcript), task.data["gold"])
         lowest, highest = self.reward_range
         reward = lowest + (self._format_reward if verdict.status == "wrong" else 0.0)
-        metrics = {name: float(verdict.status == name) for name in STATUSES}
+        metrics = {**verdict.metrics, **{name: float(verdict.status == name) for name in STATUSES}}
         reward = highest if verdict.status == "correct" else reward
+        reward = verdict.reward if verdict.status == "partial" else reward
         return self.less_length(replace(verdict, reward=reward, metrics=metrics), transcript)
 
     def less_length(self, grade: Grade, transcript: Transcript) -> Grade:

@@ -56,6 +56,16 @@ CHAT = Layout("messages")
 MATH = (VERL, SLIME, PROBLEM, QUESTION, CAPITALS, BOXED)
 """Problems with answers."""
 
+CODE = (
+    Layout("text", "test_list"),  # MBPP
+    Layout("prompt", "test_list"),  # MBPP, sanitized
+    Layout("question", "input_output"),  # APPS, TACO
+    Layout("problem", "tests"),  # agentica-org/DeepCoder-Preview-Dataset
+    Layout("prompt", "verification_info"),  # PrimeIntellect/verifiable-coding-problems
+    VERL,  # PRIME-RL/Eurus-2-RL-Data
+)
+"""Problems with tests of the code that solves them."""
+
 # The prompts of DAPO-Math-17k, of slime's copy of it, and of verl's GSM8K and MATH.
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form "

@@ -20,7 +20,7 @@ from typing import Any, TextIO, TypeVar
 from megatron_rl.environments.data.layouts import Layout, bare_problem, recognised
 from megatron_rl.environments.grading.text import last_boxes
 from megatron_rl.errors import ConfigError, one_line
-from megatron_rl.json_text import check_bounds, loads
+from megatron_rl.json_text import check_bounds, dumps, loads
 from megatron_rl.types import Message
 
 T = TypeVar("T")
@@ -108,6 +108,11 @@ class Row:
         if not boxes:
             raise RowError(f"has a {path} without \\boxed{{}} around its answer")
         return ", ".join(boxes)
+
+    def tests(self) -> str:
+        """What the answer's code has to pass: text, or the JSON of a list or mapping."""
+        value = self.value(self.layout.answer)
+        return dumps(value) if isinstance(value, list | dict) else self.text(self.layout.answer)
 
     def solution(self) -> str:
         """What a model should learn to write; "" where the layout has none, or the row not the field it names."""

@@ -1,7 +1,8 @@
 """Graders: text in, reward and reason out.
 
 A file here that defines ``judge(completion, gold) -> Grade`` and ``REWARDS``, the lowest and the highest, is a kind;
-``FORM % gold`` is a right answer as it wants it written.
+``FORM % gold`` is a right answer as it wants it written. One that runs code says ``NEEDS_SANDBOX = True``, and how many
+seconds a grade may take as ``DEADLINE``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from megatron_rl.environments.grading.expressions import arithmetic_value
 from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade
 
-__all__ = ["Grader", "RewardFunction", "arithmetic_value", "grade", "reward_function", "reward_range"]
+__all__ = ["Grader", "RewardFunction", "arithmetic_value", "grade", "needs_sandbox", "reward_function", "reward_range"]
+__all__ += ["stated_deadline"]
 
 Grader = Callable[[str, str], Grade]
 """From completion and gold answer."""
@@ -53,3 +55,13 @@ def reward_range(reference: str) -> tuple[float, float]:
     if not numbers or len(stated) != 2 or not float("-inf") < stated[0] < stated[1] < float("inf"):
         raise ValueError(f"REWARDS beside reward {reference} is {stated!r:.60}; write (lowest, highest)")
     return float(stated[0]), float(stated[1])
+
+
+def needs_sandbox(reference: str) -> bool:
+    """Whether the file of the grader or function says that it runs what a model wrote."""
+    return vars(GRADERS.module(reference)).get("NEEDS_SANDBOX", False) is True
+
+
+def stated_deadline(reference: str) -> float | None:
+    """Seconds that a grade may take, where the file of the grader or function says so."""
+    return vars(GRADERS.module(reference)).get("DEADLINE")

@@ -1,0 +1,208 @@
+"""Code that has to pass tests: the last block of Python in an answer, run in a sandbox (docs/sandbox.md).
+
+Tests are JSON, in the forms in which data sets publish them, or plain Python::
+
+    ["assert add(1, 2) == 3", ...]                                        MBPP; each on its own
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                   APPS, TACO: standard input and output
+    {"inputs": [[1, 2], ...], "outputs": [3, ...], "fn_name": "add"}      the same of a function, or of class Solution
+    [{"input": .., "output": .., "fn_name": ..}, ...]                     DeepCoder, LiveCodeBench; or as "test_cases"
+
+What programs print and functions return is compared here, outside: a program that is out to cheat does not see what is
+expected. Assertions run in the process of the code that they test, which can therefore cheat them.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from megatron_rl.environments.grading.text import THOUGHT
+from megatron_rl.json_text import dumps, loads
+from megatron_rl.sandbox import Limits, run_python
+from megatron_rl.types import Grade
+
+REWARDS = (0.0, 1.0)
+NEEDS_SANDBOX = True
+DEADLINE = 60.0
+"""Seconds that a grade may take."""
+TOTAL_SECONDS = 45.0
+"""For all tests of an answer, so that the worker's deadline does not come first."""
+LIMITS = Limits(cpu_s=5, wall_s=15.0, output_kb=1024)
+"""Of a program."""
+MAX_PROGRAMS = 16
+"""Of tests by standard input, those with the longest inputs: they are the hardest, and some problems have hundreds."""
+MAX_CODE = 100_000
+"""Characters."""
+
+_BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_IN_PROCESS = """
+import json, os, sys
+given = json.load(sys.stdin)
+told = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+space = {"__name__": "answer"}
+exec("from typing import *\\nimport collections, functools, heapq, itertools, math, re", space)
+with open("answer.py", encoding="utf-8") as file:
+    exec(compile(file.read(), "answer.py", "exec"), space)
+for number, test in enumerate(given["tests"]):
+    try:
+        if given["function"]:
+            owner = space["Solution"]() if "Solution" in space else None
+            function = getattr(owner, given["function"]) if owner else space[given["function"]]
+            result = json.dumps(function(*test))
+        else:
+            exec(test, space)
+            result = "true"
+    except Exception:
+        continue
+    os.write(told, f"\\n{given['key']} {number} {result}".encode())
+os.write(told, b"\\n")
+"""
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Of one kind; ``expected`` belongs to the inputs, and is empty for assertions."""
+
+    inputs: tuple[Any, ...]
+    expected: tuple[Any, ...] = ()
+    function: str = ""
+    """The name of the function that is called with the inputs; "" reads them as standard input or runs them."""
+
+    @property
+    def by_program(self) -> bool:
+        """Whether each input is one of a program of its own."""
+        return bool(self.expected) and not self.function
+
+
+def judge(completion: str, gold: str) -> Grade:
+    """The verdict on a completion: right where its code passes all tests of ``gold``; ``tests_passed`` is the share.
+
+    Raises:
+        ValueError: ``gold`` is of no form above.
+        SandboxUnavailable: the machine has no sandbox.
+    """
+    tests, code = read_tests(gold), code_of(completion)
+    if code is None:
+        return Grade(REWARDS[0], {"tests_passed": 0.0}, "no_answer")
+    if len(code) > MAX_CODE:
+        return Grade(REWARDS[0], {"tests_passed": 0.0}, "unparsable")
+    passed, late = _programs(code, tests) if tests.by_program else _in_process(code, tests)
+    share = sum(passed) / len(passed)
+    status = "correct" if share == 1 else "timeout" if late else "wrong"
+    return Grade(REWARDS[share == 1], {"tests_passed": share}, status, code)
+
+
+def code_of(completion: str) -> str | None:
+    """The last block of Python that a completion closes, after what it thought; None without one."""
+    _, thought, answer = completion.rpartition(THOUGHT)
+    if not thought and "<think>" in completion:
+        return None
+    blocks = _BLOCK.findall(answer)
+    return blocks[-1] if blocks else None
+
+
+def read_tests(gold: str) -> Tests:
+    """The tests in a text; ``ValueError`` says what is wrong with it."""
+    try:
+        found = loads(gold)
+    except ValueError:
+        if gold.lstrip()[:1] in ("[", "{"):
+            raise ValueError("are neither JSON nor Python") from None
+        return Tests((gold,))
+    if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
+        return Tests(tuple(found))
+    if isinstance(found, dict) and isinstance(found.get("test_cases"), list):
+        found = found["test_cases"]
+    if isinstance(found, list) and found and all(isinstance(each, dict) for each in found):
+        found = _columns(found)
+    if not isinstance(found, dict):
+        raise ValueError("are neither a list of assertions nor inputs and outputs")
+    inputs, outputs, function = found.get("inputs"), found.get("outputs"), found.get("fn_name") or ""
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
+        raise ValueError("have no inputs and outputs, as many of the one as of the other")
+    if not isinstance(function, str) or (function and not all(isinstance(each, list) for each in inputs)):
+        raise ValueError("of a function need its name and a list of arguments each")
+    if not function:
+        inputs, outputs = (["\n".join(map(str, e)) if isinstance(e, list) else str(e) for e in each]
+                           for each in (inputs, outputs))  # fmt: skip
+    return Tests(tuple(inputs), tuple(outputs), function)
+
+
+def _columns(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """DeepCoder's and LiveCodeBench's list of cases as inputs and outputs."""
+    if not all({"input", "output"} <= set(case) for case in cases):
+        raise ValueError("are a list without input and output in each")
+    about = cases[0].get("metadata")
+    function = cases[0].get("fn_name") or (about.get("func_name") if isinstance(about, dict) else "")
+    inputs, outputs = [case["input"] for case in cases], [case["output"] for case in cases]
+    if function:  # one argument a line, each JSON
+        inputs = [[loads(line) for line in each.splitlines()] if isinstance(each, str) else each for each in inputs]
+        outputs = [loads(each) if isinstance(each, str) else each for each in outputs]
+    return {"inputs": inputs, "outputs": outputs, "fn_name": function}
+
+
+def _programs(code: str, tests: Tests) -> tuple[list[bool], bool]:
+    """Which tests a program passes, one run each, up to the first that takes too long; and whether one did."""
+    order = sorted(range(len(tests.inputs)), key=lambda number: -len(tests.inputs[number]))[:MAX_PROGRAMS]
+    passed, late, ends = [], False, time.monotonic() + TOTAL_SECONDS
+    for number in sorted(order):
+        limits = replace(LIMITS, wall_s=min(LIMITS.wall_s, ends - time.monotonic()))
+        result = run_python(code, tests.inputs[number], limits)
+        late = result.why in ("timeout", "cpu")
+        passed.append(result.succeeded and same_output(result.stdout, tests.expected[number]))
+        if late or time.monotonic() > ends - 1:
+            break
+    missing = len(order) - len(passed)
+    return passed + [False] * missing, late or missing > 0
+
+
+def _in_process(code: str, tests: Tests) -> tuple[list[bool], bool]:
+    """Which tests the code passes, all in one process that has loaded it."""
+    key = secrets.token_hex(16)  # so that what the code prints, or an early end, is no result
+    given = dumps({"key": key, "function": tests.function, "tests": tests.inputs})
+    result = run_python(_IN_PROCESS, given, LIMITS, {"answer.py": code})
+    told = dict(_results(result.stdout, key))
+    if tests.function:
+        passed = [number in told and _same_value(told[number], want) for number, want in enumerate(tests.expected)]
+    else:
+        passed = [told.get(number) is True for number in range(len(tests.inputs))]
+    return passed, result.why in ("timeout", "cpu")
+
+
+def _results(printed: str, key: str) -> Iterator[tuple[int, Any]]:
+    for line in printed.splitlines():
+        word, _, rest = line.partition(" ")
+        number, _, value = rest.partition(" ")
+        if word == key and number.isdecimal():
+            try:
+                yield int(number), loads(value)
+            except ValueError:
+                continue
+
+
+def _same_value(ours: Any, theirs: Any) -> bool:
+    """APPS has some results alone and others in a list of one, and takes either."""
+    return ours == theirs or (isinstance(theirs, list) and len(theirs) == 1 and ours == theirs[0])
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Line by line, spaces around lines and empty ends aside; words that are numbers by value."""
+    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
+    return len(ours) == len(theirs) and all(map(_same_words, ours, theirs))
+
+
+def _same_words(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    return len(ours) == len(theirs) and all(a == b or _same_number(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_number(ours: str, theirs: str) -> bool:
+    try:
+        return len(ours) < 100 and Decimal(ours) == Decimal(theirs)
+    except InvalidOperation:
+        return False

@@ -1,0 +1,236 @@
+"""Code that has to pass tests: the verdicts, the forms of tests, and the way through a worker and a data set."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.environments.config import prepare_environments
+from megatron_rl.environments.grading import grade, unit_tests
+from megatron_rl.environments.grading.unit_tests import code_of, read_tests, same_output
+from megatron_rl.environments.workers import WorkerPool
+from megatron_rl.errors import ConfigError
+from megatron_rl.registry import GRADERS
+from megatron_rl.sandbox import Execution, sandbox_problem
+from megatron_rl.types import Task, Transcript
+
+needs_sandbox = pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem())
+ADD = "def add(a, b):\n    return a + b"
+ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"])
+CALLS = json.dumps({"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"})
+PAIRS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
+PYTHON = "assert add(1, 2) == 3\nassert add(0, 0) == 0"
+
+
+def answer(code: str) -> str:
+    return f"First:\n```python\nraise SystemExit\n```\nbetter:\n```python\n{code}\n```\nDone."
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("code", "gold", "status", "share"),
+    [
+        (ADD, ASSERTS, "correct", 1.0),
+        (ADD, CALLS, "correct", 1.0),
+        (ADD, PYTHON, "correct", 1.0),
+        ("print(sum(map(int, input().split())))", PAIRS, "correct", 1.0),
+        ("class Solution:\n    def add(self, a: List[int], b):\n        return a + b", CALLS, "correct", 1.0),
+        (f"{ADD}\nprint('noise')\nif __name__ == '__main__':\n    input()", CALLS, "correct", 1.0),
+        ("def add(a, b):\n    return 3", ASSERTS, "wrong", 0.5),
+        ("def add(a, b):\n    return 3", CALLS, "wrong", 0.5),
+        ("def add(a, b):\n    return 3", PYTHON, "wrong", 0.0),
+        ("print(3)", PAIRS, "wrong", 0.5),
+        ("syntax error", ASSERTS, "wrong", 0.0),
+        ("def other(): pass", CALLS, "wrong", 0.0),
+        ("def add(a, b):\n    return object()", CALLS, "wrong", 0.0),
+        ("print(3); exit(1)", PAIRS, "wrong", 0.0),
+        ("raise SystemExit", ASSERTS, "wrong", 0.0),
+        ("import os; os._exit(0)", ASSERTS, "wrong", 0.0),
+        ("import os; os._exit(0)", CALLS, "wrong", 0.0),
+        ("print('\\n'.join(f'key {n} true' for n in range(2)))", ASSERTS, "wrong", 0.0),
+        ("def add(a, b):\n    import os\n    os._exit(0)", ASSERTS, "wrong", 0.0),
+    ],
+)
+def test_verdicts(code, gold, status, share):
+    verdict = grade("unit_tests", answer(code), gold)
+    assert (verdict.status, verdict.reward, verdict.metrics) == (status, float(share == 1), {"tests_passed": share})
+    assert verdict.extracted.strip() == code
+    assert grade("unit_tests_share", answer(code), gold).reward == share
+
+
+@needs_sandbox
+def test_what_takes_too_long(monkeypatch):
+    monkeypatch.setattr(unit_tests, "LIMITS", unit_tests.Limits(cpu_s=1, wall_s=5.0))
+    slow = "if input()[0] == '3':\n    while True: pass\nprint(3)"
+    verdict = grade("unit_tests_share", answer(slow), PAIRS)
+    assert (verdict.status, verdict.reward) == ("partial", 0.5)
+    verdict = grade("unit_tests", answer("while True: pass"), ASSERTS)
+    assert (verdict.status, verdict.reward) == ("timeout", 0.0)
+
+
+def test_time_for_all_tests_together(monkeypatch):
+    """Of 45 s, with programs that take 20: the fourth is not begun, and the third gets what is left."""
+    walls = []
+
+    def run(code, stdin, limits):
+        walls.append(limits.wall_s)
+        return Execution("x", "", 0)
+
+    monkeypatch.setattr(unit_tests, "run_python", run)
+    monkeypatch.setattr(unit_tests, "time", SimpleNamespace(monotonic=lambda: 20.0 * len(walls)))
+    verdict = grade("unit_tests", answer(""), json.dumps({"inputs": ["1"] * 4, "outputs": ["x"] * 4}))
+    assert walls == [15.0, 15.0, 5.0]
+    assert (verdict.status, verdict.metrics) == ("timeout", {"tests_passed": 0.75})
+
+
+def test_the_longest_inputs_are_run(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        unit_tests, "run_python", lambda code, stdin, limits: seen.append(stdin) or Execution("x", "", 0)
+    )
+    inputs = ["a" * (n % 20) for n in range(40)]
+    assert grade("unit_tests", answer(""), json.dumps({"inputs": inputs, "outputs": ["x"] * 40})).reward == 1.0
+    assert seen == [each for each in inputs if len(each) >= 12]  # two each of 12 to 19 characters
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```\na\n```", "a\n"),
+        ("```py \na\n```\n```Python3\nb\n```", "b\n"),
+        ("<think>```python\na\n```", None),
+        ("<think>```python\na\n```</think>no block", None),
+        ("<think>x</think>```python\na\n```", "a\n"),
+        ("```python\nnever closed", None),
+        ("def f(): pass", None),
+        ("```bash\nls\n```", None),
+        ("", None),
+    ],
+)
+def test_which_code_counts(completion, code):
+    assert code_of(completion) == code
+    if code is None:
+        assert grade("unit_tests", completion, ASSERTS).status == "no_answer"
+
+
+def test_code_that_is_too_long():
+    assert grade("unit_tests", answer("#" * 100_001), ASSERTS).status == "unparsable"
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        ("3.0  \n\n", "3", True),
+        ("1 2\n3", "1  2\n3\n", True),
+        ("1e0", "1", True),
+        ("1 2 3", "1 2\n3", False),
+        ("3", "4", False),
+        ("", "3", False),
+        ("nan", "nan", True),
+        ("inf", "1", False),
+        ("yes", "YES", False),
+    ],
+)
+def test_outputs_that_are_the_same(printed, expected, same):
+    assert same_output(printed, expected) is same
+
+
+def test_forms_of_tests():
+    cases = [{"input": "1\n2", "output": "3", "metadata": {"func_name": "add"}}]
+    assert read_tests(json.dumps(cases)) == unit_tests.Tests(([1, 2],), (3,), "add")
+    cases = [{"input": "1 2", "output": "3", "type": "stdin_stdout", "fn_name": None}]
+    wanted = unit_tests.Tests(("1 2",), ("3",))
+    assert read_tests(json.dumps(cases)) == read_tests(json.dumps({"test_cases": cases})) == wanted
+    assert read_tests('{"inputs": [["1", "2"], 3], "outputs": ["3", 4]}') == unit_tests.Tests(("1\n2", "3"), ("3", "4"))
+    many = {"inputs": [f"{n}" * (n + 1) for n in range(40)], "outputs": ["x"] * 40}
+    assert len(read_tests(json.dumps(many)).inputs) == 40
+
+
+@pytest.mark.parametrize(
+    ("gold", "message"),
+    [
+        ("[1]", "neither a list of assertions nor inputs"),
+        ("[]", "neither a list of assertions nor inputs"),
+        ('{"inputs": [], "outputs": []}', "no inputs and outputs"),
+        ('{"inputs": ["1"], "outputs": []}', "no inputs and outputs"),
+        ('{"inputs": [1], "outputs": [2], "fn_name": "f"}', "a list of arguments each"),
+        ('[{"input": "1"}]', "without input and output"),
+        ('{"inputs": [', "neither JSON nor Python"),
+    ],
+)
+def test_tests_that_are_none(gold, message):
+    with pytest.raises(ValueError, match=message):
+        read_tests(gold)
+
+
+@pytest.fixture
+def listed(tmp_path):
+    """The path of a list with one data set of MBPP's form."""
+    rows = [
+        {"text": "Write a function that adds.", "code": ADD, "test_list": json.loads(ASSERTS)},
+        {"text": "Write another.", "code": "", "test_list": [1]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text(json.dumps(rows[0] | {"text": "Write a test."}) + "\n")
+    path = tmp_path / "list.yaml"
+    path.write_text(
+        "- environment: dataset\n"
+        f"  args: {{path: {tmp_path}/rows.jsonl, reward: unit_tests, test_path: {tmp_path}/test.jsonl, "
+        'template: "{text} It has to pass:\\n{test_list}"}\n'
+    )
+    return path
+
+
+@needs_sandbox
+def test_a_data_set_of_code(listed):
+    environment = prepare_environments(listed)["dataset"].environment
+    [task] = environment.tasks("train")  # the row without tests is left out
+    assert task.prompt[0]["content"].startswith(
+        "Write a function that adds. It has to pass:\nassert add(1, 2) == 3\nassert"
+    )
+    assert (environment.needs_sandbox, environment.grade_deadline) == (True, 60.0)
+    verdict = environment.grade(task, Transcript(answer(ADD), "stop", 1))
+    assert (verdict.reward, verdict.metrics["tests_passed"], verdict.metrics["correct"]) == (1.0, 1.0, 1.0)
+    verdict = environment.grade(task, Transcript(answer("x = 1"), "stop", 1))
+    assert (verdict.reward, verdict.metrics["tests_passed"], verdict.status) == (0.0, 0.0, "wrong")
+
+
+def test_a_machine_without_a_sandbox_is_refused_by_the_check(listed, monkeypatch):
+    monkeypatch.setattr("megatron_rl.environments.checks.sandbox_problem", lambda: "code cannot be run safely here: x")
+    with pytest.raises(ConfigError, match="^dataset: code cannot be run safely here: x$"):
+        prepare_environments(listed)
+
+
+@pytest.mark.parametrize("kind", ["unit_tests", "unit_tests_share"])
+def test_graders_that_run_code_say_so(kind):
+    module = GRADERS.module(kind)
+    assert module.NEEDS_SANDBOX is True
+    assert module.DEADLINE >= unit_tests.TOTAL_SECONDS + 10
+
+
+@needs_sandbox
+def test_a_share_is_the_reward_of_a_data_set(listed):
+    listed.write_text(listed.read_text().replace("unit_tests", "unit_tests_share"))
+    environment = prepare_environments(listed)["dataset"].environment
+    [task] = environment.tasks("train")
+    assert environment.grade(task, Transcript(answer("def add(a, b):\n    return 3"), "stop", 1)).reward == 0.5
+
+
+@needs_sandbox
+def test_in_a_grading_worker():
+    """With its bounds: it writes no file, and has 4 GiB of addresses; a grade beyond its deadline ends the program."""
+    pairs = '{"inputs": [""], "outputs": ["7"]}'
+
+    def graded(pool, code, deadline_s):
+        item = (Task("0", "?", {"gold": pairs}), Transcript(answer(code), "stop", 1))
+        return pool.grade("tests.support.graders:Graded", {"kind": "unit_tests"}, [item], deadline_s, 0.0)[0].status
+
+    with contextlib.closing(WorkerPool(workers=1, preload=())) as pool:
+        assert graded(pool, "open('x', 'w').write('7'); print(open('x').read())", 60.0) == "correct"
+        assert graded(pool, "import time; time.sleep(600)", 1.0) == "timeout"
+        assert graded(pool, "print(7)", 60.0) == "correct"
