@@ -63,7 +63,7 @@ def chat_format(config: RLConfig) -> ChatFormat:
 def chat_problems(config: RLConfig, found: Sequence[Surveyed], tokenizer: Tokenizer) -> Iterator[Problem]:
     """What would have no effect, and templates that cannot render a chat of the environments that have some."""
     chats = [item for item in found if item.first_chat is not None]
-    yield from _without_chats(config, found)
+    yield from _without_effect(config, found)
     own = tokenizer.formatting(by_environment={item.name: item.chat for item in found})
     rendered: list[ChatFormat] = []
     for item in chats:
@@ -91,12 +91,16 @@ def _parser_problems(tokenizer: Tokenizer, name: str) -> Iterator[Problem]:
         )
 
 
-def _without_chats(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[Problem]:
+def _without_effect(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[Problem]:
     advice = "leave it out, or use an environment whose prompts are chats"
     for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
         flag = f"--{name.replace('_', '-')}"
         if getattr(config.tokenizer, name) and not any(item.first_chat is not None for item in found):
             yield Problem(flag, f"{flag} has no effect: all prompts are plain text; {advice}")
+    calling = any(item.is_harness or (item.chat.tools and item.first_chat is not None) for item in found)
+    if config.tokenizer.rl_tool_call_parser != "auto" and not calling:
+        text = "--rl-tool-call-parser has no effect: no chat has tools; leave it out"
+        yield Problem("--rl-tool-call-parser", text)
     for item in found:
         if replace(item.chat, tools=()) != ChatFormat() and item.first_chat is None:
             what = "the chat template or system prompt of its entry has no effect: its prompts are plain text"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,4 +173,8 @@ def test_a_template_that_shows_no_tools(tokenizer: Path) -> None:
     [line] = _chat_lines(tokenizer, unknown)
     assert line.startswith("talk has tools, and its chat template writes calls in a form that no parser knows (glm, h")
     assert _chat_lines(tokenizer, unknown, rl_tool_call_parser="llama") == []
+    [line] = _chat_lines(tokenizer, [_found("sums", False, ChatFormat())], rl_tool_call_parser="llama")
+    assert line == "--rl-tool-call-parser has no effect: no chat has tools; leave it out"
+    harness = replace(_found("agent", False, ChatFormat()), is_harness=True)
+    assert _chat_lines(tokenizer, [harness], rl_tool_call_parser="llama") == []
     assert _chat_lines(tokenizer, [_found("sums", False, ChatFormat(tools=tools))]) == []
