@@ -15,9 +15,7 @@ import secrets
 import socket
 import sys
 import tempfile
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -27,19 +25,15 @@ from flask import Flask, Response, request
 from flask_restful import Api, Resource, abort
 
 from megatron_rl.environments import wire
-from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion
-from megatron_rl.environments.checks import read_rows
+from megatron_rl.environments.base import HarnessEnvironment
 from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS, die_with_parent
-from megatron_rl.environments.config import EnvironmentSpec, load_environment_specs
-from megatron_rl.environments.results import MAX_MESSAGE, judge, result_to_json
-from megatron_rl.environments.workers import WorkerPool
+from megatron_rl.environments.config import load_environment_specs
+from megatron_rl.environments.results import MAX_MESSAGE, result_to_json
+from megatron_rl.environments.service import Service
 from megatron_rl.errors import ConfigError, EnvironmentFault
 from megatron_rl.json_text import check_bounds, loads
-from megatron_rl.types import Grade, HarnessRun, Item, Split
+from megatron_rl.types import Grade, Split
 
-WORKING = 8
-"""Grade requests worked on at once: enough to keep the workers busy, and few, because one whose samples wait behind
-many that hang runs into its client's timeout. One that is turned away waits at its client, which starts no timeout."""
 PATIENCE_SECONDS = 1.0
 """Longest wait for one of these places."""
 THREADS = 160
@@ -52,82 +46,6 @@ MAX_BODY_BYTES = 16 * 2**20
 _Read = TypeVar("_Read")
 
 logger = logging.getLogger(__name__)
-
-
-class Service:
-    """The environments of one server and what was done with them; for any number of threads."""
-
-    def __init__(
-        self,
-        environments: Mapping[str, Environment],
-        token: str,
-        specs: Mapping[str, EnvironmentSpec] | None = None,
-        list_seconds: float = LOAD_SECONDS,
-        harness_processes: int = HARNESS_PROCESSES,
-    ) -> None:
-        """Samples of environments that have a spec, and are not ``in_process``, are graded in worker processes."""
-        self.environments, self.token, self.specs = dict(environments), token, specs or {}
-        self.places = threading.BoundedSemaphore(WORKING)
-        kinds: dict[bool, list[tuple[str, dict[str, Any]]]] = {False: [], True: []}
-        for name, each in self.environments.items():
-            if not each.in_process:
-                spec = self.specs[name]
-                kinds[isinstance(each, HarnessEnvironment)].append((spec.reference, dict(spec.options)))
-        self.pool = WorkerPool(environments=kinds[False]) if kinds[False] else None
-        self.harnesses = WorkerPool.for_harnesses(harness_processes, kinds[True]) if kinds[True] else None
-        self._list_seconds = list_seconds
-        self._lists: dict[tuple[str, str, Split], Sequence[Any]] = {}
-        self._reading, self._in_turn = threading.Lock(), threading.Lock()
-
-    def environment(self, name: str) -> Environment:
-        """The environment of that name; answers 404 with the nearest names otherwise."""
-        if name not in self.environments:
-            abort(404, message=f"unknown environment {name!r}{suggestion(name, self.environments)}")
-        return self.environments[name]
-
-    def rows(self, name: str, what: str, split: Split) -> Sequence[Any]:
-        """All ``tasks`` or ``demonstrations`` of a split, read at the first call; answers 500 for unusable ones."""
-        environment, key = self.environment(name), (name, what, split)
-        with self._reading:  # two requests at start would both read the data set
-            if key not in self._lists:
-                try:
-                    self._lists[key] = read_rows(environment, what, split, self._list_seconds)
-                except EnvironmentFault as fault:
-                    logger.exception("a list could not be read")
-                    abort(500, message=f"{what} of {name!r}: {fault}")
-            return self._lists[key]
-
-    def judge(self, name: str, items: Sequence[Item]) -> list[Grade]:
-        """One result for each sample or step, in order; ``EnvironmentFault`` when nothing can be graded now."""
-        environment = self.environment(name)
-        if isinstance(environment, HarnessEnvironment):
-            abort(422, message=f"{name!r} is a harness, whose samples are not graded; use its route /run")
-        if environment.in_process:
-            with self._in_turn:  # two threads that compute at once are no faster, and delay the health route
-                return [judge(environment, item) for item in items]
-        spec, lowest, deadline = self.specs[name], environment.reward_range[0], environment.grade_deadline
-        return self.pool.grade(spec.reference, spec.options, items, deadline, lowest)
-
-    def run(self, name: str, runs: Sequence[HarnessRun], gone: Callable[[], bool]) -> list[Grade]:
-        """One result for each sample of a harness, in order; none when whoever asked is ``gone``."""
-        environment = self.environment(name)
-        if not isinstance(environment, HarnessEnvironment):
-            abort(422, message=f"{name!r} is no harness; its samples are graded by its route /grade")
-        spec = self.specs[name]
-        return self.harnesses.run(spec.reference, spec.options, runs, environment.run_deadline, gone)
-
-    @property
-    def _pools(self) -> list[WorkerPool]:
-        return [pool for pool in (self.pool, self.harnesses) if pool is not None]
-
-    def counters(self) -> Counter[str]:
-        """What the workers did."""
-        return sum((Counter(pool.counters()) for pool in self._pools), Counter())
-
-    def close(self) -> None:
-        """Ends the workers."""
-        for pool in self._pools:
-            pool.close()
 
 
 class Served(Resource):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.environments.base import HarnessEnvironment
+from megatron_rl.sandbox import run_python
 from megatron_rl.types import Grade, Task
 
 
@@ -118,11 +119,19 @@ def _files(self, task, client):
 
 def _place(self, task, client):
     """Where it was set up, and what other samples' keys can be seen."""
-    keys = {each["api_key"] for each in gc.get_objects() if isinstance(each, dict) and "api_key" in each}
-    others = [key for key in keys if isinstance(key, str) and key != client.api_key]
+    requests = [each for each in gc.get_objects() if isinstance(each, dict) and isinstance(each.get("client"), dict)]
+    keys = {each["client"].get("api_key") for each in requests}
+    assert client.api_key in keys  # else this looks in the wrong place
+    others = keys - {client.api_key}
     shown = " ".join([*os.environ.values(), *Path("/proc/self/cmdline").read_text().split("\0")])
     seen = len(others) + (client.api_key in shown)
-    return Grade(1.0, {"own": float(self.made_in == os.getpid()), "seen": float(seen)})
+    own, patient = self.made_in == os.getpid(), client.timeout is None
+    return Grade(1.0, {"own": float(own), "seen": float(seen), "patient": float(patient)})
+
+
+def _sandbox(self, task, client):
+    """Runs what the model says."""
+    return float(run_python(f"print({say(client, 'code')} + 1)").stdout)
 
 
 def _live(self, task, client):
@@ -146,6 +155,7 @@ FAULTS = {
     "daemon": _daemon,
     "files": _files,
     "place": _place,
+    "sandbox": _sandbox,
     "live": _live,
     "nan": lambda *_: float("nan"),
     "text": lambda *_: "much",

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from megatron_rl.environments.server import MAX_BODY_BYTES, Service, create_app, serve
+from megatron_rl.environments.server import MAX_BODY_BYTES, create_app, serve
+from megatron_rl.environments.service import Service
 from megatron_rl.errors import ConfigError
 
 GRADE = "/v1/environments/steady/grade"

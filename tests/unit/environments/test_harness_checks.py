@@ -9,7 +9,9 @@ import pytest
 
 from megatron_rl.environments.__main__ import main
 from megatron_rl.environments.loading import surveyed
+from megatron_rl.environments.selftest import rehearse
 from tests.unit.environments.conftest import problems_of
+from tests.unit.environments.harnesses import Talk
 
 
 @pytest.mark.parametrize(
@@ -68,3 +70,9 @@ def test_the_self_test_says_what_the_model_was_asked_too_much(capsys, hostile_pa
     shown = capsys.readouterr().out
     assert "gold answers    FAIL" in shown and "the script ends after 1 turns" in shown
     assert "empty answers   FAIL" in shown and "could not convert string to float" in shown
+
+
+def test_a_proxy_of_the_machine_does_not_come_between(hostile_path, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
+    environment = Talk()
+    assert rehearse(environment, next(environment.tasks("train")), ["7"]).reward == 7.0

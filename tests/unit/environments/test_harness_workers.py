@@ -6,9 +6,12 @@ import concurrent.futures
 import contextlib
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -16,6 +19,7 @@ import pytest
 from megatron_rl.environments.scripted import always, script_of, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import EnvironmentFault
+from megatron_rl.sandbox import sandbox_problem
 from megatron_rl.types import Grade, HarnessRun, Task
 from tests.unit.environments.conftest import is_gone
 
@@ -96,11 +100,27 @@ def test_nothing_is_run_twice(pool, model, tmp_path):
     assert mark.read_text() == "ran\n"
 
 
+class Overloaded(BaseHTTPRequestHandler):
+    """Answers what an OpenAI client would try again."""
+
+    calls: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        """One call."""
+        self.calls.append(self.path)
+        self.send_error(503)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
 def test_a_call_is_made_once_whatever_the_endpoint_answers(pool):
-    calls = []
-    with scripted_model(lambda number: calls.append(number)) as url:  # refuses all
-        run(pool, sample(url))
-    assert calls == [0]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (result,) = run(pool, sample(f"http://127.0.0.1:{server.server_port}/v1"))
+        server.shutdown()
+    assert (result.code, Overloaded.calls) == ("environment_exception", ["/v1/chat/completions"])
+    assert "InternalServerError" in result.message
 
 
 @pytest.mark.parametrize("fault", ["hang", "spin"])
@@ -136,7 +156,7 @@ def test_the_directory_of_a_sample_is_its_own_and_removed(pool, model, scratch, 
 
 def test_a_sample_sees_no_key_but_that_of_its_client(pool, model):
     results = run(pool, *(sample(model, "place", number=number) for number in range(30)))
-    assert {(result.reward, result.metrics["own"], result.metrics["seen"]) for result in results} == {(1.0, 1.0, 0.0)}
+    assert all(result.metrics == {"own": 1.0, "seen": 0.0, "patient": 1.0} for result in results)
 
 
 def test_a_live_object_lasts_as_long_as_the_sample(pool):
@@ -144,6 +164,11 @@ def test_a_live_object_lasts_as_long_as_the_sample(pool):
     with scripted_model(script_of(turns)) as url:
         results = [run(pool, sample(url, "live"))[0] for _ in range(3)]
     assert [result.reward for result in results] == [6.0] * 3
+
+
+@pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem())
+def test_a_harness_runs_what_the_model_writes_in_a_sandbox(pool, model):
+    assert [result.reward for result in run(pool, *[sample(model, "sandbox")] * 3)] == [2.0] * 3
 
 
 def test_a_deadline_begins_with_the_process(hostile_path, model):

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.server import MAX_BODY_BYTES, Service, create_app
+from megatron_rl.environments.server import MAX_BODY_BYTES, create_app
+from megatron_rl.environments.service import Service
 from megatron_rl.types import Task
 
 GRADE = "/v1/environments/steady/grade"
@@ -84,7 +85,7 @@ def test_far_too_large_a_body_is_refused_by_its_header_alone(call):
 
 @pytest.fixture
 def one_place(monkeypatch):
-    monkeypatch.setattr("megatron_rl.environments.server.WORKING", 1)
+    monkeypatch.setattr("megatron_rl.environments.service.WORKING", 1)
     monkeypatch.setattr("megatron_rl.environments.server.PATIENCE_SECONDS", 0.05)
 
 
