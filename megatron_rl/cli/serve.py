@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import sys
 import tempfile
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_rl.generation import Generator
 
 AT_ONCE = 64
+TOKEN = re.compile("[!-~]{16,}")
 _OWN = ("--distributed-timeout-minutes", "100000", "--rl-decode-steps-per-sync", "4")
 """Nobody may ask for hours, and streams are shown as they are drawn."""
 
@@ -72,10 +74,8 @@ def rank(words: Sequence[str]) -> int:
 
 
 def _parse(words: Sequence[str], world_size: int) -> Job:
-    from megatron_rl.environments.server import refuse_remote
-
     place, rest = take(Place, words[1:])
-    refuse_remote(place.host, place.allow_remote, "requests and the token would cross the network as plain HTTP")
+    _check(place)
     config = model_config(words[0], [*_OWN, *rest], world_size, at_once=AT_ONCE)
     copies = config.rollout_replicas(world_size)
     if copies > 1:
@@ -84,6 +84,40 @@ def _parse(words: Sequence[str], world_size: int) -> Job:
             "--tensor-model-parallel-size or --pipeline-model-parallel-size, or start one server for each copy"
         ])
     return Job(config, place, place.served_model_name or Path(words[0]).resolve().name)
+
+
+def _check(place: Place) -> None:
+    """What would fail once the model is loaded.
+
+    Raises:
+        ConfigError: nobody may or can listen there, or the file has no token.
+    """
+    from megatron_rl.environments.server import refuse_remote
+    from megatron_rl.preflight.machine import port_fault
+
+    refuse_remote(place.host, place.allow_remote, "requests and the token would cross the network as plain HTTP")
+    fault = port_fault(place.host, place.port)
+    if fault is not None:
+        raise ConfigError([f"--port {place.port} on {place.host} {fault}"])
+    if place.token_file is not None:
+        _known_token(Path(place.token_file))
+
+
+def _known_token(file: Path) -> str | None:
+    """The token in a file; None where there is no file.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--token-file {file} cannot be read: {error}; give a text file"]) from error
+    if not TOKEN.fullmatch(token):
+        raise ConfigError([f"--token-file {file} has no token: 16 letters, digits or signs at least, in one line"])
+    return token
 
 
 def _serve(job: Job) -> int:
@@ -127,12 +161,11 @@ def _token(path: str | None) -> Iterator[tuple[str, Path]]:
 
     with tempfile.TemporaryDirectory(prefix="megatron_rl_serve_") as folder:
         file = Path(path or f"{folder}/token")
-        try:
-            if not file.exists():
-                write_private(file, secrets.token_urlsafe(32))
-            token = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"--token-file {file} cannot be used: {error}; give a file for the token"]) from error
-        if not token.isprintable() or not token.isascii() or len(token) < 16:
-            raise ConfigError([f"--token-file {file} has no token: give a line of 16 ASCII characters at least"])
+        token = _known_token(file)
+        if token is None:
+            token = secrets.token_urlsafe(32)
+            try:
+                write_private(file, token)
+            except OSError as error:
+                raise ConfigError([f"--token-file {file} cannot be written: {error.strerror}"]) from error
         yield token, file

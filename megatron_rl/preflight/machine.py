@@ -47,16 +47,10 @@ def output_problems(config: RLConfig) -> Iterator[Problem]:
 def service_problems(config: RLConfig) -> Iterator[Problem]:
     """Communication, ports and accounts."""
     yield from backend_problems(config)
-    port = config.environment.rl_environment_port
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            yield config.problem(
-                "rl_environment_port",
-                f"cannot be used ({error.strerror}); choose another one, or 0 for any free port",
-            )
+    for name in ("rl_environment_port", "rl_endpoint_port"):
+        fault = port_fault("127.0.0.1", getattr(config.environment, name))
+        if fault is not None:
+            yield config.problem(name, fault)
     mode = wandb_mode(config.logging.wandb_mode)
     if config.logging.wandb_project is None:
         return
@@ -69,6 +63,17 @@ def service_problems(config: RLConfig) -> Iterator[Problem]:
             "--wandb-mode or WANDB_MODE online needs an API key and there is none; set WANDB_API_KEY, run 'wandb "
             "login', or use --wandb-mode offline",
         )
+
+
+def port_fault(host: str, port: int) -> str | None:
+    """Why nobody can listen there now; None if one can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return f"cannot be used ({error.strerror}); choose another one, or 0 for any free port"
+    return None
 
 
 def backend_problems(config: RLConfig) -> list[Problem]:

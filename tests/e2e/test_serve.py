@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -167,7 +168,7 @@ def _expect_its_end(client: openai.OpenAI) -> None:
             client.chat.completions.create(**ASK | {"max_tokens": 1000})
 
 
-def test_words_that_are_refused(model, capsys):
+def test_words_that_are_refused(model, tmp_path, capsys):
     def refused(*words: str) -> str:
         assert cli.main(["serve", str(model), *words]) == 2
         return capsys.readouterr().err
@@ -175,3 +176,11 @@ def test_words_that_are_refused(model, capsys):
     assert "2 copies of the model, and serve has one" in refused("--nproc", "2")
     assert "--allow-remote" in refused("--host", "0.0.0.0")
     assert "--port" in refused("--port", "65536")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "choose another one" in refused("--port", str(taken.getsockname()[1]))
+    short, folder = tmp_path / "short", tmp_path
+    short.write_text("abc\n")
+    assert "16 letters" in refused("--port", "0", "--token-file", str(short))
+    assert "cannot be read" in refused("--port", "0", "--token-file", str(folder))
