@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.errors import shorten
-from megatron_rl.json_text import check_bounds, dumps
+from megatron_rl.json_text import check_bounds, dumps, loads
 from megatron_rl.tool_calls.parser import Schemas
 
 Tools = tuple[Mapping[str, Any], ...]
@@ -110,6 +110,17 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
     if "enum" in schema:
         return {kind for value in schema["enum"] for kind in KINDS if _is_a(value, kind)}
     return set(KINDS)
+
+
+def value_of(text: str, schema: Mapping[str, Any]) -> Any:
+    """An argument that was written without quotes: JSON where the schema allows what it says, else the text."""
+    if types_of(schema) == {"string"}:
+        return text
+    try:
+        value = loads(text)
+    except ValueError:
+        return text
+    return text if fault_of(value, schema) and "string" in types_of(schema) else value
 
 
 def fault_of(value: object, schema: Mapping[str, Any], where: str = "") -> str:

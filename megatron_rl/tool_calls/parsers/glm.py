@@ -9,26 +9,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.json_text import dumps, loads
-from megatron_rl.tool_calls.parser import Example, Parser, Piece, Schemas, Unreadable, Written, call_of
-from megatron_rl.tool_calls.schemas import fault_of, types_of
+from megatron_rl.json_text import dumps
+from megatron_rl.tool_calls.parser import Example, Written
+from megatron_rl.tool_calls.tagged import TaggedParser
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-KEY = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
-END_OF_VALUE = "</arg_value>"
-TAGS = re.compile(f"{OPEN}|{CLOSE}")
-NAME = re.compile(r"[^<]*")
-END = re.compile(rf"\s*{CLOSE}")
 WEATHER = {"get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
 
 
-class Glm(Parser):
-    """What an argument is depends on its schema: ``5`` is a text where the schema asks for one."""
+class Glm(TaggedParser):
+    """Line breaks between the tags are left out by later models."""
 
-    markers = (OPEN, CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", END_OF_VALUE)
+    markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    begin = re.compile(r"<tool_call>([^<]*)")
+    key = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+    end_of_value = "</arg_value>"
+    end = re.compile(r"\s*</tool_call>")
     template = "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>"
     examples = (
         Example(
@@ -39,65 +37,22 @@ class Glm(Parser):
             tools=WEATHER,
         ),
         Example("<tool_call>now</tool_call>\n<tool_call>now\n</tool_call>", (("now", {}), ("now", {}))),
+        Example("<tool_call>a<arg_key>b</arg_key><arg_value>c</arg_value></tool_call>", (("a", {"b": "c"}),)),
     )
 
     def writes(self, template: str) -> bool:
         return "<arg_key>" in template and "<arg_value>" in template
 
-    def read(self, text: str, schemas: Schemas) -> Iterator[Piece]:
-        at = 0
-        while (start := text.find(OPEN, at)) >= 0:
-            yield text[at:start]
-            piece, at = _call(text, start, schemas)
-            yield piece
-        yield text[at:]
-
     def write(self, calls: Sequence[Written]) -> str:
         return "\n".join(_written(name, arguments) for name, arguments in calls)
 
 
-def _call(text: str, start: int, schemas: Schemas) -> tuple[Piece, int]:
-    """What begins at ``start`` with `OPEN`, and where the text goes on."""
-    named = NAME.match(text, start + len(OPEN))
-    name, at = named[0].strip(), named.end()
-    properties = schemas.get(name, {}).get("properties", {})
-    arguments: dict[str, Any] = {}
-    try:
-        while (key := KEY.match(text, at)) is not None:
-            close = text.find(END_OF_VALUE, key.end())
-            if close < 0:
-                return Unreadable(text[start:], f"the value of {key[1].strip()!r} has no end"), len(text)
-            if key[1].strip() in arguments:
-                raise ValueError(f"the key {key[1].strip()!r} occurs twice")
-            arguments[key[1].strip()] = _value(text[key.end() : close], properties.get(key[1].strip(), {}))
-            at = close + len(END_OF_VALUE)
-        end = END.match(text, at)
-        if end is None:
-            raise ValueError(f"neither <arg_key> nor {CLOSE} follows" if arguments else "it has no name and arguments")
-        return call_of(name, arguments), end.end()
-    except ValueError as error:
-        tag = TAGS.search(text, at)
-        end = len(text) if tag is None else tag.end() if tag[0] == CLOSE else tag.start()
-        return Unreadable(text[start:end], str(error)), end
-
-
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """JSON where the schema allows what it says, else the text."""
-    if types_of(schema) == {"string"}:
-        return text
-    try:
-        value = loads(text)
-    except ValueError:
-        return text
-    return text if fault_of(value, schema) and "string" in types_of(schema) else value
-
-
 def _written(name: str, arguments: Mapping[str, Any]) -> str:
-    lines = [f"{OPEN}{name}"]
+    lines = [f"<tool_call>{name}"]
     for key, value in arguments.items():
         shown = value if isinstance(value, str) else dumps(value)
-        lines += [f"<arg_key>{key}</arg_key>", f"<arg_value>{shown}{END_OF_VALUE}"]
-    return "\n".join([*lines, CLOSE])
+        lines += [f"<arg_key>{key}</arg_key>", f"<arg_value>{shown}</arg_value>"]
+    return "\n".join([*lines, "</tool_call>"])
 
 
 PARSER = Glm()

@@ -88,8 +88,8 @@ def test_glm_takes_what_the_schema_says() -> None:
     ("body", "problem"),
     [
         ("add\n<arg_key>a</arg_key>\n<arg_value>1", "the value of 'a' has no end"),
-        ("add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>", "neither <arg_key> nor </tool_call> follows"),
-        ("add\n<arg_key>a</arg_key>", "it has no name and arguments"),
+        ("add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>", "it neither goes on nor ends after 1 of its arguments"),
+        ("add\n<arg_key>a</arg_key>", "it neither goes on nor ends after 0 of its arguments"),
         ("</tool_call>", "it has no name"),
         ("add" + "\n<arg_key>a</arg_key><arg_value>1</arg_value>" * 2 + "</tool_call>", "the key 'a' occurs twice"),
         ("add\n<arg_key>a</arg_key><arg_value>1e999</arg_value></tool_call>", "Out of range float values"),
@@ -115,7 +115,35 @@ def test_ids_have_the_prefix() -> None:
 
 
 def test_templates_of_other_forms_have_no_parser() -> None:
-    tagged = "<tool_call>\n<function=example_function_name>\n<parameter=a>\nvalue\n</parameter>\n</function>"
-    for template in ("", "{{ messages }}", tagged + "{{ tool_call.arguments }}", "[TOOL_CALLS]"):
+    tagged = "<tool_call>\n<function=add>{{ tool_call.arguments }}</function></tool_call>"
+    for template in ("", "{{ messages }}", tagged, "[TOOL_CALLS]"):
         assert parser_for(template) == ""
-    assert PARSERS.names() == ("glm", "hermes", "llama")
+    assert PARSERS.names() == ("glm", "hermes", "llama", "qwen_coder")
+
+
+def test_qwen_coder_takes_the_lines_between_its_tags() -> None:
+    def argument(value: str, **schema: object) -> object:
+        text = f"<tool_call>\n<function=add>\n<parameter=a>{value}</parameter>\n</function>\n</tool_call>"
+        return dict(read(text, "qwen_coder", glm_tool(a=schema)).calls[0].arguments)["a"]
+
+    assert argument("\n5\n", type="string") == "5" and argument("\n5\n", type="integer") == 5
+    assert argument("\n\n  a\n\n") == "\n  a\n" and argument("a") == "a" and argument("\n\n") == ""
+    assert argument("\na </function> </tool_call>\n") == "a </function> </tool_call>"
+    assert calls("<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", "qwen_coder") == [ADD], "as it is seen"
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("", "it neither goes on nor ends after 0 of its arguments"),
+        ('{"name": "add"}', "it neither goes on nor ends after 0 of its arguments"),
+        ("<function=></function>", "it has no name"),
+        ("<function=add><parameter=a>1", "the value of 'a' has no end"),
+        ("<function=add><parameter=a>1</parameter>", "it neither goes on nor ends after 1 of its arguments"),
+        ("<function=add>" + "<parameter=a>1</parameter>" * 2 + "</function>", "the key 'a' occurs twice"),
+    ],
+)
+def test_qwen_coder_says_why_it_cannot_read(body: str, problem: str) -> None:
+    parsed = read(f"<tool_call>{body}", "qwen_coder")
+    assert parsed.content == f"<tool_call>{body}" and not parsed.calls
+    assert len(parsed.problems) == 1 and problem in parsed.problems[0]
