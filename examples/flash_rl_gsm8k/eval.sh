@@ -18,7 +18,7 @@ if [ -n "$REHEARSES" ]; then  # first a run that there is something to evaluate 
     launch "${SETTINGS[@]}" --load-hf "$MODEL" --run-dir "$RUN_DIR" "$@"
     mapfile -d '' flags < "$WORK/flags"
     stage "every checkpoint" start "${flags[@]}" --eval-only --load "$RUN_DIR/checkpoints/*" --run-dir "$WORK/all"
-    finish
+    table
 else
     : "${CHECKPOINTS:?give the pattern of the checkpoints, in quotes}"
     launch "${SETTINGS[@]}" --hf-config "$MODEL" --tokenizer-model "$MODEL" --eval-only --load "$CHECKPOINTS" \
