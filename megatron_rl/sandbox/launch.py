@@ -32,7 +32,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 READ_ONLY, NOSUID, NODEV = 1, 2, 4  # MOUNT_ATTR_*
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE = 2, -100, 0x8000
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER, CAPABILITY_VERSION_3 = 2, 0x20080522
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR, CLOSE_RANGE = 442, 436
@@ -98,9 +98,8 @@ def _as_init(plan: dict, status: int, alive: int, drops: bool) -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, SIGKILL)
         if select.select([alive], [], [], 0)[0]:  # the builder ended before the call; from in here its id is always 0
             return
-        LIBC.prctl(PR_SET_DUMPABLE, 0)
         LIBC.signal(SIGINT, SIG_DFL)  # of the first process, ignored when it comes from inside
-        os.setsid()
+        os.setsid()  # `kill(0)` reaches all of a group, also those outside
         program = os.fork()
         if not program:
             _as_program(plan, status, drops)
@@ -156,6 +155,7 @@ def _build(plan: dict, user: int) -> None:
         os.symlink(target, place)
     for place in plan["hidden"]:
         _mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, "size=4k,mode=555")
+        _restrict(place, READ_ONLY | NOSUID | NODEV, 0)
     os.mkdir(HOME)
     _mount("tmpfs", HOME, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, plan["home"])
     _write_files(plan["files"], user)

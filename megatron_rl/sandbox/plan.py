@@ -16,7 +16,6 @@ from megatron_rl.sandbox.view import DEVICES, PACKAGES, interpreter, packages_vi
 
 NAMESPACES = {
     "mount": 0x00020000,
-    "cgroup": 0x02000000,
     "host name": 0x04000000,
     "ipc": 0x08000000,
     "user": 0x10000000,
@@ -111,9 +110,7 @@ def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
         "RLIMIT_FSIZE": limits.file_mb * 2**20,
         "RLIMIT_NOFILE": limits.open_files,
         "RLIMIT_NPROC": tasks,
-        "RLIMIT_MEMLOCK": 0,
-        "RLIMIT_MSGQUEUE": 0,
-        "RLIMIT_SIGPENDING": 256,
+        "RLIMIT_SIGPENDING": 256,  # timers, which the kernel keeps
     }
     for name, value in values.items():
         _, hard = resource.getrlimit(getattr(resource, name))

@@ -19,7 +19,8 @@ class Attempt:
     code: str
     without: tuple[str, ...]
     limits: Limits = Limits(cpu_s=5)
-    needs_root: bool = False
+    only: str = ""
+    """``root`` or ``user``: who alone has it to lose."""
 
 
 SEVERAL = Limits(cpu_s=5, processes=4, threads=8)
@@ -105,6 +106,11 @@ ATTEMPTS: Mapping[str, Attempt] = {
         "print('ESCAPED' if len(files) > 64 else '')",
         ("RLIMIT_NOFILE",),
     ),
+    "timers": Attempt(
+        f"{LIBC}timer = ctypes.c_void_p()\n"
+        "if sum(libc.timer_create(1, None, ctypes.byref(timer)) == 0 for _ in range(1000)) > 300: print('ESCAPED')",
+        ("RLIMIT_SIGPENDING",),
+    ),
     "core dump": Attempt(
         "import resource\nprint('ESCAPED' if resource.getrlimit(4)[1] not in (0, 1) else '')", ("RLIMIT_CORE",)
     ),
@@ -132,6 +138,12 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "devices": Attempt(
         "import os\nif set(os.listdir('/dev')) - {'null', 'zero', 'urandom'}: print('ESCAPED')", ("devices",)
     ),
+    "write to what is covered": Attempt(
+        "import os, sysconfig\nfolder = sysconfig.get_path('purelib')\nos.chmod(folder, 0o755)\n"
+        "os.mkdir(folder + '/new')\nprint('ESCAPED')",
+        ("covered",),
+        only="user",
+    ),
     # processes outside
     "command lines of others": Attempt(
         "for path in ('/proc/', '/old/proc/'):\n    for name in ('cmdline', 'environ'):\n"
@@ -139,6 +151,11 @@ ATTEMPTS: Mapping[str, Attempt] = {
         ("umount",),
     ),
     "signal to others": Attempt("import os\nos.kill(PROCESS, 0)\nprint('ESCAPED')", ("process",)),
+    "signal to the caller's group": Attempt(
+        "import os\nif os.getpgrp() == 0: print('ESCAPED')",  # of processes outside, which kill(0) reaches
+        ("setsid",),
+    ),
+    "name of the machine": Attempt("import os\nif os.uname().nodename != 'sandbox': print('ESCAPED')", ("host name",)),
     "the trainer's environment": Attempt(
         "import os\nprint('ESCAPED' if 'SECRET' in os.environ else '')", ("environment",)
     ),
@@ -170,12 +187,18 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "shared memory of others": Attempt(
         f"{LIBC}if libc.shmget(SHARED_KEY, 0, 0) >= 0: print('ESCAPED')", ("filter", "ipc")
     ),
-    "a file of root's": Attempt("open('/shown/private')\nprint('ESCAPED')", ("user",), needs_root=True),
+    "a file of root's": Attempt("open('/shown/private')\nprint('ESCAPED')", ("user",), only="root"),
     "a program of root's": Attempt(
         "import os\ncode = 'import os\\nif os.geteuid() == 0: print(\"ESCAPED\")'\n"
         "os.execv('/shown/root', ['root', '-S', '-c', code])",
         ("filter", "no_new_privs", "nosuid"),
-        needs_root=True,
+        only="root",
+    ),
+    "groups of root's": Attempt("import os\nif os.getgroups(): print('ESCAPED')", ("groups",), only="root"),
+    "capabilities": Attempt(
+        f"{LIBC}sets = (ctypes.c_uint32 * 6)()\nlibc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), sets)\n"
+        "if any(sets): print('ESCAPED')",
+        ("user", "number", "capset"),
     ),
     "nested namespaces": Attempt(f"{LIBC}if libc.unshare(0x10020000) == 0: print('ESCAPED')", ("filter",)),
     "namespaces of a child": Attempt(

@@ -40,7 +40,7 @@ PLAN: Mapping[str, Mutation] = {
     "inodes": home_without("nr_inodes"),
     **{name: without_namespace(name) for name in ("ipc", "process", "network")},
     **{name: without_limit(name) for name in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NPROC")},
-    **{name: without_limit(name) for name in ("RLIMIT_CORE", "RLIMIT_NOFILE", "RLIMIT_MSGQUEUE")},
+    **{name: without_limit(name) for name in ("RLIMIT_CORE", "RLIMIT_NOFILE", "RLIMIT_SIGPENDING")},
 }
 """Protections that the plan names."""
 TEXT: Mapping[str, tuple[str, str]] = {
@@ -53,6 +53,12 @@ TEXT: Mapping[str, tuple[str, str]] = {
     "noexec": ("MS_NOSUID | MS_NODEV | MS_NOEXEC", "MS_NOSUID | MS_NODEV"),
     "close_range": ('_call("close_range", LIBC.syscall, CLOSE_RANGE, 4, ctypes.c_uint(2**32 - 1), 0)', "pass"),
     "user": ("drops = os.geteuid() == 0 and _is_mapped(NOBODY)", "drops = False"),
+    "number": ("INSIDE, NOBODY = 1000, 65534", "INSIDE, NOBODY = 0, 65534"),
+    "capset": ('_call("capset", LIBC.capset, struct.pack("<Ii", CAPABILITY_VERSION_3, 0), bytes(24))', "pass"),
+    "groups": ("os.setgroups([])", "pass"),
+    "setsid": ("        os.setsid()", "        pass"),
+    "host name": ('    _call("sethostname", LIBC.sethostname, b"sandbox", 7)\n', ""),
+    "covered": ("        _restrict(place, READ_ONLY | NOSUID | NODEV, 0)\n", ""),
     "die with parent": ("    LIBC.prctl(PR_SET_PDEATHSIG, SIGKILL)\n    if", "    if"),
 }
 """Protections that are lines of the launcher."""

@@ -35,6 +35,9 @@ def outside() -> Iterator[dict[str, object]]:
     libc = ctypes.CDLL(None, use_errno=True)
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
     with contextlib.ExitStack() as stack:
+        if os.geteuid() == 0:
+            stack.callback(os.setgroups, os.getgroups())
+            os.setgroups([0])
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.chmod(0o777)
         secret = folder / "token"
@@ -66,8 +69,8 @@ def outside() -> Iterator[dict[str, object]]:
 
 def tried(attempt: Attempt, without, outside, tmp_path, patch) -> str:
     """What the attempt printed."""
-    if attempt.needs_root and os.geteuid():
-        pytest.skip("only root has this to lose")
+    if attempt.only not in ("", "user" if os.geteuid() else "root"):
+        pytest.skip(f"only {attempt.only} has this to lose")
     given = "".join(f"{name} = {value!r}\n" for name, value in outside.items())
     result = run(given + attempt.code, attempt.limits, without, tmp_path, patch, [(outside["SHOWN"], "/shown")])
     return result.stdout + result.stderr

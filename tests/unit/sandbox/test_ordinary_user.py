@@ -25,7 +25,7 @@ def test_the_suite_as_an_ordinary_user():
         os.chown(folder, USER, USER)
         command = [sys.executable, str(HERE / "ordinary_user.py"), sys.executable, "-B", "-m", "pytest", "-q", "-rs"]
         command += ["--basetemp", f"{folder}/tests", "-k", "not processor and not daemon"]
-        command += [str(HERE / "test_escapes.py")]
+        command += [str(HERE / "test_escapes.py"), f"{HERE / 'test_execution.py'}::test_how_it_ended"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"HOME": folder, "TMPDIR": folder}
         ended = subprocess.run(
@@ -34,4 +34,4 @@ def test_the_suite_as_an_ordinary_user():
     finally:
         shutil.rmtree(folder)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    assert "SKIPPED [4]" in ended.stdout and ended.stdout.count("SKIPPED") == 1
+    assert "SKIPPED [6]" in ended.stdout and ended.stdout.count("SKIPPED") == 1
