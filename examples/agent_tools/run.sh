@@ -55,6 +55,6 @@ echo "== 2. GRPO over up to six turns: reward 1 for the right number, 0 otherwis
 exec torchrun --standalone --nproc-per-node="$NPROC" train_rl.py "${COMMON[@]}" \
     --perform-rl-step --pretrained-checkpoint "$RUN_DIR/warm_start/checkpoints" \
     --grpo-group-size 16 --grpo-prompts-per-step 16 --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 \
-    --rl-max-new-tokens 24 --micro-batch-size 64 --train-iters 30 --lr 8e-4 --min-lr 2.4e-4 \
+    --rl-max-new-tokens 24 --micro-batch-size 64 --train-iters 40 --lr 8e-4 --min-lr 2.4e-4 \
     --lr-decay-style linear --lr-warmup-iters 5 --eval-interval 10 --rl-prompts-per-eval 64 \
     --rl-samples-per-eval-prompt 8 --run-dir "$RUN_DIR"

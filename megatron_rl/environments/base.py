@@ -49,6 +49,8 @@ class Environment(ABC):
     """How often the model may speak; above 1, ``step`` is asked and not ``grade``."""
     tools: Sequence[Mapping[str, Any]] = ()
     """What the model may call: schemas as in OpenAI's API, which the chat template shows it in every chat."""
+    variables: Sequence[str] = ()
+    """Environment variables that its worker processes need, such as the one with an API key: they get few others."""
 
     @abstractmethod
     def tasks(self, split: Split) -> Iterable[Task]:

@@ -75,7 +75,7 @@ class JudgeSettings:
     """Seconds for one verdict: waits for the limits, all tries and the pauses between them."""
     attempts: int = 6
     files: str = ""
-    """A directory on a local disk, for the limits and the verdicts so far; empty: there are neither."""
+    """A directory on a local disk, as an absolute path, for the limits and the verdicts so far; empty: neither."""
     requests_at_once: int = 0
     requests_per_minute: int = 0
     """Of all processes with the same ``files``; 0: no limit."""
@@ -108,6 +108,8 @@ class JudgeSettings:
         for name, least in (("attempts", 1), ("max_tokens", 1), ("requests_at_once", 0), ("requests_per_minute", 0)):
             if getattr(self, name) < least:
                 yield f"{name} is {getattr(self, name)}; it must be at least {least}"
+        if self.files and not Path(self.files).is_absolute():
+            yield f"files is {shorten(self.files)}; give an absolute path: every sample has a directory of its own"
         if (self.requests_at_once or self.requests_per_minute) and not self.files:
             yield "requests_at_once and requests_per_minute are kept in files; name a directory for it"
         try:

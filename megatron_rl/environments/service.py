@@ -40,13 +40,17 @@ class Service:
         """Samples of environments that have a spec, and are not ``in_process``, are graded in worker processes."""
         self.environments, self.token, self.specs = dict(environments), token, specs or {}
         self.places = threading.BoundedSemaphore(WORKING)
+        needed = {False: set[str](), True: set[str]()}
         kinds: dict[bool, list[tuple[str, dict[str, Any]]]] = {False: [], True: []}
         for name, each in self.environments.items():
             if not each.in_process:
                 spec = self.specs[name]
                 kinds[isinstance(each, HarnessEnvironment)].append((spec.reference, dict(spec.options)))
-        self.pool = WorkerPool(environments=kinds[False]) if kinds[False] else None
-        self.harnesses = WorkerPool.for_harnesses(harness_processes, kinds[True]) if kinds[True] else None
+                needed[isinstance(each, HarnessEnvironment)].update(each.variables)
+        self.pool = WorkerPool(environments=kinds[False], variables=needed[False]) if kinds[False] else None
+        self.harnesses = None
+        if kinds[True]:
+            self.harnesses = WorkerPool.for_harnesses(harness_processes, kinds[True], needed[True])
         self._list_seconds = list_seconds
         self._lists: dict[tuple[str, str, Split], Sequence[Any]] = {}
         self._reading, self._in_turn = threading.Lock(), threading.Lock()

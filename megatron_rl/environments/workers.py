@@ -56,6 +56,7 @@ class WorkerPool:
         open_files: int = 64,
         file_mb: int = 0,
         once: bool = False,
+        variables: Collection[str] = (),
     ) -> None:
         """``workers`` defaults to the number of usable processors, 4 at most.
 
@@ -63,12 +64,13 @@ class WorkerPool:
         sample, has a directory of its own, and nothing is tried again (``for_harnesses``).
 
         The modules of ``preload`` and the ``environments`` (references with options) are imported once, before
-        any worker is forked; all others by each worker anew, within the deadline of its first request.
+        any worker is forked; all others by each worker anew, within the deadline of its first request. ``variables``
+        of this process are those of its workers, too.
         """
         count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         bounds = {"count": count, "memory_mb": memory_mb, "open_files": open_files, "file_mb": file_mb}
         self._settings = bounds | {"preload": preload, "environments": environments}
-        self._once = once
+        self._once, self._variables = once, frozenset(variables)
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Grade]] = {}
@@ -77,10 +79,13 @@ class WorkerPool:
         self._start()
 
     @classmethod
-    def for_harnesses(cls, processes: int, environments: Sequence[tuple[str, Mapping[str, Any]]]) -> Self:
+    def for_harnesses(
+        cls, processes: int, environments: Sequence[tuple[str, Mapping[str, Any]]], variables: Collection[str] = ()
+    ) -> Self:
         """A pool in which each sample has a process of its own, at most so many at once."""
         bounds = {"open_files": HARNESS_OPEN_FILES, "file_mb": HARNESS_FILE_MB, "memory_mb": HARNESS_MEMORY_MB}
-        return cls(processes, preload=harness.PRELOAD, environments=environments, once=True, **bounds)
+        bounds |= {"preload": harness.PRELOAD, "once": True}
+        return cls(processes, environments=environments, variables=variables, **bounds)
 
     def grade(
         self, reference: str, options: Mapping[str, Any], items: Sequence[Item], deadline_s: float, lowest: float
@@ -160,7 +165,8 @@ class WorkerPool:
     def _start(self) -> None:
         module = "megatron_rl.environments.worker"
         scratch = tempfile.mkdtemp(prefix="harness_") if self._once else None
-        self._process, self._channel = start_child(module, worker_environment(), stdout=subprocess.DEVNULL)
+        variables = worker_environment(self._variables)
+        self._process, self._channel = start_child(module, variables, stdout=subprocess.DEVNULL)
         with contextlib.suppress(OSError):  # it has ended already, which the reader finds
             send(self._channel, self._settings | {"scratch": scratch})
         self._counts["fork_servers"] += 1
@@ -188,9 +194,10 @@ class WorkerPool:
                 future.set_exception(EnvironmentFault(why))
 
 
-def worker_environment() -> dict[str, str]:
-    """The variables of the process and its workers: a grader that reads its environment finds no token and no GPU."""
-    kept = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+def worker_environment(needed: Collection[str] = ()) -> dict[str, str]:
+    """The variables of the process and its workers: a grader that reads its environment finds no token and no GPU.
+    ``needed`` are those that an environment says it needs."""
+    kept = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", *needed)
     fixed = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent", "CUDA_VISIBLE_DEVICES": ""}
     fixed |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return {name: os.environ[name] for name in kept if name in os.environ} | fixed

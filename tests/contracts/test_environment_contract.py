@@ -27,8 +27,10 @@ ALLOWED_IMPORTS = {
     "megatron_rl.environments.data.layouts",
     "megatron_rl.environments.grading",
     "megatron_rl.environments.grading.unit_tests",
+    "megatron_rl.environments.judging",
     "megatron_rl.environments.tools",
     "megatron_rl.errors",
+    "megatron_rl.tool_calls",
     "megatron_rl.types",
 }
 SAMPLE = 50

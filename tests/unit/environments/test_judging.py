@@ -303,7 +303,8 @@ def test_of_two_verdicts_the_first_is_kept(tmp_path):
         ({"url": "http://a/v1", "deadline": 0}, "deadline is 0"),
         ({"url": "http://a/v1", "requests_per_minute": 5}, "name a directory"),
         ({"url": "http://a/v1", "key_variable": "NO_SUCH_VARIABLE_AT_ALL"}, "NO_SUCH_VARIABLE_AT_ALL.*is not set"),
-        ({"files": "x"}, "verdicts change with each step"),
+        ({"url": "http://a/v1", "files": "x"}, "give an absolute path"),
+        ({"files": "/x"}, "verdicts change with each step"),
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(given, problem):
