@@ -98,7 +98,10 @@ class Service:
 
     def counters(self) -> Counter[str]:
         """What the workers did."""
-        return sum((Counter(pool.counters()) for pool in self._pools), Counter())
+        counts: Counter[str] = Counter()
+        for pool in self._pools:
+            counts.update(pool.counters())  # a sum of counters would leave out what never happened
+        return counts
 
     def close(self) -> None:
         """Ends the workers."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.environments.base import HarnessEnvironment
 from megatron_rl.environments.checks import survey_tasks
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data import DatasetEnvironment
@@ -145,6 +146,8 @@ def test_demonstrations_survive_json_and_get_a_valid_reward(name):
     lowest, highest = environment.reward_range
     for row in rows[:: max(1, len(rows) // SAMPLE)]:  # all along the curriculum
         assert demonstration_from_json(loads(dumps(demonstration_to_json(row)))) == row
+        if isinstance(environment, HarnessEnvironment):
+            continue  # its self-test runs some of them
         transcript = Transcript(row.completion, "stop", len(row.completion))
         result = judge(environment, (row.task, transcript))
         assert not result.failed

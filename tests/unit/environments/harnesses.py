@@ -19,7 +19,7 @@ class Talk(HarnessEnvironment):
     """Asks the model, and is paid what it says; ``data["fault"]`` goes wrong first."""
 
     name = "talk"
-    run_deadline = 10.0
+    run_deadline = 120.0
 
     def __init__(self, *, bonus: float = 0.0) -> None:
         self._bonus = bonus
@@ -33,13 +33,6 @@ class Talk(HarnessEnvironment):
         if fault:
             return FAULTS[fault](self, task, client)
         return float(say(client, task.prompt)) + self._bonus
-
-
-class Slow(Talk):
-    """The same with a short deadline, for samples that hang."""
-
-    name = "slow"
-    run_deadline = 2.0
 
 
 class Awaits(HarnessEnvironment):
@@ -87,6 +80,16 @@ def _sleep(self, task, client):
     return 1.0
 
 
+def _together(self, task, client):
+    """How many run at once, by files in one folder."""
+    mark = Path(task.data["mark"]) / str(os.getpid())
+    mark.touch()
+    time.sleep(0.5)
+    count = len(list(mark.parent.iterdir()))
+    mark.unlink()
+    return float(count)
+
+
 def _memory(self, task, client):
     kept = bytearray(2**40)
     return float(len(kept))
@@ -99,13 +102,27 @@ def _hang(self, task, client):
     time.sleep(600)
 
 
-def _daemon(self, task, client):
-    """Leaves a daemon behind, as a browser's launcher does: its parent has ended when the sample does."""
+def launch() -> int:
+    """A daemon, started as a browser's launcher does: its parent has ended."""
     options = "stdout=-3, stderr=-3, start_new_session=True"
     script = f"import subprocess; print(subprocess.Popen(['sleep', '600'], {options}).pid)"
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    Path(task.data["mark"]).write_text(shown.stdout)
+    return int(shown.stdout)
+
+
+def _daemon(self, task, client):
+    """Leaves a daemon behind."""
+    Path(task.data["mark"]).write_text(str(launch()))
     return 1.0
+
+
+def _keeps(self, task, client):
+    """Has a daemon, which must still be there when another sample has ended."""
+    mark, daemon = Path(task.data["mark"]), launch()
+    mark.write_text(str(daemon))
+    while mark.exists():
+        time.sleep(0.02)
+    return float(Path(f"/proc/{daemon}").exists())
 
 
 def _files(self, task, client):
@@ -150,9 +167,11 @@ FAULTS = {
     "memory": _memory,
     "count": _count,
     "sleep": _sleep,
+    "together": _together,
     "hang": _hang,
     "spin": lambda *_: next(number for number in iter(int, 1) if number),
     "daemon": _daemon,
+    "keeps": _keeps,
     "files": _files,
     "place": _place,
     "sandbox": _sandbox,

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.environments.client import EnvironmentClient
+from megatron_rl.environments.client import RUNNING, EnvironmentClient
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.scripted import always, scripted_model
 from megatron_rl.types import HarnessRun, Task, Transcript
@@ -87,12 +87,35 @@ def test_the_processes_of_a_run_that_is_cancelled_are_killed(client, model, tmp_
     assert after.reward == 3.0
 
 
-def test_more_groups_wait_than_processes_run(client, model):
-    async def many() -> list[float]:
-        groups = await asyncio.gather(*(client.run("talk", [sample(model)] * 2) for _ in range(40)))
-        return [result.reward for group in groups for result in group]
+def test_no_more_samples_run_at_once_than_there_may_be(client, model, tmp_path):
+    results = asyncio.run(client.run("talk", [sample(model, "together", tmp_path)] * 6))
+    assert [result.failed for result in results] == [False] * 6
+    assert max(result.reward for result in results) == 2.0
 
-    assert asyncio.run(many()) == [3.0] * 80
+
+def test_all_groups_of_eight_clients_leave_room_for_graders(harness_server, client, model, tmp_path):
+    async def many() -> list[int]:
+        clients = [EnvironmentClient(harness_server.address_file) for _ in range(8)]
+        groups = [asyncio.create_task(client.run("talk", [sample(model, "hang", tmp_path / "mark")] * 2))]
+        pids = await begun(tmp_path / "mark")  # both places are taken: the others wait
+        groups += [asyncio.create_task(each.run("talk", [sample(model)])) for each in clients for _ in range(RUNNING)]
+        while len(psutil.Process(harness_server.pid).net_connections()) < 8 * RUNNING:
+            await asyncio.sleep(0.05)
+        for _ in range(5):
+            (graded,) = await client.grade("steady", [(Task("0", "?"), Transcript("x", "stop", 1))])
+            assert not graded.failed
+        assert not any(group.done() for group in groups)
+        for group in groups:
+            group.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)
+        return pids
+
+    assert all(map(is_gone, asyncio.run(many())))
+
+
+def test_what_never_happened_is_counted_too(client):
+    counts = client.server_counters()[1]
+    assert counts["retried"] == 0 and counts["runs"] > 0
 
 
 def test_a_sample_whose_server_died_is_not_run_again(harness_server, client, model, tmp_path):

@@ -145,6 +145,18 @@ def test_a_daemon_ends_with_its_sample(pool, model, tmp_path):
     assert is_gone(int(mark.read_text()))
 
 
+def test_a_daemon_of_a_sample_that_runs_is_left_alone(pool, model, tmp_path):
+    mark = tmp_path / "mark"
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(run, pool, sample(model, "keeps", mark))
+        while not (mark.exists() and mark.read_text()):
+            assert not asked.done()
+            time.sleep(0.02)
+        assert run(pool, sample(model))[0].reward == 1.0
+        mark.unlink()
+        assert asked.result()[0].reward == 1.0
+
+
 def test_the_directory_of_a_sample_is_its_own_and_removed(pool, model, scratch, tmp_path):
     marks = [tmp_path / "a", tmp_path / "b"]
     results = run(pool, *(sample(model, "files", mark) for mark in marks))
