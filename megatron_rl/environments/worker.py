@@ -64,7 +64,7 @@ def main() -> None:
             with contextlib.suppress(Exception, SystemExit):  # told by its first request
                 # a harness is set up in its worker: what it keeps alive, threads and sockets, is no fork's to share
                 if settings["scratch"]:
-                    find_environment(reference).preload(options)
+                    _class(reference).preload(options)
                 else:
                     _environment(reference, dumps(options))
         gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
@@ -291,7 +291,13 @@ def _answer(request: Mapping[str, Any]) -> Grade:
 @lru_cache(maxsize=64)
 def _environment(reference: str, options: str) -> Any:
     """Made once for each worker; a grader keeps nothing between two calls."""
-    return find_environment(reference).from_options(loads(options))
+    return _class(reference).from_options(loads(options))
+
+
+@lru_cache(maxsize=64)
+def _class(reference: str) -> Any:
+    """Found before the fork: from the directory of a harness's sample the path of a ``file.py`` leads nowhere."""
+    return find_environment(reference)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,13 @@ def run(pool: WorkerPool, *runs: HarnessRun, reference: str = TALK, deadline_s: 
     return pool.run(reference, options, runs, deadline_s, lambda: False)
 
 
+def test_a_harness_in_a_file_is_found_from_the_directory_of_its_sample(scratch, model):
+    path = os.path.relpath(Path(__file__).parent / "harnesses.py")
+    with contextlib.closing(WorkerPool.for_harnesses(1, [(f"{path}:Talk", {})])) as pool:
+        (result,) = run(pool, sample(model), reference=f"{path}:Talk")
+    assert result.reward == 1.0, result.message
+
+
 def test_a_harness_is_paid_for_what_the_model_says(pool, model):
     results = run(pool, *(sample(model, number=number) for number in range(20)), bonus=0.5)
     assert [result.reward for result in results] == [1.5] * 20
