@@ -4,7 +4,7 @@
 - environment: verifiers
   name: gsm8k
   args:
-    package: gsm8k-v1                       # exports a Taskset, and perhaps a Harness and an Env; must be importable
+    package: gsm8k-v1                       # a module (or file.py) with a Taskset, perhaps a Harness and an Env
     args: {difficulty: hard}                # settings of the taskset
     test_args: {split: test}                # what the held-out tasks have else; without it one task in 16 is held out
     env: {agent: {max_turns: 6}}            # the rest of its [env] block
@@ -13,7 +13,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.environments.base import HarnessEnvironment, split_of
@@ -49,7 +51,8 @@ class Verifiers(HarnessEnvironment):
         max_tasks: int = 100_000,
     ) -> None:
         """``max_tasks``: of a taskset; some have no end."""
-        self._package, self._max_tasks = package, max_tasks
+        package = self._package = _importable(package)
+        self._max_tasks = max_tasks
         settings = {"train": dict(args or {})}
         if test_args is not None:
             settings["test"] = settings["train"] | dict(test_args)
@@ -89,6 +92,17 @@ class Verifiers(HarnessEnvironment):
             (slot,) = env.slots(theirs)
             episode = await env.run_slot(slot, vf.ModelContext(model="policy", client=endpoint))
         return _grade(episode)
+
+
+def _importable(package: str) -> str:
+    """The name of a package; of ``file.py`` it is the module's, which is made importable."""
+    if package.endswith(".py"):
+        path = Path(package)
+        # a sample has another working directory: it finds what ``preload`` has imported
+        if path.stem not in sys.modules:
+            sys.path.append(str(path.resolve().parent))
+        return path.stem
+    return package
 
 
 def _load(package: str, args: Mapping[str, Any], block: dict[str, Any]) -> vf.Env:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
-TURNS = 2
+TURNS, WANTED = 2, "02468"
 SIZES = {"train": 240, "test": 16}
 
 
@@ -20,7 +20,7 @@ class Asked(Observation):
 
 
 class Digits(Environment[Say, Asked, State]):
-    """Asks twice for a digit; each reply is worth the share of its characters that are the digit, halved."""
+    """Asks twice; each reply is worth the share of its characters that are even digits, halved."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -44,7 +44,7 @@ class Digits(Environment[Say, Asked, State]):
 
     def step(self, action: Say, timeout_s=None, **_) -> Asked:
         self._step += 1
-        share = action.text.count(str(self._number % 10)) / max(len(action.text), 1)
+        share = sum(character in WANTED for character in action.text) / max(len(action.text), 1)
         done = self._step == TURNS
         return Asked(question=str(self._number), reward=share / TURNS, done=done, metadata={"length": len(action.text)})
 

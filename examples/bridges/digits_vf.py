@@ -13,15 +13,15 @@ class DigitsConfig(vf.TasksetConfig):
 
 
 class DigitsData(vf.TaskData):
-    digit: str
-    """The one that is asked for."""
+    wanted: str
+    """Characters that are worth something."""
 
 
 class DigitsTask(vf.Task[DigitsData]):
     @vf.reward
     async def share(self, task: DigitsData, trace: vf.Trace) -> float:
-        """Of the reply's characters, how many are the digit."""
-        return trace.last_reply.count(task.digit) / max(len(trace.last_reply), 1)
+        """Of the reply's characters, how many are wanted."""
+        return sum(character in task.wanted for character in trace.last_reply) / max(len(trace.last_reply), 1)
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
@@ -29,11 +29,11 @@ class DigitsTask(vf.Task[DigitsData]):
 
 
 class DigitsTaskset(vf.Taskset[DigitsTask, DigitsConfig]):
-    """Asks for a digit: a model that has learnt nothing yet finds it now and then, so it learns at once."""
+    """Wants even digits: a model that has learnt nothing yet says some now and then, so it learns at once."""
 
     def load(self) -> Iterator[DigitsTask]:
         for number in range(self.config.size):
-            data = DigitsData(id=f"digit-{number}", prompt=str(number), digit=str(number % 10))
+            data = DigitsData(id=f"digit-{number}", prompt=str(number), wanted="02468")
             yield DigitsTask(data, self.config.task)
 
 

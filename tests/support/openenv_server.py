@@ -56,7 +56,7 @@ class _Digits:
                     continue
                 else:
                     steps += 1
-                    share = data["text"].count(str(number % 10)) / max(len(data["text"]), 1) / 2
+                    share = sum(letter in "02468" for letter in data["text"]) / max(len(data["text"]), 1) / 2
                     answer = {"observation": {"question": str(number)}, "done": steps == 2}
                     answer |= {"reward": share if self._rewarded else None, "metadata": {"length": len(data["text"])}}
                 await socket.send_json({"type": "observation", "data": answer})

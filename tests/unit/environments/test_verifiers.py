@@ -55,7 +55,7 @@ def test_tasks_are_the_tasksets_split_by_their_ids():
     first = splits["train"][0]
     number = first.id.removeprefix("digit-")
     assert first.prompt == ({"role": "user", "content": number},)
-    assert first.data["task"] == {"idx": int(number), "id": first.id, "prompt": number, "digit": number[-1]}
+    assert first.data["task"] == {"idx": int(number), "id": first.id, "prompt": number, "wanted": "02468"}
 
 
 def test_held_out_tasks_with_settings_of_their_own():
@@ -72,10 +72,9 @@ def test_a_taskset_without_an_end_is_cut():
 
 def test_the_plain_chat_loop_runs_an_unchanged_package(pool):
     """verifiers' own harness is a program of its own, which streams."""
-    tasks = [task for task in bridge(**DIGITS).tasks("train") if task.data["task"]["digit"] in "37"][:3]
-    results = run(pool, DIGITS, tasks, "373x")
-    for task, result in zip(tasks, results, strict=True):
-        assert result.reward == {"3": 0.5, "7": 0.25}[task.data["task"]["digit"]], result.message
+    tasks = list(bridge(**DIGITS).tasks("train"))[:3]
+    for result in run(pool, DIGITS, tasks, "24x5"):
+        assert result.reward == 0.5, result.message
         assert (dict(result.metrics), result.status) == ({"length": 4.0}, "agent_completed")
 
 
