@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Planned:
     ids: tuple[int, ...]
     """Of a root the whole prompt, else what the model reads after that answer."""
     branch: int
-    """Which of the sample's sequences it draws, see `Request.branch`."""
+    """How many earlier calls of the sample had the very same prompt, see `Request.branch`."""
     num_read: int
     """Tokens of the whole prompt."""
 
@@ -53,6 +54,8 @@ class SessionEnd:
 @dataclass
 class _Node:
     planned: Planned
+    prompt: bytes
+    """Fingerprint of its tokens."""
     asked: tuple[Message, ...] | str | tuple[int, ...]
     """What the caller sent: messages, text, or ids."""
     tools: tuple[Mapping[str, Any], ...]
@@ -76,7 +79,6 @@ class Session:
         """Fingerprint of messages up to and with an answer -> the calls that gave it."""
         self._known: set[str] = set()
         """The assistant messages that are no news: sampled ones, and those that an earlier call had."""
-        self._branches = 0
 
     def end(self) -> SessionEnd:
         """The sample has its reward."""
@@ -156,15 +158,12 @@ class Session:
         tools: tuple[Mapping[str, Any], ...] = (),
         is_edited: bool = False,
     ) -> Planned:
-        """It goes on with the sequence of the call before, unless another call has done so already."""
-        before = None if after is None else self._nodes[after]
-        if before is None or self._goes_on(after):
-            branch, self._branches = self._branches, self._branches + 1
-        else:
-            branch = before.planned.branch
-        read = 0 if before is None else before.planned.num_read + len(before.completion.token_ids)
-        planned = Planned(after, tuple(ids), branch, read + len(ids))
-        self._nodes[number] = _Node(planned, asked, tools, is_edited)
+        prompt_ids = (() if after is None else self._history(after)) + tuple(ids)
+        # By their prompts: the order in which they come differs from run to run where several come at once.
+        prompt = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).digest()
+        branch = sum(node.prompt == prompt for node in self._nodes.values())
+        planned = Planned(after, tuple(ids), branch, len(prompt_ids))
+        self._nodes[number] = _Node(planned, prompt, asked, tools, is_edited)
         return planned
 
     # -- its answer ------------------------------------------------------------------------------

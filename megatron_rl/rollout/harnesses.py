@@ -207,7 +207,7 @@ class Harnesses:
             max_new_tokens=min(request.sampling.max_new_tokens, call.max_new_tokens),
             stop=tuple(dict.fromkeys((*request.sampling.stop, *call.stop))),
         )
-        prompt_ids = trace.begin(call.number, call.after, call.ids, call.branch)
+        prompt_ids = trace.begin(call.number, call.after, call.ids)
         return replace(
             request,
             prompt_ids=prompt_ids,

@@ -23,9 +23,13 @@ class _Turn:
     """All that is read before it."""
     num_new: int
     """Of these, those that come after the answer it goes on from."""
-    branch: int
     depth: int
     completion: Completion | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Up to the end of its answer."""
+        return self.prompt_ids + self.completion.token_ids
 
 
 class Trace:
@@ -34,13 +38,12 @@ class Trace:
     def __init__(self) -> None:
         self._turns: dict[int, _Turn] = {}
 
-    def begin(self, number: int, after: int | None, ids: Sequence[int], branch: int = 0) -> tuple[int, ...]:
+    def begin(self, number: int, after: int | None, ids: Sequence[int]) -> tuple[int, ...]:
         """Turn ``number`` reads ``ids`` after the answer of turn ``after``; its whole prompt."""
         before, depth = (), 0
         if after is not None:
-            last = self._turns[after]
-            before, depth = last.prompt_ids + last.completion.token_ids, last.depth + 1
-        turn = _Turn(after, before + tuple(ids), len(ids), branch, depth)
+            before, depth = self._turns[after].token_ids, self._turns[after].depth + 1
+        turn = _Turn(after, before + tuple(ids), len(ids), depth)
         self._turns[number] = turn
         return turn.prompt_ids
 
@@ -58,9 +61,10 @@ class Trace:
         return len(turn.prompt_ids) + len(turn.completion.token_ids)
 
     def sequences(self, numbers: Collection[int] | None = None) -> list[Branch]:
-        """From every root to every last turn, ordered by branch; what the model wrote is in the completion of one.
+        """From every root to every last turn; what the model wrote is in the completion of one of them.
 
-        Only answered turns count, and with ``numbers`` of them only these.
+        The longest first, of equally long ones by their tokens: harnesses that call several times at once are answered
+        in any order, and the same samples are to be the same. Only answered turns count, and of these only ``numbers``.
         """
         answered = {
             number: turn for number, turn in self._turns.items()
@@ -68,7 +72,7 @@ class Trace:
         }  # fmt: skip
         leaves = answered.keys() - {turn.after for turn in answered.values()}
         sequences, used = [], set()
-        for leaf in sorted(leaves, key=lambda number: (answered[number].branch, number)):
+        for leaf in sorted(leaves, key=lambda leaf: (-self.length(leaf), answered[leaf].token_ids, leaf)):
             own, number = [], leaf
             while number is not None and number not in used:
                 own.append(answered[number])

@@ -156,16 +156,16 @@ def test_histories_that_were_edited(session: Session, tokenizer: Tokenizer) -> N
     session.answered(0, said("4"), spelled(tokenizer, "4"))
     mine = said("five")
     edited = session.begin_chat(1, (SYSTEM, USER, mine, AGAIN))
-    assert (edited.after, edited.branch, session.end().edited) == (None, 1, 1)
+    assert (edited.after, session.end().edited) == (None, 1)
     assert list(edited.ids) == tokenizer.encode_prompt((SYSTEM, USER, mine, AGAIN))
     session.answered(1, said("5!"), spelled(tokenizer, "5!"))
     later = session.begin_chat(2, (SYSTEM, USER, mine, AGAIN, said("5!"), AGAIN))
-    assert (later.after, later.branch) == (1, 1)
+    assert later.after == 1
     repeated = session.begin_chat(3, (USER, mine, USER))
-    assert (repeated.after, repeated.branch) == (None, 2)
+    assert repeated.after is None
     assert session.end().edited == 1, "it was counted when it came"
     both = session.begin_chat(4, (SYSTEM, USER, said("4"), AGAIN, said("six"), USER))
-    assert (both.after, both.branch) == (0, 0), "what was not edited stays as it was sampled"
+    assert both.after == 0, "what was not edited stays as it was sampled"
     assert session.end().edited == 2
 
 
@@ -181,15 +181,17 @@ def test_what_is_no_edit(session: Session, tokenizer: Tokenizer) -> None:
     assert session.end().edited == 0
 
 
-def test_calls_beside_each_other_have_branches_of_their_own(session: Session, tokenizer: Tokenizer) -> None:
+def test_equal_prompts_are_told_apart_and_others_are_not(session: Session, tokenizer: Tokenizer) -> None:
+    """The branch is part of the seed: two samples of one prompt differ, and no call's seed tells when it came."""
     assert [session.begin_chat(number, (USER,)).branch for number in (0, 1, 2)] == [0, 1, 2]
+    assert session.begin_chat(7, (AGAIN,)).branch == 0
     session.answered(0, said("4"), spelled(tokenizer, "4"))
-    session.answered(1, said("4"), spelled(tokenizer, "4", ended=False))
-    session.answered(2, said("5"), spelled(tokenizer, "5"))
-    first = [session.begin_chat(number, (USER, said("4"), AGAIN)) for number in (3, 4, 5)]
-    assert [(p.after, p.branch) for p in first] == [(0, 0), (1, 1), (0, 3)], "equal answers keep their own"
-    assert first[0].ids != first[1].ids, "one of them had ended"
-    assert session.begin_chat(6, (USER, said("5"), AGAIN)).branch == 2
+    session.answered(1, said("4"), spelled(tokenizer, "4"))
+    session.answered(2, said("4"), spelled(tokenizer, "4", ended=False))
+    later = [session.begin_chat(number, (USER, said("4"), AGAIN)) for number in (3, 4, 5, 6)]
+    assert [p.after for p in later] == [0, 1, 2, 0], "equal answers keep their own"
+    assert [p.branch for p in later] == [0, 1, 2, 3], "the same tokens, whichever answer they go on from"
+    assert later[0].ids == later[1].ids != later[2].ids, "one of them had not ended"
 
 
 def test_a_refused_call_leaves_nothing(session: Session, tokenizer: Tokenizer) -> None:

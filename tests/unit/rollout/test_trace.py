@@ -26,14 +26,14 @@ def test_a_path_is_one_sequence() -> None:
 def test_every_token_that_was_written_is_in_one_completion() -> None:
     """Call 1 and call 3 both go on from call 0, call 4 from call 1, and call 5 begins anew."""
     trace = Trace()
-    for number, after, ids, branch, answer in (
-        (0, None, (1,), 0, (10,)),
-        (1, 0, (2,), 0, (11,)),
-        (3, 0, (3,), 1, (13,)),
-        (4, 1, (4,), 0, (14,)),
-        (5, None, (5,), 2, (15,)),
+    for number, after, ids, answer in (
+        (5, None, (5,), (15,)),
+        (0, None, (1,), (10,)),
+        (3, 0, (3,), (13,)),
+        (1, 0, (2,), (11,)),
+        (4, 1, (4,), (14,)),
     ):
-        trace.begin(number, after, ids, branch)
+        trace.begin(number, after, ids)
         trace.answer(number, wrote(*answer))
     first, second, third = trace.sequences()
     assert (first.prompt_ids, first.completion.token_ids) == ((1,), (10, 2, 11, 4, 14))
@@ -49,7 +49,7 @@ def test_calls_without_an_answer_do_not_count() -> None:
     trace.begin(0, None, (1,))
     trace.answer(0, wrote(10))
     trace.begin(1, 0, (2,))
-    trace.begin(2, 0, (2,), branch=1)
+    trace.begin(2, 0, (2,))
     trace.answer(2, wrote(12))
     assert [branch.completion.token_ids for branch in trace.sequences()] == [(10, 2, 12)]
     trace.answer(1, wrote(11))  # too late
@@ -64,3 +64,17 @@ def test_going_on_without_reading_leaves_no_span() -> None:
     trace.begin(1, 0, ())
     trace.answer(1, wrote(11))
     assert trace.sequences()[0].completion.environment_spans == ()
+
+
+def test_sequences_do_not_depend_on_the_order_of_the_calls() -> None:
+    trees = []
+    for order in ((1, 2, 3), (3, 1, 2), (2, 3, 1)):
+        trace = Trace()
+        trace.begin(0, None, (1,))
+        trace.answer(0, wrote(10))
+        for number, last in enumerate(order, start=1):
+            trace.begin(number, 0, (2,))
+            trace.answer(number, wrote(10 + last))
+        trees.append(trace.sequences())
+    assert trees[0] == trees[1] == trees[2]
+    assert [branch.completion.token_ids for branch in trees[0]] == [(10, 2, 11), (12,), (13,)]
