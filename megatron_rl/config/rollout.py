@@ -44,7 +44,8 @@ class EnvironmentConfig:
     langrl_inference_server_type: Literal["inplace_megatron", "inplace_megatron_chat"] = flag(
         "inplace_megatron"
     )
-    """What generates rollouts; only inplace_megatron, the training model in its own process, is built."""
+    """What generates rollouts: the training model in its own process. Harnesses may ask for completions and for chats
+    with both."""
     rl_prompts_per_eval: int = flag(64, ge=1, le=1_000_000)
     """Prompts of an evaluation, for each environment (Megatron's default: 32)."""
     rl_samples_per_eval_prompt: int = flag(8, ge=1, le=100_000)
@@ -178,15 +179,11 @@ def cache_size_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 
 def sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """What is sampled must be what the trainer scores, and what the chosen engine can do."""
-    rollout, server = config.rollout, config.environment.langrl_inference_server_type
+    rollout = config.rollout
     if "" in rollout.rl_stop_strings:
         yield Problem(
             "--rl-stop-strings",
             "--rl-stop-strings has an empty text, which would end every answer at its first token; leave it out",
-        )
-    if server != "inplace_megatron":
-        yield "langrl_inference_server_type", (
-            "is refused: the tokenizer's chat template already renders chat prompts; use inplace_megatron"
         )
     # Evaluation may cut the distribution; in training the ratio of new to old would be of two different ones.
     for name, off in (("rl_top_p", 1.0), ("rl_top_k", 0)):

@@ -12,9 +12,11 @@ requests between the same two engine steps.
 from __future__ import annotations
 
 import asyncio
+import zlib
+from array import array
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from megatron_rl.endpoint.calls import Endpoint
 from megatron_rl.endpoint.sessions import SessionEnd
@@ -22,10 +24,13 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.rollout.finished import FinishedGroups
 from megatron_rl.rollout.trace import Trace
-from megatron_rl.types import Completion, Grade, HarnessRun, Request, Rollout
+from megatron_rl.types import Completion, Grade, HarnessRun, Request, Rollout, SamplingParams, SourcedTask, Task
 
 RunFunction = Callable[[str, Sequence[HarnessRun]], Awaitable[Sequence[Grade]]]
 """(environment, samples of a group) -> one grade each; never raises for a bad sample. Cancelled, it ends them."""
+
+_ASIDE = "aside"
+"""Stands for the name of an environment where the draws of calls outside sessions are seeded."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,16 @@ class _Call(NamedTuple):
     branch: int
     max_new_tokens: int
     stop: Sequence[str]
+
+
+class _Aside(NamedTuple):
+    """A call outside sessions, of a judge: nobody trains on its answer."""
+
+    number: int
+    ids: Sequence[int]
+    branch: int
+    seed: int | None
+    sampling: dict[str, Any]
 
 
 class _End(NamedTuple):
@@ -116,8 +131,9 @@ class Harnesses:
 
     def add_answer(self, request: Request, completion: Completion) -> None:
         """What the engine made of a call; of a sample that has ended meanwhile it is dropped."""
-        sample = self._sample_of.pop(request.call)
-        sample.trace.answer(request.call, completion)
+        sample = self._sample_of.pop(request.call, None)
+        if sample is not None:
+            sample.trace.answer(request.call, completion)
         if self._groups.leads_model:
             self._settings.endpoint.deliver(request.call, completion)
 
@@ -125,13 +141,14 @@ class Harnesses:
         """What the harnesses ask for now. Collective in a model copy."""
         if not self.waiting:
             return []
-        calls, ends = self._news() if self._groups.leads_model else ([], [])
+        calls, asides, ends = self._news() if self._groups.leads_model else ([], [], [])
         if self._groups.model_group.size() > 1:
-            told = [calls, [(*end[:3], end.grade.reward, end.grade.code) for end in ends]]
-            calls, told_ends = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
+            told = [calls, asides, [(*end[:3], end.grade.reward, end.grade.code) for end in ends]]
+            calls, asides, told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
             if not self._groups.leads_model:
-                ends = [_End(*end, Grade(reward, code=code)) for *end, reward, code in told_ends]
+                ends = [_End(*end, Grade(reward, code=code)) for *end, reward, code in told]
         requests = [self._request(_Call(*call)) for call in calls]
+        requests += [_aside_request(_Aside(*aside)) for aside in asides]
         for end in ends:
             self._end(end)
         return requests
@@ -186,15 +203,17 @@ class Harnesses:
             return Grade(None, code="edited_history", message=message)
         return replace(grade, metrics={**grade.metrics, "edited_histories": float(end.edited)})
 
-    def _news(self) -> tuple[list[_Call], list[_End]]:
+    def _news(self) -> tuple[list[_Call], list[_Aside], list[_End]]:
+        taken = self._settings.endpoint.take()
         calls = [
             _Call(*self._sessions[c.session], c.number, c.after, c.ids, c.branch, c.max_new_tokens, c.stop)
-            for c in self._settings.endpoint.take() if c.session in self._sessions
+            for c in taken if c.session in self._sessions
         ]  # fmt: skip
+        asides = [_Aside(c.number, c.ids, c.branch, c.seed, asdict(c.sampling)) for c in taken if c.session is None]
         done = [task for task in self.asked if task.done()]
         self.asked.difference_update(done)
         ends = [end for task in done for end in task.result()]
-        return calls, sorted(ends, key=lambda end: end[:2])
+        return calls, asides, sorted(ends, key=lambda end: end[:2])
 
     # -- of all ranks ----------------------------------------------------------------------------
 
@@ -230,3 +249,12 @@ class Harnesses:
         first, *branches = sequences
         rollout = Rollout(first.completion, "", end.grade, first.prompt_ids, tuple(branches))
         self._finished.keep(sample.request, end.sample, rollout)
+
+
+def _aside_request(aside: _Aside) -> Request:
+    """Without a seed of the caller its prompt is one, so that a step that is done again has the same verdicts."""
+    ids = tuple(aside.ids)
+    seed = f"{zlib.crc32(array('q', ids).tobytes()):08x}" if aside.seed is None else f"seed {aside.seed}"
+    sampling = SamplingParams(**aside.sampling | {"stop": tuple(aside.sampling["stop"])})
+    source = SourcedTask(_ASIDE, Task(seed, ""), prompt_ids=ids)
+    return Request(source, ids, 1, sampling, index=-1, call=aside.number, branch=aside.branch)

@@ -212,10 +212,6 @@ ONE_PROBLEM = [
         ["--rl-rollout-memory-fraction 0.5", "buffer-size-gb 2", "leave one of them out"],
     ),
     (
-        {"langrl_inference_server_type": "inplace_megatron_chat"}, 1,
-        ["inplace_megatron_chat is refused", "use inplace_megatron"],
-    ),
-    (
         {"rl_inference_engine": "mcore", "rl_temperature": "0.7"}, 1,
         ["--rl-temperature 0.7", "mcore", "raw logits", "--rl-temperature 1"],
     ),

@@ -18,7 +18,7 @@ from tests.support.flags import parse_config
 
 LIBRARY = Path(megatron_rl.__file__).parent
 ONLY_ONE_VALUE = {"tokenizer_type", "langrl_inference_server_type"}
-"""Choices of which one is built; the parser, a rule or a note says so."""
+"""Choices of which one is built, or whose values mean the same here; the parser, a rule or a note says so."""
 
 
 def _words(path: Path) -> set[str]:
