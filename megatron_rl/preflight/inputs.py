@@ -125,12 +125,10 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
         )
     if config.training.perform_rl_step:
         yield from _rewards_below(config, trained)
-        for item in trained if config.algorithm.rl_partial_rollouts else ():
-            if item.max_turns > 1:
-                yield (
-                    f"{item.name}: its conversations of up to {item.max_turns} turns cannot be put aside by "
-                    "--rl-partial-rollouts; leave one of them out"
-                )
+        yield from _not_put_aside(config, trained)
+    if config.rollout.rl_inference_engine == "mcore":
+        for item in (item for item in found if item.is_harness):
+            yield f"{item.name}: a harness needs --rl-inference-engine rollout; mcore's has no seeds of single calls"
     for item in trained if config.training.perform_rl_step and longest else ():
         buffer, max_tokens, free_tokens = item.overlong or (0, 0, 0)
         if longest <= free_tokens:  # a length punishment that no answer can reach: one of two numbers is wrong
@@ -142,6 +140,20 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
     if config.training.eval_interval is not None and not any(item.test_tasks for item in found):
         names = ", ".join(item.name for item in found)
         yield f"{names}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
+
+
+def _not_put_aside(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:
+    for item in trained if config.algorithm.rl_partial_rollouts else ():
+        if item.is_harness:
+            yield (
+                f"{item.name}: a harness cannot be put aside by --rl-partial-rollouts, its program would have to wait "
+                "for the next step; leave one of them out"
+            )
+        elif item.max_turns > 1:
+            yield (
+                f"{item.name}: its conversations of up to {item.max_turns} turns cannot be put aside by "
+                "--rl-partial-rollouts; leave one of them out"
+            )
 
 
 def _rewards_below(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:

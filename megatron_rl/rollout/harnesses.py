@@ -15,22 +15,20 @@ import asyncio
 import zlib
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from megatron_rl.endpoint import sessionless
 from megatron_rl.endpoint.calls import Endpoint
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.rollout.finished import FinishedGroups
 from megatron_rl.rollout.trace import Trace
-from megatron_rl.types import Completion, Grade, HarnessRun, Request, Rollout, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Completion, Grade, HarnessRun, Request, Rollout
 
 RunFunction = Callable[[str, Sequence[HarnessRun]], Awaitable[Sequence[Grade]]]
 """(environment, samples of a group) -> one grade each; never raises for a bad sample. Cancelled, it ends them."""
-
-_ASIDE = "aside"
-"""Stands for the name of an environment where the draws of calls outside sessions are seeded."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,6 @@ class _Call(NamedTuple):
     branch: int
     max_new_tokens: int
     stop: Sequence[str]
-
-
-class _Aside(NamedTuple):
-    """A call outside sessions, of a judge: nobody trains on its answer."""
-
-    number: int
-    ids: Sequence[int]
-    branch: int
-    seed: int | None
-    sampling: dict[str, Any]
 
 
 class _End(NamedTuple):
@@ -148,7 +136,7 @@ class Harnesses:
             if not self._groups.leads_model:
                 ends = [_End(*end, Grade(reward, code=code)) for *end, reward, code in told]
         requests = [self._request(_Call(*call)) for call in calls]
-        requests += [_aside_request(_Aside(*aside)) for aside in asides]
+        requests += [sessionless.request(**aside) for aside in asides]
         for end in ends:
             self._end(end)
         return requests
@@ -203,13 +191,16 @@ class Harnesses:
             return Grade(None, code="edited_history", message=message)
         return replace(grade, metrics={**grade.metrics, "edited_histories": float(end.edited)})
 
-    def _news(self) -> tuple[list[_Call], list[_Aside], list[_End]]:
+    def _news(self) -> tuple[list[_Call], list[dict[str, Any]], list[_End]]:
         taken = self._settings.endpoint.take()
         calls = [
             _Call(*self._sessions[c.session], c.number, c.after, c.ids, c.branch, c.max_new_tokens, c.stop)
             for c in taken if c.session in self._sessions
         ]  # fmt: skip
-        asides = [_Aside(c.number, c.ids, c.branch, c.seed, asdict(c.sampling)) for c in taken if c.session is None]
+        # Of judges. Their prompts are their seeds, so that a step that is done again has the same verdicts.
+        asides = [
+            sessionless.told(c, f"{zlib.crc32(array('q', c.ids).tobytes()):08x}") for c in taken if c.session is None
+        ]
         done = [task for task in self.asked if task.done()]
         self.asked.difference_update(done)
         ends = [end for task in done for end in task.result()]
@@ -249,12 +240,3 @@ class Harnesses:
         first, *branches = sequences
         rollout = Rollout(first.completion, "", end.grade, first.prompt_ids, tuple(branches))
         self._finished.keep(sample.request, end.sample, rollout)
-
-
-def _aside_request(aside: _Aside) -> Request:
-    """Without a seed of the caller its prompt is one, so that a step that is done again has the same verdicts."""
-    ids = tuple(aside.ids)
-    seed = f"{zlib.crc32(array('q', ids).tobytes()):08x}" if aside.seed is None else f"seed {aside.seed}"
-    sampling = SamplingParams(**aside.sampling | {"stop": tuple(aside.sampling["stop"])})
-    source = SourcedTask(_ASIDE, Task(seed, ""), prompt_ids=ids)
-    return Request(source, ids, 1, sampling, index=-1, call=aside.number, branch=aside.branch)

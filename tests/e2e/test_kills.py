@@ -67,7 +67,7 @@ class Tale:
         assert self.codes.get(whole, [[0] * RANKS]) == [[0] * RANKS], self.output(whole)
 
     def _argv(self, name: str, **flags: object) -> list[str]:
-        return [str(word) for word in self.workshop.rl(name, **FLAGS, **flags)]
+        return [str(word) for word in self.workshop.rl(name, **(FLAGS | flags))]
 
     def output(self, name: str) -> str:
         """The ends of what the ranks wrote."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.environments.base import Environment
-from megatron_rl.types import Demonstration, Grade, Prompt, Split, Task, Transcript
+from megatron_rl.environments.base import ConversationEnvironment, Environment, HarnessEnvironment
+from megatron_rl.types import Demonstration, Grade, Prompt, Split, Step, Task, Transcript, Turn
+
+if TYPE_CHECKING:
+    import openai
 
 BAD_REWARDS = (float("nan"), float("inf"), -float("inf"), "a lot", None)
 
@@ -113,3 +119,86 @@ class Broken(Digits):
         yield Task(id=f"{split}-1", prompt="1+2=")
         if split == "train":
             yield {"question": "1+3=", "id": "train-2"}
+
+
+class Talks(ConversationEnvironment):
+    """Up to three turns: sums are asked again while the answer's checksum says so."""
+
+    name = "talks"
+    max_turns = 3
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        """Those of `Digits`."""
+        return Digits().tasks(split)
+
+    def step(self, task: Task, state: Any, turn: Turn) -> Step:
+        """A further sum, or the end."""
+        sum_ = next_sum(turn.text, turn.number)
+        if sum_ is None:
+            return Step(done=True, reward=share_of_digits(turn.text))
+        return Step(({"role": "user", "content": sum_},), reward=share_of_digits(turn.text))
+
+
+class TalksByHarness(HarnessEnvironment):
+    """The same by an OpenAI client; ``faults`` lets a few samples go wrong."""
+
+    name = "talks"
+    run_deadline = 2.5
+
+    def __init__(self, *, faults: bool = False) -> None:
+        self._faults = faults
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        """Those of `Digits`."""
+        return Digits().tasks(split)
+
+    def run(self, task: Task, client: openai.OpenAI) -> float | Grade:
+        """The reward of the last turn."""
+        prompt = task.prompt
+        for number in range(Talks.max_turns):
+            said = client.completions.create(model="policy", prompt=prompt).choices[0].text
+            if self._faults:
+                go_wrong(zlib.crc32(f"{prompt}/{said}".encode()))
+            sum_ = next_sum(said, number)
+            if sum_ is None or number == Talks.max_turns - 1:
+                return share_of_digits(said)
+            prompt += said + sum_
+
+
+class Branching(TalksByHarness):
+    """Two answers to one question at once beside another question; one goes on, one has its history edited."""
+
+    name = "branching"
+
+    async def run(self, task: Task, client: openai.AsyncOpenAI) -> float:
+        """The mean over what was said."""
+
+        async def ask(prompt: str) -> str:
+            answer = await client.completions.create(model="policy", prompt=prompt)
+            return answer.choices[0].text
+
+        said = sorted(await asyncio.gather(ask(task.prompt), ask("1+1="), ask(task.prompt)))
+        said.append(await ask(f"{task.prompt}{said[0]}+"))
+        said.append(await ask(f"{task.prompt}7+"))
+        return sum(map(share_of_digits, said)) / len(said)
+
+
+def go_wrong(checksum: int) -> None:
+    """One call in eight ends its sample."""
+    if checksum % 32 == 0:
+        os._exit(9)
+    if checksum % 32 == 1:
+        time.sleep(60)
+    if checksum % 32 in (2, 3):
+        raise RuntimeError("the browser is gone")
+
+
+def next_sum(said: str, number: int) -> str | None:
+    """What follows turn ``number``; None about once in three times."""
+    checksum = zlib.crc32(f"{number}/{said}".encode())
+    return None if checksum % 3 == 0 else f"+{checksum % 7}="
+
+
+def share_of_digits(text: str) -> float:
+    """0 of an empty text."""
+    return sum(character.isdigit() for character in text) / max(len(text), 1)

@@ -48,6 +48,21 @@ def test_conversations_that_partial_rollouts_would_put_aside(tmp_path, partial, 
     assert [wanted in problem.text for problem in problems] == [True] * refused
 
 
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({"rl_partial_rollouts": True}, "a harness cannot be put aside by --rl-partial-rollouts"),
+        ({"rl_inference_engine": "mcore"}, "a harness needs --rl-inference-engine rollout"),
+        ({}, None),
+    ],
+)
+def test_harnesses_where_they_cannot_run(tmp_path, flags, wanted):
+    path = tmp_path / "list.yaml"
+    path.write_text("- {environment: 'tests.support.e2e_environments:TalksByHarness'}\n")
+    problems = environment_problems(tiny_config(langrl_env_config=path, **flags), tokenizer=None)
+    assert [wanted in problem.text for problem in problems] == [True] * (wanted is not None)
+
+
 @pytest.mark.parametrize(("both", "refused"), [(True, False), (False, True)])
 def test_data_that_is_trained_on_whole_beside_data_that_is_evaluated(tmp_path, both, refused):
     """Only where nothing at all could be evaluated is an evaluation refused."""
