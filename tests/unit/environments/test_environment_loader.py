@@ -68,6 +68,11 @@ def test_the_checkout_that_runs_wins_over_an_installed_one(installed, monkeypatc
         ("x = (", "SyntaxError"),
         ("raise SystemExit(1)", "SystemExit"),
         ("x = 1", "defines no Environment"),
+        (
+            "from megatron_rl.environments.base import HarnessEnvironment\n"
+            "class Half(HarnessEnvironment):\n    name = 'half'\n    def tasks(self, split):\n        return ()\n",
+            "'Half' lacks run",
+        ),
         (GOOD.format(name="Not a name!"), "Not a name!"),
     ],
 )
