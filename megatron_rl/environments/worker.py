@@ -187,7 +187,7 @@ class _Worker:
             os.close(nowhere)
             if self._folder is not None:
                 adopt_orphans()
-                _move_to(self._folder.name)
+                _leave_files_in(self._folder.name)
             _bound(settings)
             _work(theirs)
         finally:
@@ -241,9 +241,8 @@ class _Worker:
         return 0.0
 
 
-def _move_to(folder: str) -> None:
-    """Makes ``folder`` the place where this process leaves files."""
-    os.chdir(folder)
+def _leave_files_in(folder: str) -> None:
+    """Makes ``folder`` the place for files of this process."""
     os.environ |= {"HOME": folder, "TMPDIR": folder}
     tempfile.tempdir = None  # decided anew
 
@@ -278,6 +277,7 @@ def _answer(request: Mapping[str, Any]) -> Grade:
     try:
         environment = _environment(request["environment"], dumps(request["options"]))
         if "client" in request:
+            os.chdir(tempfile.gettempdir())  # not before: its options may have paths below the run's directory
             result = run_harness(environment, run_from_json(request))
         else:
             result = judge(environment, item_from_json(request))
@@ -296,7 +296,7 @@ def _environment(reference: str, options: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _class(reference: str) -> Any:
-    """Found before the fork: from the directory of a harness's sample the path of a ``file.py`` leads nowhere."""
+    """The same that was found before the fork, with what it has preloaded."""
     return find_environment(reference)
 
 

@@ -23,7 +23,7 @@ class Talk(HarnessEnvironment):
 
     def __init__(self, *, bonus: float = 0.0) -> None:
         self._bonus = bonus
-        self.made_in = os.getpid()
+        self.made_in, self.saw = os.getpid(), os.getcwd()
 
     def tasks(self, split):
         yield Task(f"{split}-0", "?", {"fault": ""})
@@ -131,7 +131,7 @@ def _files(self, task, client):
     Path("left").chmod(0)
     Path(task.data["mark"]).write_text(os.getcwd())
     same = os.getcwd() == os.environ["HOME"] == os.environ["TMPDIR"]
-    return float(same)
+    return float(same and self.saw == task.data["cwd"])
 
 
 def _place(self, task, client):

@@ -49,7 +49,8 @@ def model() -> Iterator[str]:
 
 
 def sample(url: str, fault: str = "", mark: Path | str = "", number: int = 0) -> HarnessRun:
-    return HarnessRun(Task("0", "?", {"fault": fault, "mark": str(mark)}), number, url, f"key-{number}-of-a-session")
+    data = {"fault": fault, "mark": str(mark), "cwd": os.getcwd()}
+    return HarnessRun(Task("0", "?", data), number, url, f"key-{number}-of-a-session")
 
 
 def run(pool: WorkerPool, *runs: HarnessRun, reference: str = TALK, deadline_s: float = 60.0, **options) -> list[Grade]:
