@@ -39,6 +39,7 @@ from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import failed, judge, result_from_json, result_to_json
 from megatron_rl.environments.wire import item_from_json, receive, run_from_json, send
 from megatron_rl.json_text import dumps, loads
+from megatron_rl.sandbox import require_sandbox
 from megatron_rl.types import Grade
 
 OUT_OF_MEMORY = 99
@@ -64,9 +65,12 @@ def main() -> None:
             with contextlib.suppress(Exception, SystemExit):  # told by its first request
                 # a harness is set up in its worker: what it keeps alive, threads and sockets, is no fork's to share
                 if settings["scratch"]:
-                    _class(reference).preload(options)
+                    found = _class(reference)
+                    found.preload(options)
                 else:
-                    _environment(reference, dumps(options))
+                    found = _environment(reference, dumps(options))
+                if found.needs_sandbox:
+                    require_sandbox()  # tried out once for all workers
         gc.freeze()  # a collection in a worker would otherwise copy every page of sympy
         grading = _Grading(pool, settings)
         try:

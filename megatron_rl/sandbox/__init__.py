@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
-from megatron_rl.sandbox.execution import run_python
 from megatron_rl.sandbox.limits import Execution, Limits, SandboxUnavailable
-from megatron_rl.sandbox.probe import sandbox_problem
+from megatron_rl.sandbox.probe import require_sandbox, sandbox_problem
+from megatron_rl.sandbox.python import run_python
 from megatron_rl.sandbox.tool import python_tool
 
-__all__ = ["Execution", "Limits", "SandboxUnavailable", "python_tool", "run_python", "sandbox_problem"]
+__all__ = ["Execution", "Limits", "SandboxUnavailable"]
+__all__ += ["python_tool", "require_sandbox", "run_python", "sandbox_problem"]

@@ -1,4 +1,4 @@
-"""Runs a program in a sandbox: starts the launcher, feeds it, reads no more than the limits allow, ends it in time."""
+"""Carries out a plan: starts the launcher, feeds it, reads no more than the limits allow, ends it in time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from megatron_rl.errors import one_line
 from megatron_rl.sandbox.limits import Execution, Limits, SandboxUnavailable
-from megatron_rl.sandbox.plan import Plan, plan_for
+from megatron_rl.sandbox.plan import Plan
 from megatron_rl.sandbox.view import interpreter
 
 LAUNCHER = str(Path(__file__).with_name("launch.py"))
@@ -25,30 +24,6 @@ ADVICE = (
     "allow user namespaces: on the host, sysctl user.max_user_namespaces above 0 and, where there is one, "
     "kernel.apparmor_restrict_unprivileged_userns=0; for a container, --security-opt seccomp=unconfined"
 )
-
-
-def run_python(
-    code: str,
-    stdin: str = "",
-    limits: Limits | None = None,
-    files: Mapping[str, str | bytes] | None = None,
-    packages: Sequence[str] = (),
-) -> Execution:
-    """Runs ``code`` in a fresh Python in a sandbox of its own, and waits for it.
-
-    Args:
-        code: the program; it is ``main.py`` in its own directory, the only place that it can write to.
-        stdin: what it reads.
-        limits: what it may use; the defaults of ``Limits`` without.
-        files: contents by relative path, put into its directory first.
-        packages: installed packages that it can import, besides the standard library: ``["numpy"]``.
-
-    Raises:
-        SandboxUnavailable: this machine or process cannot enforce the limits; nothing was run.
-        ValueError: ``files`` or ``packages`` has a name that cannot be.
-    """
-    limits = limits or Limits()
-    return execute(plan_for(code, limits, files or {}, packages), stdin.encode(errors="replace"), limits)
 
 
 def execute(plan: Plan, stdin: bytes, limits: Limits) -> Execution:

@@ -200,11 +200,11 @@ def _map_user(builder: int, drops: bool) -> None:
 
 def _write(name: str, text: str) -> None:
     """Into a file of ``/proc``, in one call, as maps must be."""
-    descriptor = os.open(f"/proc/{name}", os.O_WRONLY)
     try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
+        with open(f"/proc/{name}", "wb", buffering=0) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise OSError(error.errno, f"/proc/{name}: {error.strerror}") from None
 
 
 def _is_mapped(user: int) -> bool:

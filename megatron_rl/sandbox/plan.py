@@ -68,7 +68,9 @@ class Plan:
         return len(data).to_bytes(8, "little") + data
 
 
-def plan_for(code: str, limits: Limits, files: Mapping[str, str | bytes], packages: Sequence[str]) -> Plan:
+def plan_for(
+    code: str, limits: Limits, files: Mapping[str, str | bytes] | None = None, packages: Sequence[str] = ()
+) -> Plan:
     """The sandbox for a program.
 
     Raises:
@@ -82,8 +84,8 @@ def plan_for(code: str, limits: Limits, files: Mapping[str, str | bytes], packag
     if _kernel() < OLDEST_KERNEL:
         raise SandboxUnavailable(f"a sandbox needs Linux 5.14 or later, and this is {platform.release()}")
     shown, links, hidden = system_view()
-    contents = {name: content.encode() if isinstance(content, str) else content for name, content in files.items()}
-    contents[PROGRAM] = code.encode(errors="replace")
+    texts = {**(files or {}), PROGRAM: code}
+    contents = {name: text.encode(errors="replace") if isinstance(text, str) else text for name, text in texts.items()}
     _check_files(contents, limits)
     return Plan(
         parent=os.getpid(),

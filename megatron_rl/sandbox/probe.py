@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 from megatron_rl.errors import one_line
-from megatron_rl.sandbox.execution import run_python
+from megatron_rl.sandbox.execution import execute
 from megatron_rl.sandbox.limits import Limits, SandboxUnavailable
+from megatron_rl.sandbox.plan import plan_for
 
 LIMITS = Limits(memory_mb=128, cpu_s=5, wall_s=30.0, disk_mb=4, file_mb=1, files=16, threads=4)
 CHECKS = """
@@ -60,16 +61,22 @@ print("tried")
 """
 
 
-@functools.cache
 def sandbox_problem() -> str:
     """Why this machine, or this process, has no sandbox, and what to do, in one line; "" where it has."""
     try:
-        result = run_python(CHECKS, limits=LIMITS)
+        require_sandbox()
     except SandboxUnavailable as error:
         return one_line(str(error))
+    return ""
+
+
+@functools.cache
+def require_sandbox() -> None:
+    """``SandboxUnavailable`` unless the limits are enforced; a process tries it out until it finds that they are."""
+    result = execute(plan_for(CHECKS, LIMITS), b"", LIMITS)
     *broken, last = result.stdout.splitlines() or [""]
     if last != "tried":
-        return one_line(f"code cannot be run safely here: the trial ended with {result.exit_code}: {result.stderr}")
+        raise SandboxUnavailable(f"the trial ended with {result.exit_code}: {one_line(result.stderr)}")
     if broken:
-        return f"code cannot be run safely here: the kernel does not enforce {', '.join(broken)}; use another machine"
-    return ""
+        named = ", ".join(broken)
+        raise SandboxUnavailable(f"the kernel does not enforce {named}; use another machine, or another user")

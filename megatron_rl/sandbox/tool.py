@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_rl.sandbox.execution import run_python
 from megatron_rl.sandbox.limits import Execution, Limits
+from megatron_rl.sandbox.python import run_python
 
 MAX_CHARACTERS = 4_000
 """Of an answer: what a model reads costs its context."""

@@ -147,6 +147,8 @@ def test_a_program_ends_with_its_caller(bound, tmp_path):
     while len(left_over()) < 2:  # the caller, and the program
         assert time.monotonic() < end
         time.sleep(0.05)
+    scores = {Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() for process in left_over()}
+    assert "1000" in scores  # the program's: the first to go when memory runs out
     caller.send_signal(signal.SIGKILL)
     caller.wait()
     try:

@@ -156,14 +156,26 @@ def test_a_kernel_that_makes_no_namespaces(tmp_path, monkeypatch):
     refusing = LAUNCHER.replace("LIBC.unshare,", "lambda flags: ctypes.set_errno(1) or -1,")
     assert refusing != LAUNCHER
     launcher.write_text(refusing, encoding="utf-8")
-    monkeypatch.setattr(execution, "LAUNCHER", str(launcher))
-    with pytest.raises(SandboxUnavailable) as raised:
-        run_python("print(1)")
-    message = str(raised.value)
-    assert "namespaces (unshare): Operation not permitted; allow user namespaces" in message and "\n" not in message
-    probe.sandbox_problem.cache_clear()
-    assert sandbox_problem() == message
-    probe.sandbox_problem.cache_clear()
+    probe.require_sandbox.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(execution, "LAUNCHER", str(launcher))
+        with pytest.raises(SandboxUnavailable) as raised:
+            run_python("print(1)")
+        assert sandbox_problem() == str(raised.value)
+    message = (
+        "code cannot be run safely here: [Errno 1] user and other namespaces (unshare): Operation not permitted; allow"
+    )
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+
+
+@needs_sandbox
+def test_a_refusal_is_not_remembered():
+    """A machine that was out of memory for a moment would otherwise mask all later samples of a process."""
+    probe.require_sandbox.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execution, "LAUNCHER", "/nonexistent")
+        assert "No such file" in sandbox_problem()
+    assert sandbox_problem() == ""
 
 
 @pytest.mark.parametrize(
@@ -193,12 +205,15 @@ def test_machines_that_are_not_known(platform, message, monkeypatch):
     ],
 )
 def test_a_kernel_that_ignores_a_limit_is_found_out(without, named, monkeypatch):
-    monkeypatch.setattr(execution, "plan_for", lambda *given: PLAN[without](plan_for(*given)))
-    probe.sandbox_problem.cache_clear()
-    assert (
-        sandbox_problem() == f"code cannot be run safely here: the kernel does not enforce {named}; use another machine"
+    """As one does where root of a user namespace is root outside, too: RLIMIT_NPROC is not for him."""
+    monkeypatch.setattr(probe, "plan_for", lambda *given: PLAN[without](plan_for(*given)))
+    probe.require_sandbox.cache_clear()
+    message = (
+        f"code cannot be run safely here: the kernel does not enforce {named}; use another machine, or another user"
     )
-    probe.sandbox_problem.cache_clear()
+    assert sandbox_problem() == message
+    with pytest.raises(SandboxUnavailable, match=named):
+        run_python("print(1)")
 
 
 def test_limits_above_those_of_the_process_itself():
