@@ -209,8 +209,7 @@ class Desk:
         choice = waiting.reader.choice(completion)
         if waiting.call.session is not None:
             self._sessions[waiting.call.session].answered(number, choice.message, completion)
-        if not waiting.answer.done():  # its client may have hung up
-            waiting.answer.set_result(choice)
+        waiting.answer.set_result(choice)
 
     def progress(self, number: int, token_ids: tuple[int, ...]) -> None:
         """All tokens of a call so far."""
@@ -228,9 +227,8 @@ class Desk:
             session = self._sessions.get(waiting.call.session or "")
             if session is not None:
                 session.forget(number)
-            if not waiting.answer.done():
-                waiting.answer.set_exception(error)
-                waiting.answer.exception()  # one choice of several tells the client; asyncio would log the others
+            waiting.answer.set_exception(error)
+            waiting.answer.exception()  # one choice of several tells the client; asyncio would log the others
 
 
 def sampling_of(asked: Asked, default: SamplingParams, max_new_tokens: int) -> SamplingParams:

@@ -78,7 +78,9 @@ def test_completions(endpoint, tokenizer):
 def test_a_stop_string_is_left_out(tokenizer):
     with scripted(tokenizer, lambda call: completion(tokenizer, "3 END", "stop_string")) as endpoint:
         choice = client(endpoint).chat.completions.create(**ASK, stop=["END", "never"]).choices[0]
+        first = client(endpoint).chat.completions.create(**ASK, stop=["D", "E"]).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("3 ", "stop")
+    assert first.message.content == "3 "
 
 
 def test_what_a_call_says(tokenizer):
@@ -263,6 +265,11 @@ def test_calls_of_tools(hermes):
     assert hermes.decode(calls[1].ids) == "|3|"
 
 
+def test_a_thought_is_shown_as_it_comes(hermes):
+    reader = AnswerReader(hermes, (), "hermes", (ADD,))
+    assert reader.so_far(hermes.encode("<think>is a < {b}")) == "<think>is a < {b}"
+
+
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
@@ -359,8 +366,21 @@ def test_an_empty_prompt_and_what_came_with_it(endpoint):
     for base in (None, session):
         with pytest.raises(openai.BadRequestError, match="is empty"):
             client(endpoint, base).completions.create(model="policy", prompt=["a", ""])
-    client(endpoint, session).completions.create(model="policy", prompt="a")
-    assert len(endpoint.close_session(session).calls) == 1, "of a refused request nothing is kept"
+    answer = client(endpoint, session).completions.create(model="policy", prompt="a")
+    assert answer.choices[0].text == "éa0", "of a refused request nothing is kept: this is the first branch"
+    assert len(endpoint.close_session(session).calls) == 1
+
+
+def test_little_room(tokenizer):
+    calls: list[Call] = []
+
+    def answer(call: Call):
+        calls.append(call)
+        return completion(tokenizer, "x")
+
+    with scripted(tokenizer, answer) as endpoint:
+        client(endpoint).completions.create(model="policy", prompt="a" * 196, max_tokens=50)
+    assert [call.max_new_tokens for call in calls] == [4]
 
 
 # -- its end -----------------------------------------------------------------------------------------
@@ -378,6 +398,16 @@ def test_calls_that_wait_are_told_when_no_answer_can_come(tokenizer):
         with pytest.raises(openai.APIError, match="the rollout is over"):
             streamed.result(30)
         assert endpoint.take() == []
+        session = endpoint.open_session("")
+        path = f"/sessions/{session}/v1/chat/completions"
+        for _ in range(2):
+            again = pool.submit(post, endpoint, ASK, path)
+            endpoint.wait_blocking(60.0)
+            (call,) = endpoint.take()
+            assert call.branch == 0, "a call without an answer counts for nothing"
+            endpoint.abort("not now")
+            assert again.result(30).status_code == 503
+        assert endpoint.close_session(session).calls == ()
         late = pool.submit(post, endpoint, ASK)
         _await(lambda: len(endpoint._desk._waiting) == 1)
         endpoint.close()
@@ -414,6 +444,20 @@ def test_waiting_wakes_at_a_call(tokenizer):
         endpoint.deliver(call.number, completion(tokenizer, "3"))
         assert answer.result(30).status_code == 200
     endpoint.close()
+
+
+def test_a_thread_that_waits_wakes_at_a_call(tokenizer):
+    endpoint = Endpoint(tokenizer, max_sequence_length=200, max_new_tokens=100)
+    endpoint.start()
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        waited = pool.submit(endpoint.wait_blocking, 60.0)
+        time.sleep(0.2)
+        answer = pool.submit(post, endpoint, ASK)
+        waited.result(50)
+        assert time.monotonic() - began < 45
+        endpoint.close()
+        assert answer.result(30).status_code == 503
 
 
 def _await(holds) -> None:
