@@ -76,7 +76,8 @@ class ChatFormat:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Templates want arguments of calls as an object, the API has them as JSON text; null content they would print."""
+    """Templates want arguments of calls as an object, where the API has JSON text. Some join content to other text,
+    which fails without any, and Llama's takes an empty list of calls for a message of calls."""
     told = dict(message)
     if told.get("content") is None:
         told["content"] = ""

@@ -53,8 +53,10 @@ def test_arguments_are_objects_and_null_content_is_empty(tokenizer: Tokenizer) -
     result = {"role": "tool", "tool_call_id": "call_0", "content": "3"}
     shown = tokenizer.render((*ASKED, calling('{"a": 1, "b": "\\u00e9"}'), result))
     assert shown == 'user:2+2?;assistant:add{"a": 1, "b": "é"};tool:3;assistant:'
-    silent = {"role": "assistant", "content": None, "tool_calls": None}
+    silent = {"role": "assistant", "content": None, "tool_calls": []}
     assert tokenizer.render((*ASKED, silent)) == "user:2+2?;assistant:;assistant:", "as clients write it"
+    joining = "{% for m in messages %}{{ m.role + ':' + m.content }};{{ 'calls' if 'tool_calls' in m }}{% endfor %}"
+    assert tokenizer.formatting(ChatFormat(joining)).render((*ASKED, silent)) == "user:2+2?;assistant:;"
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "3", '{"a": NaN}'])
