@@ -24,7 +24,7 @@ import select
 import struct
 import sys
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # as type checkers read it; typing's own takes 3 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
 

@@ -22,7 +22,7 @@ def fill(name, megabytes):
 def threads():
     threading.stack_size(2**16)  # so that it is not the memory that runs out
     for _ in range(16):
-        threading.Thread(target=time.sleep, args=(0.2,), daemon=True).start()
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
 def files():
     for number in range(64):

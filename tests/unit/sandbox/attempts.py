@@ -18,14 +18,14 @@ class Attempt:
 
     code: str
     without: tuple[str, ...]
-    limits: Limits = Limits(cpu_s=5)
+    limits: Limits = Limits(cpu_s=5, wall_s=300)
     only: str = ""
     """``root`` or ``user``: who alone has it to lose."""
 
 
-SEVERAL = Limits(cpu_s=5, processes=4, threads=8)
-SMALL = Limits(cpu_s=5, file_mb=1, disk_mb=2, files=32)
-QUICK = Limits(cpu_s=1, wall_s=20)
+SEVERAL = Limits(cpu_s=5, wall_s=300, processes=4, threads=8)
+SMALL = Limits(cpu_s=5, wall_s=300, file_mb=1, disk_mb=2, files=32)
+QUICK = Limits(cpu_s=1, wall_s=300)
 
 LIBC = "import ctypes, errno, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 FORKS = """
@@ -34,7 +34,7 @@ count = 0
 try:
     while count < 60:
         if not os.fork():
-            time.sleep(2)
+            time.sleep(60)
             os._exit(0)
         count += 1
 except OSError:
@@ -56,7 +56,7 @@ if not os.fork():
     os.setsid()
     if not os.fork():
         os.closerange(0, 3)
-        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(20)", TOKEN])
+        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)", TOKEN])
     os._exit(0)
 os.wait()
 """
@@ -67,7 +67,7 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "fork bomb": Attempt(f"MOST = 16\n{FORKS}", ("RLIMIT_NPROC",), SEVERAL),
     "thread bomb": Attempt(
         "import threading, time\nthreading.stack_size(2**16)\ncount = 0\ntry:\n"
-        "    for count in range(100):\n        threading.Thread(target=time.sleep, args=(1,), daemon=True).start()\n"
+        "    for count in range(100):\n        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
         "except RuntimeError:\n    pass\nprint('ESCAPED' if count > 40 else count)",
         ("RLIMIT_NPROC",),
     ),
