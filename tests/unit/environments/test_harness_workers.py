@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,6 +18,7 @@ from typing import ClassVar
 import psutil
 import pytest
 
+from megatron_rl.environments import child
 from megatron_rl.environments.scripted import always, script_of, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import EnvironmentFault
@@ -165,6 +168,21 @@ def test_a_daemon_of_a_sample_that_runs_is_left_alone(pool, model, tmp_path):
         assert asked.result()[0].reward == 1.0
 
 
+@pytest.mark.parametrize("listed", [child.CHILDREN, "/nonexistent"])
+def test_orphans_are_found_whatever_the_kernel_lists(listed):
+    code = (
+        "import subprocess; from megatron_rl.environments import child\n"
+        f"child.CHILDREN = {listed!r}\n"
+        "known, orphan = (subprocess.Popen(['sleep', '600'], start_new_session=True) for _ in range(2))\n"
+        "child.kill_orphans({known.pid})\n"
+        "print(known.poll() is None, orphan.pid)\n"
+        "known.kill()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    alive, orphan = done.stdout.split()
+    assert alive == "True" and is_gone(int(orphan))
+
+
 def test_the_directory_of_a_sample_is_its_own_and_removed(pool, model, scratch, tmp_path):
     marks = [tmp_path / "a", tmp_path / "b"]
     results = run(pool, *(sample(model, "files", mark) for mark in marks))
@@ -218,7 +236,7 @@ def test_nothing_outlives_its_pool(hostile_path, model, tmp_path, monkeypatch, h
         while not (mark.exists() and mark.read_text()):
             assert not asked.done()
             time.sleep(0.02)
-        worker, child = map(int, mark.read_text().split())
+        worker, started = map(int, mark.read_text().split())
         if how == "close":
             pool.close()
         else:
@@ -227,9 +245,9 @@ def test_nothing_outlives_its_pool(hostile_path, model, tmp_path, monkeypatch, h
             asked.result()
         assert is_gone(worker)
         if how == "close":
-            assert is_gone(child) and list(scratch.iterdir()) == []
+            assert is_gone(started) and list(scratch.iterdir()) == []
         else:  # of a process that was killed, nobody knows what its samples had started elsewhere
-            psutil.Process(child).kill()
+            psutil.Process(started).kill()
             assert run(pool, sample(model))[0].reward == 1.0
             assert len(list(scratch.iterdir())) == 1  # that of the process in its place
 
