@@ -42,7 +42,7 @@ def _message(value: dict[str, Any], path: str) -> Message:
     content = _content(fields.take("content"), path + "content")
     if content is None and role != "assistant":
         refuse(path + "content", "is missing; give a text", "missing_required_parameter")
-    message: dict[str, Any] = {"role": role, "content": content if calls else content or ""}
+    message: dict[str, Any] = {"role": role, "content": content}
     if calls:
         message["tool_calls"] = [_call(call, f"{path}tool_calls[{n}]") for n, call in enumerate(calls)]
     if role == "tool":

@@ -118,6 +118,7 @@ def test_a_stream_holds_back_what_may_be_cut(tokenizer):
     assert chunks[0].choices[0].delta.role == "assistant"
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
     assert "".join(texts) == "aé E EN "
+    assert all(texts[:-1]), "no chunk without news"
     last = chunks[-1].choices[0]
     assert last.finish_reason == "stop"
     assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-1])

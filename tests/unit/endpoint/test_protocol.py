@@ -83,6 +83,7 @@ def test_prompts():
         ({"temperature": 1e-9}, "temperature", "is 1e-09"),
         ({"temperature": float("1e999")}, "temperature", "is inf"),
         ({"temperature": 10**400}, "temperature", "give a number"),
+        ({"temperature": True}, "temperature", "a number"),
         ({"temperature": "hot"}, "temperature", "a number"),
         ({"top_p": 0}, "top_p", "leaves no token"),
         ({"top_p": 1.1}, "top_p", "from 0 to 1"),
