@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import threading
 import time
@@ -416,6 +417,25 @@ def test_calls_that_wait_are_told_when_no_answer_can_come(tokenizer):
     endpoint.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{endpoint.url}/health")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up(tokenizer, caplog, stream):
+    endpoint = Endpoint(tokenizer, max_sequence_length=200, max_new_tokens=100)
+    endpoint.start()
+    session = endpoint.open_session("")
+    connection = http.client.HTTPConnection(endpoint.url.removeprefix("http://"))
+    body, headers = json.dumps(ASK | {"stream": stream}), {"Authorization": f"Bearer {endpoint.token}"}
+    connection.request("POST", f"/sessions/{session}/v1/chat/completions", body, headers)
+    endpoint.wait_blocking(60.0)
+    (call,) = endpoint.take()
+    connection.close()
+    time.sleep(0.1)
+    endpoint.progress(call.number, [70, 71])
+    endpoint.deliver(call.number, completion(tokenizer, "3"))
+    assert endpoint.close_session(session).calls == (call.number,)
+    endpoint.close()
+    assert caplog.records == []
 
 
 def test_an_address_that_is_taken(endpoint, tokenizer):
