@@ -22,7 +22,7 @@ from megatron_rl.types import Grade, HarnessRun, Task, Turn
 TIMED_SECONDS = 2.0
 SLOWEST = 10
 """Grades a second. A step of 64 groups of 16 would otherwise wait for two minutes."""
-MOST_RUN = 10
+MOST_RUN = 5
 """Tasks of a split: each is run six times, and a sample may take a while."""
 
 Played = tuple[Task, Sequence[Said]]
