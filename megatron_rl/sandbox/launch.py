@@ -77,7 +77,6 @@ def _as_builder(plan: dict, status: int, launcher: int, drops: bool, ask: int, m
         os.write(ask, b"x")
         if not os.read(mapped, 1):
             raise OSError("the user could not be mapped")
-        _die_with(launcher)  # unshare has cleared it
         _build(plan, INSIDE)
         alive, held = os.pipe()
         init = os.fork()
@@ -140,7 +139,7 @@ def _as_program(plan: dict, status: int, drops: bool) -> None:
 
 def _build(plan: dict, user: int) -> None:
     """The file system: all that the plan shows, and a directory of bounded size."""
-    _mount(None, "/", None, MS_REC | MS_PRIVATE)  # nothing done here is seen outside
+    _mount(None, "/", None, MS_REC | MS_PRIVATE)  # nothing mounted outside later is seen in here
     root = "/tmp"  # any directory would do: after pivot_root what is in it is to be seen again
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.mkdir(root + OLD)

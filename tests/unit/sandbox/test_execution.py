@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import signal
 import subprocess
@@ -114,6 +115,31 @@ def test_threads_and_where_they_are_allowed_processes():
 
 
 @needs_sandbox
+def test_as_many_threads_as_allowed():
+    code = (
+        "import threading, time\ncount = 0\ntry:\n    while True:\n"
+        "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n        count += 1\n"
+        "except RuntimeError:\n    print(count)"
+    )
+    assert int(run_python(code).stdout) in (32, 34)  # 34 where root started it
+
+
+CAN_MOUNT = """
+import ctypes
+libc = ctypes.CDLL(None)
+exit(libc.unshare(0x10020000) or libc.mount(b"x", b"/tmp", b"tmpfs", 0, None))
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="has no filter")
+def test_a_machine_with_namespaces_has_a_sandbox():
+    """A sandbox that is broken would otherwise have its whole suite skipped."""
+    if subprocess.run([sys.executable, "-c", CAN_MOUNT], check=False).returncode:
+        pytest.skip("this machine makes no user namespaces with mounts")
+    assert sandbox_problem() == ""
+
+
+@needs_sandbox
 def test_several_at_once():
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda number: run_python(f"print({number})").stdout, range(24)))
@@ -178,15 +204,15 @@ def test_a_refusal_is_not_remembered():
 
 
 @pytest.mark.parametrize(
-    ("platform", "message"),
+    ("machine", "message"),
     [
         ({"system": "Darwin"}, "needs Linux on x86_64 or aarch64, and this is Darwin"),
         ({"machine": "riscv64"}, "this is Linux on riscv64"),
         ({"release": "5.10.0-33-amd64"}, "needs Linux 5.14 or later, and this is 5.10.0-33-amd64"),
     ],
 )
-def test_machines_that_are_not_known(platform, message, monkeypatch):
-    for name, value in platform.items():
+def test_machines_that_are_not_known(machine, message, monkeypatch):
+    for name, value in machine.items():
         monkeypatch.setattr(f"platform.{name}", lambda value=value: value)
     with pytest.raises(SandboxUnavailable, match=message):
         run_python("print(1)")
