@@ -25,7 +25,8 @@ def test_the_suite_as_an_ordinary_user():
         os.chown(folder, USER, USER)
         command = [sys.executable, str(HERE / "ordinary_user.py"), sys.executable, "-B", "-m", "pytest", "-q", "-rs"]
         command += ["--basetemp", f"{folder}/tests", "-k", "not processor and not daemon"]
-        command += [str(HERE / "test_escapes.py"), f"{HERE / 'test_execution.py'}::test_how_it_ended"]
+        ends = ("test_how_it_ended", "test_as_many_threads_as_allowed")
+        command += [str(HERE / "test_escapes.py"), *(f"{HERE / 'test_execution.py'}::{name}" for name in ends)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"HOME": folder, "TMPDIR": folder}
         ended = subprocess.run(
