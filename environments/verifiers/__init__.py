@@ -97,10 +97,9 @@ class Verifiers(HarnessEnvironment):
 def _importable(package: str) -> str:
     """The name of a package; of ``file.py`` it is the module's, which is made importable."""
     if package.endswith(".py"):
-        path = Path(package)
-        # a sample has another working directory: it finds what ``preload`` has imported
-        if path.stem not in sys.modules:
-            sys.path.append(str(path.resolve().parent))
+        path = Path(package).resolve()
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
         return path.stem
     return package
 
