@@ -18,6 +18,7 @@ from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
 from megatron_rl.signals import StopRequest
 from megatron_rl.types import Completed, Completion, Grade, HarnessRun, Request, SamplingParams, SourcedTask, Task
 from tests.support.toy import LETTERS, toy_tokenizer
+from tests.unit.rollout.test_rollouter import EndsAt
 
 Play = Callable[[HarnessRun, openai.AsyncOpenAI], Awaitable[Grade]]
 
@@ -77,7 +78,13 @@ class Stage:
             return await play(run, client)
 
     def run(
-        self, play: Play, samples: int = 1, masks_edits: bool = False, journal: StepJournal | None = None
+        self,
+        play: Play,
+        samples: int = 1,
+        masks_edits: bool = False,
+        journal: StepJournal | None = None,
+        tasks: Sequence[str] = ("ab",),
+        quota: EndsAt | None = None,
     ) -> RolloutResult | None:
         async def run_all(_: str, runs: Sequence[HarnessRun]) -> list[Grade]:
             return await self.run_all(play, runs)
@@ -85,10 +92,12 @@ class Stage:
         settings = HarnessSettings({"agent"}, run_all, self.endpoint, masks_edits)
         rollouter = Rollouter(self.engine, toy_tokenizer(), self._groups, None, self.stop, harnesses=settings)
         try:
-            request = Request(
-                SourcedTask("agent", Task("0", "ab")), ids("ab"), samples, SamplingParams(max_new_tokens=6)
-            )
-            return rollouter.run([request], 9, 4, journal)
+            sampling = SamplingParams(max_new_tokens=6)
+            requests = [
+                Request(SourcedTask("agent", Task(f"{index}", text)), ids(text), samples, sampling, index)
+                for index, text in enumerate(tasks)
+            ]
+            return rollouter.run(requests, 9, 4, journal, quota)
         finally:
             rollouter.close()
 
@@ -241,6 +250,24 @@ def test_a_stop_ends_harnesses_that_wait(stage: Stage) -> None:
 
     assert stage.run(play, samples=2) is None
     assert ends == ["cancelled"] * 2
+
+
+def test_a_quota_ends_harnesses_that_are_not_needed(stage: Stage) -> None:
+    ends: list[str] = []
+
+    async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
+        try:
+            await ask(client, run.task.prompt)
+        except asyncio.CancelledError:
+            ends.append(run.task.prompt)
+            raise
+        return Grade(1.0)
+
+    result = stage.run(play, tasks=("az", "ab"), quota=EndsAt(1))
+    assert list(result.finished) == [1]
+    assert ends == ["az"]
+    assert not stage.engine.has_unfinished
+    assert stage.run(play, tasks=("cd",)).groups[0].rollouts[0].completion.token_ids == ids("e$"), "and then the next"
 
 
 def test_a_judge_asks_beside_the_session(stage: Stage) -> None:
