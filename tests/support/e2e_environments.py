@@ -169,6 +169,7 @@ class Branching(TalksByHarness):
     """Two answers to one question at once beside another question; one goes on, one has its history edited."""
 
     name = "branching"
+    run_deadline = 60.0
 
     async def run(self, task: Task, client: openai.AsyncOpenAI) -> float:
         """The mean over what was said."""

@@ -141,6 +141,13 @@ def stage_points() -> dict[str, tuple[Any, str, str]]:
     }
 
 
+def harness_points() -> dict[str, tuple[Any, str, str]]:
+    """Of a sample whose harness calls the model."""
+    from megatron_rl.rollout.harnesses import Harnesses
+
+    return {"call_answered": (Harnesses, "add_answer", "after"), "sample_ended": (Harnesses, "_end", "after")}
+
+
 def background_points() -> dict[str, tuple[Any, str, str]]:
     """The same of a save in the background."""
     import megatron_rl.checkpoint.manager as manager
@@ -207,7 +214,7 @@ def _main() -> int:
 
     argv, kill, omit = json.loads(sys.argv[1])
     if kill and kill["point"]:
-        arm(Kill(**kill), *(points() | stage_points() | background_points())[kill["point"]])
+        arm(Kill(**kill), *(points() | stage_points() | harness_points() | background_points())[kill["point"]])
     if omit:
         forget(omit)
     return main(["train_rl.py", *argv])

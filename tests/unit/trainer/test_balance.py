@@ -200,3 +200,15 @@ def test_scoring_is_not_counted(one_rank: ParallelGroups) -> None:
     scorer.logprobs([batch, replace(batch)])
     assert scorer.balance_metrics()["actor/expert_load_max"] == 0.0
     assert BalanceLosses.of(tiny_config(), policy.device) is None
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("sequence-mean", [2 / 3, 1 / 3, 1.0]), ("token-mean", [2.0, 1.0, 1.0])])
+def test_of_several_sequences_of_a_sample_each_has_its_share(
+    one_rank: ParallelGroups, kind: str, weights: list[float]
+) -> None:
+    """As in the policy loss: 2 and 1 of a sample's three loss tokens, and a sample of one."""
+    first, second = make_sample([1, 2, 3]), make_sample([1, 4])
+    branched = [replace(first, tokens_elsewhere=1), replace(second, sequence=1, tokens_elsewhere=2)]
+    batch = collate([*branched, make_sample([5, 6], sample_id=1)], "cpu")
+    losses = BalanceLosses(tiny_config(**MIXTURE | SEQUENCES | {"rl_loss_aggregation": kind}), torch.device("cpu"))
+    torch.testing.assert_close(losses.during(batch, None).weights, torch.tensor(weights))

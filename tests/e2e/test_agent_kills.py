@@ -1,0 +1,54 @@
+"""A run of harnesses that is killed amid their calls and started again is the run that was never killed: to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.support.checkpoints import differences
+from tests.support.kills import KILLED, Kill, Story, tell
+from tests.support.runs import rows_of
+
+STEPS, RANKS = 2, 2
+FLAGS = {
+    "train_iters": STEPS, "save_interval": 1, "eval_interval": STEPS, "rl_prompts_per_eval": 2,
+    "rl_samples_per_eval_prompt": 1, "use_distributed_optimizer": True, "grpo_group_size": 2, "global_batch_size": 4,
+    "rl_max_new_tokens": 6, "rl_loss_aggregation": "sequence-mean", "rl_log_rollouts": 4, "resume": True,
+}  # fmt: skip
+KILLS = [Kill(0, "call_answered", 9), Kill(1, "sample_ended", 3)]
+"""Of the 20 calls and 4 samples of a rank in a step; how many samples come back from the journal the clock decides."""
+
+
+def test_nothing_tells_it_from_the_run_that_was_never_killed(workshop: Any) -> None:
+    """Weights, optimizer, counters, random states, metrics and every recorded sequence."""
+    environments = workshop.environments("branching", [{"environment": "tests.support.e2e_environments:Branching"}])
+    stories = [
+        Story(name, [str(word) for word in workshop.rl(name, langrl_env_config=environments, **FLAGS)], kills)
+        for name, kills in (("whole", []), ("killed", KILLS))
+    ]
+    logs = workshop.folder / "logs"
+    codes = tell(stories, logs, RANKS, timeout=900)
+    said = "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(logs.glob("*.log")))
+    assert [codes["whole"][-1], codes["killed"][-1]] == [[0] * RANKS] * 2, said
+    for kill, ended in zip(KILLS, codes["killed"], strict=False):
+        assert ended[kill.rank] == KILLED, f"{kill} was never reached\n{said}"
+    assert len(codes["killed"]) == len(KILLS) + 1
+
+    whole, killed = map(workshop.run_dir, ("whole", "killed"))
+    has_branches(whole)
+    last = Path("checkpoints") / f"step_{STEPS:07d}"
+    assert differences(whole / last, killed / last) == []
+    assert rows_of(killed) == rows_of(whole)
+    for record in sorted((whole / "rollouts").iterdir()):
+        assert (killed / "rollouts" / record.name).read_text() == record.read_text(), record.name
+    assert not list((killed / "journal").glob("*"))
+
+
+def has_branches(run_dir: Path) -> None:
+    """Else the test would show less."""
+    rows = [json.loads(line) for line in (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert {(row["group"], row["sample"]) for row in rows} == {(group, n) for group in range(4) for n in range(2)}
+    assert {row["branch"] for row in rows} >= {0, 1, 2, 3}
+    assert any(row["environment_spans"] for row in rows)
+    assert any(row["update"] is not None for row in rows if row["branch"])
