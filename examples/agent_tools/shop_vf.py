@@ -1,5 +1,9 @@
 """The shop's questions as a package of ``verifiers``: a taskset, and a harness that calls the model in its own process.
 
+    - environment: verifiers
+      name: shop
+      args: {package: examples/agent_tools/shop_vf.py, args: {shop: {seed: 1}}, test_args: {split: test}}
+
 Tasks and tools are those of ``environments/shop``. The harness is what anyone writes around OpenAI's client. verifiers'
 own, ``null``, could have the tools from a server that it starts for each sample: three seconds of a processor.
 """
