@@ -13,9 +13,10 @@ import shlex
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
+if TYPE_CHECKING:
+    import aiohttp  # whoever lists environments imports this module, and does without
 
 MAX_MESSAGE = 100 * 2**20
 """Bytes, as of OpenEnv's own client: an observation may be an image."""
@@ -53,7 +54,7 @@ class Episode:
         with contextlib.suppress(ConnectionError):  # its last words are still to be read
             await self._socket.send_json({"type": kind, "data": dict(data)})
         received = await self._next
-        if received.type != aiohttp.WSMsgType.TEXT:
+        if received.type.name != "TEXT":
             raise ServerFault(f"the server ended the session at a {kind} ({received.data or received.type.name})")
         self._next = asyncio.ensure_future(self._socket.receive())
         answer = received.json()
@@ -78,6 +79,8 @@ class Server:
 
     async def tasks(self, split: str) -> Sequence[Any]:
         """What the server lists for a split; ``ServerFault`` where it lists nothing."""
+        import aiohttp
+
         async with self._reachable() as (url, http):
             try:
                 (name,) = await _json(http.get(f"{url}/list_environments"))
@@ -114,6 +117,8 @@ class Server:
     @contextlib.asynccontextmanager
     async def _reachable(self) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
         """Its URL, while it runs, and a client; ``ServerFault`` where nobody answers."""
+        import aiohttp
+
         with contextlib.ExitStack() as stack:
             url = self._url or stack.enter_context(_started(self._command))
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
@@ -123,6 +128,8 @@ class Server:
 
 async def _answers(http: aiohttp.ClientSession, url: str, seconds: float) -> None:
     """Waits for the server, so many seconds at most."""
+    import aiohttp
+
     loop = asyncio.get_running_loop()
     ends = loop.time() + seconds
     while True:
