@@ -93,3 +93,43 @@ def _assert_the_same(reports: Sequence[dict[str, Any]], expected: dict[str, Any]
             assert own["metrics"]["training/rollout_logprob_gap_max"] < 1e-5
             for name in ("actor/pg_loss", "critic/rewards/mean", "rollout/turns_mean", "perf/generated_tokens"):
                 assert own["metrics"][name] == pytest.approx(alone["metrics"][name], rel=0, abs=1e-5), name
+
+
+async def run_oddly(environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:
+    """Of each group the first sample has no answer of the model, and the others have two sequences."""
+    return [Grade(1.0), *await asyncio.gather(*map(branch, runs[1:]))]
+
+
+async def branch(run: HarnessRun) -> Grade:
+    """Two answers to the prompt at once, of which one goes on."""
+    async with openai.AsyncOpenAI(base_url=run.base_url, api_key=run.api_key, max_retries=0) as client:
+        calls = (client.completions.create(model="policy", prompt=run.task.prompt) for _ in range(2))
+        said = sorted(answer.choices[0].text for answer in await asyncio.gather(*calls))
+        last = await client.completions.create(model="policy", prompt=f"{run.task.prompt}{said[0]}yes")
+        return Grade(sum(letter <= "m" for letter in last.choices[0].text) / 6)
+
+
+def step_oddly(tensor_size: int, stages: int = 1, **changes: Any) -> dict[str, float]:
+    """The metrics of a step."""
+    groups = join(tensor_size, stages, **changes)
+    run = toy_run(toy_config(groups, {**TALKS, "rl_max_failed_share": 0.6, **changes}), groups, run_harness=run_oddly)
+    metrics = rl_step(run, 1).metrics
+    run.closing.close()
+    shut_down()
+    return metrics
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_size": 1}, {"tensor_size": 1, "stages": 2, "rl_router_replay": True}], ids=["data", "replay"]
+)
+def test_branches_and_samples_without_calls_on_two_ranks(sizes: dict[str, Any]) -> None:
+    """With --rl-router-replay the experts of every sequence are those that its tokens were sent to."""
+    experts = SHAPES["experts"]
+    program = "tests.distributed.test_harnesses:step_oddly"
+    (alone,) = run_ranks(program, 1, tensor_size=1, **experts)
+    for report in run_ranks(program, 2, **sizes, **experts):
+        assert report["training/rollout_logprob_gap_max"] < 1e-5
+        assert report["training/failed_grades/no_calls"] == alone["training/failed_grades/no_calls"] > 0
+        assert report["rollout/sequences_mean"] == alone["rollout/sequences_mean"] > 1
+        for name in ("actor/pg_loss", "critic/rewards/mean", "perf/generated_tokens"):
+            assert report[name] == pytest.approx(alone[name], rel=0, abs=1e-5), name
