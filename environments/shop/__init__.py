@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from megatron_rl.environments.base import split_of
 from megatron_rl.environments.grading import arithmetic_value
 from megatron_rl.environments.tools import ToolEnvironment, tool
+from megatron_rl.sandbox import python_tool, sandbox_problem
 from megatron_rl.types import Demonstration, Grade, LaterTurn, Split, Task, Transcript, Turn
 
 GOODS = ("fig", "nut", "pear", "plum", "leek", "kiwi", "lime", "date", "oat", "rye", "egg", "yam")
@@ -22,31 +23,36 @@ class Shop(ToolEnvironment):
     """Adds up what goods cost, with a search tool for the prices and a Python tool for the sum.
 
     Prices are drawn for each task, so a model must search for them. The conversation ends with the first turn that
-    calls no tool, worth 1 if it is the right number. ``python`` knows ``print`` of sums and products, nothing else.
+    calls no tool, worth 1 if it is the right number. With ``sandbox`` its code runs as it stands, in a sandbox;
+    without, ``python`` knows ``print`` of sums and products and nothing else, which saves some 60 ms a call.
 
     The first ``practice`` demonstrations use the tools; of the others ``guess_share`` guess, and guess wrong, to leave
     reinforcement learning something to correct.
     """
 
     name = "shop"
-    in_process = True
     max_turns = 6
 
     def __init__(
         self,
         *,
         goods: int = 2,
-        max_count: int = 99,
+        max_count: int = 29,
         max_price: int = 99,
+        sandbox: bool = False,
         seed: int = 0,
         train_tasks: int = 4096,
         test_tasks: int = 256,
-        demonstrations: int = 24000,
-        practice: int = 6400,
-        guess_share: float = 0.75,
+        demonstrations: int = 32000,
+        practice: int = 19200,
+        guess_share: float = 0.65,
     ) -> None:
         if not 1 <= goods <= len(GOODS) or min(max_count, max_price) < 2 or not 0 <= guess_share <= 1:
             raise ValueError(f"goods must be 1 to {len(GOODS)}, max_count and max_price at least 2, guess_share 0 to 1")
+        if sandbox and (problem := sandbox_problem()):
+            raise ValueError(f"sandbox is true, and {problem}")
+        self.in_process = not sandbox
+        self._run = python_tool()[1] if sandbox else computed
         self._goods, self._max_count, self._max_price = goods, max_count, max_price
         self._seed, self._num_tasks = seed, {"train": train_tasks, "test": test_tasks}
         self._num_demonstrations, self._practice, self._guess_share = demonstrations, practice, guess_share
@@ -74,7 +80,7 @@ class Shop(ToolEnvironment):
     @tool
     def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints."""
-        return computed(code)
+        return self._run(code)
 
     def grade(self, task: Task, transcript: Transcript) -> Grade:
         """1 for the right number."""

@@ -1,22 +1,31 @@
 #!/usr/bin/env bash
 # A language model learns to use two tools over several turns by RL, in minutes, on a CPU.
 #
-#   bash examples/agent_tools/run.sh [--seed N] [--run-dir DIR]
+#   bash examples/agent_tools/run.sh [--via step|endpoint] [--seed N] [--run-dir DIR]
 #
 # Asked `12 fig+7 nut`, it should search for the price of figs, then of nuts, have Python print `12*37+7*45`, and say 759.
 # 1. A supervised warm start on demonstrations of which most guess, at once or after the searches. 2. GRPO, reward 1 for
 # the right number: the tools win. Calls are in Hermes form, as Qwen's and many others are: docs/environments.md.
+#
+# With --via endpoint the second stage's samples are led by a plain OpenAI client (environments/shop/harness.py), which
+# calls the model at the run's own endpoint: the same tokens for the same seeds, in more time.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-usage() { echo "usage: bash examples/agent_tools/run.sh [--seed N] [--run-dir DIR]" >&2; exit 2; }
-SEED=1 RUN_DIR=runs/agent_tools
+usage() { echo "usage: bash examples/agent_tools/run.sh [--via step|endpoint] [--seed N] [--run-dir DIR]" >&2; exit 2; }
+VIA=step SEED=1 RUN_DIR=runs/agent_tools
 while [ $# -gt 0 ]; do
     case "$1" in
+        --via) VIA=${2:-}; shift 2 || usage ;;
         --seed) SEED=${2:-}; shift 2 || usage ;;
         --run-dir) RUN_DIR=${2:-}; shift 2 || usage ;;
         *) echo "unknown argument: $1" >&2; usage ;;
     esac
 done
+case "$VIA" in
+    step) WAY=shop ;;
+    endpoint) WAY=megatron_rl_environments.shop.harness:ShopHarness ;;
+    *) usage ;;
+esac
 case "$SEED" in ''|*[!0-9]*) echo "--seed needs a number of 0 or more, got '$SEED'" >&2; exit 2 ;; esac
 [ -n "$RUN_DIR" ] || { echo "--run-dir needs a directory" >&2; exit 2; }
 if [ -e "$RUN_DIR" ]; then echo "$RUN_DIR exists; choose another --run-dir, or remove it" >&2; exit 2; fi
@@ -25,8 +34,10 @@ bash tools/setup.sh
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE
 mkdir -p "$RUN_DIR"
 python examples/agent_tools/make_tokenizer.py "$RUN_DIR/tokenizer"
-# another seed draws other questions and demonstrations
-echo "- {environment: shop, args: {seed: $SEED}}" > "$RUN_DIR/environments.yaml"
+# Another seed draws other questions and demonstrations. The name is part of the samples' seeds: it is the same by
+# either way.
+echo "- {environment: shop, args: {seed: $SEED}}" > "$RUN_DIR/warm_start.yaml"
+echo "- {environment: $WAY, name: shop, args: {seed: $SEED}}" > "$RUN_DIR/environments.yaml"
 
 NPROC=${NPROC:-2}
 PRECISION=()
@@ -40,21 +51,21 @@ COMMON=(
     --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --add-qkv-bias
     --untie-embeddings-and-output-weights --init-method-std 0.125 --embedding-init-method-std 0.5
     --tokenizer-model "$RUN_DIR/tokenizer" --make-vocab-size-divisible-by 16 --seq-length 96
-    --langrl-env-config "$RUN_DIR/environments.yaml"
     --use-distributed-optimizer --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
     --seed "$SEED" "${PRECISION[@]}"
 )
 echo "== 1. supervised warm start: most demonstrations guess, some use the tools =="
 torchrun --standalone --nproc-per-node="$NPROC" train_rl.py "${COMMON[@]}" \
-    --train-iters 400 --global-batch-size 32 --micro-batch-size 16 \
+    --langrl-env-config "$RUN_DIR/warm_start.yaml" --train-iters 900 --global-batch-size 32 --micro-batch-size 16 \
     --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters 20 --weight-decay 0.01 \
-    --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 130 \
+    --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 270 \
     --log-interval 100 --run-dir "$RUN_DIR/warm_start"
 
 echo "== 2. GRPO over up to six turns: reward 1 for the right number, 0 otherwise =="
 exec torchrun --standalone --nproc-per-node="$NPROC" train_rl.py "${COMMON[@]}" \
-    --perform-rl-step --pretrained-checkpoint "$RUN_DIR/warm_start/checkpoints" \
+    --langrl-env-config "$RUN_DIR/environments.yaml" --perform-rl-step \
+    --pretrained-checkpoint "$RUN_DIR/warm_start/checkpoints" \
     --grpo-group-size 16 --grpo-prompts-per-step 16 --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 \
-    --rl-max-new-tokens 24 --micro-batch-size 64 --train-iters 40 --lr 8e-4 --min-lr 2.4e-4 \
+    --rl-max-new-tokens 24 --micro-batch-size 64 --train-iters 40 --lr 6e-4 --min-lr 2e-4 \
     --lr-decay-style linear --lr-warmup-iters 5 --eval-interval 10 --rl-prompts-per-eval 64 \
     --rl-samples-per-eval-prompt 8 --run-dir "$RUN_DIR"

@@ -32,6 +32,7 @@ ALLOWED_IMPORTS = {
     "megatron_rl.environments.tools",
     "megatron_rl.errors",
     "megatron_rl.tool_calls",
+    "megatron_rl.sandbox",
     "megatron_rl.types",
 }
 SAMPLE = 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import runpy
 from itertools import islice
@@ -9,7 +10,11 @@ from itertools import islice
 import pytest
 
 from megatron_rl.environments.loader import find_environment
+from megatron_rl.environments.scripted import always, script_of, scripted_model
+from megatron_rl.environments.selftest import run_checks
+from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError
+from megatron_rl.sandbox import sandbox_problem
 from megatron_rl.tokenizer import load_tokenizer
 from megatron_rl.types import Task, Turn
 from tests.support.ranks import REPOSITORY
@@ -67,6 +72,16 @@ def test_what_a_tool_answers(call, answer):
     assert step.reward.reward == 0.0
 
 
+@pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem())
+def test_code_in_a_sandbox_of_a_grading_worker():
+    call = shop().call("python", code="print(sum(n * n for n in (3, 4)))")
+    with contextlib.closing(WorkerPool(1, preload=())) as pool:
+        item = (TASK, None, Turn(call, "stop", 9))
+        [plain] = pool.grade("shop", {}, [item], 30.0, 0.0)
+        [result] = pool.grade("shop", {"sandbox": True}, [item], 30.0, 0.0)
+    assert [each.continuation.messages[0]["content"] for each in (plain, result)] == ["?", "25"]
+
+
 @pytest.mark.parametrize(("text", "status"), [("759", "correct"), (" 759 ", "correct"), ("76", "wrong"), ("", "wrong")])
 def test_an_answer_ends_it(text, status):
     _, step = said(shop(), text)
@@ -118,3 +133,25 @@ def test_the_template_writes_calls_as_the_model_does(tokenizer):
 def test_every_character_of_an_error_is_a_token(tokenizer):
     text = "Error: 'x' is {not} \"valid\" | ~\n"
     assert tokenizer.decode_raw(tokenizer.encode(text)) == text
+
+
+def test_the_harness_takes_the_shops_options_and_passes_its_self_test():
+    pytest.importorskip("openai", reason="the extra agents is not installed")
+    environment = find_environment("megatron_rl_environments.shop.harness:ShopHarness").from_options({"max_price": 50})
+    assert not environment.in_process
+    assert environment.max_turns == 1
+    assert len(environment.gold_turns(TASK)) == 4
+    results = {check.name: check.passed for check in run_checks(environment, limit=2)}
+    assert results["gold answers"]
+    assert results["empty answers"]
+
+
+def test_the_harness_ends_where_the_conversation_is_full_or_has_had_its_turns():
+    openai = pytest.importorskip("openai", reason="the extra agents is not installed")
+    environment = find_environment("megatron_rl_environments.shop.harness:ShopHarness")()
+    call = environment.gold_turns(TASK)[0]
+    for script, calls in ((script_of([call]), 2), (always(call), 6)):
+        asked = []
+        with scripted_model(lambda n, script=script, asked=asked: (asked.append(n), script(n))[1]) as url:
+            grade = environment.run(TASK, openai.OpenAI(base_url=url, api_key="k", max_retries=0))
+        assert (grade.reward, grade.status, len(asked)) == (0.0, "wrong", calls)
