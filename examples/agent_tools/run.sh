@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # A language model learns to use two tools over several turns by RL, in minutes, on a CPU.
 #
-#   bash examples/agent_tools/run.sh [--via step|endpoint] [--seed N] [--run-dir DIR]
+#   bash examples/agent_tools/run.sh [--via step|endpoint|verifiers] [--seed N] [--run-dir DIR]
 #
 # Asked `12 fig+7 nut`, it should search for the price of figs, then of nuts, have Python print `12*37+7*45`, and say 759.
 # 1. A supervised warm start on demonstrations of which most guess, at once or after the searches. 2. GRPO, reward 1 for
 # the right number: the tools win. Calls are in Hermes form, as Qwen's and many others are: docs/environments.md.
 #
 # With --via endpoint the second stage's samples are led by a plain OpenAI client (environments/shop/harness.py), which
-# calls the model at the run's own endpoint: the same tokens for the same seeds, in more time.
+# calls the model at the run's own endpoint; with --via verifiers by a package of that library (shop_vf.py). Either has
+# the same tokens for the same seeds, in more time.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-usage() { echo "usage: bash examples/agent_tools/run.sh [--via step|endpoint] [--seed N] [--run-dir DIR]" >&2; exit 2; }
+usage() { echo "usage: bash examples/agent_tools/run.sh [--via step|endpoint|verifiers] [--seed N] [--run-dir DIR]" >&2; exit 2; }
 VIA=step SEED=1 RUN_DIR=runs/agent_tools
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -21,23 +22,29 @@ while [ $# -gt 0 ]; do
         *) echo "unknown argument: $1" >&2; usage ;;
     esac
 done
+EXTRAS=()
 case "$VIA" in
     step) WAY=shop ;;
-    endpoint) WAY=megatron_rl_environments.shop.harness:ShopHarness ;;
+    endpoint) WAY=megatron_rl_environments.shop.harness:ShopHarness EXTRAS=(agents) ;;
+    verifiers) WAY=verifiers EXTRAS=(verifiers) ;;
     *) usage ;;
 esac
 case "$SEED" in ''|*[!0-9]*) echo "--seed needs a number of 0 or more, got '$SEED'" >&2; exit 2 ;; esac
 [ -n "$RUN_DIR" ] || { echo "--run-dir needs a directory" >&2; exit 2; }
 if [ -e "$RUN_DIR" ]; then echo "$RUN_DIR exists; choose another --run-dir, or remove it" >&2; exit 2; fi
 
-bash tools/setup.sh
+bash tools/setup.sh "${EXTRAS[@]}"
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE
 mkdir -p "$RUN_DIR"
 python examples/agent_tools/make_tokenizer.py "$RUN_DIR/tokenizer"
 # Another seed draws other questions and demonstrations. The name is part of the samples' seeds: it is the same by
 # either way.
 echo "- {environment: shop, args: {seed: $SEED}}" > "$RUN_DIR/warm_start.yaml"
-echo "- {environment: $WAY, name: shop, args: {seed: $SEED}}" > "$RUN_DIR/environments.yaml"
+ARGS="{seed: $SEED}"
+if [ "$VIA" = verifiers ]; then
+    ARGS="{package: examples/agent_tools/shop_vf.py, args: {shop: $ARGS}, test_args: {split: test}}"
+fi
+echo "- {environment: $WAY, name: shop, args: $ARGS}" > "$RUN_DIR/environments.yaml"
 
 NPROC=${NPROC:-2}
 PRECISION=()
