@@ -74,7 +74,7 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "megatron-rl=megatron_rl.cli:main",
+            "megatron-rl=megatron_rl.cli:entry",
             "megatron-rl-environments=megatron_rl.environments.__main__:main",
         ]
     },

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import megatron_rl
 from megatron_rl.main import CONFIGURATION_ERROR
@@ -40,6 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CONFIGURATION_ERROR
     module, function = _COMMANDS[command][0].split(":")
     return getattr(importlib.import_module(module), function)(words)
+
+
+def entry() -> NoReturn:
+    """The process of a command: ends with its exit code.
+
+    Once the command has ended, a Ctrl-C is too late: while Python clears up, it would end the process by a signal.
+    """
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def _usage() -> str:

@@ -1,7 +1,5 @@
 """``python -m megatron_rl.cli`` is ``megatron-rl``."""
 
-import sys
+from megatron_rl.cli import entry
 
-from megatron_rl.cli import main
-
-sys.exit(main())
+entry()

@@ -128,9 +128,11 @@ class Session:
 
     def _new_in_text(self, prompt: str) -> tuple[int | None, Sequence[int]]:
         """What it goes on from, and the ids after that."""
+        # An answer without text leaves the prompt as it was: who asks the same once more does not go on from it.
         found = [
             (len(text), number)
-            for number, node in self._nodes.items() for text in node.texts if prompt.startswith(text)
+            for number, node in self._nodes.items() for text in node.texts
+            if prompt.startswith(text) and prompt != node.asked
         ]  # fmt: skip
         if not found:
             return None, self._tokenizer.encode_prompt(prompt, self.environment)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.environments.__main__ import ENVIRONMENT
+from megatron_rl.environments.templates import KINDS as TEMPLATES
 from tests.support.ranks import REPOSITORY
 from tests.support.runs import RL, TINY, command
 from tests.support.tiny import write_tokenizer
@@ -21,7 +21,7 @@ KINDS = {
     "rl-correction": "from megatron_rl.algorithms.corrections.token_tis import Correction as Mine",
     "rl-group-filter": "from megatron_rl.algorithms.filters.signal import Filter as Mine",
     "rl-rollout-quantization": "from megatron_rl.quantization.recipes.int8 import RECIPE as Mine",
-    "environment": ENVIRONMENT.format(name="mine", class_name="Mine").replace("{number} even? ", "{number}*2="),
+    "environment": TEMPLATES["grade"][0].format(name="mine", class_name="Mine").replace(" even? ", "*2="),
 }
 """Flag -> a file that defines ``Mine``; the environment stands in a YAML list."""
 FORMS = ("{kind}.py", "inside/{kind}.py", "{folder}/inside/{kind}.py", "{kind}", "inside.{kind}")

@@ -210,6 +210,14 @@ def test_a_template_that_refuses(tokenizer: Tokenizer) -> None:
     assert session.end().calls == ()
 
 
+def test_a_prompt_asked_again_after_an_answer_without_text_is_a_prompt(session: Session, tokenizer: Tokenizer) -> None:
+    first = session.begin_text(0, "2+2=")
+    session.answered(0, said(""), spelled(tokenizer, "", ended=True))
+    again = session.begin_text(1, "2+2=")
+    assert (again.after, again.ids, again.branch) == (None, first.ids, 1)
+    assert session.begin_text(2, "2+2=four").after == 0
+
+
 def test_texts_go_on(session: Session, tokenizer: Tokenizer) -> None:
     first = session.begin_text(0, "2+2=")
     assert list(first.ids) == tokenizer.encode_prompt("2+2=")

@@ -160,7 +160,7 @@ ATTEMPTS: Mapping[str, Attempt] = {
         "import os\nprint('ESCAPED' if 'SECRET' in os.environ else '')", ("environment",)
     ),
     "inherited files": Attempt(
-        "import os\nfor number in range(3, 64):\n    try: os.fstat(number); print('ESCAPED')\n    except OSError: pass",
+        "import os\nfor n in range(3, 4096):\n    try: os.fstat(n); print('ESCAPED')\n    except OSError: pass",
         ("close_range",),
     ),
     # the network
