@@ -234,7 +234,7 @@ class Harnesses:
         sample = self._open.pop((end.index, end.sample))
         sequences = sample.trace.sequences(end.calls)
         if not sequences:
-            nothing = Completion((), (), "length", policy_version=0)
+            nothing = Completion((), (), "stop", policy_version=0)
             self._finished.keep(sample.request, end.sample, Rollout(nothing, "", end.grade))
             return
         first, *branches = sequences

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.loop import rl_step
-from megatron_rl.parallel import shut_down
+from megatron_rl.loop import RLRun, rl_step
+from megatron_rl.parallel import ParallelGroups, shut_down
 from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.rollout.conversations import ConversationSettings
 from megatron_rl.types import Continuation, Grade, Task, Turn
@@ -27,10 +27,10 @@ REPLY = "yes"
 async def answer(environment: str, items: Sequence[tuple[Task, Any, Turn]]) -> list[Grade]:
     """Ends about one conversation in three; the others wait for a moment that depends on the text."""
     await asyncio.sleep(0.001 * (zlib.crc32(items[0][2].text.encode()) % 20))
-    return [_answer(task, state, turn) for task, state, turn in items]
+    return [answer_to(task, state, turn) for task, state, turn in items]
 
 
-def _answer(task: Task, state: Any, turn: Turn) -> Grade:
+def answer_to(task: Task, state: Any, turn: Turn) -> Grade:
     assert (state or 0) == turn.number, "the state of another turn"
     checksum = zlib.crc32(f"{task.id}/{turn.number}/{turn.text}".encode())
     reward = sum(letter <= "m" for letter in turn.text) / max(len(turn.text), 1)
@@ -46,6 +46,11 @@ def talk(tensor_size: int, **changes: Any) -> dict[str, Any]:
     config = toy_config(groups, {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2, **changes})
     settings = ConversationSettings({"toy": TURNS}, config.rollout.inference_max_seq_length)
     run = toy_run(config, groups, answer, settings)
+    return steps_of(run, groups)
+
+
+def steps_of(run: RLRun, groups: ParallelGroups) -> dict[str, Any]:
+    """What was said in each of two steps, by task, and the metrics; ends the run."""
     steps = []
     for step in range(STEPS):
         recorded: list[Any] = []

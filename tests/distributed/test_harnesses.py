@@ -11,10 +11,9 @@ import pytest
 
 from megatron_rl.loop import rl_step
 from megatron_rl.parallel import shut_down
-from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.types import Grade, HarnessRun, Turn
 from tests.distributed.programs import join, toy_config
-from tests.distributed.test_conversations import STEPS, TURNS, _answer
+from tests.distributed.test_conversations import TURNS, answer_to, steps_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import SHAPES
 from tests.support.toy import toy_run
@@ -35,7 +34,7 @@ async def converse(run: HarnessRun) -> Grade:
             answer = await client.completions.create(model="policy", prompt=prompt)
             said = answer.choices[0]
             prompt += said.text
-            result = _answer(run.task, number, Turn(said.text, said.finish_reason, 0, number=number))
+            result = answer_to(run.task, number, Turn(said.text, said.finish_reason, 0, number=number))
             if result.continuation is None or number == TURNS - 1:
                 return Grade(result.reward)
             prompt += result.continuation.messages[0]["content"]
@@ -45,19 +44,7 @@ def run_harnesses(tensor_size: int, stages: int = 1, **changes: Any) -> dict[str
     """Two steps of training: what was said in them, and the metrics; as `test_conversations.talk`."""
     groups = join(tensor_size, stages, **changes)
     run = toy_run(toy_config(groups, {**TALKS, **changes}), groups, run_harness=run_all)
-    steps = []
-    for step in range(STEPS):
-        recorded: list[Any] = []
-        run.reporter.records = lambda _, rollouts, *__, kept=recorded: kept.extend(
-            [group.source.task.id, [[r.completion.token_ids, r.completion.environment_spans] for r in group.rollouts]]
-            for group in rollouts
-        )
-        metrics = rl_step(run, step + 1).metrics
-        said = dict(pair for part in gather_json(recorded, groups.data_group) for pair in part)
-        steps.append({"said": said, "metrics": metrics})
-    run.closing.close()
-    shut_down()
-    return {"steps": steps}
+    return steps_of(run, groups)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,9 @@ FLAGS = {
     "rl_samples_per_eval_prompt": 1, "use_distributed_optimizer": True, "grpo_group_size": 2, "global_batch_size": 4,
     "rl_max_new_tokens": 6, "rl_loss_aggregation": "sequence-mean", "rl_log_rollouts": 4, "resume": True,
 }  # fmt: skip
-KILLS = [Kill(0, "call_answered", 9), Kill(1, "sample_ended", 3)]
-"""Of the 20 calls and 4 samples of a rank in a step; how many samples come back from the journal the clock decides."""
+KILLS = [Kill(0, "call_answered", 9), Kill(1, "sample_ended", 3), Kill(0, "journal_written", 1)]
+"""Of the 20 calls, 4 samples and 2 groups of a rank in a step; what comes back from the journal the clock decides, but
+for the group of the last kill."""
 
 
 def test_nothing_tells_it_from_the_run_that_was_never_killed(workshop: Any) -> None:
@@ -34,6 +35,7 @@ def test_nothing_tells_it_from_the_run_that_was_never_killed(workshop: Any) -> N
     for kill, ended in zip(KILLS, codes["killed"], strict=False):
         assert ended[kill.rank] == KILLED, f"{kill} was never reached\n{said}"
     assert len(codes["killed"]) == len(KILLS) + 1
+    assert "groups were answered before" in said
 
     whole, killed = map(workshop.run_dir, ("whole", "killed"))
     has_branches(whole)

@@ -1,4 +1,4 @@
-"""Harnesses in whole runs: real processes and OpenAI clients, two ranks, faults, kills."""
+"""Harnesses in whole runs: real processes and OpenAI clients, two ranks, faults. Kills: `test_agent_kills`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_kills import Tale
-from tests.support.kills import Kill
 from tests.support.runs import rows_of, run_many
 
 MODULE = "tests.support.e2e_environments"
@@ -21,7 +19,6 @@ FIELDS = (
     "step", "task_id", "sample", "greedy", "prompt_ids", "token_ids", "inference_logprobs", "environment_spans",
     "reward", "advantage", "update",
 )  # fmt: skip
-STORY = {"branches": [Kill(0, "journal_written", 3), Kill(1, "rollout", 40), Kill(0, "loss", 20)]}
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +78,3 @@ def test_what_goes_wrong_leaves_the_others_as_they_are(runs) -> None:
             assert row["token_ids"] == expected[: len(row["token_ids"])]
         else:
             assert row["token_ids"] == expected
-
-
-@pytest.mark.long
-def test_killed_amid_branches_and_resumed(workshop) -> None:
-    """Calls come at once, in any order: the run that is killed three times is the one that was not, to the bit."""
-    entry = [{"environment": f"{MODULE}:Branching"}]
-    flags = {
-        "langrl_env_config": workshop.environments("branching", entry), "rl_max_new_tokens": 6,
-        "grpo_prompts_per_step": 2, "grpo_group_size": 2, "global_batch_size": 4,
-    }  # fmt: skip
-    tale = Tale(workshop, STORY, timeout=900, whole="whole_branches", **flags)
-    tale.check_all(STORY)
-    rows = recorded(workshop, "branches")
-    assert Counter(row["branch"] for row in rows if "advantage" in row).keys() >= {0, 1, 2, 3}
-    assert "groups were answered before" in tale.output("branches")
