@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -200,7 +203,38 @@ def test_what_fails_is_masked_and_the_others_are_as_without(stage: Stage) -> Non
     assert [r.completion.token_ids for r in rollouts] == [
         ids("c$xy$"), (), ids("c$"), ids("c$"), ids("c$xy$")
     ]  # fmt: skip
+    assert not rollouts[1].truncated, "who never spoke was not cut"
     assert not stage.engine.has_unfinished
+
+
+def test_the_caller_s_limits_hold_beside_the_run_s(stage: Stage) -> None:
+    async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
+        await ask(client, "ab", max_tokens=3, stop="q", temperature=0.5)
+        await ask(client, "abcx", max_tokens=50)
+        return Grade(1.0)
+
+    stage.run(play)
+    drawn = [(r.sampling.max_new_tokens, r.sampling.stop, r.sampling.temperature) for r in stage.engine.requests]
+    assert drawn == [(3, ("q",), 1.0), (6, (), 1.0)]
+
+
+def test_a_call_that_comes_with_the_reward_is_left(stage: Stage) -> None:
+    """It was put before its session closed, and is taken after."""
+
+    async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
+        await ask(client, "ab")
+        body, header = {"model": "policy", "prompt": "abcx"}, {"Authorization": f"Bearer {client.api_key}"}
+        post = partial(httpx.post, f"{run.base_url}/completions", json=body, headers=header, timeout=60)
+        late.append(threads.submit(post))
+        stage.endpoint.wait_blocking(30)  # the rollouter, on the same thread, takes nothing meanwhile
+        return Grade(1.0)
+
+    late: list[Future[httpx.Response]] = []
+    with ThreadPoolExecutor(1) as threads:
+        (rollout,) = stage.run(play).groups[0].rollouts
+    assert late[0].result().status_code == 410
+    assert rollout.completion.token_ids == ids("c$")
+    assert len(stage.engine.requests) == 1
 
 
 def test_a_server_that_died_costs_one_more_run(stage: Stage) -> None:
