@@ -274,4 +274,5 @@ def test_64_processes_of_which_some_hang_and_some_die_lose_no_other_reward(hosti
         assert found == [wanted[run.task.data["fault"]] for run in runs]
         assert fork_server.children(recursive=True) == []
         assert [list(path.iterdir()) for path in tmp_path.iterdir() if path.is_dir()] == [[]]
-        assert (descriptors(fork_server.pid), descriptors(os.getpid())) == before
+        assert descriptors(fork_server.pid) == before[0]
+        assert descriptors(os.getpid()) <= before[1], "what earlier tests left may have been collected"
