@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rl.environments.data import DatasetEnvironment, Problem, Row, RowError, Source, held_out, read_rows
 from megatron_rl.environments.data.layouts import CHAT, CODE, MATH, WRITTEN, Layout
 from megatron_rl.environments.grading import needs_sandbox, reward_function, reward_range, stated_deadline
-from megatron_rl.environments.grading.unit_tests import read_tests
+from megatron_rl.environments.grading.unit_tests import check_tests
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Demonstration, Grade, LaterTurn, Message, Prompt, Split, Task, Transcript
 
@@ -185,6 +185,8 @@ def _filled(found: re.Match[str], row: Row) -> str:
     if found[1] is None:
         return found[0]
     value = row.value(found[1])
+    if value in ("", None) and found[1] != row.layout.problem:
+        return ""  # as APPS's starter_code in most rows
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         return "\n".join(value)
     return str(value) if type(value) in (int, float) else row.text(found[1])
@@ -193,7 +195,7 @@ def _filled(found: re.Match[str], row: Row) -> str:
 def _tests(row: Row) -> str:
     gold = row.tests()
     try:
-        read_tests(gold)
+        check_tests(gold)
     except ValueError as error:
         raise RowError(f"has {row.layout.answer} that {error}") from error
     return gold

@@ -27,6 +27,11 @@ class Layout:
         names = (self.problem, self.answer, self.solution, *self.others)
         return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Columns that are read with ``answer`` where they are there."""
+        return BESIDE.get(self.answer, ())
+
 
 VERL = Layout("prompt", "reward_model.ground_truth")
 """DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024, and what verl's scripts prepare."""
@@ -59,12 +64,15 @@ MATH = (VERL, SLIME, PROBLEM, QUESTION, CAPITALS, BOXED)
 CODE = (
     Layout("text", "test_list"),  # MBPP
     Layout("prompt", "test_list"),  # MBPP, sanitized
+    Layout("prompt", "test"),  # HumanEval
     Layout("question", "input_output"),  # APPS, TACO
     Layout("problem", "tests"),  # agentica-org/DeepCoder-Preview-Dataset
     Layout("prompt", "verification_info"),  # PrimeIntellect/verifiable-coding-problems
     VERL,  # PRIME-RL/Eurus-2-RL-Data
 )
 """Problems with tests of the code that solves them."""
+BESIDE = {"test_list": ("test_setup_code", "test_imports"), "test": ("entry_point", "prompt")}
+"""By the column of the tests, those that belong to them where a data set has them."""
 
 # The prompts of DAPO-Math-17k, of slime's copy of it, and of verl's GSM8K and MATH.
 BEFORE = (

@@ -67,7 +67,9 @@ class Source:
     def read_columns(self, there: Collection[str]) -> list[str] | None:
         """Of the columns that are there, those to read; None for all."""
         layout = recognised(self.layouts, there)
-        return None if layout is None or self.all_columns else list(layout.columns)
+        if layout is None or self.all_columns:
+            return None
+        return list(dict.fromkeys([*layout.columns, *(name for name in layout.beside if name in there)]))
 
 
 class Row:
@@ -110,8 +112,10 @@ class Row:
         return ", ".join(boxes)
 
     def tests(self) -> str:
-        """What the answer's code has to pass: text, or the JSON of a list or mapping."""
+        """What the answer's code has to pass: text, or the JSON of a list or mapping, with the columns beside it."""
         value = self.value(self.layout.answer)
+        if beside := {name: self.values[name] for name in self.layout.beside if name in self.values}:
+            value = {self.layout.answer: value, **beside}
         return dumps(value) if isinstance(value, list | dict) else self.text(self.layout.answer)
 
     def solution(self) -> str:

@@ -2,19 +2,24 @@
 
 Tests are JSON, in the forms in which data sets publish them, or plain Python::
 
-    ["assert add(1, 2) == 3", ...]                                        MBPP; each on its own
+    ["assert add(1, 2) == 3", ...]                                        each on its own
+    {"test_list": [..], "test_setup_code": "", "test_imports": []}        MBPP; the last two may be missing
+    {"test": "def check(candidate): ..", "entry_point": .., "prompt": ..} HumanEval
     {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                   APPS, TACO: standard input and output
     {"inputs": [[1, 2], ...], "outputs": [3, ...], "fn_name": "add"}      the same of a function, or of class Solution
     [{"input": .., "output": .., "fn_name": ..}, ...]                     DeepCoder, LiveCodeBench; or as "test_cases"
 
 What programs print and functions return is compared here, outside: a program that is out to cheat does not see what is
-expected. Assertions run in the process of the code that they test, which can therefore cheat them.
+expected. Assertions run in the process of the code that they test, which can therefore cheat them; but a name that it
+defines takes the place of no builtin and of nothing that the tests bring.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,14 +44,20 @@ MAX_PROGRAMS = 16
 MAX_CODE = 100_000
 """Characters."""
 
+PACKAGES = ("numpy",)
+"""Those that tests may import besides the standard library: HumanEval+ and MBPP+ compare arrays."""
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _IN_PROCESS = """
-import json, os, sys
+import builtins, json, os, sys
 given = json.load(sys.stdin)
 told = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-space = {"__name__": "answer"}
-exec("from typing import *\\nimport collections, functools, heapq, itertools, math, re", space)
+base = {"__builtins__": dict(vars(builtins)), "__name__": "__main__"}
+exec("from typing import *\\nimport collections, functools, heapq, itertools, math, re", base)
+own = {*base, *base["__builtins__"]}
+space = {**base, "__builtins__": builtins, "__name__": "answer"}
 with open("answer.py", encoding="utf-8") as file:
     exec(compile(file.read(), "answer.py", "exec"), space)
 for number, test in enumerate(given["tests"]):
@@ -56,7 +67,11 @@ for number, test in enumerate(given["tests"]):
             function = getattr(owner, given["function"]) if owner else space[given["function"]]
             result = json.dumps(function(*test))
         else:
-            exec(test, space)
+            code = compile(test, "test", "exec")
+            names = {*space} - own
+            if names.isdisjoint(code.co_names):  # it tests a function with the name of a builtin, as MBPP's sum
+                names = {*space}.intersection(code.co_names)
+            exec(code, {**base, **{name: space[name] for name in names}})
             result = "true"
     except Exception:
         continue
@@ -73,6 +88,8 @@ class Tests:
     expected: tuple[Any, ...] = ()
     function: str = ""
     """The name of the function that is called with the inputs; "" reads them as standard input or runs them."""
+    before: str = ""
+    """What the answer continues: the beginning of its function, or helpers."""
 
     @property
     def by_program(self) -> bool:
@@ -115,12 +132,13 @@ def read_tests(gold: str) -> Tests:
         if gold.lstrip()[:1] in ("[", "{"):
             raise ValueError("are neither JSON nor Python") from None
         return Tests((gold,))
+    if isinstance(found, dict) and ("test_list" in found or "test" in found):
+        return _assertions(found)
     if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
         return Tests(tuple(found))
-    if isinstance(found, dict) and isinstance(found.get("test_cases"), list):
-        found = found["test_cases"]
-    if isinstance(found, list) and found and all(isinstance(each, dict) for each in found):
-        found = _columns(found)
+    cases = found.get("test_cases") if isinstance(found, dict) else found
+    if isinstance(cases, list) and cases and all(isinstance(each, dict) for each in cases):
+        found = _columns(cases)
     if not isinstance(found, dict):
         raise ValueError("are neither a list of assertions nor inputs and outputs")
     inputs, outputs, function = found.get("inputs"), found.get("outputs"), found.get("fn_name") or ""
@@ -134,12 +152,64 @@ def read_tests(gold: str) -> Tests:
     return Tests(tuple(inputs), tuple(outputs), function)
 
 
+def check_tests(gold: str) -> None:
+    """``ValueError`` says why no answer, or every answer, would pass the tests in a text."""
+    tests = read_tests(gold)
+    for text in () if tests.expected else tests.inputs:
+        tree = _parsed(text)
+        if tree is None:
+            raise ValueError("are no Python")
+        nodes = list(ast.walk(tree))
+        run = [node for each in tree.body if not isinstance(each, _DEFINITIONS) for node in ast.walk(each)]
+        asserts = any(isinstance(node, ast.Assert | ast.Raise) for node in nodes)
+        if not asserts or not any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in run):
+            raise ValueError("assert nothing when they are run, so that every answer would pass")
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+        missing = {name.split(".")[0] or name for name in imported} - sys.stdlib_module_names - set(PACKAGES)
+        if missing:
+            raise ValueError(f"import {', '.join(sorted(missing))}, which the sandbox does not have")
+
+
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _assertions(columns: dict[str, Any]) -> Tests:
+    """MBPP's or HumanEval's columns as assertions."""
+    if "test_list" in columns:
+        setup = "\n".join(line for name in ("test_setup_code", "test_imports") for line in _texts(columns.get(name)))
+        tests = _texts(columns["test_list"])
+        if not tests:
+            raise ValueError("are an empty list")
+        return Tests(tuple(f"{setup}\n{test}" for test in tests))
+    test, tested, prompt = "\n".join(_texts(columns["test"])), columns.get("entry_point"), columns.get("prompt")
+    if not tested:
+        return Tests((test,))
+    if not isinstance(prompt, str) or _parsed(prompt) is None:  # a chat, or words
+        prompt = ""
+    # the prompt's helpers are the tests' own here, and its beginning of the function must not hide the answer's
+    return Tests((f"_tested = {tested}\n{prompt}\n{test}\ncheck(_tested)",), before=prompt)
+
+
+def _texts(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
+        raise ValueError("are neither text nor a list of it")
+    return texts
+
+
 def _columns(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """DeepCoder's and LiveCodeBench's list of cases as inputs and outputs."""
     if not all({"input", "output"} <= set(case) for case in cases):
         raise ValueError("are a list without input and output in each")
     about = cases[0].get("metadata")
     function = cases[0].get("fn_name") or (about.get("func_name") if isinstance(about, dict) else "")
+    if not function and any(case.get("testtype") == "functional" for case in cases):
+        raise ValueError("are of a function and do not name it")
     inputs, outputs = [case["input"] for case in cases], [case["output"] for case in cases]
     if function:  # one argument a line, each JSON
         inputs = [[loads(line) for line in each.splitlines()] if isinstance(each, str) else each for each in inputs]
@@ -166,7 +236,9 @@ def _in_process(code: str, tests: Tests) -> tuple[list[bool], bool]:
     """Which tests the code passes, all in one process that has loaded it."""
     key = secrets.token_hex(16)  # so that what the code prints, or an early end, is no result
     given = dumps({"key": key, "function": tests.function, "tests": tests.inputs})
-    result = run_python(_IN_PROCESS, given, LIMITS, {"answer.py": code})
+    text = "" if tests.expected else "\n".join(tests.inputs)
+    packages = [name for name in PACKAGES if re.search(rf"\b(?:import|from) {name}\b", text)]
+    result = run_python(_IN_PROCESS, given, LIMITS, {"answer.py": f"{tests.before}\n{code}"}, packages)
     told = dict(_results(result.stdout, key))
     if tests.function:
         passed = [number in told and _same_value(told[number], want) for number, want in enumerate(tests.expected)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.environments.grading.unit_tests import DEADLINE, NEEDS_SANDBOX, REWARDS, read_tests
+from megatron_rl.environments.grading.unit_tests import DEADLINE, NEEDS_SANDBOX, REWARDS
 from megatron_rl.environments.grading.unit_tests import judge as judge_all
 from megatron_rl.types import Grade
 
-__all__ = ["DEADLINE", "NEEDS_SANDBOX", "REWARDS", "judge", "read_tests"]
+__all__ = ["DEADLINE", "NEEDS_SANDBOX", "REWARDS", "judge"]
 
 
 def judge(completion: str, gold: str) -> Grade:

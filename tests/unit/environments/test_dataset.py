@@ -112,6 +112,12 @@ class TestPrompts:
         [task] = train([{"q": "1+1", "n": 2}], template="{q}=", chat=False, reward="rewards.py:share")
         assert (task.prompt, task.data["row"]) == ("1+1=", {"q": "1+1", "n": 2})
 
+    def test_a_column_beside_the_problem_may_be_empty(self, folder):
+        apps = {"input_output": json.dumps({"inputs": ["1"], "outputs": ["1"]}), "difficulty": "interview"}
+        rows = [apps | {"question": "P?", "starter_code": ""}, apps | {"question": "", "starter_code": "def f():"}]
+        [task] = train(rows, reward="unit_tests", template="{question}\n{starter_code}")
+        assert task.prompt == (user("P?\n"),), "a row without a problem is left out"
+
     def test_deepscaler_as_published(self, folder):
         [entry] = yaml.safe_load((EXAMPLES / "deepscaler.yaml").read_text())
         row = {"problem": "P?", "answer": "-\\frac{2}{3}", "solution": ""}

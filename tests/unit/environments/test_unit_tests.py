@@ -10,7 +10,8 @@ import pytest
 
 from megatron_rl.environments.config import prepare_environments
 from megatron_rl.environments.grading import grade, unit_tests
-from megatron_rl.environments.grading.unit_tests import code_of, read_tests, same_output
+from megatron_rl.environments.grading.unit_tests import check_tests, code_of, read_tests, same_output
+from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError
 from megatron_rl.registry import GRADERS
@@ -23,6 +24,52 @@ ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"])
 CALLS = json.dumps({"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"})
 PAIRS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 PYTHON = "assert add(1, 2) == 3\nassert add(0, 0) == 0"
+
+MBPP = {
+    "task_id": 2, "text": "Write a function to find what two tuples share.", "code": "", "challenge_test_list": [],
+    "test_setup_code": "pair = Pair(3, 4)", "test_list": [
+        "assert set(shared((3, 4, 5, 6), (5, 7, 4, 10))) == set((4, 5))", "assert shared(pair, (4, 5)) == (4,)",
+    ],
+}  # fmt: skip
+SHARED = """from collections import namedtuple
+Pair = namedtuple("Pair", "first second")
+def shared(first, second):
+    return tuple(set(first) & set(second))
+"""
+SANITIZED = {
+    "source_file": "Basic", "task_id": 8, "prompt": "Write a function to find the area of a circle.", "code": "",
+    "test_imports": ["import cmath, fractions"], "test_list": [
+        "assert cmath.isclose(area(1), 3.1415926535, rel_tol=0.001)", "assert fractions.Fraction(area(0)) == 0",
+    ],
+}  # fmt: skip
+AREA = "def area(r):\n    return 3.14159 * r * r"
+HUMAN_EVAL = {
+    "task_id": "HumanEval/32", "prompt": '''import math
+
+
+def poly(xs: list, x: float):
+    return sum(coeff * math.pow(x, i) for i, coeff in enumerate(xs))
+
+
+def root(xs: list):
+    """ One x with poly(xs, x) = 0, of a line.
+    >>> root([1, 2])
+    -0.5
+    """
+''', "canonical_solution": "    return -xs[0] / xs[1]\n", "entry_point": "root", "test": '''
+
+METADATA = {"author": "x", "dataset": "test"}
+
+
+def check(candidate):
+    for xs in ([1, 2], [3, -4], [-6, 3]):
+        assert abs(poly(xs, candidate(xs))) < 1e-4
+    assert candidate([0, 1]) == 0
+''',
+}  # fmt: skip
+ROOT = "def root(xs):\n    return -xs[0] / xs[1]"
+PLUS = HUMAN_EVAL | {"test": "import numpy as np\ndef check(root):\n    assert np.allclose(root([2, 3]), -2 / 3)"}
+SUM = MBPP | {"test_list": ["assert sum(10, 15) == 6"], "test_setup_code": ""}
 
 
 def answer(code: str) -> str:
@@ -58,7 +105,69 @@ def test_verdicts(code, gold, status, share):
     verdict = grade("unit_tests", answer(code), gold)
     assert (verdict.status, verdict.reward, verdict.metrics) == (status, float(share == 1), {"tests_passed": share})
     assert verdict.extracted.strip() == code
-    assert grade("unit_tests_share", answer(code), gold).reward == share
+
+
+@pytest.fixture
+def data_set(tmp_path):
+    """The environment of rows in a file."""
+
+    def made(*rows, ending="jsonl"):
+        path = tmp_path / f"rows.{ending}"
+        if ending == "parquet":
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return find_environment("dataset").from_options({"path": str(path), "reward": "unit_tests"})
+
+    return made
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("row", "code", "share"),
+    [
+        (MBPP, SHARED, 1.0),
+        (MBPP, "def shared(first, second):\n    return (4, 5)", 0.0),  # the setup needs a Pair
+        (MBPP, SHARED.replace("&", "|"), 0.0),
+        (MBPP, "set = lambda items: 0\nPair = print\ndef shared(first, second):\n    return (4,)", 0.5),
+        (SANITIZED, AREA, 1.0),
+        (SANITIZED, AREA.replace("3.14159", "3"), 0.5),
+        (SANITIZED, "class cmath:\n    isclose = print\ndef area(r):\n    return 2", 0.0),
+        (SUM, "def sum(a, b):\n    return 6", 1.0),
+        (SUM, "def sum(a, b):\n    return 5", 0.0),
+        (HUMAN_EVAL, ROOT, 1.0),
+        (HUMAN_EVAL, HUMAN_EVAL["canonical_solution"], 1.0),
+        (HUMAN_EVAL, "def root(xs):\n    return 0 if poly(xs, 0) == 0 else -xs[0] / xs[1]", 1.0),
+        (HUMAN_EVAL, "def root(xs):\n    return 0", 0.0),
+        (HUMAN_EVAL, "pass", 0.0),
+        (HUMAN_EVAL, "def root(xs):\n    return 0\ndef poly(xs, x):\n    return 0", 0.0),
+        (HUMAN_EVAL, "def root(xs):\n    return 0\ndef check(candidate):\n    pass", 0.0),
+        (HUMAN_EVAL, "def root(xs):\n    return 0\nabs = lambda x: 0", 0.0),
+        (HUMAN_EVAL, "import builtins\nbuiltins.abs = lambda x: 0\ndef root(xs):\n    return 0", 0.0),
+        (HUMAN_EVAL, "import sys\nsys.exit(0)", 0.0),
+        (HUMAN_EVAL, "import os\ndef root(xs):\n    os._exit(0)", 0.0),
+        (PLUS, ROOT, 1.0),
+        (PLUS, "def root(xs):\n    return 0", 0.0),
+    ],
+)  # fmt: skip
+def test_published_layouts(data_set, row, code, share):
+    environment = data_set(row)
+    [task] = environment.tasks("train")
+    verdict = environment.grade(task, Transcript(answer(code), "stop", 1))
+    assert (verdict.reward, verdict.metrics["tests_passed"]) == (float(share == 1), share)
+
+
+@pytest.mark.parametrize("row", [MBPP, SANITIZED, HUMAN_EVAL])
+def test_the_columns_beside_the_tests_are_read_from_parquet(data_set, row):
+    [read], [wanted] = (data_set(row, ending=ending).tasks("train") for ending in ("parquet", "jsonl"))
+    assert read == wanted
+
+
+def test_rows_whose_tests_no_answer_or_every_answer_passes_are_named(data_set):
+    with pytest.raises(ConfigError, match="1 that cannot be read.*row 1 has test that assert nothing"):
+        list(data_set({name: HUMAN_EVAL[name] for name in ("prompt", "test")}).tasks("train"))
 
 
 @needs_sandbox
@@ -166,6 +275,31 @@ def test_forms_of_tests():
 def test_tests_that_are_none(gold, message):
     with pytest.raises(ValueError, match=message):
         read_tests(gold)
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ("assert add(1, 2 == 3", "are no Python"),
+        (["assert add(1, 2) == 3", "1 2"], "are no Python"),
+        ("def test_add():\n    assert add(1, 2) == 3", "assert nothing when they are run"),
+        ('"""Tests."""\ndef test_add():\n    assert add(1, 2) == 3', "assert nothing when they are run"),
+        ("result = add(1, 2)", "assert nothing when they are run"),
+        ("print(add(1, 2))", "assert nothing when they are run"),
+        ("from solution import add\nassert add(1, 2) == 3", "import solution, which the sandbox does not have"),
+        ("from . import add\nassert add(1, 2) == 3", r"import \., which the sandbox does not have"),
+        ({"test": "def check(candidate):\n    pass", "entry_point": "add"}, "assert nothing when they are run"),
+        ({"test": "assert add(1, 2) == 3", "entry_point": "add("}, "are no Python"),
+        ({"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "x ="}, "are no Python"),
+        ({"test_list": []}, "are an empty list"),
+        ({"test_list": [1]}, "neither text nor a list of it"),
+        ({"test_list": ["assert 1"], "test_imports": 1}, "neither text nor a list of it"),
+        ([{"input": "[1]", "output": "1", "testtype": "functional"}], "are of a function and do not name it"),
+    ],
+)
+def test_tests_that_are_broken(tests, message):
+    with pytest.raises(ValueError, match=message):
+        check_tests(tests if isinstance(tests, str) else json.dumps(tests))
 
 
 @pytest.fixture
