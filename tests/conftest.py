@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="long; run with --long"))
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if _is_for_another_process(item):
+            item.fixturenames.clear()  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -62,16 +62,19 @@ def logging_as_it_was() -> Iterator[None]:
     logger.propagate = propagates
 
 
+def _is_for_another_process(item: pytest.Item) -> bool:
+    return item.get_closest_marker("own_process") is not None and "IN_ITS_OWN_PROCESS" not in os.environ
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test marked ``own_process`` has a pytest of its own: it makes process groups, of which a process has one."""
-    if pyfuncitem.get_closest_marker("own_process") is None or "IN_ITS_OWN_PROCESS" in os.environ:
+    if not _is_for_another_process(pyfuncitem):
         return None
+    from tests.support.forks import run_python
+
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", pyfuncitem.nodeid], cwd=pyfuncitem.config.rootpath,
-        env=environment | {"IN_ITS_OWN_PROCESS": "1"}, capture_output=True, text=True, check=False, timeout=900,
-    )  # fmt: skip
+    ended = run_python("-m", "pytest", pyfuncitem.nodeid, env=environment | {"IN_ITS_OWN_PROCESS": "1"}, timeout=900)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return True
 

@@ -18,8 +18,9 @@ from megatron_rl import cli
 from megatron_rl.cli.model import model_config
 from megatron_rl.families.family import SMALL
 from megatron_rl.generation import Chat, open_generator
+from tests.support.forks import REPOSITORY, run_python
 from tests.support.hugging_face import write_model
-from tests.support.ranks import REPOSITORY
+from tests.support.ranks import run_ranks
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '<|end|>' }}{% endfor %}"
@@ -105,32 +106,38 @@ def test_a_stopped_answer_stays_in_the_conversation(model):
         assert chat._ids[so_far] == 0, "the template closes a turn that was cut"
 
 
-@pytest.mark.own_process
-def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path, capsys):
+def _generate(*words: object) -> str:
+    ended = run_python("-m", "megatron_rl.cli", "generate", *words, *GREEDY)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path):
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     lines = ["1+2", {"prompt": "3"}, {"messages": [{"role": "user", "content": "1+2"}]}, "7-1"]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["generate", str(model), "--prompts", str(prompts), *GREEDY]
-    assert cli.main(words) == 0
-    printed = capsys.readouterr().out
+    words = [str(model), "--prompts", str(prompts)]
+    printed = _generate(*words)
     rows = [json.loads(line) for line in printed.splitlines()]
     assert [row["prompt"] for row in rows[:2]] == ["1+2", "3"]
     assert rows[0]["completion"] == rows[2]["completion"] == expected[0]
     assert len({row["completion"] for row in rows}) > 1
-    for layout in (["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"], []):
-        command = [sys.executable, "-m", "megatron_rl.cli", *words, "--nproc", "2", *layout, "--output", str(output)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, stdin=subprocess.DEVNULL)
+    words += ["--output", str(output)]
+    command = [sys.executable, "-m", "megatron_rl.cli", "generate", *words, *GREEDY, "--nproc", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, stdin=subprocess.DEVNULL)
+    assert output.read_text() == printed
+    for layout in ("tensor", "pipeline"):  # the ranks as the launcher would start them
+        output.unlink()
+        divided = [*words, *GREEDY, f"--{layout}-model-parallel-size", "2"]
+        assert run_ranks("megatron_rl.cli.generate:rank", 2, words=divided) == [0, 0]
         assert output.read_text() == printed
 
 
-@pytest.mark.own_process
-def test_a_run_of_ours_is_found_by_its_directory(workshop, warm_start, tmp_path, capsys):
+def test_a_run_of_ours_is_found_by_its_directory(warm_start, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("1+2=\n\n3+4=\n")
-    found = []
-    for place in (warm_start.parent, warm_start, max(warm_start.glob("step_*"))):
-        assert cli.main(["generate", str(place), "--prompts", str(prompts), "--raw", *GREEDY]) == 0
-        found.append(capsys.readouterr().out)
+    places = warm_start.parent, warm_start, max(warm_start.glob("step_*"))
+    found = [_generate(place, "--prompts", prompts, "--raw") for place in places]
     assert len(found[0].splitlines()) == 2
     assert found[0] == found[1] == found[2]
