@@ -32,11 +32,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
+
 REPOSITORY = Path(__file__).parents[2]
 _PRELOADED = (
     "megatron_rl.main", "megatron_rl.loop", "megatron_rl.supervised", "megatron_rl.evaluation",
     "megatron.core.dist_checkpointing.strategies.torch", "torch._dynamo", "torch.utils.tensorboard",
-    "transformers.models.auto", "transformers.tokenization_utils_fast",
+    "transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_fast",
 )  # fmt: skip
 
 
@@ -209,6 +211,8 @@ def _main() -> None:
         os.dup2(nothing.fileno(), 0)
     for name in _PRELOADED:
         importlib.import_module(name)
+    # Every run writes and reads its configuration: 0.2 CPU seconds in pure Python.
+    yaml.SafeLoader, yaml.SafeDumper = yaml.CSafeLoader, yaml.CSafeDumper
     gc.freeze()
     job = _serve(connection)
     if job is not None:

@@ -6,10 +6,12 @@ together. Where a fresh process matters (a resume), call it twice.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -108,6 +110,17 @@ def facts_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "run.json").read_text())
 
 
+def copy_as_of(step: int, whole: Path, copy: Path) -> None:
+    """``copy`` is the run ``whole`` as a kill after its save of ``step`` would have left it, with nothing later."""
+    shutil.copytree(whole, copy)
+    for later in [*copy.glob("checkpoints/step_*"), *copy.glob("checkpoints/iter_*"), *copy.glob("rollouts/step_*")]:
+        if int(later.stem.partition("_")[2]) > step:
+            shutil.rmtree(later) if later.is_dir() else later.unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+    (copy / "run.json").write_text(json.dumps(facts_of(whole) | {"status": "running"}))
+
+
 def _outcome(folder: Path, index: int, ranks: int) -> Outcome:
     codes, texts = [], []
     for rank in range(ranks):
@@ -125,6 +138,10 @@ def _written(folder: str) -> str:
 
 def _main(job: Path) -> None:
     """What each rank's process does."""
+    from megatron_rl.preflight import inputs
+
+    # It costs a Python process: the commands share what was found in a list that they share.
+    inputs.surveyed = functools.cache(inputs.surveyed)
     rank = os.environ["RANK"]
     for index, argv in enumerate(json.loads(job.read_text())):
         with (job.parent / f"{index}.{rank}.log").open("wb") as log:
