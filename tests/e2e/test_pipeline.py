@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
 
-from tests.support.runs import facts_of, rows_of, run_many
+from tests.support.runs import copy_as_of, facts_of, rows_of, run_many
 
 STAGES = {"pipeline_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
@@ -32,6 +31,7 @@ STAGES_MOVED = [
     ("stages", "one"), ("one", "stages"), ("virtual", "uneven"), ("uneven", "virtual"), ("context", "one"),
     ("one", "context"), ("context", "stages"),
 ]  # fmt: skip
+TIED_MOVED = [("stages", "one"), ("one", "stages"), ("virtual", "uneven"), ("context", "stages")]
 EXPERTS_MOVED = [
     ("shared", "one"), ("one", "shared"), ("shared", "stages"), ("stages", "shared"), ("shared", "shared"),
     ("context", "stages"),
@@ -39,7 +39,7 @@ EXPERTS_MOVED = [
 LOOPS_MOVED = [("loop", "one"), ("one", "loop"), ("loop", "loop")]
 MODELS: dict[str, tuple[dict[str, Any], Layouts, list[tuple[str, str]]]] = {
     "untied": (DISTRIBUTED, OF_STAGES, STAGES_MOVED),
-    "tied": (DISTRIBUTED | {"untie_embeddings_and_output_weights": None}, OF_STAGES, STAGES_MOVED),
+    "tied": (DISTRIBUTED | {"untie_embeddings_and_output_weights": None}, OF_STAGES, TIED_MOVED),
     "experts": (DISTRIBUTED | EXPERTS, OF_EXPERTS, EXPERTS_MOVED),
     "experts, whole optimizer": (EXPERTS, OF_EXPERTS, EXPERTS_MOVED),
     "loops": (DISTRIBUTED | EXPERTS, OF_LOOPS, LOOPS_MOVED),
@@ -49,9 +49,15 @@ MODELS: dict[str, tuple[dict[str, Any], Layouts, list[tuple[str, str]]]] = {
 NUMBERS = ("train/loss", "actor/grad_norm", "actor/params_norm", "perf/total_num_tokens")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+LONG = "loops, whole optimizer"
+"""Without ``--long``: loops with the distributed optimizer, and experts with a whole one."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] if name == LONG else []) for name in MODELS]
+)
 def runs(request: pytest.FixtureRequest, workshop: Any) -> str:
-    """Whole runs, first halves, and halves that another layout goes on with, of one of `MODELS`."""
+    """Whole runs of one of `MODELS`, and their second halves where another layout goes on."""
     kind, (flags, layouts, moved) = request.param, MODELS[request.param]
     model = {"num_layers": 4, "log_params_norm": True, "untie_embeddings_and_output_weights": True} | flags
 
@@ -60,12 +66,11 @@ def runs(request: pytest.FixtureRequest, workshop: Any) -> str:
             outcome.check()
 
     for ranks in (1, 2):
-        started = {}
-        for layout, (size, sizes) in layouts.items():
-            for half in (False, True) if size == ranks else ():
-                name = f"{layout}_{'half' if half else 'whole'}_{kind}"
-                stop = {"exit_interval": 2} if half else {}
-                started[name] = workshop.supervised(name, **model, **sizes, **stop)
+        started = {
+            f"{layout}_{kind}": workshop.supervised(f"{layout}_{kind}", **model, **sizes, save_interval=2)
+            for layout, (size, sizes) in layouts.items()
+            if size == ranks
+        }
         start(started, ranks)
     for ranks in (1, 2):
         resumed = {}
@@ -73,16 +78,16 @@ def runs(request: pytest.FixtureRequest, workshop: Any) -> str:
             size, sizes = layouts[layout]
             if size == ranks:
                 name = f"{saved}_{layout}_{kind}"
-                shutil.copytree(workshop.run_dir(f"{saved}_half_{kind}"), workshop.run_dir(name))
+                copy_as_of(2, workshop.run_dir(f"{saved}_{kind}"), workshop.run_dir(name))
                 resumed[name] = workshop.supervised(name, **model, **sizes, resume=True)
         start(resumed, ranks)
     return kind
 
 
 def test_the_same_numbers_in_every_layout(runs: str, workshop: Any) -> None:
-    one = rows_of(workshop.run_dir(f"one_whole_{runs}"))
+    one = rows_of(workshop.run_dir(f"one_{runs}"))
     _, layouts, moved = MODELS[runs]
-    names = [f"{layout}_whole_{runs}" for layout in layouts] + [f"{a}_{b}_{runs}" for a, b in moved]
+    names = [f"{layout}_{runs}" for layout in layouts] + [f"{a}_{b}_{runs}" for a, b in moved]
     for name in names:
         assert facts_of(workshop.run_dir(name))["status"] == "finished"
         rows = rows_of(workshop.run_dir(name))
@@ -91,5 +96,5 @@ def test_the_same_numbers_in_every_layout(runs: str, workshop: Any) -> None:
             for number in NUMBERS:
                 assert own[number] == pytest.approx(wanted[number], rel=1e-4, abs=1e-5), (name, number)
     for layout in (saved for saved, resumed in moved if saved == resumed):
-        whole, resumed = (rows_of(workshop.run_dir(f"{layout}_{half}_{runs}")) for half in ("whole", layout))
+        whole, resumed = (rows_of(workshop.run_dir(name)) for name in (f"{layout}_{runs}", f"{layout}_{layout}_{runs}"))
         assert resumed == whole

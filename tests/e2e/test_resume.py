@@ -1,9 +1,11 @@
-"""A run in one go equals the same run stopped half way and resumed, in every topology: bit for bit."""
+"""A run in one go equals the same run gone on with from what it saved half way, in every topology: bit for bit.
+
+That a save changes nothing is seen where the run in one go saves only its end: test_stopping.py, test_critic.py.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import contents, differences, state_of
-from tests.support.runs import Outcome, facts_of, rows_of, run_many
+from tests.support.runs import Outcome, copy_as_of, facts_of, rows_of, run_many
 
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 KL = {"grpo_kl_beta": 0.05, "global_batch_size": 8, "use_distributed_optimizer": True}
@@ -63,6 +65,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "rl_sgd_one_rank": (1, "rl", {"optimizer": "sgd", "weight_decay": 0.1}),
 }
 """Name -> ranks, mode, flags. Each takes 4 steps; `rl_one_rank` makes 4 updates in each."""
+STOPPED = {2: "rl_two_replicas", 1: "rl_one_rank"}
+"""Ranks -> the case of which there is also a run that is told to stop after 2 steps."""
 
 
 def _commands(workshop, ranks: int, suffix: str, **changes: Any) -> list[list[str]]:
@@ -75,19 +79,24 @@ def _commands(workshop, ranks: int, suffix: str, **changes: Any) -> list[list[st
 
 @pytest.fixture(scope="module", params=[2, 1], ids=["two_ranks", "one_rank"])
 def runs(request, workshop) -> tuple[int, list[str]]:
-    """Whole runs and first halves in one process a rank, the second halves in fresh ones."""
+    """Whole runs in one process a rank, and in fresh ones their second halves again, from what was saved on the way."""
     ranks = request.param
-    first = [*_commands(workshop, ranks, "whole"), *_commands(workshop, ranks, "halved", exit_interval=2)]
-    for outcome in run_many(first, ranks):
-        outcome.check()
     names = [name for name, (wanted, _, _) in CASES.items() if wanted == ranks]
+    stopped = workshop.rl(f"stopped_{ranks}", **CASES[STOPPED[ranks]][2], exit_interval=2)
+    for outcome in run_many([*_commands(workshop, ranks, "whole", save_interval=2), stopped], ranks):
+        outcome.check()
     for name in names:
-        halved = workshop.run_dir(f"{name}_halved")
-        assert facts_of(halved)["status"] == "stopped"
-        shutil.copytree(halved, workshop.run_dir(f"{name}_first_half"))
-    for outcome in run_many(_commands(workshop, ranks, "halved", exit_interval=2, resume=True), ranks):
+        copy_as_of(2, workshop.run_dir(f"{name}_whole"), workshop.run_dir(f"{name}_halved"))
+    for outcome in run_many(_commands(workshop, ranks, "halved", save_interval=2, resume=True), ranks):
         assert "(step 2)" in outcome.check().output
     return ranks, names
+
+
+def test_a_run_that_is_told_to_stop_saves_what_a_longer_one_does(runs, workshop):
+    whole, stopped = workshop.run_dir(f"{STOPPED[runs[0]]}_whole"), workshop.run_dir(f"stopped_{runs[0]}")
+    assert facts_of(stopped)["status"] == "stopped"
+    saved = Path("checkpoints") / "step_0000002"
+    assert differences(stopped / saved, whole / saved) == []
 
 
 def test_a_resumed_run_ends_as_if_it_had_not_stopped(runs, workshop):
@@ -148,8 +157,7 @@ def moved(workshop, runs) -> dict[str, Outcome]:
     ranks = runs[0]
     chosen = {name: move for name, move in MOVES.items() if move[1] == ranks}
     for name, (origin, _, _) in chosen.items():
-        source = workshop.run_dir(f"{origin}_first_half")
-        shutil.copytree(source, workshop.run_dir(name))
+        copy_as_of(2, workshop.run_dir(f"{origin}_whole"), workshop.run_dir(name))
     commands = [workshop.rl(name, resume=True, **flags) for name, (_, _, flags) in chosen.items()]
     return dict(zip(chosen, run_many(commands, ranks), strict=True))
 

@@ -5,14 +5,13 @@ Supervised on pipeline stages. Weights leave a topology through Hugging Face's f
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.checkpoints import contents, differences
-from tests.support.runs import facts_of, rows_of, run_many
+from tests.support.runs import copy_as_of, facts_of, rows_of, run_many
 
 TORCH = {"ckpt_format": "torch"}
 CASES: dict[str, dict[str, Any]] = {
@@ -58,15 +57,15 @@ ON_FOUR: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def runs(workshop) -> None:
-    """Whole runs and first halves in one process a rank, the second halves in fresh ones."""
+    """Whole runs in one process a rank, and in fresh ones their second halves again, from what was saved on the way."""
     both = [(workshop.rl, CASES), (workshop.supervised, STAGES | CONTEXT | EXPERTS)]
-    first = [command(f"{name}_whole", **flags) for command, cases in both for name, flags in cases.items()]
-    half = {"exit_interval": 2}
-    first += [command(f"{name}_halved", **flags, **half) for command, cases in both for name, flags in cases.items()]
+    half = {"save_interval": 2}
+    first = [command(f"{name}_whole", **flags, **half) for command, cases in both for name, flags in cases.items()]
     for outcome in run_many(first, ranks=2):
         outcome.check()
-    for name in ("shared_another", "shared_alone", "shared_ungrouped", "replicas_alone"):
-        shutil.copytree(workshop.run_dir(f"{name.partition('_')[0]}_halved"), workshop.run_dir(name))
+    copies = [f"{name}_halved" for _, cases in both for name in cases]
+    for name in (*copies, "shared_another", "shared_alone", "shared_ungrouped", "replicas_alone"):
+        copy_as_of(2, workshop.run_dir(f"{name.rpartition('_')[0]}_whole"), workshop.run_dir(name))
     half["resume"] = True
     second = [command(f"{name}_halved", **flags, **half) for command, cases in both for name, flags in cases.items()]
     for outcome in run_many(second, ranks=2):
