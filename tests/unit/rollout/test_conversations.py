@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.conversations import ConversationSettings
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
 from megatron_rl.signals import StopRequest
 from megatron_rl.types import (
-    Completed,
     Completion,
     Continuation,
     Grade,
@@ -27,6 +25,7 @@ from megatron_rl.types import (
     Task,
     Turn,
 )
+from tests.support.engines import QueuedEngine
 from tests.support.toy import letters_tokenizer, toy_tokenizer
 
 A, B, C, X, Y = 1, 2, 3, 24, 25
@@ -38,38 +37,22 @@ Said = dict[tuple[int, int], Sequence[int]]
 """(sample, turn) -> what the model says."""
 
 
-class ScriptedEngine:
+class ScriptedEngine(QueuedEngine):
     """Says ``said[sample, turn]`` with the log-prob -1, -2, ... of each token; the turn is told by the prompt.
 
     Every token of prompt and answer is sent to the expert of its position.
     """
 
     def __init__(self, said: Said) -> None:
+        super().__init__()
         self._said = said
-        self._waiting: list[Request] = []
-        self.requests: list[Request] = []
-        self.statistics = EngineStatistics()
         self._turns: dict[int, int] = {}
 
     def begin(self, seed: int, policy_version: int) -> None:
+        super().begin(seed, policy_version)
         self._turns.clear()
 
-    def submit(self, request: Request) -> None:
-        self._waiting.append(request)
-        self.requests.append(request)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._waiting)
-
-    def step(self) -> list[Completed]:
-        done, self._waiting = self._waiting, []
-        return [self._finished(request) for request in done]
-
-    def abort(self) -> None:
-        self._waiting.clear()
-
-    def _finished(self, request: Request) -> Completed:
+    def answer(self, request: Request) -> tuple[Completion, ...]:
         completions = []
         for sample in range(request.first_sample, request.first_sample + request.num_samples):
             turn = self._turns.get(sample, 0)
@@ -79,7 +62,7 @@ class ScriptedEngine:
             logprobs = tuple(-1.0 - position for position in range(len(ids)))
             routing = torch.arange(len(request.prompt_ids + ids)).view(-1, 1, 1)
             completions.append(Completion(ids, logprobs, reason, policy_version=4, routing=routing))
-        return request, tuple(completions)
+        return tuple(completions)
 
 
 Answer = Callable[[Task, Any, Turn], Grade]

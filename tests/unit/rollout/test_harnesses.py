@@ -13,49 +13,28 @@ import openai
 import pytest
 
 from megatron_rl.endpoint.calls import Endpoint
-from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.harnesses import HarnessSettings
 from megatron_rl.rollout.journal import RolloutJournal, StepJournal
 from megatron_rl.rollout.rollouter import Rollouter, RolloutResult
 from megatron_rl.signals import StopRequest
-from megatron_rl.types import Completed, Completion, Grade, HarnessRun, Request, SamplingParams, SourcedTask, Task
+from megatron_rl.types import Completion, Grade, HarnessRun, Request, SamplingParams, SourcedTask, Task
+from tests.support.engines import QueuedEngine
 from tests.support.toy import LETTERS, toy_tokenizer
 from tests.unit.rollout.test_rollouter import EndsAt
 
 Play = Callable[[HarnessRun, openai.AsyncOpenAI], Awaitable[Grade]]
 
 
-class Engine:
+class Engine(QueuedEngine):
     """Answers a prompt with its last letter's successors, by branch; of one that ends in ``z`` never."""
 
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self._waiting: list[Request] = []
-        self.statistics = EngineStatistics()
+    def ends(self, request: Request) -> bool:
+        return LETTERS[request.prompt_ids[-1]] != "z"
 
-    def begin(self, seed: int, policy_version: int) -> None:
-        self._waiting.clear()
-
-    def submit(self, request: Request) -> None:
-        self._waiting.append(request)
-        self.requests.append(request)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._waiting)
-
-    def step(self) -> list[Completed]:
-        done = [request for request in self._waiting if LETTERS[request.prompt_ids[-1]] != "z"]
-        self._waiting = [request for request in self._waiting if request not in done]
-        return [(request, (self._answer(request),)) for request in done]
-
-    def abort(self) -> None:
-        self._waiting.clear()
-
-    def _answer(self, request: Request) -> Completion:
+    def answer(self, request: Request) -> tuple[Completion, ...]:
         ids = (request.prompt_ids[-1] + 1 + request.branch, 0)
-        return Completion(ids, (-1.0, -2.0), "stop", policy_version=4)
+        return (Completion(ids, (-1.0, -2.0), "stop", policy_version=4),)
 
 
 def ids(text: str) -> tuple[int, ...]:

@@ -13,14 +13,14 @@ from transformers import AutoTokenizer
 from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.results import judge
 from megatron_rl.environments.tools import ToolEnvironment, tool
-from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.conversations import ConversationSettings
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.types import Completed, Completion, Grade, Prompt, Request, SamplingParams, SourcedTask, Task, Turn
+from megatron_rl.types import Completion, Grade, Prompt, Request, SamplingParams, SourcedTask, Task, Turn
 from tests.support.endpoint import byte_tokenizer
+from tests.support.engines import QueuedEngine
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
@@ -46,34 +46,16 @@ class Sums(ToolEnvironment):
         return float(transcript.text == "4")
 
 
-class ScriptedEngine:
+class ScriptedEngine(QueuedEngine):
     """Says one text after the other."""
 
     def __init__(self, tokenizer: Tokenizer, *said: str) -> None:
+        super().__init__()
         self._answers = [(*tokenizer.encode(text), tokenizer.end_token_id) for text in said]
-        self._waiting: list[Request] = []
-        self.prompts: list[tuple[int, ...]] = []
-        self.statistics = EngineStatistics()
 
-    def begin(self, seed: int, policy_version: int) -> None: ...
-
-    def submit(self, request: Request) -> None:
-        self._waiting.append(request)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._waiting)
-
-    def step(self) -> list[Completed]:
-        requests, self._waiting = self._waiting, []
-        self.prompts += [request.prompt_ids for request in requests]
-        said = [self._answers.pop(0) for _ in requests]
-        return [
-            (request, (Completion(ids, (-1.0,) * len(ids), "stop", 0),))
-            for request, ids in zip(requests, said, strict=True)
-        ]
-
-    def abort(self) -> None: ...
+    def answer(self, request: Request) -> tuple[Completion, ...]:
+        ids = self._answers.pop(0)
+        return (Completion(ids, (-1.0,) * len(ids), "stop", 0),)
 
 
 @pytest.fixture
@@ -102,7 +84,7 @@ def converse(tokenizer: Tokenizer, groups: ParallelGroups, prompt: Prompt, *said
         [group] = rollouter.run([request], 0, 0, None).groups
     finally:
         rollouter.close()
-    return group.rollouts[0], engine.prompts, turns
+    return group.rollouts[0], [request.prompt_ids for request in engine.requests], turns
 
 
 def test_a_call_in_a_chat_is_read_by_the_templates_parser(tokenizer: Tokenizer, one_rank: ParallelGroups) -> None:
