@@ -78,15 +78,23 @@ SEQUENCE_PARALLEL = {"sequence_parallel": True}
 NEEDS_SLICES = ("tensor", "tensor+data")
 """Topologies whose tensor-parallel ranks do not slice the tokens: experts are refused there."""
 _SHAPES = {"qk_layernorm", "no_qkv_bias", "recompute_selective", "supervised_tied"}
+_IN_OVERLAP = {"several_updates+distributed", "supervised+distributed", "plain+overlap_grad"}
+_ONE_COPY = {"three_groups", "one_group"}
 LONG = {
-    "data": _SHAPES | {"fewer_groups_than_ranks", "biases_and_layernorm"},
-    "tensor": _SHAPES | {
-        "recompute_full", "fused_output_layer", "entropy_and_correction", "several_updates+distributed",
-        "fused_output_layer+overlap", "supervised+distributed",
+    "data": _SHAPES | {
+        "fewer_groups_than_ranks", "biases_and_layernorm", "recompute_full", "fused_output_layer", "supervised_experts",
+        "several_updates+distributed",
     },
+    "tensor": _SHAPES | _IN_OVERLAP | _ONE_COPY | {
+        "recompute_full", "fused_output_layer", "entropy_and_correction", "several_updates",
+        "fused_output_layer+overlap",
+    },
+    "tensor+sequence": _IN_OVERLAP | _ONE_COPY | {"qk_layernorm"},
     "tensor+data": {*MODELS, *OPTIMIZERS},
 }  # fmt: skip
-"""What only ``--long`` runs. Replicas do not know what a layer is made of; ``tensor+sequence`` goes through it all."""
+"""What only ``--long`` runs. Replicas do not know what a layer is made of; ``tensor+sequence`` goes through all layers,
+of which ``fewer_groups_than_ranks`` and ``experts`` have qk_layernorm. Overlap has the distributed optimizer too, and
+only replicas can have too few groups."""
 
 
 def variants_of(topology: str, with_long: bool) -> list[str]:

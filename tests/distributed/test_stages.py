@@ -64,7 +64,7 @@ TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "one": (1, {}, list(CASES)),
-    "TP2": (2, TENSOR, ["plain", "tied", "pages", "int8", "pages, taped", "int8, taped"]),
+    "TP2": (2, TENSOR, ["plain", "tied", "pages, taped", "int8, taped"]),
     "PP2": (2, STAGES, list(CASES)),
     "PP2 x VPP2": (
         2, VIRTUAL,
@@ -73,11 +73,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
             "plain, taped", "int8, taped", "experts, recorded, taped",
         ],
     ),
-    "TP2 x PP2": (4, STAGES | TENSOR, ["plain", "tied", "pages", "int8", "pages, taped", "int8, taped"]),
+    "TP2 x PP2": (4, STAGES | TENSOR, ["plain", "tied", "pages, taped", "int8, taped"]),
     # Context-parallel ranks are replicas, and each completes all.
     "CP2": (2, CONTEXT, ["plain", "int8"]),
     "CP2 x TP2, sequence-parallel": (4, CONTEXT | TENSOR | {"sequence_parallel": True}, ["plain"]),
-    "CP2 x PP2": (4, CONTEXT | STAGES, ["plain", "int8"]),
+    "CP2 x PP2": (4, CONTEXT | STAGES, ["int8"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "prefixes", "plain, taped"]),
 }
 """Ranks, sizes, cases."""
