@@ -45,7 +45,8 @@ def test_killed_on_any_stage_and_resumed_it_is_the_run_that_was_never_killed(wor
     assert rows_of(workshop.run_dir(whole)) == rows_of(workshop.run_dir(killed))
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_dies_ends_the_job_in_seconds_with_one_line(workshop: Any, stage: int) -> None:
     run_dir = workshop.run_dir(f"died_{stage}")
     flags = STAGES | {"train_iters": 4000}
