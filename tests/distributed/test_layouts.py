@@ -74,9 +74,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ],
     ),
     "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught"]),
-    "PP2 x DP2": (4, STAGES, ["plain", "distributed", "overlaps", "overlaps, few", "overlaps, few, tied", "few, tied"]),
+    "PP2 x DP2": (4, STAGES, ["distributed", "overlaps", "overlaps, few, tied", "few, tied"]),
     "TP2 x PP2, sequence-parallel": (
-        4, STAGES | TENSOR, ["plain", "tied", "fused", "replayed", "taught in the loss", "odd bins"],
+        4, STAGES | TENSOR, ["tied", "replayed", "taught in the loss", "odd bins"],
     ),
     "PP2 x VPP2 x DP2": (4, VIRTUAL, ["overlaps", "overlaps, few", "overlaps, few, tied"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "tied"]),
@@ -90,8 +90,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "EP2 x DP2": (
         4, SHARED,
         [
-            "experts", "experts, distributed", "experts, overlaps", "experts, overlaps, few",
-            "experts, loop, overlaps", "balanced, few, overlaps",
+            "experts", "experts, distributed", "experts, overlaps, few", "experts, loop, overlaps",
+            "balanced, few, overlaps",
         ],
     ),
     "TP2 x EP2, ETP1": (
@@ -106,14 +106,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     ),
     "CP2": (2, CONTEXT, ["plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few", "taught"]),
     "CP2 x TP2, sequence-parallel": (
-        4, CONTEXT | TENSOR, ["plain", "tied", "fused", "replayed", "balanced by batch", "odd bins"],
+        4, CONTEXT | TENSOR, ["tied", "fused", "replayed", "balanced by batch", "odd bins"],
     ),
-    "CP2 x PP2": (4, CONTEXT | STAGES, ["plain", "tied", "fused", "few", "overlaps, few, tied"]),
+    "CP2 x PP2": (4, CONTEXT | STAGES, ["tied", "fused", "overlaps, few, tied"]),
     "CP2 x DP2": (4, CONTEXT, ["plain", "overlaps", "overlaps, few"]),
     "CP4": (4, {"context_parallel_size": 4}, ["plain", "fused"]),
     "CP2 x EP2": (2, CONTEXT | SHARED, ["experts", "replayed", "experts, few", "experts, overlaps", "balanced"]),
 }  # fmt: skip
-"""Ranks, sizes, cases."""
+"""Ranks, sizes, cases. Where two kinds of parallelism meet, a case that another one contains is left out."""
 LONG = (
     "PP2 x VPP2 x DP2", "PP4", "EP2 x PP2", "EP2 x PP2 x VPP2", "TP2 x EP4, ETP1", "CP2 x DP2", "CP4",
 )  # fmt: skip
