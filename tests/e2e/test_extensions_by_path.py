@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatron_rl.environments.templates import KINDS as TEMPLATES
-from tests.support.ranks import REPOSITORY
+from tests.support.forks import REPOSITORY, run_python
 from tests.support.runs import RL, TINY, command
 from tests.support.tiny import write_tokenizer
 
@@ -45,22 +45,20 @@ def _command(here: Path, form: str, **more: object) -> list[str]:
     return command({**flags, **named, "langrl-env-config": "list.yaml", "run-dir": "run", **more})
 
 
-def _run(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=here, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+def _check(here: Path, form: str) -> subprocess.CompletedProcess[str]:
+    words = [REPOSITORY / "train_rl.py", *_command(here, form), "--check"]
+    return run_python(*words, cwd=here, env={**os.environ, "PYTHONPATH": ""})
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_kinds_are_found(here: Path, form: str):
-    checked = _run(here, str(REPOSITORY / "train_rl.py"), *_command(here, form), "--check")
+    checked = _check(here, form)
     assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.parametrize("form", ["nowhere/{kind}.py", "nowhere.{kind}"])
 def test_what_is_missing_is_one_line_each_that_names_it(here: Path, form: str):
-    checked = _run(here, str(REPOSITORY / "train_rl.py"), *_command(here, form), "--check")
+    checked = _check(here, form)
     assert checked.returncode == 2
     head, *lines = checked.stderr.splitlines()
     assert head == f"{len(KINDS)} problem(s) in the configuration:"
@@ -71,9 +69,12 @@ def test_what_is_missing_is_one_line_each_that_names_it(here: Path, form: str):
 
 
 def test_they_do_their_work(here: Path):
-    """In the ranks, the environment server and its workers; the rewards come from the file."""
-    argv = _command(here, "inside/{kind}.py", train_iters=None)
-    finished = _run(here, str(REPOSITORY / "train_rl.py"), *argv, "--train-iters", "1")
+    """In the rank, the environment server and its workers, as real processes; the rewards come from the file."""
+    argv = [sys.executable, str(REPOSITORY / "train_rl.py"), *_command(here, "inside/{kind}.py", train_iters=None)]
+    finished = subprocess.run(
+        [*argv, "--train-iters", "1"], cwd=here, env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
     assert finished.returncode in (0, 3), finished.stderr  # random answers: there may be nothing to learn from
     assert (here / "run" / "metrics.jsonl").is_file()
     assert "inside/rl_policy_loss.py:Mine" in (here / "run" / "config.diff.yaml").read_text()
