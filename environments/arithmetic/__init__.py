@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
-from megatron_rl.environments.base import Environment, split_of
+from megatron_rl.environments.base import ATTEMPTS, Environment, drawn_tasks, split_of
 from megatron_rl.types import Demonstration, Grade, Split, Task, Transcript
-
-ATTEMPTS = 2000
-"""Draws in a row without a new prompt before the remaining ones are enumerated."""
 
 
 class Arithmetic(Environment):
@@ -59,19 +57,12 @@ class Arithmetic(Environment):
         """Distinct prompts in random order; fewer than asked for where no more exist."""
         rng = random.Random(f"{self._seed}:{split}")
         seen: set[str] = set()
-        misses = 0
-        while len(seen) < self._num_tasks[split] and misses < ATTEMPTS:
-            task = _task(self._draw(rng))
-            misses += 1
-            if task.id not in seen and split_of(task.prompt) == split:
-                misses = 0
-                seen.add(task.id)
-                yield task
-        rest = self._all_chains() if len(seen) < self._num_tasks[split] else ()
-        for task in map(_task, rest):
-            if len(seen) < self._num_tasks[split] and task.id not in seen and split_of(task.prompt) == split:
-                seen.add(task.id)
-                yield task
+        for task in drawn_tasks(lambda: _task(self._draw(rng)), split, self._num_tasks[split]):
+            seen.add(task.id)
+            yield task
+        missing = self._num_tasks[split] - len(seen)
+        rest = (task for task in map(_task, self._all_chains()) if task.id not in seen and split_of(task.id) == split)
+        yield from islice(rest, missing)
 
     def grade(self, task: Task, transcript: Transcript) -> Grade:
         """1 for the exact answer after the last ``#`` of a text that ended, else 0."""

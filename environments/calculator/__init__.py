@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_rl.environments.base import ConversationEnvironment, split_of
+from megatron_rl.environments.base import ConversationEnvironment, drawn_tasks
 from megatron_rl.environments.grading import arithmetic_value
 from megatron_rl.types import Demonstration, Grade, LaterTurn, Message, Prompt, Split, Step, Task, Turn
 
@@ -17,8 +17,6 @@ INSTRUCTION = (
     "Compute {expression}. You have a calculator: end a message with an expression in angle brackets, such as "
     "<12*34>, and you are told its value. Finish with # and the number, such as #408."
 )
-ATTEMPTS = 2000
-"""Draws in a row without a new task before the options are found too narrow."""
 
 
 class Calculator(ConversationEnvironment):
@@ -65,17 +63,7 @@ class Calculator(ConversationEnvironment):
     def tasks(self, split: Split) -> Iterator[Task]:
         """Distinct expressions in random order."""
         rng = random.Random(f"{self._seed}:{split}")
-        seen: set[str] = set()
-        misses = 0
-        while len(seen) < self._num_tasks[split]:
-            expression = self._draw(rng)
-            misses += 1
-            if expression not in seen and split_of(expression) == split:
-                misses = 0
-                seen.add(expression)
-                yield self._task(expression)
-            if misses > ATTEMPTS:
-                raise ValueError(f"found only {len(seen)} {split} tasks; raise max_operand or ask for fewer")
+        return drawn_tasks(lambda: self._draw(rng), split, self._num_tasks[split], "raise max_operand")
 
     def step(self, task: Task, state: Any, turn: Turn) -> Step:
         """A value for a call; the end for an answer, or for a turn that is neither."""
@@ -98,12 +86,9 @@ class Calculator(ConversationEnvironment):
     def demonstrations(self, split: Split) -> Iterator[Demonstration]:
         """Calls followed by the answer, and guesses; of training tasks only."""
         rng = random.Random(f"{self._seed}:demonstrations")
-        shown = 0
-        while shown < (self._num_demonstrations if split == "train" else 0):
-            task = self._task(self._draw(rng))
-            if split_of(task.id) != "train":
-                continue
-            shown += 1
+        count = self._num_demonstrations if split == "train" else 0
+        drawn = drawn_tasks(lambda: self._draw(rng), "train", count, "raise max_operand", repeats=True)
+        for shown, task in enumerate(drawn, start=1):
             call, answer = self.gold_turns(task)
             # the first ones are right, as a curriculum begins
             if shown > 100 and rng.random() < self._guess_share:
@@ -111,7 +96,9 @@ class Calculator(ConversationEnvironment):
             else:
                 yield Demonstration(task, call, (LaterTurn((self._reply(call[1:-1]),), answer),))
 
-    def _task(self, expression: str) -> Task:
+    def _draw(self, rng: random.Random) -> Task:
+        terms = [str(rng.randint(1, self._max_operand)) for _ in range(rng.randint(*self._terms))]
+        expression = "".join(part for term in terms for part in (rng.choice(self._operators), term))[1:]
         answer = str(arithmetic_value(expression))
         prompt: Prompt = f"{expression}="
         if self._chat:
@@ -124,7 +111,3 @@ class Calculator(ConversationEnvironment):
         except (ValueError, ZeroDivisionError):
             value = "?"
         return {"role": "user", "content": value if self._chat else f"={value},"}
-
-    def _draw(self, rng: random.Random) -> str:
-        terms = [str(rng.randint(1, self._max_operand)) for _ in range(rng.randint(*self._terms))]
-        return "".join(part for term in terms for part in (rng.choice(self._operators), term))[1:]

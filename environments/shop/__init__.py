@@ -6,17 +6,15 @@ import random
 import re
 from collections.abc import Iterator
 
-from megatron_rl.environments.base import split_of
+from megatron_rl.environments.base import drawn_tasks
 from megatron_rl.environments.grading import arithmetic_value
 from megatron_rl.environments.tools import ToolEnvironment, tool
-from megatron_rl.sandbox import python_tool, sandbox_problem
+from megatron_rl.sandbox import python_tool
 from megatron_rl.types import Demonstration, Grade, LaterTurn, Split, Task, Transcript, Turn
 
 GOODS = ("fig", "nut", "pear", "plum", "leek", "kiwi", "lime", "date", "oat", "rye", "egg", "yam")
 PRINTED = re.compile(r"print\((\d+(?:[-+*]\d+)*)\)")
 ERRORS = (-100, -20, -10, -2, -1, 1, 2, 10, 20, 100)
-ATTEMPTS = 2000
-"""Draws in a row without a new task before the options are found too narrow."""
 
 
 class Shop(ToolEnvironment):
@@ -49,9 +47,7 @@ class Shop(ToolEnvironment):
     ) -> None:
         if not 1 <= goods <= len(GOODS) or min(max_count, max_price) < 2 or not 0 <= guess_share <= 1:
             raise ValueError(f"goods must be 1 to {len(GOODS)}, max_count and max_price at least 2, guess_share 0 to 1")
-        if sandbox and (problem := sandbox_problem()):
-            raise ValueError(f"sandbox is true, and {problem}")
-        self.in_process = not sandbox
+        self.in_process, self.needs_sandbox = not sandbox, sandbox
         self._run = python_tool()[1] if sandbox else computed
         self._goods, self._max_count, self._max_price = goods, max_count, max_price
         self._seed, self._num_tasks = seed, {"train": train_tasks, "test": test_tasks}
@@ -60,17 +56,7 @@ class Shop(ToolEnvironment):
     def tasks(self, split: Split) -> Iterator[Task]:
         """Distinct questions in random order."""
         rng = random.Random(f"{self._seed}:{split}")
-        seen: set[str] = set()
-        misses = 0
-        while len(seen) < self._num_tasks[split]:
-            task = self._draw(rng)
-            misses += 1
-            if task.id not in seen and split_of(task.id) == split:
-                misses = 0
-                seen.add(task.id)
-                yield task
-            if misses > ATTEMPTS:
-                raise ValueError(f"found only {len(seen)} {split} tasks; raise max_count or ask for fewer")
+        return drawn_tasks(lambda: self._draw(rng), split, self._num_tasks[split], "raise max_count")
 
     @tool
     def search(self, query: str, task: Task) -> str:
@@ -96,12 +82,9 @@ class Shop(ToolEnvironment):
     def demonstrations(self, split: Split) -> Iterator[Demonstration]:
         """Uses of the tools, and guesses, some of them after the searches; of training tasks only."""
         rng = random.Random(f"{self._seed}:demonstrations")
-        shown = 0
-        while shown < (self._num_demonstrations if split == "train" else 0):
-            task = self._draw(rng)
-            if split_of(task.id) != "train":
-                continue
-            shown += 1
+        count = self._num_demonstrations if split == "train" else 0
+        drawn = drawn_tasks(lambda: self._draw(rng), "train", count, "raise max_count", repeats=True)
+        for shown, task in enumerate(drawn, start=1):
             turns = self.gold_turns(task)
             if shown > self._practice and rng.random() < self._guess_share:
                 guess = str(int(task.data["answer"]) + rng.choice(ERRORS))

@@ -11,7 +11,7 @@ import difflib
 import importlib.util
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megatron_rl.errors import MAX_LINE, ConfigError, one_line, shorten
@@ -20,6 +20,8 @@ from megatron_rl.types import Demonstration, Grade, Message, Split, Step, Task, 
 if TYPE_CHECKING:
     import openai
 
+ATTEMPTS = 2000
+"""Draws in a row without a new task before there are taken to be no more."""
 LONGEST_NAME = 100
 MAX_RUN_DEADLINE = 86_400.0
 
@@ -250,3 +252,21 @@ def split_of(text: str, held_out: int = 16) -> Split:
     for character in text:
         value = ((value ^ ord(character)) * 16777619) & 0xFFFFFFFF
     return "test" if (value >> 7) % held_out == 0 else "train"
+
+
+def drawn_tasks(
+    draw: Callable[[], Task], split: Split, count: int, few: str = "", repeats: bool = False
+) -> Iterator[Task]:
+    """Up to ``count`` tasks of a split, which ``split_of`` their id tells, as they are drawn; none twice, unless
+    ``repeats``. Where no more are found it ends, or raises ``ValueError`` with the advice ``few``."""
+    seen: set[str] = set()
+    found = misses = 0
+    while found < count and misses < ATTEMPTS:
+        task = draw()
+        misses += 1
+        if split_of(task.id) == split and (repeats or task.id not in seen):
+            misses, found = 0, found + 1
+            seen.add(task.id)
+            yield task
+    if found < count and few:
+        raise ValueError(f"found only {found} {split} tasks; {few} or ask for fewer")

@@ -45,11 +45,6 @@ MAX_ARGS = 100_000
 
 MAX_ENTRIES = 1_000
 
-
-def _is_within(largest: int, value: int) -> bool:
-    return 1 <= value <= largest
-
-
 RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]] = {
     "weight": (1.0, (int, float), lambda value: 0 <= value <= MAX_WEIGHT, f"it must be from 0 to {MAX_WEIGHT:g}"),
     "evaluation_only": (False, (bool,), lambda _: True, "it must be true or false"),
@@ -59,8 +54,8 @@ RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]]
     ),
     "in_process": (None, (bool,), lambda _: True, "it must be true or false"),
     **{
-        name: (None, (int,), partial(_is_within, largest), f"it must be a whole number from 1 to {largest:,}")
-        for name, largest in (("eval_prompts", 1_000_000), ("eval_samples", 100_000))
+        name: (None, (int,), range(1, most + 1).__contains__, f"it must be a whole number from 1 to {most:,}")
+        for name, most in (("eval_prompts", 1_000_000), ("eval_samples", 100_000))
     },
     "grade_deadline": (
         *(None, (int, float), lambda value: 0 < value <= MAX_GRADE_DEADLINE),
