@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A language model learns to use two tools over several turns by RL, in minutes, on a CPU.
 #
-#   bash examples/agent_tools/run.sh [--via step|endpoint|verifiers] [--seed N] [--run-dir DIR]
+#   bash examples/agent_tools/run.sh [--via step|endpoint|verifiers] [--sandbox] [--seed N] [--run-dir DIR]
 #
 # Asked `12 fig+7 nut`, it should search for the price of figs, then of nuts, have Python print `12*37+7*45`, and say 759.
 # 1. A supervised warm start on demonstrations of which most guess, at once or after the searches. 2. GRPO, reward 1 for
@@ -10,13 +10,17 @@
 # With --via endpoint the second stage's samples are led by a plain OpenAI client (environments/shop/harness.py), which
 # calls the model at the run's own endpoint; with --via verifiers by a package of that library (shop_vf.py). Either has
 # the same tokens for the same seeds, in more time.
+#
+# With --sandbox the second stage runs the model's Python as it stands, each program in a sandbox of its own
+# (docs/sandbox.md); else `python` knows `print` of sums and products, and answers ? to anything else.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-usage() { echo "usage: bash examples/agent_tools/run.sh [--via step|endpoint|verifiers] [--seed N] [--run-dir DIR]" >&2; exit 2; }
-VIA=step SEED=1 RUN_DIR=runs/agent_tools
+usage() { echo "usage: bash examples/agent_tools/run.sh [--via step|endpoint|verifiers] [--sandbox] [--seed N] [--run-dir DIR]" >&2; exit 2; }
+VIA=step SANDBOX=false SEED=1 RUN_DIR=runs/agent_tools
 while [ $# -gt 0 ]; do
     case "$1" in
         --via) VIA=${2:-}; shift 2 || usage ;;
+        --sandbox) SANDBOX=true; shift ;;
         --seed) SEED=${2:-}; shift 2 || usage ;;
         --run-dir) RUN_DIR=${2:-}; shift 2 || usage ;;
         *) echo "unknown argument: $1" >&2; usage ;;
@@ -40,7 +44,7 @@ python examples/agent_tools/make_tokenizer.py "$RUN_DIR/tokenizer"
 # Another seed draws other questions and demonstrations. The name is part of the samples' seeds: it is the same by
 # either way.
 echo "- {environment: shop, args: {seed: $SEED}}" > "$RUN_DIR/warm_start.yaml"
-ARGS="{seed: $SEED}"
+ARGS="{seed: $SEED, sandbox: $SANDBOX}"
 if [ "$VIA" = verifiers ]; then
     ARGS="{package: examples/agent_tools/shop_vf.py, args: {shop: $ARGS}, test_args: {split: test}}"
 fi

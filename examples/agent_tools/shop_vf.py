@@ -18,6 +18,7 @@ import openai
 import verifiers.v1 as vf
 from megatron_rl_environments.shop import Shop, computed
 
+from megatron_rl.sandbox import python_tool
 from megatron_rl.tool_calls import parse
 
 TOOLS = list(Shop.tools)
@@ -32,6 +33,7 @@ class ShopConfig(vf.TasksetConfig):
 class ShopData(vf.TaskData):
     prices: dict[str, int]
     answer: str
+    sandbox: bool = False
 
 
 class ShopTask(vf.Task[ShopData]):
@@ -48,6 +50,7 @@ class ShopTaskset(vf.Taskset[ShopTask, ShopConfig]):
     def load(self) -> Iterator[ShopTask]:
         for task in Shop(**self.config.shop).tasks(self.config.split):
             known = {name: task.data[name] for name in ("prices", "answer")}
+            known["sandbox"] = self.config.shop.get("sandbox", False)
             yield ShopTask(ShopData(id=task.id, prompt=task.prompt[0]["content"], **known), self.config.task)
 
 
@@ -87,7 +90,7 @@ def result_of(data: ShopData, called: Any) -> str:
         return f"Error: {call.problem}"
     if call.name == "search":
         return str(data.prices.get(call.arguments["query"], "?"))
-    return computed(call.arguments["code"])
+    return (python_tool()[1] if data.sandbox else computed)(call.arguments["code"])
 
 
 __all__ = ["ShopHarness", "ShopTaskset"]

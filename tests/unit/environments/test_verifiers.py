@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,11 +17,12 @@ from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.scripted import always, scripted_model
 from megatron_rl.environments.workers import WorkerPool
 from megatron_rl.errors import ConfigError
+from megatron_rl.sandbox import sandbox_problem
 from megatron_rl.types import HarnessRun
 
 pytest.importorskip("verifiers", reason="pip install 'megatron-rl[verifiers]'")
 HERE = Path(__file__).parent
-PACKAGES = (HERE, HERE.parents[2] / "examples/bridges")
+PACKAGES = (HERE, HERE.parents[2] / "examples/bridges", HERE.parents[2] / "examples/agent_tools")
 FAULTY, DIGITS = {"package": "faulty_vf"}, {"package": "digits_vf", "args": {"size": 40}}
 
 
@@ -119,3 +123,13 @@ def test_without_the_package_one_line_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "verifiers.v1", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'megatron-rl\[verifiers\]'"):
         bridge(**DIGITS)
+
+
+@pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem())
+@pytest.mark.parametrize(("sandbox", "read"), [(False, "?"), (True, "6")])
+def test_the_examples_shop_runs_code_in_the_sandbox_that_its_option_asks_for(sandbox, read):
+    shop = importlib.import_module("shop_vf")
+    taskset = shop.ShopTaskset(shop.ShopConfig(shop={"sandbox": sandbox, "train_tasks": 1}))
+    [task] = taskset.load()
+    called = SimpleNamespace(name="python", arguments=json.dumps({"code": "print(sum(range(4)))"}))
+    assert shop.result_of(task.data, called) == read
