@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -34,6 +35,9 @@ QUICK_SECONDS = 5.0
 """For routes that take no time."""
 CONCURRENT = 16
 """Grade requests of one client at once; the others wait here, where they start no timeout."""
+PART = 4 * 2**20
+"""Characters of a request's items. The server takes 16 MiB, and every sample brings its task: of published code some
+tests have a MiB, of which a group of 16 in one request was refused."""
 RUNNING = 32
 """Groups of harnesses of one client at once; the server has a thread for each of eight clients."""
 BUSY = (429, 503)
@@ -117,12 +121,16 @@ class EnvironmentClient:
         places: asyncio.Semaphore,
         timeout: float | None,
     ) -> list[Grade]:
-        if not items:
-            return []
-        body = dumps({"items": items}).encode()
+        path = f"/v1/environments/{environment}/{route}"
+        parts = await asyncio.gather(*(self._post_part(path, part, places, timeout) for part in _parts(items)))
+        return list(itertools.chain(*parts))
+
+    async def _post_part(
+        self, path: str, items: Sequence[str], places: asyncio.Semaphore, timeout: float | None
+    ) -> list[Grade]:
         try:
             async with places:
-                answer = await self._ask(f"/v1/environments/{environment}/{route}", timeout, body)
+                answer = await self._ask(path, timeout, f'{{"items": [{",".join(items)}]}}'.encode())
             rows = wire.read_key(answer, "items", list)
             results = [result_from_json(row, f"items[{index}]") for index, row in enumerate(rows)]
             if len(results) != len(items):
@@ -232,6 +240,19 @@ class EnvironmentClient:
             return pid, 0, str(error)
         except (aiohttp.ClientError, OSError) as error:
             return pid, LOST, str(error) or type(error).__name__
+
+
+def _parts(items: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The items as JSON, for as few requests as ``PART`` lets be."""
+    parts: list[list[str]] = []
+    size = PART
+    for text in map(dumps, items):
+        if size + len(text) > PART:
+            parts.append([])
+            size = 0
+        parts[-1].append(text)
+        size += len(text)
+    return parts
 
 
 async def _send(address: wire.Address, path: str, timeout: float | None, body: bytes | None = None) -> tuple[int, Any]:

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megatron_rl.environments import client as client_module
 from megatron_rl.environments.client import EnvironmentClient
 from megatron_rl.environments.wire import Address, read_address, write_address, write_private
 from megatron_rl.errors import EnvironmentFault
@@ -108,6 +109,19 @@ def test_grades_come_back_in_order(server):
     first, second, third = asyncio.run(client.grade("steady", items))
     assert (first.reward, third.reward) == (1.0, 4.0)
     assert (second.failed, second.code, second.reward) == (True, "environment_exception", None)
+
+
+def test_a_group_that_is_too_large_for_a_request_goes_in_several(server, monkeypatch):
+    sent, send = [], client_module._send
+    monkeypatch.setattr(client_module, "_send", lambda *given: (sent.append(given[3]), send(*given))[1])
+    task = replace(ITEM[0], data={"tests": "x" * 2000})
+    items = [(task, Transcript(text, "stop", 1)) for text in ("a", "abcd", "ab", "abc", "")]
+    for part, sizes in ((client_module.PART, [5]), (5000, [1, 2, 2]), (1, [1] * 5)):
+        monkeypatch.setattr(client_module, "PART", part)
+        results = asyncio.run(EnvironmentClient(server.address_file).grade("steady", items))
+        assert [result.reward for result in results] == [1.0, 4.0, 2.0, 3.0, 0.0]
+        assert sorted(body.count(b"transcript") for body in sent) == sizes
+        sent.clear()
 
 
 def test_nothing_to_grade_sends_nothing(tmp_path):
