@@ -89,6 +89,7 @@ def answer(code: str) -> str:
         ("def add(a, b):\n    return 3", ASSERTS, "wrong", 0.5),
         ("def add(a, b):\n    return 3", CALLS, "wrong", 0.5),
         ("def add(a, b):\n    return 3", PYTHON, "wrong", 0.0),
+        ("def add(a, b):\n    return 4", f"if __name__ == '__main__':\n    {PYTHON.splitlines()[0]}", "wrong", 0.0),
         ("print(3)", PAIRS, "wrong", 0.5),
         ("syntax error", ASSERTS, "wrong", 0.0),
         ("def other(): pass", CALLS, "wrong", 0.0),
