@@ -150,21 +150,10 @@ def _prompt_problems(prompt: object) -> list[str]:
         return [] if prompt.strip() else ["has an empty prompt"]
     if not isinstance(prompt, (tuple, list)):
         return [f"has a prompt of type {type(prompt).__name__}; it must be text or a tuple of messages"]
-    problems = [] if prompt else ["has an empty prompt"]
-    for index, message in enumerate(prompt):
-        present = message if isinstance(message, Mapping) else {}
-        missing = [key for key in ("role", "content") if not isinstance(present.get(key), str)]
-        if missing == ["content"] and present.get("tool_calls"):
-            missing = []  # it calls tools and says nothing
-        if missing:
-            has = ", ".join(map(str, present)) or type(message).__name__
-            problems.append(f"has a message {index} without text for {' and '.join(missing)}; it has {has}")
-    if not problems:
-        try:
-            messages_of(prompt, "prompt")
-        except WireError as error:
-            problems.append(f"has a prompt in which {error}")
-    return problems
+    try:
+        return [] if messages_of(prompt, "prompt") else ["has an empty prompt"]
+    except WireError as error:
+        return [f"has a prompt in which {error}"]
 
 
 def _data_problems(data: object) -> list[str]:

@@ -249,7 +249,7 @@ def test_check_walks_all_rows(tmp_path, hostile_path):
     assert rows[4].startswith("row 5 has data 'gold' that is not JSON")
     assert rows[5] == "row 6 has data 'gold' that JSON does not return unchanged (tuple)"
     assert rows[6].startswith("row 7 has data 'gold' that is not JSON")
-    assert rows[7] == "row 8 has a message 0 without text for content; it has role, text"
+    assert rows[7] == "row 8 has a prompt in which prompt[0].content is missing; there is: role, text"
     assert rows[8] == "row 9 raises KeyError: 'answer'"
     assert any(problem.startswith("bad_rows: test row 0 has the id 'a' of train row 0") for problem in found)
     assert "no_tasks: there are no train tasks" in found
