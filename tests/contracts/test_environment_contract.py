@@ -36,6 +36,8 @@ ALLOWED_IMPORTS = {
     "megatron_rl.types",
 }
 SAMPLE = 50
+FEWER = {"demonstrations": 2_000, "practice": 1_000}
+"""Of the options that an environment has; a warm start draws ten thousands."""
 BRIDGES = {
     "verifiers": ("verifiers", {"package": "digits_vf"}),
     "openenv": ("openai", {"url": "http://127.0.0.1:1", "seeds": 64}),
@@ -61,8 +63,8 @@ def folder_of(name):
 
 
 def make(name):
-    """With the rows of ``sample.jsonl`` in the environment's folder, where its data is elsewhere, and a bridge with
-    something to lead to."""
+    """With the rows of ``sample.jsonl`` in the environment's folder, where its data is elsewhere, a bridge with
+    something to lead to, and a warm start with fewer demonstrations."""
     if name in BRIDGES:
         package, options = BRIDGES[name]
         pytest.importorskip(package, reason=f"pip install 'megatron-rl[{name}]'")
@@ -70,7 +72,8 @@ def make(name):
     folder = folder_of(name)
     sample = folder / "sample.jsonl" if folder else None
     given = {"path": str(sample)} if sample is not None and sample.is_file() else {}
-    return ENVIRONMENTS[name].from_options(given)
+    fewer = {option: count for option, count in FEWER.items() if option in ENVIRONMENTS[name].options()}
+    return ENVIRONMENTS[name].from_options(given | fewer)
 
 
 def test_every_environment_imports():
