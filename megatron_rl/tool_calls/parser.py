@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,25 @@ class Parser(ABC):
     @abstractmethod
     def write(self, calls: Sequence[Written]) -> str:
         """Calls as the model writes them."""
+
+
+class SearchingParser(Parser):
+    """Reads one call after the other, each where ``begin`` is found."""
+
+    begin: ClassVar[re.Pattern[str]]
+
+    @abstractmethod
+    def call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
+        """What begins there, and where the text goes on."""
+
+    def read(self, text: str, schemas: Schemas) -> Iterator[Piece]:
+        """The calls, and the text between them."""
+        at = 0
+        while (begin := self.begin.search(text, at)) is not None:
+            yield text[at : begin.start()]
+            piece, at = self.call(text, begin, schemas)
+            yield piece
+        yield text[at:]
 
 
 def call_of(name: object, arguments: object) -> Written:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from megatron_rl.tool_calls.parser import Parser, Piece, Schemas, Unreadable, call_of
+from megatron_rl.json_text import dumps
+from megatron_rl.tool_calls.parser import Piece, Schemas, SearchingParser, Unreadable, Written, call_of
 from megatron_rl.tool_calls.schemas import value_of
 
 
-class TaggedParser(Parser):
-    """Reads what its tags say; a text argument may hold any text but the end of a value."""
+class TaggedParser(SearchingParser):
+    """Reads what its tags say; a text argument may hold any text but the end of a value. The group of ``begin`` is the
+    name."""
 
-    begin: ClassVar[re.Pattern[str]]
-    """Of a call; its group is the name."""
     key: ClassVar[re.Pattern[str]]
     """Up to where a value begins; its group is the argument's name."""
     end_of_value: ClassVar[str]
@@ -23,15 +23,19 @@ class TaggedParser(Parser):
     end: ClassVar[re.Pattern[str]]
     """Of a call."""
 
-    def read(self, text: str, schemas: Schemas) -> Iterator[Piece]:
-        at = 0
-        while (begin := self.begin.search(text, at)) is not None:
-            yield text[at : begin.start()]
-            piece, at = self._call(text, begin, schemas)
-            yield piece
-        yield text[at:]
+    written: ClassVar[tuple[str, str, str]]
+    """How a call begins, with ``{}`` for the name, an argument of it, name and value, and how it ends: lines."""
 
-    def _call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
+    def write(self, calls: Sequence[Written]) -> str:
+        """Texts as they are, and everything else as JSON."""
+        begin, argument, end = self.written
+        lines = []
+        for name, arguments in calls:
+            shown = ((key, value if isinstance(value, str) else dumps(value)) for key, value in arguments.items())
+            lines += [begin.format(name), *(argument.format(*each) for each in shown), end]
+        return "\n".join(lines)
+
+    def call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
         """What begins there, and where the text goes on."""
         name, at = (begin[1] or "").strip(), begin.end()
         properties = schemas.get(name, {}).get("properties", {})

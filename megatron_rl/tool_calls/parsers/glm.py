@@ -9,11 +9,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from megatron_rl.json_text import dumps
-from megatron_rl.tool_calls.parser import Example, Written
+from megatron_rl.tool_calls.parser import Example
 from megatron_rl.tool_calls.tagged import TaggedParser
 
 WEATHER = {"get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
@@ -27,6 +24,7 @@ class Glm(TaggedParser):
     key = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
     end_of_value = "</arg_value>"
     end = re.compile(r"\s*</tool_call>")
+    written = "<tool_call>{}", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>", "</tool_call>"
     template = "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>"
     examples = (
         Example(
@@ -42,17 +40,6 @@ class Glm(TaggedParser):
 
     def writes(self, template: str) -> bool:
         return "<arg_key>" in template and "<arg_value>" in template
-
-    def write(self, calls: Sequence[Written]) -> str:
-        return "\n".join(_written(name, arguments) for name, arguments in calls)
-
-
-def _written(name: str, arguments: Mapping[str, Any]) -> str:
-    lines = [f"<tool_call>{name}"]
-    for key, value in arguments.items():
-        shown = value if isinstance(value, str) else dumps(value)
-        lines += [f"<arg_key>{key}</arg_key>", f"<arg_value>{shown}</arg_value>"]
-    return "\n".join([*lines, "</tool_call>"])
 
 
 PARSER = Glm()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron_rl.json_text import dumps, first_value
-from megatron_rl.tool_calls.parser import Example, Parser, Piece, Schemas, Unreadable, Written, call_of
+from megatron_rl.tool_calls.parser import Example, Piece, Schemas, SearchingParser, Unreadable, Written, call_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGS, SPACE = re.compile(f"{OPEN}|{CLOSE}"), re.compile(r"\s*")
 
 
-class Hermes(Parser):
+class Hermes(SearchingParser):
     """An answer may end without the last ``</tool_call>``: a stop string may have taken it."""
 
     markers = (OPEN, CLOSE)
+    begin = re.compile(OPEN)
     template = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     examples = (
         Example(
@@ -37,35 +38,25 @@ class Hermes(Parser):
             other in template for other in ("<arg_key>", "<function=")
         )
 
-    def read(self, text: str, schemas: Schemas) -> Iterator[Piece]:
-        at = 0
-        while (start := text.find(OPEN, at)) >= 0:
-            yield text[at:start]
-            piece, at = _call(text, start)
-            yield piece
-        yield text[at:]
-
     def write(self, calls: Sequence[Written]) -> str:
         shown = (dumps({"name": name, "arguments": dict(arguments)}) for name, arguments in calls)
         return "\n".join(f"{OPEN}\n{call}\n{CLOSE}" for call in shown)
 
-
-def _call(text: str, start: int) -> tuple[Piece, int]:
-    """What begins at ``start`` with `OPEN`, and where the text goes on."""
-    at = SPACE.match(text, start + len(OPEN)).end()
-    try:
-        value, at = first_value(text, at)
-        if not isinstance(value, dict):
-            raise ValueError("it is no JSON object")
-        found = call_of(value.get("name"), value.get("arguments", {}))
-        at = SPACE.match(text, at).end()
-        if at < len(text) and not text.startswith(CLOSE, at):
-            raise ValueError(f"{CLOSE} does not follow its JSON")
-        return found, min(at + len(CLOSE), len(text))
-    except ValueError as error:
-        tag = TAGS.search(text, at)
-        end = len(text) if tag is None else tag.end() if tag[0] == CLOSE else tag.start()
-        return Unreadable(text[start:end], str(error)), end
+    def call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
+        at = SPACE.match(text, begin.end()).end()
+        try:
+            value, at = first_value(text, at)
+            if not isinstance(value, dict):
+                raise ValueError("it is no JSON object")
+            found = call_of(value.get("name"), value.get("arguments", {}))
+            at = SPACE.match(text, at).end()
+            if at < len(text) and not text.startswith(CLOSE, at):
+                raise ValueError(f"{CLOSE} does not follow its JSON")
+            return found, min(at + len(CLOSE), len(text))
+        except ValueError as error:
+            tag = TAGS.search(text, at)
+            end = len(text) if tag is None else tag.end() if tag[0] == CLOSE else tag.start()
+            return Unreadable(text[begin.start() : end], str(error)), end
 
 
 PARSER = Hermes()

@@ -7,23 +7,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron_rl.json_text import dumps, first_value
-from megatron_rl.tool_calls.parser import Example, Parser, Piece, Schemas, Unreadable, Written, call_of
+from megatron_rl.tool_calls.parser import Example, Piece, Schemas, SearchingParser, Unreadable, Written, call_of
 
 TAG = "<|python_tag|>"
-BEGIN = re.compile(rf'{re.escape(TAG)}\s*|<function=(?P<tag>[^<>]*)>|(?P<bare>\{{)\s*"(?:name|parameters|type)"\s*:')
 CLOSE = re.compile(r"\s*</function>")
 BETWEEN = re.compile(r"[\s;]*")
 """Several objects are told apart by a semicolon."""
 
 
-class Llama(Parser):
+class Llama(SearchingParser):
     """A JSON object in prose is a call where it begins with ``name``, ``parameters`` or ``type`` and has a name and
     parameters."""
 
     markers = (TAG,)
+    begin = re.compile(
+        rf'{re.escape(TAG)}\s*|<function=(?P<tag>[^<>]*)>|(?P<bare>\{{)\s*"(?:name|parameters|type)"\s*:'
+    )
     template = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
     examples = (
         Example(
@@ -42,42 +44,31 @@ class Llama(Parser):
     def writes(self, template: str) -> bool:
         return TAG in template or '"parameters": dictionary of argument name' in template
 
-    def read(self, text: str, schemas: Schemas) -> Iterator[Piece]:
-        at = 0
-        while (begin := BEGIN.search(text, at)) is not None:
-            yield text[at : begin.start()]
-            piece, at = _call(text, begin)
-            yield piece
-            if isinstance(piece, tuple):
-                at = BETWEEN.match(text, at).end()
-        yield text[at:]
-
     def write(self, calls: Sequence[Written]) -> str:
         return "; ".join(dumps({"name": name, "parameters": dict(arguments)}) for name, arguments in calls)
 
-
-def _call(text: str, begin: re.Match[str]) -> tuple[Piece, int]:
-    """What begins there, and where the text goes on."""
-    at = end = begin.start("bare") if begin["bare"] else begin.end()
-    try:
-        value, end = first_value(text, at)
-        if begin["tag"] is not None:
-            close = CLOSE.match(text, end)
-            # where the answer ends, a stop string may have taken the closing tag
-            if close is None and text[end:].strip():
-                raise ValueError("</function> does not follow its JSON")
-            return call_of(begin["tag"].strip(), value), close.end() if close else len(text)
-        given = value.get("parameters", value.get("arguments")) if isinstance(value, dict) else None
-        if given is not None:
-            return call_of(value.get("name"), given), end
-        if begin["bare"]:
-            return text[at:end], end  # some other JSON
-        raise ValueError('it is no JSON object with "name" and "parameters"')
-    except ValueError as error:
-        # from where it is no JSON: what lies before is part of this call, and would be read again and again
-        following = BEGIN.search(text, max(begin.end(), end, getattr(error, "pos", 0)))
-        end = following.start() if following else len(text)
-        return Unreadable(text[begin.start() : end], str(error)), end
+    def call(self, text: str, begin: re.Match[str], schemas: Schemas) -> tuple[Piece, int]:
+        at = end = begin.start("bare") if begin["bare"] else begin.end()
+        try:
+            value, end = first_value(text, at)
+            if begin["tag"] is not None:
+                close = CLOSE.match(text, end)
+                # where the answer ends, a stop string may have taken the closing tag
+                if close is None and text[end:].strip():
+                    raise ValueError("</function> does not follow its JSON")
+                found, end = call_of(begin["tag"].strip(), value), close.end() if close else len(text)
+                return found, BETWEEN.match(text, end).end()
+            given = value.get("parameters", value.get("arguments")) if isinstance(value, dict) else None
+            if given is not None:
+                return call_of(value.get("name"), given), BETWEEN.match(text, end).end()
+            if begin["bare"]:
+                return text[at:end], end  # some other JSON
+            raise ValueError('it is no JSON object with "name" and "parameters"')
+        except ValueError as error:
+            # from where it is no JSON: what lies before is part of this call, and would be read again and again
+            following = self.begin.search(text, max(begin.end(), end, getattr(error, "pos", 0)))
+            end = following.start() if following else len(text)
+            return Unreadable(text[begin.start() : end], str(error)), end
 
 
 PARSER = Llama()

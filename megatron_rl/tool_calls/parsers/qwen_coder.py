@@ -12,11 +12,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from megatron_rl.json_text import dumps
-from megatron_rl.tool_calls.parser import Example, Written
+from megatron_rl.tool_calls.parser import Example
 from megatron_rl.tool_calls.tagged import TaggedParser
 
 FILES = {"write": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}}}
@@ -30,6 +27,7 @@ class QwenCoder(TaggedParser):
     key = re.compile(r"\s*<parameter=([^<>]*)>")
     end_of_value, around_value = "</parameter>", "\n"
     end = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
+    written = "<tool_call>\n<function={}>", "<parameter={}>\n{}\n</parameter>", "</function>\n</tool_call>"
     template = "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>"
     examples = (
         Example(
@@ -44,16 +42,6 @@ class QwenCoder(TaggedParser):
 
     def writes(self, template: str) -> bool:
         return "<function=" in template and "<parameter=" in template
-
-    def write(self, calls: Sequence[Written]) -> str:
-        return "\n".join(_written(name, arguments) for name, arguments in calls)
-
-
-def _written(name: str, arguments: Mapping[str, Any]) -> str:
-    lines = ["<tool_call>", f"<function={name}>"]
-    for key, value in arguments.items():
-        lines += [f"<parameter={key}>", value if isinstance(value, str) else dumps(value), "</parameter>"]
-    return "\n".join([*lines, "</function>", "</tool_call>"])
 
 
 PARSER = QwenCoder()
