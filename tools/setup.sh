@@ -55,13 +55,15 @@ if [ ! -x .venv/bin/python ] || [ -f .venv/as-it-is ]; then
     "${found[0]}" -m venv ${VENV_FLAGS:-} .venv
 fi
 echo "installing into .venv (about a minute) ..." >&2
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+pip_install() { .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile "$@"; }
 # torch first and alone: on a machine without a GPU nothing later may replace it by a CUDA build.
 TORCH=${TORCH-$(grep '^torch==' constraints.txt)}
-[ -z "$TORCH" ] || pip install "$TORCH"
+[ -z "$TORCH" ] || pip_install "$TORCH"
 # A CUDA build of torch brings the triton that fits it.
 brought='^torch=='
 .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null && brought='^(torch|triton)=='
 grep -Ev "$brought" constraints.txt > .venv/constraints.txt
-pip install --constraint .venv/constraints.txt --editable ".${extras:+[$extras]}"
+pip_install --constraint .venv/constraints.txt --editable ".${extras:+[$extras]}"
+# pip would compile 20,000 files with one process. Some packages have files for another Python, which do not compile.
+.venv/bin/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true
 echo "$wanted" > .venv/.installed-"${extras:-base}"
