@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.ranks import run_ranks
 
+FAKE = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "fake_transformer_engine")}
+CASE = "tests.parity.transformer_engine_case"
+ENGINE = {"transformer_impl": "transformer_engine"}
+FP8 = ENGINE | {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "blockwise"}
+ROLLOUTS = {"fp32": {"flags": ENGINE}, "taped": {"flags": ENGINE, "tapes": True}, "fp8": {"flags": FP8}}
+
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """Of a process of its own: which Transformer Engine there is, megatron-core asks once."""
-    return run_ranks("tests.parity.transformer_engine_case:on_rank", 1, fresh=True)[0]
+    """Which Transformer Engine there is, megatron-core asks once."""
+    return run_ranks(f"{CASE}:on_rank", 1, imported_under=FAKE)[0]
 
 
 def test_the_layers_are_transformer_engines_with_our_attention(report: dict[str, Any]) -> None:
@@ -23,23 +30,23 @@ def test_the_layers_are_transformer_engines_with_our_attention(report: dict[str,
 
 
 def test_context_parallel_ranks_share_a_batch() -> None:
-    for differences in run_ranks("tests.parity.transformer_engine_case:on_context_rank", 2, fresh=True):
+    for differences in run_ranks(f"{CASE}:on_context_rank", 2, imported_under=FAKE):
         assert max(differences.values()) < 1e-4, differences
 
 
+@pytest.fixture(scope="module")
+def rolled_out_alone() -> dict[str, Any]:
+    return run_ranks(f"{CASE}:on_stages", 1, imported_under=FAKE, parallel={}, cases=ROLLOUTS)[0]
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_rollouts_on_stages(chunks: int) -> None:
+def test_rollouts_on_stages(rolled_out_alone: dict[str, Any], chunks: int) -> None:
     """The tokens and log-probs of one rank, to the bit in fp32; in fp8 too, and with a tape in a graph's place."""
-    engine = {"transformer_impl": "transformer_engine"}
-    fp8 = engine | {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "blockwise"}
-    cases = {"fp32": {"flags": engine}, "taped": {"flags": engine, "tapes": True}, "fp8": {"flags": fp8}}
-    program = "tests.parity.transformer_engine_case:on_stages"
     stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks}
-    (one,) = run_ranks(program, 1, fresh=True, parallel={}, cases=cases)
-    for rank in run_ranks(program, 2, fresh=True, parallel=stages, cases=cases):
-        for case in cases:
+    for rank in run_ranks(f"{CASE}:on_stages", 2, imported_under=FAKE, parallel=stages, cases=ROLLOUTS):
+        for case in ROLLOUTS:
             for what in ("tokens 1", "logprobs 1", "tokens 2", "logprobs 2"):
-                assert rank[case][what] == one[case][what]
+                assert rank[case][what] == rolled_out_alone[case][what]
         assert min(rank["taped"]["replays"]) > 0
 
 

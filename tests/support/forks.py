@@ -54,12 +54,14 @@ class Fork:
         rank: int = 0,
         cwd: Path = REPOSITORY,
         largest_file: int | None = None,
+        imported_under: Mapping[str, str] | None = None,
     ) -> None:
         """``argv`` is ``-m module ...``, ``-c code ...`` or ``script ...``.
 
         ``largest_file``: bytes that a file can have, as of ``ulimit -f``; what is written beyond fails.
+        ``imported_under``: variables that torch or megatron-core must see when they are imported.
         """
-        self._template = _template(rank % 2)
+        self._template = _template(0, *imported_under.items()) if imported_under else _template(rank % 2)
         job = {"argv": list(argv), "env": dict(env), "cwd": str(cwd), "largest_file": largest_file}
         self.pid = self._template.ask(job, [stdout.fileno(), stderr.fileno()])
         self._handle = os.pidfd_open(self.pid)
@@ -88,7 +90,8 @@ class Fork:
 
 
 def run_python(
-    *argv: object, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY, timeout: float = 600.0
+    *argv: object, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY, timeout: float = 600.0,
+    imported_under: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """``python argv...`` from the repository's root, with what it wrote.
 
@@ -97,7 +100,7 @@ def run_python(
     """
     words = [str(word) for word in argv]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        fork = Fork(words, os.environ if env is None else env, out, err, cwd=cwd)
+        fork = Fork(words, os.environ if env is None else env, out, err, cwd=cwd, imported_under=imported_under)
         try:
             code = fork.wait(timeout)
         finally:
@@ -112,11 +115,11 @@ def run_python(
 class _Template:
     """The process that forks; it ends with this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
         own, others = socket.socketpair()
         command = [sys.executable, "-m", "tests.support.forks", str(others.fileno())]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["OMP_NUM_THREADS"] = "1"
+        environment |= {"OMP_NUM_THREADS": "1", **variables}
         with others:
             subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[others.fileno()])
         self._socket = own
@@ -131,8 +134,8 @@ class _Template:
 
 
 @functools.cache
-def _template(rank: int) -> _Template:
-    return _Template()
+def _template(rank: int, *variables: tuple[str, str]) -> _Template:
+    return _Template(dict(variables))
 
 
 def _serve(connection: socket.socket) -> dict[str, Any] | None:

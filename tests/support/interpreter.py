@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""It must be switched on before Triton's import, so tests start a process of their own."""
+from tests.support.forks import run_python
+
+SWITCH = {"TRITON_INTERPRET": "1"}
+"""It must be there before Triton's import, so tests are run in another process."""
+INTERPRETED = SWITCH.items() <= os.environ.items()
 
 
 def run_interpreted(file: str) -> None:
     """The tests of ``file`` in a process of their own, with the interpreter on."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", file],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
+    run = run_python("-m", "pytest", file, env=os.environ | SWITCH, imported_under=SWITCH)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 

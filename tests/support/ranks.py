@@ -10,9 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tests.support.forks import REPOSITORY, Fork
 
@@ -46,12 +46,13 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(
-    function: str, world_size: int, timeout: float = 600.0, fresh: bool = False, **arguments: Any
+    function: str, world_size: int, timeout: float = 600.0, imported_under: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> list[Any]:
     """Call ``package.module:function(**arguments)`` on every rank; JSON in, JSON out, in rank order.
 
     The function runs with the environment torchrun would give it and initialises what it needs.
-    A failure shows the rank's output. ``fresh``: it changes what megatron-core finds when it is imported.
+    A failure shows the rank's output. ``imported_under``: see `Fork`.
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +63,7 @@ def run_ranks(
             with log.open("wb") as output:
                 command = ["-m", "tests.support.ranks", *given]
                 environment = rank_environment(rank, world_size, port)
-                process = (_new_python if fresh else Fork)(command, environment, output, output, rank)
+                process = Fork(command, environment, output, output, rank, imported_under=imported_under)
             started.append((process, answer, log))
         try:
             for process, _, _ in started:
@@ -79,12 +80,6 @@ def run_ranks(
                 process.kill()
                 process.wait()
         return [json.loads(answer.read_text()) for _, answer, _ in started]
-
-
-def _new_python(
-    argv: list[str], env: dict[str, str], stdout: IO[bytes], stderr: IO[bytes], rank: int
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, *argv], env=env, stdout=stdout, stderr=stderr, cwd=REPOSITORY)
 
 
 @contextlib.contextmanager

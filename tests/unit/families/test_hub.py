@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from megatron_rl.families.family import SMALL
 from megatron_rl.preflight.inputs import hugging_face_problems
 from megatron_rl.preflight.starts import first_weights
 from megatron_rl.preflight.teacher import teacher_problems
+from tests.support.forks import run_python
 from tests.support.hugging_face import write_model
 
 NAME = "somebody/a-model"
@@ -115,10 +114,9 @@ def test_a_rank_whose_download_fails_alone_says_so(missing, tmp_path):
     flags = ["--load-hf", NAME, "--perform-rl-step", "--langrl-env-config", "list.yaml", "--run-dir", "run"]
     flags += ["--grpo-prompts-per-step", "2", "--grpo-group-size", "2", "--seq-length", "16", "--lr", "1e-3"]
     flags += ["--train-iters", "1", "--tokenizer-model", "nowhere"]
-    ended = subprocess.run(
-        [sys.executable, "-c", RANK_1, missing, str(tmp_path / "model"), *flags],
-        cwd=tmp_path, env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
-        capture_output=True, text=True, check=False, timeout=300,
+    ended = run_python(
+        "-c", RANK_1, missing, tmp_path / "model", *flags, cwd=tmp_path,
+        env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
     )  # fmt: skip
     assert ended.returncode == 2, ended.stderr
     assert "problem(s) in the configuration, on rank 1 (" in ended.stderr
