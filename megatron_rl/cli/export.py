@@ -44,8 +44,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(source: Path, target: Path, origin: Path | None) -> None:
-    if target.exists():  # before minutes of checksums
-        raise ConfigError([f"--output-dir {target} exists; choose another directory"])
     from megatron_rl.checkpoint.hf.save import export_checkpoint, origin_of
     from megatron_rl.families import read_model
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.families import ModelLayout, read_model, weight_problems
 from megatron_rl.parallel import ParallelGroups
@@ -23,6 +22,7 @@ from tests.support.hugging_face import (
     loaded_policy,
     packed_logits,
     reference_logits,
+    write_back,
     write_model,
 )
 
@@ -110,7 +110,7 @@ class TestExample:
     def test_the_way_back_gives_the_same_bits(self, one_rank: ParallelGroups, written, example, tmp_path) -> None:
         directory, _ = written(example)
         policy, _ = loaded_policy(hf_run(directory), read_model(directory).architecture.vocab_size)
-        save_hf(policy, read_model(directory), tmp_path / "back", one_rank)
+        write_back(policy, read_model(directory), tmp_path / "back")
         before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "back"))
         assert before.keys() == after.keys()
         assert [name for name in before if not torch.equal(before[name], after[name])] == []

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.layout import commit, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, write_run_state
 from megatron_rl.checkpoint.tensors import fingerprints, save_tensors
@@ -26,9 +25,8 @@ from tests.support.tiny import single_thread
 def on_ranks(
     tensor_size: int, directories: list[str], folder: str, stages: int = 1, expert_size: int = 1
 ) -> list[dict[str, Any]]:
-    """Load each directory, write this rank's logits beside it, and save the model again."""
+    """Load each directory, write this rank's logits beside it, and make a checkpoint of the model."""
     single_thread()
-    save.MAX_FILE_BYTES = 20_000  # several files each
     changes = {"tensor_model_parallel_size": tensor_size, "sequence_parallel": True}
     reports, groups = [], None
     for index, directory in enumerate(directories):
@@ -40,7 +38,6 @@ def on_ranks(
         policy, read = loaded_policy(config, model.architecture.vocab_size)
         logits = packed_logits(policy, batch_of(model.architecture.vocab_size))
         torch.save(logits, Path(folder) / f"logits.{index}.{groups.rank}.pt")
-        save.save_hf(policy, model, Path(folder) / f"saved.{index}", groups)
         _save_checkpoint(Path(folder) / f"checkpoints.{index}", config, policy, groups)
         parameters = {name: parameter.numel() for name, parameter in policy.named_parameters()}
         reports.append({"read": read, "parameters": parameters, "rows": policy.padded_vocab_size,

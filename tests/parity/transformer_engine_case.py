@@ -15,7 +15,6 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.hf.load import load_hf
-from megatron_rl.checkpoint.hf.save import save_hf
 from megatron_rl.checkpoint.saving import SaveAttempt
 from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import load, save_tensors
@@ -30,7 +29,7 @@ from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from tests.distributed.stage_programs import roll_out
 from tests.support.generation import generate, ragged_requests, rollout_engine
-from tests.support.hugging_face import batch_of, hf_run, write_model
+from tests.support.hugging_face import batch_of, hf_run, write_back, write_model
 from tests.support.samples import random_samples
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import VOCABULARY, single_thread, tiny_config, tiny_policy
@@ -210,7 +209,7 @@ def _hugging_face(groups: ParallelGroups) -> dict[str, Any]:
             policy = build_model(hf_run(source, **flags), current_platform(), 40)
             load_hf(model, policy, groups)
             scores.append(Scorer(policy, groups.tensor_group, 1.0).logprobs([batch])[0])
-        save_hf(policy, model, target, groups)
+        write_back(policy, model, target)
         with TensorReader(source) as before, TensorReader(target) as after:
             same = all(
                 torch.equal(*(reader.read(name) for reader in (before, after)))

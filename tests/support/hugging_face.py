@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.config import RLConfig, read_config
+from megatron_rl.families import HfModel
 from megatron_rl.models import PolicyModel
 from megatron_rl.registry import FAMILIES
 from megatron_rl.trainer.packing import collate
@@ -115,3 +116,11 @@ def loaded_policy(config: RLConfig, vocabulary: int) -> tuple[PolicyModel, int]:
     seed_everything(1)
     policy = build_model(config, current_platform(), vocabulary)
     return policy, load_hf(read_model(config.checkpoint.load_hf), policy, current_groups())
+
+
+def write_back(policy: PolicyModel, origin: HfModel, target: Path, dtype: torch.dtype | None = None) -> None:
+    """The weights of a model on one rank as a Hugging Face directory."""
+    from megatron_rl.checkpoint.hf.save import write_hf
+
+    own = dict(policy.named_parameters())
+    write_hf(origin, target, policy.layout, lambda parameter: own[parameter.name].detach(), dtype)

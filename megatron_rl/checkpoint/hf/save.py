@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.atomic import TEMPORARY, remove, whole_directory
 from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.run_state import differences, read_run_state
 from megatron_rl.checkpoint.stored import embedding_rows, misfits, open_weights, part_of_stored
 from megatron_rl.errors import CheckpointError, ConfigError
-from megatron_rl.families import Entry, ExpertShare, HfModel, ModelLayout, Parameter, read_model
-from megatron_rl.models import PolicyModel
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.parallel.collectives import broadcast_json, gather_json
+from megatron_rl.families import Entry, HfModel, ModelLayout, Parameter, read_model
 from megatron_rl.tensor_files import TensorEntry, TensorWriter, plan_files, write_index, write_json
 
 logger = logging.getLogger(__name__)
@@ -34,32 +31,8 @@ COPIED_FILES = (
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NUMBERS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
-Produce = Callable[[str], Sequence[torch.Tensor]]
-"""A parameter's name -> its parts on all tensor-parallel ranks, in rank order."""
-
-
-def save_hf(
-    policy: PolicyModel, origin: HfModel, target: Path, groups: ParallelGroups, dtype: torch.dtype | None = None
-) -> None:
-    """Write the model in memory; collective over the job. ``origin`` gives ``config.json`` and the tokenizer.
-
-    Args:
-        dtype: of the numbers; None takes what the origin's ``config.json`` says.
-
-    Raises:
-        CheckpointError: ``target`` exists.
-    """
-    if broadcast_json(target.exists() if groups.is_main else None, source=0):
-        raise CheckpointError(f"{target} exists; choose another directory")
-    layout, cut = policy.layout, ExpertShare(tensor_size=groups.expert_tensor_group.size())
-    whole = ModelLayout.of(layout.architecture, layout.tensor_size, layout.padded_vocab_size, experts=cut)
-    if groups.is_main:
-        write_hf(origin, target, whole, _Gathering(policy, whole, groups).parts, dtype)
-    elif any(_has_main(group) for group in (groups.model_group, groups.expert_group)):
-        gathering = _Gathering(policy, whole, groups)
-        for parameter in whole.parameters:
-            gathering.parts(parameter.name)
-    dist.barrier()
+Produce = Callable[[Parameter], torch.Tensor]
+"""A parameter of the whole model -> its numbers."""
 
 
 def origin_of(path: str | Path, option: str) -> HfModel:
@@ -93,6 +66,8 @@ def export_checkpoint(path: str | Path, origin: HfModel, target: Path, dtype: to
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged or of another model, or ``target`` is there.
     """
+    if target.exists():  # before minutes of checksums
+        raise CheckpointError(f"{target} exists; choose another directory")
     directory, model = find_checkpoint(path), origin.architecture
     state, means = read_run_state(directory), f"{origin.directory / 'config.json'} means"
     problems = differences(directory, state, model, means)
@@ -100,14 +75,16 @@ def export_checkpoint(path: str | Path, origin: HfModel, target: Path, dtype: to
     if problems := problems or misfits(directory, stored, model, model.vocab_size):
         raise CheckpointError("; ".join(problems))
     layout = ModelLayout.of(model, padded_vocab_size=embedding_rows(stored, model))
-    known = {parameter.name: parameter for parameter in layout.parameters}
-    write_hf(origin, target, layout, lambda name: [part_of_stored(stored, known[name])], dtype)
+    write_hf(origin, target, layout, partial(part_of_stored, stored), dtype)
 
 
 def write_hf(
     origin: HfModel, target: Path, layout: ModelLayout, produce: Produce, dtype: torch.dtype | None = None
 ) -> None:
-    """Write ``target`` from the parameters that ``produce`` gives; in place only once it is complete."""
+    """Write ``target`` from the parameters that ``produce`` gives, of a ``layout`` on one rank.
+
+    It is in place only once it is complete.
+    """
     remove(target.with_name(target.name + TEMPORARY))
     weights, dtype = origin.weights, dtype or dtype_of(origin)
     entries = {name: TensorEntry(_NUMBERS[dtype], shape) for name, shape in weights.tensors.items()}
@@ -115,8 +92,7 @@ def write_hf(
     with whole_directory(target, origin.directory) as directory:
         with TensorWriter(directory, files) as writer:
             for parameter in layout.parameters:
-                shards = produce(parameter.name)
-                for name, tensor in tensors_of(weights[parameter.name], parameter, shards).items():
+                for name, tensor in tensors_of(weights[parameter.name], parameter, produce(parameter)).items():
                     writer.append(name, tensor.to(dtype))
         if len(files) > 1:
             write_index(directory, files)
@@ -127,19 +103,14 @@ def write_hf(
     logger.info("wrote %s", target)
 
 
-def tensors_of(entry: Entry, parameter: Parameter, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors of a parameter, from its parts on all tensor-parallel ranks."""
-    if parameter.cut is None:
-        shards = shards[:1]
-    found = {name: torch.empty(shape, dtype=shards[0].dtype) for name, shape in entry.tensors.items()}
-    for rank, shard in enumerate(shards):
-        start = 0
-        for piece in entry.pieces(parameter, rank):
-            if piece.tensor is not None:
-                target = found[piece.tensor][slice(*piece.rows)]
-                block = shard[start : start + piece.height]
-                (target if piece.columns is None else target[:, slice(*piece.columns)]).copy_(block)
-            start += piece.height
+def tensors_of(entry: Entry, parameter: Parameter, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The Hugging Face tensors that the ``values`` of a whole parameter are."""
+    found = {name: torch.empty(shape, dtype=values.dtype) for name, shape in entry.tensors.items()}
+    start = 0
+    for piece in entry.pieces(parameter):
+        if piece.tensor is not None:
+            found[piece.tensor][slice(*piece.rows)] = values[start : start + piece.height]
+        start += piece.height
     return found
 
 
@@ -154,43 +125,3 @@ def _write_config(origin: HfModel, directory: Path, dtype: torch.dtype) -> None:
         return
     key = "torch_dtype" if "torch_dtype" in origin.config else "dtype"
     write_json(directory / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
-
-
-class _Gathering:
-    """Hands the main rank one parameter after the other, from the ranks of its model copy or of the same experts."""
-
-    def __init__(self, policy: PolicyModel, whole: ModelLayout, groups: ParallelGroups) -> None:
-        self._known = {parameter.name: parameter for parameter in whole.parameters}
-        self._own = dict(policy.named_parameters())
-        self._policy, self._groups = policy, groups
-        self._holders: dict[str, list[int]] = {}
-        for kind, group in ((False, groups.model_group), (True, groups.expert_group)):
-            for rank, names in enumerate(gather_json([*self._own], group) if _has_main(group) else ()):
-                for name in names:
-                    if self._known[name].is_of_an_expert == kind:
-                        self._holders.setdefault(name, []).append(rank)
-
-    def parts(self, name: str) -> Sequence[torch.Tensor]:
-        """On the main rank, in rank order; what the others get is of no use. Collective over those who have any."""
-        parameter, policy = self._known[name], self._policy
-        group = self._groups.expert_group if parameter.is_of_an_expert else self._groups.model_group
-        if not _has_main(group):
-            return []
-        found = []
-        # One on each rank where all have all of it; of a tied one the first stage's.
-        for rank in self._holders[name][: parameter.ranks if parameter.cut else 1]:
-            if rank == group.rank():
-                part = self._own[name].detach()
-                if rank > 0:
-                    dist.send(part.contiguous(), group=group, group_dst=0)
-            elif group.rank() == 0:
-                part = torch.empty(parameter.local_shape, dtype=policy.dtype, device=policy.device)
-                dist.recv(part, group=group, group_src=rank)
-            else:
-                continue
-            found.append(part)
-        return found
-
-
-def _has_main(group: dist.ProcessGroup) -> bool:
-    return dist.get_global_rank(group, 0) == 0

@@ -14,18 +14,18 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.hf.load import fill, import_hf
-from megatron_rl.checkpoint.hf.save import export_checkpoint, save_hf, write_hf
+from megatron_rl.checkpoint.hf.save import export_checkpoint, write_hf
 from megatron_rl.checkpoint.layout import MEGATRON, commit, find_checkpoint, temporary_directory
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, split_of
 from megatron_rl.errors import CheckpointError
-from megatron_rl.families import ExpertShare, HfModel, ModelLayout, Stages, read_model
+from megatron_rl.families import ExpertShare, HfModel, ModelLayout, Parameter, Stages, read_model
 from megatron_rl.families.family import SMALL
 from megatron_rl.families.layout import ALL_EXPERTS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, stored_tensors
-from tests.support.hugging_face import hf_run, loaded_policy, write_model
+from tests.support.hugging_face import hf_run, loaded_policy, write_back, write_model
 
 SETTINGS = {
     "qwen2": SMALL,
@@ -96,7 +96,7 @@ def test_numbers_are_written_as_config_json_says_or_as_asked(
     write_model(tmp_path / "model", "qwen2", SMALL, dtype=stored)
     model = read_model(tmp_path / "model")
     policy, _ = loaded_policy(hf_run(model.directory), SMALL["vocab_size"])
-    save_hf(policy, model, tmp_path / "back", one_rank, dtype=asked)
+    write_back(policy, model, tmp_path / "back", asked)
     before, after = _tensors(model.directory), _tensors(tmp_path / "back")
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert all(torch.equal(before[name].to(torch.bfloat16), after[name]) for name in before)
@@ -106,7 +106,7 @@ def test_numbers_are_written_as_config_json_says_or_as_asked(
 def test_a_bf16_run_loads_bf16(one_rank: ParallelGroups, tmp_path: Path) -> None:
     write_model(tmp_path / "model", "qwen2", SMALL, dtype="bfloat16")
     policy, read = loaded_policy(hf_run(tmp_path / "model", bf16=True), SMALL["vocab_size"])
-    save_hf(policy, read_model(tmp_path / "model"), tmp_path / "back", one_rank)
+    write_back(policy, read_model(tmp_path / "model"), tmp_path / "back")
     assert _same(tmp_path / "model", tmp_path / "back")
     assert read == sum(tensor.num_bytes for tensor in stored_tensors(tmp_path / "model").values())
 
@@ -118,16 +118,16 @@ def test_what_is_not_weights_is_copied_and_nothing_is_overwritten(
     (model.directory / "notes.txt").write_text("private")
     (model.directory / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
     policy, _ = loaded_policy(hf_run(model.directory), SMALL["vocab_size"])
-    save_hf(policy, model, tmp_path / "back", one_rank)
+    write_back(policy, model, tmp_path / "back")
     names = sorted(path.name for path in (tmp_path / "back").iterdir())
     assert names == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert (tmp_path / "back" / "generation_config.json").read_text() == '{"eos_token_id": [7, 5]}'
     with pytest.raises(CheckpointError, match="exists; choose another"):
-        save_hf(policy, model, tmp_path / "back", one_rank)
+        export_checkpoint(tmp_path / "nowhere", model, tmp_path / "back")
 
 
 def test_a_failed_save_leaves_nothing_in_place(model: HfModel, tmp_path: Path) -> None:
-    def fails(name: str) -> list[torch.Tensor]:
+    def fails(parameter: Parameter) -> torch.Tensor:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
