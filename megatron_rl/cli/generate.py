@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from megatron_rl.cli.start import start, start_rank
 from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import flag
 from megatron_rl.errors import ConfigError, shorten
+from megatron_rl.json_text import parse_json
 from megatron_rl.types import Prompt
 
 AT_ONCE = 64
@@ -67,8 +69,14 @@ def _parse(words: Sequence[str], world_size: int) -> Job:
     files, rest = take(Files, words[1:])
     if files.prompts is None:
         raise ConfigError(["--prompts is missing: a text file with a prompt a line, or a .jsonl file"])
+    if files.output is not None and not _can_be_written(Path(files.output)):  # before the answers are drawn
+        raise ConfigError([f"--output {files.output} cannot be written; name a file in a directory that is there"])
     prompts = list(read_prompts(Path(files.prompts)))
     return Job(model_config(words[0], rest, world_size, at_once=min(AT_ONCE, len(prompts))), files, prompts)
+
+
+def _can_be_written(path: Path) -> bool:
+    return not path.is_dir() and path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -78,7 +86,7 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
         ConfigError: it cannot be read, a line is none of the forms, or there are no prompts.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut at U+2028 in a JSON text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"--prompts {path} cannot be read: {error}"]) from error
     if not any(map(str.strip, lines)):
@@ -90,7 +98,7 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 
 def _prompt(line: str, where: str) -> Prompt:
     try:
-        value: Any = json.loads(line)
+        value: Any = parse_json(line)
         if isinstance(value, dict):
             value = value["prompt"] if "prompt" in value else value["messages"]
         if isinstance(value, str):

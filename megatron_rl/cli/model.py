@@ -5,15 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from megatron_rl.config import RLConfig, read_config
-from megatron_rl.config.flags import flags_of
-from megatron_rl.config.rl_config import section_classes
+from megatron_rl.config.rl_config import all_flags
+from megatron_rl.config.saved import saved_model
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.families import read_model
+from megatron_rl.metrics.rundir import RunDirectory
 
 LONGEST_BY_DEFAULT = 4096
 ANSWER_BY_DEFAULT = 1024
@@ -27,9 +25,11 @@ SHORT = {
 USAGE_OF_FLAGS = """  --temperature N, --top-p N, --top-k N, --max-new-tokens N, --seed N
   and the flags of a run, such as --bf16, --seq-length and --tensor-model-parallel-size (megatron-rl train --help-all)
 """
-_DESCRIBES = ("model", "tokenizer")
-_ELSEWHERE = ("hf_config",)
-"""May be gone since; the shape that it gave is there."""
+_TOLD = (
+    "bf16", "max_position_embeddings", "make_vocab_size_divisible_by", "chat_template", "chat_template_kwargs",
+    "system_prompt", "rl_tool_call_parser",
+)  # fmt: skip
+"""What a run's config.yaml says and its checkpoints, which bring shape and tokenizer, do not."""
 
 
 def model_config(name: str, words: Sequence[str], world_size: int, at_once: int) -> RLConfig:
@@ -87,21 +87,20 @@ def _is_ours(path: Path) -> bool:
 
 
 def _of_run(path: Path) -> tuple[list[str], int | None]:
-    """Flags of a checkpoint, of the checkpoints of a run, or of the run, as its config.yaml has them."""
-    places = [folder / "config.yaml" for folder in (path, *path.resolve().parents[:2])]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
+    """Flags for a checkpoint, the checkpoints of a run, or the run: where it is, and what its run was told besides."""
+    flags = ["--load", str(path)]
+    folders = (path, *path.resolve().parents[:2])
+    run = next((found for found in map(RunDirectory, folders) if found.config.is_file()), None)
+    saved = saved_model(str(path))
+    if run is None and saved is None:
         raise ConfigError([
-            f"{path} has no config.json of Hugging Face and, there or above, no config.yaml of a run of ours; give a "
-            "model, a run directory or a checkpoint in it"
+            f"{path} has no config.json of Hugging Face and no checkpoint of ours and, there or above, no config.yaml "
+            "of a run of ours; give a model, a run directory or a checkpoint in it"
         ])
-    settings: dict[str, dict[str, Any]] = yaml.safe_load(found.read_text(encoding="utf-8"))
-    flags = ["--load", str(path / "checkpoints" if (path / "checkpoints").is_dir() else path)]
-    flags += ["--bf16"] if settings["precision"]["bf16"] else []
-    for section in _DESCRIBES:
-        for flag in flags_of(section_classes()[section]):
-            value = settings[section].get(flag.name)
-            unset = False if flag.default is None and flag.kind is bool else None
-            if value not in (unset, None, flag.default) and flag.name not in _ELSEWHERE:
-                flags += shlex.split(flag.typed(value))
-    return flags, settings["model"]["max_position_embeddings"]
+    if run is None:
+        return flags, saved[2].get("max_position_embeddings")
+    settings = run.read_settings()
+    for flag in all_flags():
+        if flag.name in _TOLD and settings.get(flag.name) not in (None, flag.default):
+            flags += shlex.split(flag.typed(settings[flag.name]))
+    return flags, settings.get("max_position_embeddings")

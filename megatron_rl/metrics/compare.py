@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_rl.atomic import write_text_atomic
-from megatron_rl.errors import ConfigError, one_line
+from megatron_rl.errors import ConfigError
 from megatron_rl.metrics.compare_page import Curve, page
 from megatron_rl.metrics.curves import charts_for
 from megatron_rl.metrics.evaluation import COUNTS, by_environment, last_evaluation
@@ -67,14 +65,9 @@ def read_run(path: Path) -> ComparedRun:
         ConfigError: there is none, or it has no steps yet.
     """
     directory = RunDirectory(path)
-    try:
-        sections = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
-        flat = {name: value for section in sections.values() for name, value in section.items()}
-        own = str(flat["run_dir"])
-    except (OSError, yaml.YAMLError, AttributeError, KeyError) as error:  # or it is another program's
-        reason = one_line(str(error), 200)
-        raise ConfigError([f"{path} is no run directory: {directory.config.name} cannot be read ({reason})"]) from error
-    settings = {name: _placed(value, own) for name, value in flat.items() if name not in _OF_THE_PLACE}
+    found = directory.read_settings()
+    own = found["run_dir"]
+    settings = {name: _placed(value, own) for name, value in found.items() if name not in _OF_THE_PLACE}
     rows = read_steps(directory.metrics)
     if not rows:
         raise ConfigError([f"{path} has no steps yet; compare it later"])
@@ -162,7 +155,10 @@ def main(words: Sequence[str] | None = None) -> int:
     sys.stdout.write(f"{format_table(titles, results)}\n")
     sys.stdout.write("mean ± standard deviation over runs that differ in their seed alone\n")
     curves = curves_of(runs, groups)
-    write_text_atomic(options.output, page((headers, settings), (titles, results), list(groups), curves))
+    try:
+        write_text_atomic(options.output, page((headers, settings), (titles, results), list(groups), curves))
+    except OSError as error:
+        parser.error(f"--output {options.output} cannot be written: {error.strerror}")
     sys.stdout.write(f"\n{options.output}\n")
     return 0
 

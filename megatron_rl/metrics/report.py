@@ -8,15 +8,15 @@ A run writes it at its end and, from a process of its own, on its way. Rebuild i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_rl.atomic import write_text_atomic
+from megatron_rl.errors import ConfigError
 from megatron_rl.metrics.curves import build_curves, charts_for, line_series, round_number, trained_environments
 from megatron_rl.metrics.evaluation import by_environment, last_evaluation, result_table
 from megatron_rl.metrics.jsonl import read_json_object, read_steps
@@ -64,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dir: Path = parser.parse_args(arguments).run_dir
     if not run_dir.is_dir():
         parser.error(f"{run_dir} is not a directory; give the one that holds metrics.jsonl")
-    sys.stdout.write(f"{write_report(run_dir)}\n")
+    try:
+        sys.stdout.write(f"{write_report(run_dir)}\n")
+    except OSError as error:
+        parser.error(f"the report of {run_dir} cannot be written: {error.strerror}")
     return 0
 
 
@@ -72,8 +75,9 @@ def _progress(run: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> str:
     """``step 12 of 80, 10:07:31 UTC``: how far the page goes, since it is not kept up to date once it is open."""
     if not rows:
         return ""
-    settings = yaml.safe_load(run.config.read_text(encoding="utf-8")) if run.config.exists() else None
-    total = ((settings or {}).get("training") or {}).get("train_iters")
+    total = None
+    with contextlib.suppress(ConfigError):  # the page is of what there is
+        total = run.read_settings().get("train_iters")
     newest = rows[-1]
     when = newest.get("time", "")[11:19]
     return f"step {newest['step']}{f' of {total}' if total else ''}{f', {when} UTC' if when else ''}"

@@ -27,6 +27,7 @@ import psutil
 import yaml
 
 from megatron_rl.atomic import write_text_atomic
+from megatron_rl.errors import ConfigError, one_line
 from megatron_rl.metrics.jsonl import read_json_object, read_rows, write_json_atomic
 from megatron_rl.signals import by_torchrun
 
@@ -96,6 +97,21 @@ class RunDirectory:
     def read_facts(self) -> dict[str, Any]:
         """``run.json``, empty when absent or damaged."""
         return read_json_object(self.facts)
+
+    def read_settings(self) -> dict[str, Any]:
+        """Of ``config.yaml``: flag's field -> value, whatever its section.
+
+        Raises:
+            ConfigError: it is absent, damaged or another program's.
+        """
+        try:
+            sections = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            flat = {name: value for section in sections.values() for name, value in section.items()}
+            return flat | {"run_dir": str(flat["run_dir"])}
+        except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError) as error:
+            reason = one_line(str(error), 200)
+            text = f"{self.path} is no run directory: {self.config.name} cannot be read ({reason})"
+            raise ConfigError([text]) from error
 
     def last_step(self) -> int | None:
         """Step of the last row of ``metrics.jsonl``."""

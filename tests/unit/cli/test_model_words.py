@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl import cli
+from megatron_rl.checkpoint.hf.load import import_hf
 from megatron_rl.cli.generate import read_prompts
 from megatron_rl.cli.model import model_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.families import read_model
 from megatron_rl.families.family import SMALL
 from tests.support.hugging_face import write_model
 from tests.support.tiny import write_tokenizer
@@ -41,11 +44,28 @@ def test_an_answer_has_half_of_what_a_short_model_may_see(model: Path):
     assert (config.training.seq_length, config.rollout.rl_eval_max_new_tokens) == (positions, positions // 2)
 
 
+def test_a_converted_model_needs_no_run(model: Path, tmp_path: Path):
+    """Its checkpoint says what it is; there is no config.yaml."""
+    import_hf(read_model(model), tmp_path / "converted", torch.float32, 8)
+    converted, given = (model_config(str(path), [], 1, 1) for path in (tmp_path / "converted", model))
+    assert converted.checkpoint.load == str(tmp_path / "converted")
+    assert converted.architecture() == given.architecture()
+    assert converted.tokenizer.tokenizer_model == str(model)
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "training: {lr: 1.0}"])
+def test_another_programs_config_is_one_line(tmp_path: Path, text: str):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="is no run directory: config.yaml cannot be read") as caught:
+        model_config(str(tmp_path), [], 1, 1)
+    assert len(caught.value.lines) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["nowhere/model"], "nowhere/model"),
-        (["{folder}"], "no config.json of Hugging Face and, there or above, no config.yaml of a run of ours"),
+        (["{folder}"], "no config.json of Hugging Face and no checkpoint of ours and, there or above, no config.yaml"),
         (["{model}", "--temprature", "1"], "--temprature is not a flag"),
         (["{model}", "--tensor-model-parallel-size", "3"], "world size 1 is not divisible by 3"),
     ],
@@ -67,7 +87,21 @@ def test_prompts_of_a_file(tmp_path: Path):
     assert list(read_prompts(rows)) == ["one", "two", ({"role": "user", "content": "three"},)]
 
 
-@pytest.mark.parametrize("line", ["{", '{"text": "a"}', "3", '{"messages": [{"role": "user"}]}'])
+def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('"one\u2028two\x85three"\n"four"\n', encoding="utf-8")
+    assert list(read_prompts(path)) == ["one\u2028two\x85three", "four"]
+
+
+@pytest.mark.parametrize("output", ["nowhere/a.jsonl", ""])
+def test_answers_that_could_not_be_written_are_not_drawn(model: Path, tmp_path: Path, capsys, output: str):
+    (tmp_path / "a.txt").write_text("one\n")
+    words = ["--prompts", str(tmp_path / "a.txt"), "--output", str(tmp_path / output)]
+    assert cli.main(["generate", str(model), *words]) == 2
+    assert "cannot be written; name a file in a directory that is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["{", '{"text": "a"}', "3", "[" * 9999, '{"messages": [{"role": "user"}]}'])
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str):
     path = tmp_path / "a.jsonl"
     path.write_text(f'"fine"\n{line}\n')

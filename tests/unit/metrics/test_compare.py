@@ -107,6 +107,12 @@ def test_on_a_logarithmic_axis_equal_ratios_are_equal_distances():
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
 
 
+def test_a_page_that_cannot_be_written_is_one_line(runs, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["compare", *map(str, runs[:2]), "--output", str(tmp_path / "nowhere" / "page.html")])
+    assert "nowhere/page.html cannot be written: No such file or directory" in capsys.readouterr().err
+
+
 def test_what_is_no_run_is_one_line(runs, tmp_path, capsys):
     assert cli.main(["compare", str(runs[0]), str(tmp_path)]) == 2
     assert "is no run directory: config.yaml cannot be read" in capsys.readouterr().err

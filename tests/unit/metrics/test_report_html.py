@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.metrics.curves import MAX_POINTS, build_curves, select_indices
 from megatron_rl.metrics.jsonl import JsonlWriter
 from megatron_rl.metrics.page import to_script_json
-from megatron_rl.metrics.report import main, write_report
+from megatron_rl.metrics.report import build_payload, main, write_report
 from megatron_rl.metrics.report_rollouts import (
     FEWEST_STEPS,
     MAX_STEPS,
@@ -122,6 +122,21 @@ def test_report_of_an_empty_directory_and_command_line(tmp_path: Path, capsys: p
     assert (data["charts"], data["rollouts"], data["table"], data["evaluation"]) == ([], [], [], None)
     with pytest.raises(SystemExit):
         main([str(tmp_path / "absent")])
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert capsys.readouterr().err.endswith(f"the report of {tmp_path} cannot be written: Is a directory\n")
+
+
+@pytest.mark.parametrize(("text", "total"), [("a: [", ""), ("training: {train_iters: 80, run_dir: a}", " of 80")])
+def test_a_damaged_config_costs_the_number_of_steps_alone(tmp_path: Path, text: str, total: str) -> None:
+    run = RunDirectory(tmp_path)
+    JsonlWriter(run.metrics).write(3, {"train/loss": 1.0})
+    run.config.write_text(text)
+    assert re.fullmatch(rf"step \d+{total}, .*UTC", build_payload(run)["progress"])
 
 
 def test_only_recorded_metrics_get_a_chart(run: RunDirectory) -> None:
