@@ -100,7 +100,7 @@ def generate(
 
 def _run(words: Sequence[str], nproc: int) -> int:
     if nproc == 1:
-        return main(["megatron_rl.train", *words])
+        return main(["megatron_rl.train", *words], is_checked=True)
     from megatron_rl.cli.launch import launch
 
     command = ["megatron-rl", "train", "--nproc", str(nproc), *words]

@@ -46,11 +46,17 @@ PATIENCE_WITH_RANK_0_S = 120.0
 PATIENCE_WITH_RUN_DIRECTORY_S = 5.0
 
 
-def main(argv: Sequence[str], command: Sequence[str] | None = None, check_world_size: int | None = None) -> int:
+def main(
+    argv: Sequence[str],
+    command: Sequence[str] | None = None,
+    check_world_size: int | None = None,
+    is_checked: bool = False,
+) -> int:
     """Returns the exit code.
 
     ``command``: the words that start this again, where they are not what Python and the launcher know;
-    ``check_world_size``: ranks that --check and --estimate look at, if not those of this launch.
+    ``check_world_size``: ranks that --check and --estimate look at, if not those of this launch;
+    ``is_checked``: a moment ago `every_problem` found none on this machine.
 
     0: finished or stopped on request; 1: failed; 2: wrong configuration; 3: finished without a single update;
     130: interrupted twice. torchrun ends with 1 whatever a rank's own code is, and names that in its report.
@@ -65,7 +71,7 @@ def main(argv: Sequence[str], command: Sequence[str] | None = None, check_world_
     stop = StopRequest().install()  # before torch is imported, which takes seconds
     code = RUN_ERROR
     try:
-        code = _run(config, problems, command or typed_command(argv), stop)
+        code = _run(config, problems, command or typed_command(argv), stop, is_checked)
     except ConfigError as error:
         code = refuse(error.problems, rank)
     except MegatronRLError as error:
@@ -127,7 +133,9 @@ def refuse(problems: Sequence[Problem], rank: int = 0, alone: bool = False) -> i
     return CONFIGURATION_ERROR
 
 
-def _run(config: RLConfig, problems: Sequence[Problem], command: Sequence[str], stop: StopRequest) -> int:
+def _run(
+    config: RLConfig, problems: Sequence[Problem], command: Sequence[str], stop: StopRequest, is_checked: bool
+) -> int:
     import torch
 
     from megatron_rl.parallel import initialize, shut_down
@@ -151,7 +159,8 @@ def _run(config: RLConfig, problems: Sequence[Problem], command: Sequence[str], 
         return refuse(error.problems, rank, alone=rank != 0)
     groups = initialize(config.parallel, platform)
     try:
-        found = (preflight(config) or size_problems(config, groups.world_size)) if groups.is_main else []
+        looks = groups.is_main and not is_checked
+        found = every_problem(config, (), groups.world_size) if looks else []
         if found := broadcast_json([str(problem) for problem in found], source=0):
             if not groups.is_main:
                 _wait_for_rank_0(stop)

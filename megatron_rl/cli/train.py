@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from megatron_rl.cli.ranks import Ranks, read_ranks
 from megatron_rl.config import read_config
 from megatron_rl.config.reference import help_text
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.main import every_problem, refuse
 from megatron_rl.main import main as run_here
 from megatron_rl.metrics.logging import configure_logging
+from megatron_rl.preflight.starts import resumes
 from megatron_rl.signals import TYPED_COMMAND, by_torchrun
 
 
@@ -58,7 +59,11 @@ def _launch(ranks: Ranks, argv: Sequence[str], command: Sequence[str]) -> int:
     """What can be found wrong is found here, before there are ranks, and by one machine."""
     configure_logging(rank=0)
     config, problems = read_config(argv, ranks.world_size)
-    found = every_problem(config, problems, ranks.world_size) if ranks.node_rank == 0 else problems
+    found = [*problems] if ranks.node_rank else every_problem(config, problems, ranks.world_size)
+    if ranks.max_restarts and not (resumes(config) or config.training.eval_only):
+        given = f"--max-restarts {ranks.max_restarts}"
+        why = "what is started again would find its own run directory taken; add --resume"
+        found.append(Problem("--max-restarts", f"{given} without --resume: {why}"))
     if found:
         return refuse(found)
     from megatron_rl.cli.launch import launch  # imports torch, which wrong flags need not wait for
@@ -67,5 +72,6 @@ def _launch(ranks: Ranks, argv: Sequence[str], command: Sequence[str]) -> int:
 
 
 def rank(words: Sequence[str]) -> int:
-    """What each launched rank does."""
-    return run_here(["megatron-rl", *words], shlex.split(os.environ[TYPED_COMMAND]))
+    """What each launched rank does. `_launch` has looked at everything; much may have changed when one is restarted."""
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    return run_here(["megatron-rl", *words], shlex.split(os.environ[TYPED_COMMAND]), is_checked=is_first)

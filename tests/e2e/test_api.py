@@ -9,7 +9,9 @@ import sys
 import pytest
 
 import megatron_rl
+from megatron_rl import main
 from megatron_rl.errors import ConfigError
+from megatron_rl.preflight import preflight
 from tests.support.ranks import REPOSITORY
 from tests.support.runs import RL, TINY, rows_of, run
 
@@ -20,10 +22,12 @@ def _flags(workshop, name: str, **more) -> dict:
 
 
 @pytest.mark.own_process
-def test_a_run_of_a_mapping_is_that_of_the_command_and_its_model_answers(workshop):
+def test_a_run_of_a_mapping_is_that_of_the_command_and_its_model_answers(workshop, monkeypatch):
     run(workshop.rl("command")).check()
-    handler = signal.getsignal(signal.SIGINT)
+    handler, checks = signal.getsignal(signal.SIGINT), []
+    monkeypatch.setattr(main, "preflight", lambda config: checks.append(config) or preflight(config))
     summary = megatron_rl.train(_flags(workshop, "called", rl_stop_strings=["z", "a b"]))
+    assert len(checks) == 1, "environments with data sets are read for seconds each time"
     assert (summary.status, summary.steps, summary.run_dir) == ("finished", 4, workshop.run_dir("called"))
     assert summary.values["updates"] == summary.updates
     assert rows_of(summary.run_dir) == rows_of(workshop.run_dir("command"))

@@ -39,6 +39,13 @@ def test_new_writes_an_environment(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "'Even-ness' cannot name an environment" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("more", "is_refused"), [([], True), (["--resume"], False), (["--eval-only"], False)])
+def test_ranks_that_are_started_again_go_on(capsys: pytest.CaptureFixture[str], more: list[str], is_refused: bool):
+    assert cli.main(["train", "--max-restarts", "2", *more]) == 2
+    line = "--max-restarts 2 without --resume: what is started again would find its own run directory taken"
+    assert (line in capsys.readouterr().err) == is_refused
+
+
 def test_wrong_flags_are_found_before_anything_is_imported_or_started():
     """For 8 ranks here, and for those of 2 machines: torch is not there yet, so no rank can be."""
     program = (
