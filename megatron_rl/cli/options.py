@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from megatron_rl.config.flags import flags_of
-from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.errors import ConfigError, Problem, shorten
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ def take(options: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
             continue
         if known.kind is bool:
             values[known.name] = on
+            if equals:
+                problems.append(Problem(name, f"{name} takes no value, got {shorten(text)}"))
             continue
         if not equals:
             text = rest.pop(0) if rest and not rest[0].startswith("--") else ""

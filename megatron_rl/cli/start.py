@@ -21,13 +21,15 @@ def start(
     command: str, words: Sequence[str], usage: str, parse: Parse[Parsed], run: Callable[[Parsed], int], entry: str
 ) -> int:
     """The exit code of ``run`` here, or of ``entry``, "module:function" of the words, on several ranks."""
-    asks_help = bool({"-h", "--help"} & set(words))
-    if asks_help or not words:
-        (sys.stdout if asks_help else sys.stderr).write(usage)
-        return 0 if asks_help else CONFIGURATION_ERROR
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(usage)
+        return 0
     _only_warnings()
     try:
         ranks, rest = read_ranks(words)
+        if not rest or rest[0].startswith("-"):
+            sys.stderr.write(usage)
+            return CONFIGURATION_ERROR
         parsed = parse(rest, ranks.world_size)
     except ConfigError as error:
         return refuse(error.problems)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config.flags import Finding, flag
-from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.errors import ConfigError
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, Registry
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
          "--expert-model-parallel-size over pipeline stages", "where no copy of the model may stop before the others"),
     ):  # fmt: skip
         if is_on:
-            yield Problem(flag_name, f"{flag_name} with {name}, {why}; leave one of them out")
+            yield "rl_partial_rollouts", f"with {name}, {why}; leave one of them out"
     wanted, at_once, lag = algorithm.grpo_prompts_per_step, algorithm.rl_oversampling, algorithm.rl_generation_lag
     if int(lag) < 1:
         yield "rl_generation_lag", f"with {flag_name}: what is put aside would be too old at once; use 1 or more"

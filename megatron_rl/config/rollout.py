@@ -215,24 +215,18 @@ def _mcore_problems(config: RLConfig) -> Iterator[Finding]:
 
 
 def _replay_problems(config: RLConfig) -> Iterator[Finding]:
+    name = "rl_router_replay"
     if config.model.num_experts is None:
-        yield Problem(
-            "--rl-router-replay", "--rl-router-replay without --num-experts: dense layers have no router; leave it out"
-        )
+        yield name, "without --num-experts: dense layers have no router; leave it out"
     if not config.training.perform_rl_step:
-        yield Problem(
-            "--rl-router-replay",
-            "--rl-router-replay without --perform-rl-step: demonstrations were never routed; leave it out",
-        )
+        yield name, "without --perform-rl-step: demonstrations were never routed; leave it out"
     if config.rollout.rl_inference_engine == "mcore":
-        yield Problem(
-            "--rl-router-replay",
-            "--rl-router-replay with --rl-inference-engine mcore, which does not record the experts it chose; use "
-            "--rl-inference-engine rollout",
+        yield name, (
+            "with --rl-inference-engine mcore, which does not record the experts it chose; use --rl-inference-engine "
+            "rollout"
         )
     if config.algorithm.rl_surplus == "keep" and config.stages.count > 1:
-        yield Problem(
-            "--rl-router-replay",
-            "--rl-router-replay with --rl-surplus keep on pipeline stages: what is kept would have the experts of one "
-            "stage's layers; use --rl-surplus drop",
+        yield name, (
+            "with --rl-surplus keep on pipeline stages: what is kept would have the experts of one stage's layers; use "
+            "--rl-surplus drop"
         )

@@ -65,17 +65,10 @@ SUPERVISED_COLUMNS = (
 class ConsoleWriter:
     """Writes to a stream it is given: plain lines, and what only a terminal can show, a bar and frames, only there."""
 
-    def __init__(
-        self,
-        stream: TextIO,
-        total_steps: int,
-        *,
-        interactive: bool | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, stream: TextIO, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._total_steps = total_steps
-        self._interactive = is_terminal(stream) if interactive is None else interactive
+        self._interactive = is_terminal(stream)
         self._terminal = Console(file=stream, force_terminal=True)
         self._clock = clock
         self._first_step: int | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from typing import TextIO
 
 from megatron_rl.errors import cut
 
@@ -54,21 +53,17 @@ class _RankFormatter(logging.Formatter):
         return super().format(shortened)
 
 
-def configure_logging(rank: int, verbose: bool = False, stream: TextIO | None = None) -> None:
-    """Send the library's log lines to ``stream`` (standard error): rank 0 from INFO, the others from WARNING.
+def configure_logging(rank: int) -> None:
+    """Send the library's log lines to standard error: rank 0 from INFO, the others from WARNING.
 
-    ``verbose`` lowers both by one level and lets third-party chatter through. Calling again replaces the
-    handler and the level, so a launcher may configure before the rank is known.
+    Calling again replaces the handler and the level, so a launcher may configure before the rank is known.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_RankFormatter(rank))
     library = logging.getLogger(ROOT)
     library.handlers[:] = [handler]
     library.propagate = False
-    quiet, chatty = (logging.INFO, logging.DEBUG) if rank == 0 else (logging.WARNING, logging.INFO)
-    library.setLevel(chatty if verbose else quiet)
-    if verbose:
-        return
+    library.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING if rank == 0 else logging.ERROR)
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):

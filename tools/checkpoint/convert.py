@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.writelines(f"{line}\n" for line in error.lines)
         return 2
-    except MegatronRLError as error:
+    except (MegatronRLError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return 0

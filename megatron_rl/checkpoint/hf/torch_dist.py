@@ -1,4 +1,4 @@
-"""Whole parameters out of one of our checkpoints and into one, one at a time and without building the model.
+"""Whole parameters into a checkpoint of ours, one at a time and without building the model.
 
 The files are those of ``torch.distributed.checkpoint``. megatron stacks the layers of a decoder into one tensor
 ``[L, ...]`` a parameter, and their experts into ``[L, E, ...]``, and gives norms the names they have in fused layers.

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib.resources import files
 
 from megatron_rl.metrics.jsonl import to_plain
 
-REPORT = ("base.js", "charts.js", "rollouts.js", "report.js")
-"""Scripts of a run's report in the order they run in, as one; ``base.js`` and ``charts.js`` draw any curves."""
+_SCRIPTS = ("base.js", "charts.js", "rollouts.js", "report.js")
+"""In the order they run in, as one."""
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
-def build_page(data: object, scripts: Sequence[str] = REPORT) -> str:
-    """A page that fetches nothing, with ``data`` and the ``scripts`` that show it."""
+def build_page(data: object) -> str:
+    """A page that fetches nothing, with ``data`` and the scripts that show it."""
     parts = {
         "__STYLE__": _read("page.css"),
-        "__SCRIPT__": "\n".join(map(_read, scripts)),
+        "__SCRIPT__": "\n".join(map(_read, _SCRIPTS)),
         "__REPORT_DATA__": to_script_json(data),  # the last: it may hold any text, these words too
     }
     page = _read("page.html")

@@ -11,6 +11,8 @@ from megatron_rl import cli
 from megatron_rl.checkpoint.hf.load import import_hf
 from megatron_rl.cli.generate import read_prompts
 from megatron_rl.cli.model import model_config
+from megatron_rl.cli.options import take
+from megatron_rl.cli.serve import Place
 from megatron_rl.errors import ConfigError
 from megatron_rl.families import read_model
 from megatron_rl.families.family import SMALL
@@ -85,6 +87,19 @@ def test_prompts_of_a_file(tmp_path: Path):
     rows.write_text('"one"\n{"prompt": "two"}\n{"messages": [{"role": "user", "content": "three"}]}\n')
     assert list(read_prompts(text)) == ["one", " two"]
     assert list(read_prompts(rows)) == ["one", "two", ({"role": "user", "content": "three"},)]
+
+
+def test_a_switch_takes_no_value():
+    """``--allow-remote=false`` permitted it."""
+    with pytest.raises(ConfigError) as caught:
+        take(Place, ["--allow-remote=false", "--port=1"])
+    assert caught.value.lines == ["--allow-remote takes no value, got 'false'"]
+
+
+@pytest.mark.parametrize("words", [[], ["--nproc", "2"], ["--temperature", "0", "model"]])
+def test_without_a_model_the_usage_is_shown(capsys, words: list[str]):
+    assert cli.main(["chat", *words]) == 2
+    assert capsys.readouterr().err.startswith("usage: megatron-rl chat MODEL")
 
 
 def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -27,43 +26,41 @@ def restore_logging() -> Iterator[None]:
     library.handlers[:], library.propagate = handlers, propagate
 
 
-def lines(rank: int, verbose: bool = False) -> list[str]:
-    stream = io.StringIO()
-    configure_logging(rank, verbose, stream)
-    LOOP.debug("a detail")
-    LOOP.info("a fact")
-    LOOP.warning("a worry")
-    return [line.split(" ", 1)[1] for line in stream.getvalue().splitlines()]
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Callable[[int], list[str]]:
+    def written(rank: int) -> list[str]:
+        configure_logging(rank)
+        LOOP.debug("a detail")
+        LOOP.info("a fact")
+        LOOP.warning("a worry")
+        return [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()]
+
+    return written
 
 
-def test_rank_0_reports_from_info() -> None:
+def test_rank_0_reports_from_info(lines) -> None:
     assert lines(rank=0) == ["INFO loop: a fact", "WARNING loop: a worry"]
 
 
-def test_other_ranks_warn_with_their_rank() -> None:
+def test_other_ranks_warn_with_their_rank(lines) -> None:
     assert lines(rank=3) == ["WARNING [rank 3] loop: a worry"]
 
 
-def test_verbose_lowers_the_level_by_one() -> None:
-    assert lines(rank=0, verbose=True)[0] == "DEBUG loop: a detail"
-    assert lines(rank=1, verbose=True)[0] == "INFO [rank 1] loop: a fact"
-
-
-def test_configuring_twice_does_not_repeat_lines() -> None:
-    configure_logging(0, stream=io.StringIO())
+def test_configuring_twice_does_not_repeat_lines(lines) -> None:
+    configure_logging(0)
     assert len(lines(rank=0)) == 2
 
 
-def test_a_message_of_megabytes_is_cut() -> None:
-    stream = io.StringIO()
-    configure_logging(0, stream=stream)
+def test_a_message_of_megabytes_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(0)
     LOOP.error("tensor %s is missing; download it again", "x" * 10**6)
-    assert len(stream.getvalue()) < LONGEST_MESSAGE + 100
-    assert "tensor xxx" in stream.getvalue() and stream.getvalue().endswith("xxx is missing; download it again\n")
+    written = capsys.readouterr().err
+    assert len(written) < LONGEST_MESSAGE + 100
+    assert "tensor xxx" in written and written.endswith("xxx is missing; download it again\n")
 
 
 def test_third_party_chatter_is_quiet_but_warnings_of_others_pass() -> None:
-    configure_logging(0, stream=io.StringIO())
+    configure_logging(0)
     assert not logging.getLogger("httpx").isEnabledFor(logging.INFO)
     with warnings.catch_warnings(record=True) as caught:
         warnings.warn("Transformer Engine and Apex are not installed. Falling back", stacklevel=1)

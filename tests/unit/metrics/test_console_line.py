@@ -36,6 +36,18 @@ WORST = TextSample(
 )
 
 
+class Terminal(io.StringIO):
+    """A stream that lines may be erased on."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+
 def uncoloured(stream: io.StringIO) -> str:
     """What was written, without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
@@ -54,8 +66,8 @@ def test_a_sample_is_a_few_plain_lines() -> None:
 
 
 def test_a_terminal_gets_a_frame_around_a_sample_and_keeps_its_bar() -> None:
-    stream = io.StringIO()
-    ConsoleWriter(stream, total_steps=80, interactive=True).write_samples(10, [WORST])
+    stream = Terminal()
+    ConsoleWriter(stream, total_steps=80).write_samples(10, [WORST])
     text = uncoloured(stream)
     assert text.startswith(f"{ERASE_LINE}╭─ sample 10/80 | worst group | toy 7 ─")
     assert "│ prompt <bos>[b]2+2= " in text and "│ answer so↵�[2J�]0;title� 5<eos> " in text
@@ -117,8 +129,8 @@ def test_plain_stream_gets_no_control_characters() -> None:
 
 
 def test_terminal_gets_a_bar_that_the_next_line_erases() -> None:
-    stream, now = io.StringIO(), iter([0.0, 30.0])
-    writer = ConsoleWriter(stream, total_steps=4, interactive=True, clock=lambda: next(now))
+    stream, now = Terminal(), iter([0.0, 30.0])
+    writer = ConsoleWriter(stream, total_steps=4, clock=lambda: next(now))
     writer.write(1, {"critic/rewards/mean": 0.5})
     writer.write(2, {"critic/rewards/mean": 1.0})
     writer.close()
