@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
-from megatron_rl.cli.start import start, start_rank
+from megatron_rl.cli.start import ModelCommand
 from megatron_rl.config import RLConfig
 
 if TYPE_CHECKING:
@@ -24,16 +24,6 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 """A character of which not all bytes are drawn yet."""
 _OWN = ("--distributed-timeout-minutes", "100000", "--rl-decode-steps-per-sync", "2")
 """The user may think for hours, and an answer is shown as it is drawn."""
-
-
-def main(words: Sequence[str]) -> int:
-    """0: ended by the user; 1: failed; 2: wrong flags."""
-    return start("chat", words, USAGE, _parse, _talk, "megatron_rl.cli.chat:rank")
-
-
-def rank(words: Sequence[str]) -> int:
-    """What each launched rank does."""
-    return start_rank(words, _parse, _talk)
 
 
 def _parse(words: Sequence[str], world_size: int) -> RLConfig:
@@ -106,3 +96,7 @@ def _show(chat: Chat, said: str, stop: _Stop, generator: Generator) -> None:
             shown = ready
     if generator.groups.is_main:
         sys.stdout.write(" [stopped]\n" if stop.asked else "\n")
+
+
+COMMAND = ModelCommand("chat", USAGE, _parse, _talk)
+main, rank = COMMAND.main, COMMAND.rank

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
 from megatron_rl.cli.options import described, take
-from megatron_rl.cli.start import start, start_rank
+from megatron_rl.cli.start import ModelCommand
 from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import flag
 from megatron_rl.errors import ConfigError, shorten
@@ -53,16 +53,6 @@ class Job:
     config: RLConfig
     files: Files
     prompts: Sequence[Prompt]
-
-
-def main(words: Sequence[str]) -> int:
-    """0: all answered; 1: failed; 2: wrong flags or prompts."""
-    return start("generate", words, USAGE, _parse, _generate, "megatron_rl.cli.generate:rank")
-
-
-def rank(words: Sequence[str]) -> int:
-    """What each launched rank does."""
-    return start_rank(words, _parse, _generate)
 
 
 def _parse(words: Sequence[str], world_size: int) -> Job:
@@ -131,3 +121,7 @@ def _generate(job: Job) -> int:
     else:
         write_text_atomic(Path(job.files.output), text)
     return 0
+
+
+COMMAND = ModelCommand("generate", USAGE, _parse, _generate)
+main, rank = COMMAND.main, COMMAND.rank

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.cli.model import USAGE_OF_FLAGS, model_config
 from megatron_rl.cli.options import described, take
-from megatron_rl.cli.start import start, start_rank
+from megatron_rl.cli.start import ModelCommand
 from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import flag
 from megatron_rl.errors import ConfigError
@@ -61,16 +61,6 @@ class Job:
     config: RLConfig
     place: Place
     model_name: str
-
-
-def main(words: Sequence[str]) -> int:
-    """0: ended by the user; 1: failed; 2: wrong flags."""
-    return start("serve", words, USAGE, _parse, _serve, "megatron_rl.cli.serve:rank")
-
-
-def rank(words: Sequence[str]) -> int:
-    """What each launched rank does."""
-    return start_rank(words, _parse, _serve)
 
 
 def _parse(words: Sequence[str], world_size: int) -> Job:
@@ -169,3 +159,7 @@ def _token(path: str | None) -> Iterator[tuple[str, Path]]:
             except OSError as error:
                 raise ConfigError([f"--token-file {file} cannot be written: {error.strerror}"]) from error
         yield token, file
+
+
+COMMAND = ModelCommand("serve", USAGE, _parse, _serve)
+main, rank = COMMAND.main, COMMAND.rank

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
 
@@ -20,7 +20,7 @@ from megatron_rl.config.algorithm import (
 )
 from megatron_rl.config.compatibility import CompatibilityConfig, megatron_rl_problems
 from megatron_rl.config.critic import CriticConfig, critic_problems
-from megatron_rl.config.flags import Flag, flags_of
+from megatron_rl.config.flags import Finding, Flag, flags_of
 from megatron_rl.config.model import ModelConfig, TokenizerConfig, expert_problems, shape_problems
 from megatron_rl.config.parallel import (
     KernelConfig,
@@ -59,7 +59,8 @@ from megatron_rl.config.training import (
 from megatron_rl.errors import Problem
 from megatron_rl.families.layout import Architecture, ExpertShare, Head, ModelLayout, Stages, padded_vocabulary
 
-RULES = (
+Rule = Callable[["RLConfig", int], Iterator[Finding]]
+RULES: tuple[Rule, ...] = (
     record_problems, parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems,
     expert_problems, batch_problems, length_problems, cache_size_problems, precision_problems, kernel_problems,
     engine_problems, alignment_problems, cache_problems, optimizer_problems, schedule_problems, sampling_problems,
@@ -328,8 +329,13 @@ def validate(config: RLConfig, world_size: int) -> list[Problem]:
     if out_of_bounds:  # the other rules would divide by a size of 0
         return out_of_bounds
     config = resolve(config, world_size)
-    found = (finding for rule in RULES for finding in rule(config, world_size))
-    return [*_absent(config), *(each if isinstance(each, Problem) else config.problem(*each) for each in found)]
+    return [*_absent(config), *broken_rules(config, world_size)]
+
+
+def broken_rules(config: RLConfig, world_size: int, rules: Sequence[Rule] = RULES) -> list[Problem]:
+    """What ``rules`` say of a resolved configuration."""
+    found = (finding for rule in rules for finding in rule(config, world_size))
+    return [each if isinstance(each, Problem) else config.problem(*each) for each in found]
 
 
 def _bounds(config: RLConfig) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_rl.config.model import ModelConfig, expert_problems, shape_problems
 from megatron_rl.config.parallel import context_problems, expert_parallel_problems, parallel_problems, pipeline_problems
 from megatron_rl.config.precision import QuantizationConfig
-from megatron_rl.config.rl_config import RLConfig, resolve
+from megatron_rl.config.rl_config import RLConfig, broken_rules, resolve
 from megatron_rl.config.rollout import length_problems
 from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.errors import Problem
@@ -44,15 +44,10 @@ def layout_problems(config: RLConfig) -> list[Problem]:
     if not config.wants_teacher:
         return []
     size = config.model_parallel_size  # a fault of the number of ranks is the policy's too
-    known = {problem.text for problem in _found(config, size)}
+    known = {problem.text for problem in broken_rules(config, size, _RULES)}
     name = f"--rl-teacher-load-hf {config.teacher.rl_teacher_load_hf}"
     return [
         Problem("--rl-teacher-load-hf", f"{name}: of this teacher {problem.text}")
-        for problem in _found(teacher_of(config, size), size)
+        for problem in broken_rules(teacher_of(config, size), size, _RULES)
         if problem.text not in known
     ]
-
-
-def _found(config: RLConfig, world_size: int) -> list[Problem]:
-    found = (finding for rule in _RULES for finding in rule(config, world_size))
-    return [each if isinstance(each, Problem) else config.problem(*each) for each in found]
