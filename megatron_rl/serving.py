@@ -1,7 +1,7 @@
 """`megatron-rl serve`: a generator's engine answers the calls of an endpoint.
 
-    main rank   wait for calls ── take ──┐                          ┌── deliver, progress
-    all ranks                            └─► broadcast ─► submit ─► step ─► ...
+    main rank   wait for calls ── take ──┐                                  ┌── deliver, show
+    all ranks                            └─► broadcast ─► submit, cancel ─► step ─► ...
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ def serve(generator: Generator, endpoint: Endpoint | None, stop: Callable[[], bo
     ``endpoint``, on the main rank alone, was started.
     """
     engine, alone = generator.engine, generator.groups.model_group.size() == 1
-    streams: set[int] = set()
     while True:
         calls = None if endpoint is None else _news(endpoint, engine, stop)
         # Without a seed of the caller no two calls have the same.
-        rows = None if calls is None else [told(call, secrets.token_hex(8)) for call in calls]
-        rows = rows if alone else broadcast_json(rows, source=0)
-        if rows is None:
+        rows = [told(call, secrets.token_hex(8)) for call in calls or ()]
+        news = None if calls is None else (rows, endpoint.take_cancelled())
+        news = news if alone else broadcast_json(news, source=0)
+        if news is None:
             return
+        rows, cancelled = news
         for row in rows:
             engine.submit(request(**row))
+        engine.cancel(cancelled)
+        answers = engine.step() if engine.has_unfinished else []
         if endpoint is not None:
-            streams.update(call.number for call in calls if call.wants_progress)
-            _step(engine, endpoint, streams)
-        elif engine.has_unfinished:
-            engine.step()
+            for answered, (completion,) in answers:
+                endpoint.deliver(answered.call, completion)
+            endpoint.show(engine)
 
 
 def _news(endpoint: Endpoint, engine: Engine, stop: Callable[[], bool]) -> list[Call] | None:
@@ -49,14 +51,3 @@ def _news(endpoint: Endpoint, engine: Engine, stop: Callable[[], bool]) -> list[
             return calls
         endpoint.wait_blocking(_LOOK_FOR_STOP_S)
     return None
-
-
-def _step(engine: Engine, endpoint: Endpoint, streams: set[int]) -> None:
-    """Reads the device for those that stream alone."""
-    if not engine.has_unfinished:
-        return
-    for answered, (completion,) in engine.step():
-        streams.discard(answered.call)
-        endpoint.deliver(answered.call, completion)
-    for asked, token_ids in engine.unfinished_tokens(lambda asked: asked.call in streams):
-        endpoint.progress(asked.call, token_ids)

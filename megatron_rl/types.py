@@ -197,7 +197,7 @@ class Request:
     call: int | None = None
     """The call of the endpoint that waits for it; None of what the rollout itself asks for."""
     branch: int = 0
-    """How many earlier calls of the sample had the very same prompt: each has random numbers of its own."""
+    """Of the sample's calls with the very same prompt each has another, and so random numbers of its own."""
     begun: tuple[Completion, ...] = ()
     """Of a request that `Engine.interrupt` gave back: its samples so far, one each, from which they go on."""
 

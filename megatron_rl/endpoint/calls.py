@@ -3,7 +3,8 @@
     HTTP thread                                    engine's thread, between two steps
     request ──► Desk: session, new ids ──► Call ──► take() ──► Request ──► Engine.submit
     answer  ◄── Desk: text, calls, log-probs ◄── deliver(number, completion) ◄── Engine.step
-    stream  ◄── text so far ◄── progress(number, ids) ◄── Engine.unfinished_tokens
+    stream  ◄── text so far ◄── progress(number, ids) ◄── show(engine): Engine.unfinished_tokens
+    hung up ──► Desk ──► take_cancelled() ──► Engine.cancel
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron_rl.endpoint.desk import Call as Call
 from megatron_rl.endpoint.desk import Desk, Limits
 from megatron_rl.endpoint.server import HttpThread
 from megatron_rl.endpoint.sessions import SessionEnd
+from megatron_rl.inference.engine import Engine
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
 
@@ -53,8 +55,10 @@ class Endpoint:
         """
         self.token = token or secrets.token_urlsafe(32)
         self._inbox = Inbox()
+        self._streams: set[int] = set()
+        """Calls that want to be shown."""
         limits = Limits(model_name, max_sequence_length, max_new_tokens, sampling or SamplingParams())
-        self._desk = Desk(tokenizer, limits, self._inbox.put)
+        self._desk = Desk(tokenizer, limits, self._inbox.put, self._inbox.drop)
         self._http = HttpThread(self._desk, self.token, host, port)
 
     def start(self) -> None:
@@ -92,7 +96,15 @@ class Endpoint:
 
     def take(self) -> list[Call]:
         """The calls that came since it was asked last; never waits."""
-        return self._inbox.take()
+        calls = self._inbox.take()
+        self._streams.update(call.number for call in calls if call.wants_progress)
+        return calls
+
+    def take_cancelled(self) -> list[int]:
+        """Numbers of the calls, taken before, that nobody waits for any more; each once. No answer is wanted."""
+        cancelled = self._inbox.take_cancelled()
+        self._streams.difference_update(cancelled)
+        return cancelled
 
     async def wait(self, timeout: float) -> None:
         """Until there is a call, for ``timeout`` seconds at most."""
@@ -104,16 +116,17 @@ class Endpoint:
 
     def deliver(self, number: int, completion: Completion) -> None:
         """The answer to a call; nobody may wait for it any more."""
+        self._streams.discard(number)
         self._http.call(self._desk.deliver, number, completion)
 
     def progress(self, number: int, token_ids: Sequence[int]) -> None:
         """All tokens so far of a call that ``wants_progress``."""
         self._http.call(self._desk.progress, number, tuple(token_ids))
 
-    def abort(self, why: str) -> None:
-        """All calls that wait get 503; sessions stay open."""
-        self._inbox.take()
-        self._http.call(self._desk.abort, why)
+    def show(self, engine: Engine) -> None:
+        """The same for all of them; reads the device for those alone."""
+        for request, token_ids in engine.unfinished_tokens(lambda request: request.call in self._streams):
+            self.progress(request.call, token_ids)
 
     def _at_desk(self, do: Callable[[], T]) -> T:
         """``do`` in the HTTP thread, after all that was asked of it before."""
@@ -130,10 +143,11 @@ class Endpoint:
 
 
 class Inbox:
-    """Calls on their way to the engine's thread."""
+    """Calls on their way to the engine's thread, and what is not wanted any more."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
+        self._cancelled: list[int] = []
         self._condition = threading.Condition()
         self._wakers: set[Callable[[], object]] = set()
 
@@ -150,6 +164,20 @@ class Inbox:
         with self._condition:
             calls, self._calls = self._calls, []
             return calls
+
+    def drop(self, number: int) -> None:
+        """A call that nobody waits for: it is not taken any more, or else cancelled."""
+        with self._condition:
+            others = [call for call in self._calls if call.number != number]
+            if len(others) == len(self._calls):
+                self._cancelled.append(number)
+            self._calls = others
+
+    def take_cancelled(self) -> list[int]:
+        """All of them."""
+        with self._condition:
+            cancelled, self._cancelled = self._cancelled, []
+            return cancelled
 
     def wait_blocking(self, timeout: float) -> None:
         """Until one is there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -75,10 +75,12 @@ class Waiting:
 class Desk:
     """Sessions and calls, by id and number."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, put: Callable[[Call], None]) -> None:
-        """``put`` hands calls over to who answers them."""
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, put: Callable[[Call], None], drop: Callable[[int], None]
+    ) -> None:
+        """``put`` hands calls over to who answers them; ``drop`` says that one needs no answer."""
         self.tokenizer, self.limits = tokenizer, limits
-        self._put = put
+        self._put, self._drop = put, drop
         self._sessions: dict[str, Session] = {}
         self._parsers: dict[str, str] = {}
         """Of calls of tools, by environment."""
@@ -217,18 +219,30 @@ class Desk:
         if waiting is not None and waiting.show is not None:
             waiting.show(token_ids)
 
+    def leave(self, all_waiting: Sequence[Waiting]) -> None:
+        """The client of these is gone: what is not answered is as if it had never been asked."""
+        for waiting in all_waiting:
+            if waiting.call.number in self._waiting:
+                self._forget(waiting)
+
     def abort(self, why: str) -> None:
         """All calls that wait get 503."""
         self._fail(ApiError(503, "no_rollout", why), lambda waiting: True)
 
     def _fail(self, error: ApiError, concerned: Callable[[Waiting], bool]) -> None:
-        for number, waiting in [item for item in self._waiting.items() if concerned(item[1])]:
-            del self._waiting[number]
-            session = self._sessions.get(waiting.call.session or "")
-            if session is not None:
-                session.forget(number)
+        for waiting in [waiting for waiting in self._waiting.values() if concerned(waiting)]:
+            self._forget(waiting)
             waiting.answer.set_exception(error)
             waiting.answer.exception()  # one choice of several tells the client; asyncio would log the others
+
+
+    def _forget(self, waiting: Waiting) -> None:
+        number = waiting.call.number
+        del self._waiting[number]
+        self._drop(number)
+        session = self._sessions.get(waiting.call.session or "")
+        if session is not None:
+            session.forget(number)
 
 
 def sampling_of(asked: Asked, default: SamplingParams, max_new_tokens: int) -> SamplingParams:

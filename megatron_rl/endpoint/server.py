@@ -67,7 +67,8 @@ class HttpThread:
     async def _listen(self) -> None:
         host, port = self._address
         self._runner = web.AppRunner(
-            create_app(self._desk, self._token), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
+            create_app(self._desk, self._token), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS,
+            handler_cancellation=True,  # when the client hangs up
         )
         await self._runner.setup()
         try:
@@ -134,9 +135,13 @@ class Routes:
         decoder = self._desk.tokenizer if asked.logprobs else None
         # Each prompt counts once, as its choices share it.
         read = sum(each.num_read for each in waiting[:: asked.n])
-        if stream is not None:
-            return await stream.write(request, envelope, waiting, read, decoder)
-        choices = await asyncio.gather(*(each.answer for each in waiting))
+        try:
+            if stream is not None:
+                return await stream.write(request, envelope, waiting, read, decoder)
+            await asyncio.wait([each.answer for each in waiting])
+        finally:
+            self._desk.leave(waiting)
+        choices = [each.answer.result() for each in waiting]
         return web.json_response(envelope.whole(choices, usage_of(read, choices), decoder))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ class Planned:
     ids: tuple[int, ...]
     """Of a root the whole prompt, else what the model reads after that answer."""
     branch: int
-    """How many earlier calls of the sample had the very same prompt, see `Request.branch`."""
+    """The lowest number that no other call of the sample with the very same prompt has, see `Request.branch`."""
     num_read: int
     """Tokens of the whole prompt."""
 
@@ -123,7 +124,7 @@ class Session:
         return self._begin(number, after, ids, prompt)
 
     def forget(self, number: int) -> None:
-        """The call began, and was refused then."""
+        """The call began, and has no answer: it was refused, or its client hung up."""
         del self._nodes[number]
 
     def _new_in_text(self, prompt: str) -> tuple[int | None, Sequence[int]]:
@@ -163,7 +164,8 @@ class Session:
         prompt_ids = (() if after is None else self._history(after)) + tuple(ids)
         # By their prompts: the order in which they come differs from run to run where several come at once.
         prompt = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).digest()
-        branch = sum(node.prompt == prompt for node in self._nodes.values())
+        taken = {node.planned.branch for node in self._nodes.values() if node.prompt == prompt}
+        branch = next(number for number in itertools.count() if number not in taken)
         planned = Planned(after, tuple(ids), branch, len(prompt_ids))
         self._nodes[number] = _Node(planned, prompt, asked, tools, is_edited)
         return planned

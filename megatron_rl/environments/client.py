@@ -23,7 +23,7 @@ import aiohttp
 from megatron_rl.chat import ChatFormat
 from megatron_rl.environments import wire
 from megatron_rl.environments.child import LOAD_SECONDS
-from megatron_rl.environments.results import failed, result_from_json
+from megatron_rl.environments.results import MAX_MESSAGE, failed, result_from_json
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Demonstration, Grade, HarnessRun, Item, Split, Task
@@ -137,7 +137,7 @@ class EnvironmentClient:
                 raise wire.WireError(f"it has {len(results)} items for {len(items)} samples")
             return results
         except RequestFailed as failure:
-            return [failed(failure.code, str(failure))] * len(items)
+            return [failed(failure.code, str(failure)[:MAX_MESSAGE])] * len(items)
         except ValueError as error:
             return [failed("environment_exception", f"the server's answer cannot be read: {error}")] * len(items)
 

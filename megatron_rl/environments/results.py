@@ -96,8 +96,8 @@ def graded(verdict: object) -> Grade:
         if not isinstance(name, str) or not _is_finite(value):
             return failed("invalid_reward", f"the metric {name!r} is {value!r}, no finite number")
     metrics = {name: float(value) for name, value in grade.metrics.items()}
-    extracted = None if grade.extracted is None else str(grade.extracted)[:MAX_EXTRACTED]
-    return Grade(float(grade.reward), metrics, str(grade.status)[:MAX_EXTRACTED], extracted)
+    extracted = None if grade.extracted is None else str(grade.extracted)
+    return Grade(float(grade.reward), metrics, str(grade.status), extracted)
 
 
 def _is_finite(value: object) -> bool:
@@ -110,16 +110,17 @@ def _is_finite(value: object) -> bool:
 
 def failed(code: str, message: str) -> Grade:
     """The result of a sample that could not be graded."""
-    return Grade(None, code=code, message=message[:MAX_MESSAGE])
+    return Grade(None, code=code, message=message)
 
 
 def result_to_json(result: Grade) -> dict[str, Any]:
-    """The JSON object of a result."""
+    """The JSON object of a result. Long texts are cut here, once keys in them are replaced: half a key is not found."""
     if result.failed:
-        return {"status": "error", "code": result.code, "message": result.message}
+        return {"status": "error", "code": result.code, "message": result.message[:MAX_MESSAGE]}
     shown = {"status": "ok", "reward": result.reward, "metrics": dict(result.metrics)}
     if result.status:
-        shown |= {"verdict": result.status, "extracted": result.extracted}
+        extracted = None if result.extracted is None else result.extracted[:MAX_EXTRACTED]
+        shown |= {"verdict": result.status[:MAX_EXTRACTED], "extracted": extracted}
     return shown | ({} if result.continuation is None else asdict(result.continuation))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,6 +104,12 @@ class Engine(Protocol):
 
     def step(self) -> list[Completed]:
         """Do a bounded amount of work; return the requests that were completed in it."""
+
+    def cancel(self, calls: Collection[int]) -> None:
+        """Forget what these ``calls`` of the endpoint asked for; what else is drawn stays the same.
+
+        The next step does it, and may complete one of them before. An engine may also draw them to their end.
+        """
 
     @property
     def has_unfinished(self) -> bool:

@@ -11,7 +11,7 @@ Rows are filled again as they become free. Scheduler, `BlockManager` and output 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
 
 import torch
@@ -60,6 +60,8 @@ class RolloutEngine(Engine):
         self.runner.graphs = graphs_of(self.runner, policy, options.num_cuda_graphs)
         self._outputs = OutputProcessor(state, stop_token_ids, decode_text)
         self._groups: dict[int, SequenceGroup] = {}
+        self._cancelled: set[int] = set()
+        """Calls to be dropped when the next step begins; a lane of pipeline stages may be amid one."""
         self.begin(seed=0, policy_version=0)
 
     # -- Engine --------------------------------------------------------------------------------
@@ -87,6 +89,9 @@ class RolloutEngine(Engine):
             if sequence.status is not SequenceStatus.FINISHED:
                 self._scheduler.add(sequence)
 
+    def cancel(self, calls: Collection[int]) -> None:
+        self._cancelled.update(calls)
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._groups)
@@ -111,6 +116,7 @@ class RolloutEngine(Engine):
     def abort(self) -> None:
         self._scheduler.clear()
         self._groups.clear()
+        self._cancelled.clear()
         self.runner.state.idle()
 
     @property
@@ -139,6 +145,7 @@ class RolloutEngine(Engine):
 
     def _plan(self) -> tuple[list[Chunk], SamplingKinds]:
         """Make room, admit sequences; what of their prompts is computed now, and what the sampler must do."""
+        self._drop_cancelled()
         preempted = self._scheduler.make_room()
         self._outputs.save(preempted)
         self.statistics.host_reads += len(preempted) > 0
@@ -153,6 +160,18 @@ class RolloutEngine(Engine):
             self.statistics.reused_tokens += chunk.reused
             self.statistics.recomputed_tokens += chunk.sequences[0].preempted * chunk.num_tokens
         return chunks, kinds
+
+    def _drop_cancelled(self) -> None:
+        cancelled = [group for group in self._groups.values() if group.request.call in self._cancelled]
+        self._cancelled.clear()
+        for group in cancelled:
+            del self._groups[group.number]
+        unfinished = [s for g in cancelled for s in g.sequences if s.status is not SequenceStatus.FINISHED]
+        rows = [sequence.row for sequence in unfinished if sequence.status is not SequenceStatus.WAITING]
+        for sequence in unfinished:
+            self._scheduler.drop(sequence)
+        if rows:
+            self.runner.state.idle(rows)
 
     def _next_burst(self, running: ListOf[Sequence]) -> tuple[int, int, int] | None:
         """Rows ``0 .. n - 1``, of which the last runs, the keys that the first step may reach, and up to k steps."""

@@ -186,6 +186,15 @@ class Scheduler:
         """It has finished; its last token was drawn, but not fed."""
         self._release(sequence, sequence.prefill_ids[:-1])
 
+    def drop(self, sequence: Sequence) -> None:
+        """Forget one that is not finished. Its tokens that only the device knows are not read for the cache's sake."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._release(sequence, sequence.prefill_ids)
+            return
+        if sequence.status is SequenceStatus.PREFILL:
+            self._preempt(sequence)  # with those that share its prompt: all wait again
+        self._waiting.remove(sequence)
+
     def compact(self) -> tuple[list[tuple[int, int]], Copies]:
         """Moves (from, to) of rows that close the holes, and the copies in the cache that they take.
 

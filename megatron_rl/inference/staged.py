@@ -16,7 +16,7 @@ reads, through the experts of its stage alone and without a message to another s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from functools import partial
@@ -78,6 +78,10 @@ class StagedEngine(Engine):
         lane = lane or min(self.lanes, key=lambda lane: lane.expected)
         lane.submit(request)
         self._lane_of[conversation] = lane
+
+    def cancel(self, calls: Collection[int]) -> None:
+        for lane in self.lanes:
+            lane.cancel(calls)
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -152,14 +156,11 @@ class Lane(RolloutEngine):
         self._turns: Generator[None, None, list[Completed]] | None = None
         self._lockstep_group = groups.lockstep_group if groups.shares_experts else None
 
-    def submit(self, request: Request) -> None:
-        super().submit(request)
-        self.expected += _expected(request)
-
-    def abort(self) -> None:
-        super().abort()
-        self.expected = 0
+    @property
+    def expected(self) -> int:
         """Tokens that the unfinished requests will probably draw."""
+        requests = [group.request for group in self._groups.values()]
+        return sum(r.num_samples * (r.expected_tokens or r.sampling.max_new_tokens) for r in requests)
 
     @property
     def is_under_way(self) -> bool:
@@ -201,12 +202,4 @@ class Lane(RolloutEngine):
         if burst is not None:
             yield from self.runner.decode_turns(*burst, decode_kinds)
         yield from self.runner.join_turns(others_steps)
-        if not running:
-            return []
-        complete = self._finish(running)
-        self.expected -= sum(_expected(request) for request, _ in complete)
-        return complete
-
-
-def _expected(request: Request) -> int:
-    return request.num_samples * (request.expected_tokens or request.sampling.max_new_tokens)
+        return self._finish(running) if running else []

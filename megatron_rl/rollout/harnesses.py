@@ -5,8 +5,8 @@
       harness ─► Endpoint ─► Call ─► every rank of the model copy ─► Request ─► Engine        Trace ─► Rollout
                     └──────────────────── Completion ◄────────────────────────────┘
 
-The leader of a model copy has the endpoint. It tells the others of calls and rewards, so that all submit the same
-requests between the same two engine steps.
+The leader of a model copy has the endpoint. It tells the others of calls, hang-ups and rewards, so that all submit and
+cancel the same requests between the same two engine steps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from megatron_rl.endpoint import sessionless
 from megatron_rl.endpoint.calls import Endpoint
 from megatron_rl.endpoint.sessions import SessionEnd
+from megatron_rl.inference.engine import Engine
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
 from megatron_rl.rollout.finished import FinishedGroups
@@ -125,21 +126,29 @@ class Harnesses:
         if self._groups.leads_model:
             self._settings.endpoint.deliver(request.call, completion)
 
-    def calls(self) -> list[Request]:
-        """What the harnesses ask for now. Collective in a model copy."""
+    def show(self, engine: Engine) -> None:
+        """What streams have of their answers."""
+        if self.waiting and self._groups.leads_model:
+            self._settings.endpoint.show(engine)
+
+    def calls(self) -> tuple[list[Request], list[int]]:
+        """What the harnesses ask for now, and the calls whose answers they want no more. Collective in a model copy."""
         if not self.waiting:
-            return []
-        calls, asides, ends = self._news() if self._groups.leads_model else ([], [], [])
+            return [], []
+        calls, asides, cancelled, ends = self._news() if self._groups.leads_model else ([], [], [], [])
         if self._groups.model_group.size() > 1:
-            told = [calls, asides, [(*end[:3], end.grade.reward, end.grade.code) for end in ends]]
-            calls, asides, told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
+            told = [calls, asides, cancelled, [(*end[:3], end.grade.reward, end.grade.code) for end in ends]]
+            told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
+            calls, asides, cancelled, told_ends = told
             if not self._groups.leads_model:
-                ends = [_End(*end, Grade(reward, code=code)) for *end, reward, code in told]
+                ends = [_End(*end, Grade(reward, code=code)) for *end, reward, code in told_ends]
         requests = [self._request(_Call(*call)) for call in calls]
         requests += [sessionless.request(**aside) for aside in asides]
+        for number in cancelled:
+            self._sample_of.pop(number, None)
         for end in ends:
             self._end(end)
-        return requests
+        return requests, cancelled
 
     async def wait_for_call(self, seconds: float) -> None:
         """Until a harness has called, for ``seconds`` at most; of the leader."""
@@ -191,11 +200,11 @@ class Harnesses:
             return Grade(None, code="edited_history", message=message)
         return replace(grade, metrics={**grade.metrics, "edited_histories": float(end.edited)})
 
-    def _news(self) -> tuple[list[_Call], list[dict[str, Any]], list[_End]]:
-        taken = self._settings.endpoint.take()
+    def _news(self) -> tuple[list[_Call], list[dict[str, Any]], list[int], list[_End]]:
+        taken, cancelled = self._settings.endpoint.take(), self._settings.endpoint.take_cancelled()
         calls = [
             _Call(*self._sessions[c.session], c.number, c.after, c.ids, c.branch, c.max_new_tokens, c.stop)
-            for c in taken if c.session in self._sessions
+            for c in taken if c.session is not None
         ]  # fmt: skip
         # Of judges. Their prompts are their seeds, so that a step that is done again has the same verdicts.
         asides = [
@@ -204,7 +213,7 @@ class Harnesses:
         done = [task for task in self.asked if task.done()]
         self.asked.difference_update(done)
         ends = [end for task in done for end in task.result()]
-        return calls, asides, sorted(ends, key=lambda end: end[:2])
+        return calls, asides, cancelled, sorted(ends, key=lambda end: end[:2])
 
     # -- of all ranks ----------------------------------------------------------------------------
 

@@ -156,12 +156,16 @@ class Rollouter:
                 break
             if generating:
                 self._take(engine.step(), samples, share)
+                samples.harnesses.show(engine)
                 generated = time.perf_counter()
             else:
                 await samples.wait()
             if not generating or self._heeds_answers(steps):
-                for turn in (*samples.conversations.replies(), *samples.harnesses.calls()):
+                replies, (calls, hung_up) = samples.conversations.replies(), samples.harnesses.calls()
+                for turn in (*replies, *calls):
                     engine.submit(turn)
+                if hung_up:
+                    engine.cancel(hung_up)
             steps += 1
             cancelled = self._must_stop(steps)
             # Let the connections to the environment server move; where other replicas still generate, let them.

@@ -62,12 +62,15 @@ def complete(
             engine.begin(1, 0)
             for one in mine:
                 engine.submit(replace(one, wants_routing=True))
+            if mine and groups.shares_experts:  # a call besides, which has no answer
+                engine.submit(replace(mine[0], index=-1, num_samples=1, turn=1, call=7))
             while any_rank(engine.has_unfinished, groups.lockstep_group):
                 for request, completions in engine.step():
                     answers[request.index] = [
                         [list(c.token_ids), list(c.inference_logprobs), c.routing.sort(-1).values.tolist()]
                         for c in completions
                     ]
+                engine.cancel([7])
         rows = [[row.layer, row.ran, row.calls] for row in audit]
         found[name] = {"answers": answers, "decode steps": engine.statistics.decode_steps, "audit": rows}
         found[name]["tapes"] = [sum(r.recorded for r in recorders), sum(r.replayed for r in recorders)]

@@ -107,8 +107,11 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
             engine.begin(seed, 0)
             for request in requests:
                 engine.submit(request)
-            paused = case.get("pauses", False)
-            completions = drain_with_pauses(engine, requests, seed) if paused else drain(engine, requests)
+            if case.get("cancels"):
+                completions = drain_cancelling(engine, requests)
+            else:
+                paused = case.get("pauses", False)
+                completions = drain_with_pauses(engine, requests, seed) if paused else drain(engine, requests)
             if case.get("turns"):
                 completions += second_turns(engine, requests, completions)
         report[f"tokens {seed}"] = [c.token_ids for group in completions for c in group]
@@ -121,7 +124,8 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
             layers = [layer.index for layer in policy.layout.layers]
             report[f"experts {seed}"] = {str(n): every[:, at].tolist() for at, n in enumerate(layers)}
     statistics = engine.statistics
-    report["counts"] = {"preemptions": statistics.preemptions, "reused": statistics.reused_tokens}
+    counts = ("preemptions", "reused_tokens", "completions")
+    report["counts"] = {name: getattr(statistics, name) for name in counts}
     report["recorded"] = sum(len(lane.runner.graphs.recorded) for lane in lanes if lane.runner.graphs is not None)
     report["rows"] = engine.max_batch_size
     report["lanes"] = len(lanes) or 1
@@ -173,6 +177,20 @@ def build(policy: PolicyModel, options: EngineOptions, groups: ParallelGroups) -
     if groups.pipeline_group.size() > 1:
         return StagedEngine(policy, options, (END,), letters, groups)
     return RolloutEngine(policy, options, (END,), letters, groups.tensor_group)
+
+
+def drain_cancelling(engine: Engine, requests: list[Request]) -> list[tuple[Completion, ...]]:
+    """As `drain`, beside calls that are cancelled one by one, a step of the engine after each other."""
+    calls = [replace(one, index=100 + one.index, num_samples=1, turn=1, call=one.index) for one in requests]
+    for call in calls:
+        engine.submit(call)
+    found = {}
+    for call in calls:
+        found |= {done.index: group for done, group in engine.step()}
+        engine.cancel([call.call])
+    while engine.has_unfinished:
+        found |= {done.index: group for done, group in engine.step()}
+    return [found[request.index] for request in requests]
 
 
 def second_turns(

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "flags": {"num_layers": 5}, "parallel": {"decoder_first_pipeline_num_layers": 3},
         "options": {"cache_budget_gb": 6.5 * 640 * 64 / 2**30},
     },
+    "cancelled": {"cancels": True, "options": {"steps_per_host_read": 1, "prefill_token_budget": 24}},
     "interrupted": {"pauses": True, "options": {"steps_per_host_read": 3}},
     "int8": {"recipe": "int8"},
     "int8 on the last stage": {"recipe": "int8", "skip": ["first:2"]},
@@ -69,7 +70,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "PP2 x VPP2": (
         2, VIRTUAL,
         [
-            "plain", "tied", "pages", "prefixes", "interrupted", "int8", "experts, recorded",
+            "plain", "tied", "pages", "prefixes", "cancelled", "interrupted", "int8", "experts, recorded",
             "plain, taped", "int8, taped", "experts, recorded, taped",
         ],
     ),
@@ -160,7 +161,9 @@ def test_the_cases_are_what_they_are_called(results: Results) -> None:
     assert all(first[case]["counts"] == second[case]["counts"] for case in CASES)
     assert first["pages, preempted"]["counts"]["preemptions"] > 0
     for case in ("prefixes", "prefixes in pages"):
-        assert first[case]["counts"]["reused"] > 0
+        assert first[case]["counts"]["reused_tokens"] > 0
+    assert first["cancelled"]["tokens 1"] == first["plain"]["tokens 1"]
+    assert first["cancelled"]["counts"]["completions"] == 6 * 3, "none of the calls"
     assert len(first["int8"]["audit"]) == 16
     assert {ran for _, ran in first["int8"]["audit"]} == {"int8, channel x token"}
 

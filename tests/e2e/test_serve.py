@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,7 @@ def test_what_is_drawn_and_what_is_batched(model):
             _seeds(lambda do: _while_serving(generator, endpoint, do), client)
             _goes_on(generator, endpoint, client)
             _batches(generator, endpoint, client)
+            _hangs_up(generator, endpoint, client)
         finally:
             endpoint.close()
 
@@ -121,6 +123,32 @@ def _batches(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) ->
     steps_together = statistics.decode_steps - before - steps_alone
     assert together == one_by_one, "whoever else asks changes no answer"
     assert steps_together <= steps_alone / 8
+
+
+def _hangs_up(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -> None:
+    """After a step of two streamed choices: once that is known no step more is made of them."""
+    engine, drawing, steps = generator.engine, threading.Event(), [generator.engine.statistics.decode_steps]
+
+    def ask() -> None:
+        stream = client.chat.completions.create(**ASK | {"max_tokens": 64}, n=2, seed=1, stream=True)
+        assert drawing.wait(60)
+        stream.close()
+
+    def ended() -> bool:  # asked before each step
+        if engine.statistics.decode_steps > steps[0] and not drawing.is_set():
+            drawing.set()
+            asked.result(60)
+            while endpoint._desk._waiting:
+                time.sleep(0.01)
+            steps.append(engine.statistics.decode_steps)
+        return drawing.is_set() and not engine.has_unfinished
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        serve(generator, endpoint, ended)
+    before, seen = steps
+    assert before < seen < before + 60
+    assert engine.statistics.decode_steps == seen
 
 
 def _address(launch: Launch, token_file: Path) -> openai.OpenAI:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import httpx
+import openai
 import tokenizers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -25,6 +27,8 @@ TEMPLATE = (
     "{% endif %}{% endfor %}"
 )
 """Short: ``Be brief:1+2=3<|end|>2+2=``."""
+ASK = {"model": "policy", "messages": [{"role": "user", "content": "1+2"}]}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
 def byte_tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
@@ -45,11 +49,9 @@ def completion(tokenizer: Tokenizer, text: str, reason: str = "stop") -> Complet
 
 @contextlib.contextmanager
 def scripted(
-    tokenizer: Tokenizer, answer: Callable[[Call], Completion], token_by_token: bool = True, **settings: Any
+    tokenizer: Tokenizer, answer: Callable[[Call], Completion], token_by_token: bool = True
 ) -> Iterator[Endpoint]:
     """An endpoint whose calls are answered by ``answer``, in a thread; streams get each token on its own."""
-    endpoint = Endpoint(tokenizer, **{"max_sequence_length": 200, "max_new_tokens": 100, **settings})
-    endpoint.start()
     ends = threading.Event()
 
     def work() -> None:
@@ -61,11 +63,34 @@ def scripted(
                     endpoint.progress(call.number, said.token_ids[:count])
                 endpoint.deliver(call.number, said)
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    with listening(tokenizer) as endpoint:
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            yield endpoint
+        finally:
+            ends.set()
+            thread.join()
+
+
+@contextlib.contextmanager
+def listening(tokenizer: Tokenizer) -> Iterator[Endpoint]:
+    """An endpoint whose calls wait."""
+    endpoint = Endpoint(tokenizer, max_sequence_length=200, max_new_tokens=100)
+    endpoint.start()
     try:
         yield endpoint
     finally:
-        ends.set()
-        thread.join()
         endpoint.close()
+
+
+def client(endpoint: Endpoint, session: str | None = None) -> openai.OpenAI:
+    """OpenAI's own."""
+    return openai.OpenAI(base_url=endpoint.base_url(session), api_key=endpoint.token, max_retries=0)
+
+
+def post(endpoint: Endpoint, body: object, path: str = "/v1/chat/completions", token: bytes = b"") -> httpx.Response:
+    """A request as it is, of bytes or of what becomes JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    authorization = token or f"Bearer {endpoint.token}".encode()
+    return httpx.post(endpoint.url + path, content=content, headers={"Authorization": authorization})

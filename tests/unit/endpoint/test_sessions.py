@@ -185,6 +185,8 @@ def test_equal_prompts_are_told_apart_and_others_are_not(session: Session, token
     """The branch is part of the seed: two samples of one prompt differ, and no call's seed tells when it came."""
     assert [session.begin_chat(number, (USER,)).branch for number in (0, 1, 2)] == [0, 1, 2]
     assert session.begin_chat(7, (AGAIN,)).branch == 0
+    session.forget(1)
+    assert [session.begin_chat(number, (USER,)).branch for number in (8, 9)] == [1, 3], "never those of another"
     session.answered(0, said("4"), spelled(tokenizer, "4"))
     session.answered(1, said("4"), spelled(tokenizer, "4"))
     session.answered(2, said("4"), spelled(tokenizer, "4", ended=False))

@@ -60,6 +60,15 @@ def _raise(self, task, client):
     raise ValueError(f"no luck with {client.api_key}")
 
 
+def _quote(self, task, client):
+    """In a message that is cut amid the key."""
+    raise ValueError("x" * (2000 - len("ValueError: key")) + client.api_key)
+
+
+def _extract(self, task, client):
+    return Grade(1.0, extracted="x" * (500 - len("key")) + client.api_key)
+
+
 def _kill(self, task, client):
     os.kill(os.getpid(), 9)
 
@@ -164,6 +173,8 @@ def _live(self, task, client):
 
 FAULTS = {
     "raise": _raise,
+    "quote": _quote,
+    "extract": _extract,
     "kill": _kill,
     "exit": _exit,
     "memory": _memory,

@@ -71,7 +71,7 @@ def test_metrics_may_be_truth_values():
 
 
 def test_long_error_texts_are_cut():
-    assert len(results.failed("timeout", "x" * 10**6).message) == results.MAX_MESSAGE
+    assert len(results.result_to_json(results.failed("timeout", "x" * 10**6))["message"]) == results.MAX_MESSAGE
 
 
 @pytest.mark.parametrize("prompt", ["2+2=", ({"role": "user", "content": "2+2?"},)])

@@ -96,6 +96,11 @@ def test_a_sample_that_goes_wrong_is_masked_with_the_reason(pool, model, fault, 
     assert said in bad.message
 
 
+def test_a_key_at_the_end_of_a_long_text_is_replaced_before_the_cut(pool, model):
+    raised, shown = run(pool, sample(model, "quote"), sample(model, "extract"))
+    assert (raised.message[-5:], shown.extracted[-5:]) == ("xx[ke", "xx[ke")
+
+
 def test_a_refused_call_is_shown_with_the_authors_line(pool):
     with scripted_model(script_of(["1"])) as url:
         (first,), (second,) = run(pool, sample(url)), run(pool, sample(url))

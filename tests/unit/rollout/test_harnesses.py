@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,19 @@ Play = Callable[[HarnessRun, openai.AsyncOpenAI], Awaitable[Grade]]
 class Engine(QueuedEngine):
     """Answers a prompt with its last letter's successors, by branch; of one that ends in ``z`` never."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled: list[int] = []
+
     def ends(self, request: Request) -> bool:
         return LETTERS[request.prompt_ids[-1]] != "z"
+
+    def cancel(self, calls: Collection[int]) -> None:
+        self.cancelled += calls
+        self._waiting = [request for request in self._waiting if request.call not in calls]
+
+    def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
+        return [(request, ids("pq")) for request in filter(wanted, self._waiting)]
 
     def answer(self, request: Request) -> tuple[Completion, ...]:
         ids = (request.prompt_ids[-1] + 1 + request.branch, 0)
@@ -183,7 +194,24 @@ def test_what_fails_is_masked_and_the_others_are_as_without(stage: Stage) -> Non
         ids("c$xy$"), (), ids("c$"), ids("c$"), ids("c$xy$")
     ]  # fmt: skip
     assert not rollouts[1].truncated, "who never spoke was not cut"
-    assert not stage.engine.has_unfinished
+    assert stage.engine.cancelled == [r.call for r in stage.engine.requests if r.prompt_ids == ids("abc$z")]
+
+
+def test_a_stream_is_shown_while_it_is_drawn_and_left_amid_it(stage: Stage) -> None:
+    async def play(run: HarnessRun, client: openai.AsyncOpenAI) -> Grade:
+        await ask(client, "ab")
+        async with await client.completions.create(model="policy", prompt="abcz", stream=True) as stream:
+            shown.append((await anext(stream)).choices[0].text)
+        while not stage.engine.cancelled:
+            await asyncio.sleep(0.01)
+        await ask(client, "abcx")
+        return Grade(1.0)
+
+    shown: list[str] = []
+    (rollout,) = stage.run(play).groups[0].rollouts
+    assert shown == ["pq"]
+    assert (rollout.completion.token_ids, rollout.branches) == (ids("c$xy$"), ())
+    assert stage.engine.cancelled == [r.call for r in stage.engine.requests if r.prompt_ids == ids("abc$z")]
 
 
 def test_the_caller_s_limits_hold_beside_the_run_s(stage: Stage) -> None:

@@ -1,0 +1,112 @@
+"""Calls that are cancelled: their rows and blocks are free at the next step, and the others say what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import pytest
+
+from megatron_rl.inference.block_manager import RowBlocks
+from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.sequence import SequenceStatus
+from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.types import Completion, Request
+from tests.support.generation import ragged_requests, request, rollout_engine
+from tests.support.tiny import tiny_config, tiny_policy
+
+PROMPT = (4, 9, 17, 2, 8, 1, 1, 5, 12, 3, 7, 7, 2, 9, 9, 4, 6, 11, 3, 5, 1, 8, 8, 2)
+
+
+@pytest.fixture(scope="module", params=["slots", "pages"])
+def either(request: pytest.FixtureRequest, one_rank: object) -> PolicyModel:
+    return tiny_policy(tiny_config(attention_backend="sdpa" if request.param == "slots" else "paged"))
+
+
+def as_calls(requests: list[Request]) -> list[Request]:
+    return [replace(one, call=one.index, goes_on=True) for one in requests]
+
+
+def answers(
+    policy: PolicyModel, engine: Engine, wanted: list[Request], cancelled: Collection[int] = (), after: int = 0
+) -> dict[int, Completion]:
+    """By call; the ``cancelled`` ones are so after as many steps, one with each."""
+    found, steps, left = {}, 0, list(cancelled)
+    with rollout_mode(policy):
+        engine.begin(1, 0)
+        for one in wanted:
+            engine.submit(one)
+        while engine.has_unfinished:
+            if steps >= after and left:
+                engine.cancel([left.pop(0)])
+            found |= {done.call: completion for done, (completion,) in engine.step()}
+            steps += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "after"),
+    [({}, 1), ({"max_batch_size": 2}, 0), ({"prefill_token_budget": 5, "max_batch_size": 4}, 1), ({}, 3)],
+    ids=["running", "waiting", "amid a prompt", "with another begun"],
+)
+def test_the_others_say_the_same(either: PolicyModel, options: dict[str, int], after: int) -> None:
+    """Two of them have the prompt of one that is cancelled, as the choices of one request have."""
+    ragged = ragged_requests(5, longest_prompt=24, max_new_tokens=24)
+    choices = [request(PROMPT, 1, 5 + n, max_new_tokens=24) for n in range(3)]
+    wanted = as_calls([*ragged, *(replace(one, branch=n) for n, one in enumerate(choices))])
+    whole = answers(either, rollout_engine(either, stop_ids=()), wanted)
+    engine = rollout_engine(either, stop_ids=(), steps_per_host_read=2, **options)
+    kept = answers(either, engine, wanted, cancelled=(5, 1, 3), after=after)
+    assert set(kept) == {0, 2, 4, 6, 7}
+    for call, answer in kept.items():
+        assert answer.token_ids == whole[call].token_ids
+        assert answer.inference_logprobs == pytest.approx(whole[call].inference_logprobs, abs=5e-6)
+    assert engine.statistics.completions == 5
+
+
+def test_every_state_is_cancelled(policy: PolicyModel) -> None:
+    """Of three calls in two rows one runs, of one the prompt is half computed, and one waits."""
+    engine = rollout_engine(policy, max_batch_size=2, prefill_token_budget=6, steps_per_host_read=1, stop_ids=())
+    prompts = PROMPT[:4], PROMPT, PROMPT
+    wanted = as_calls([request(prompt, 1, n, max_new_tokens=24) for n, prompt in enumerate(prompts)])
+    with rollout_mode(policy):
+        engine.begin(1, 0)
+        for one in wanted:
+            engine.submit(one)
+        assert engine.step() == engine.step() == []
+        states = {s.request.call: s.status for group in engine._groups.values() for s in group.sequences}
+        assert states == dict(enumerate((SequenceStatus.RUNNING, SequenceStatus.PREFILL, SequenceStatus.WAITING)))
+        engine.cancel([0, 1, 2, 77])
+        assert engine.step() == []
+        assert not engine.has_unfinished
+        assert not engine.runner.state.alive.any()
+        assert engine._scheduler._rows == {} and engine._scheduler._waiting == [] and engine._scheduler._prefills == []
+
+
+def test_its_row_and_blocks_are_the_next_one_s(either: PolicyModel) -> None:
+    """The only row: who waits gets it at once, and not a step more is made."""
+    engine = rollout_engine(either, stop_ids=(), max_batch_size=1, steps_per_host_read=1, block_size=4)
+    first, second = as_calls([request(PROMPT, 1, n, max_new_tokens=20) for n in range(2)])
+    with rollout_mode(either):
+        engine.begin(1, 0)
+        engine.submit(first)
+        engine.submit(second)
+        for _ in range(3):
+            assert engine.step() == []
+        engine.cancel([0])
+        assert [steps_of(engine) for _ in range(19)] == [4, *range(5, 23)]
+        assert not engine.has_unfinished
+    if not isinstance(engine._blocks, RowBlocks):
+        assert engine._blocks.pool.held == 0
+    assert engine.statistics.reused_tokens >= 16, "what was computed of its prompt is known"
+
+
+def steps_of(engine: Engine) -> int:
+    engine.step()
+    return engine.statistics.decode_steps
+
+
+def test_a_cancelled_call_is_forgotten_when_a_rollout_begins(policy: PolicyModel) -> None:
+    engine = rollout_engine(policy, stop_ids=())
+    engine.cancel([3])
+    assert set(answers(policy, engine, as_calls([request(PROMPT, 1, 3, max_new_tokens=5)]))) == {3}
