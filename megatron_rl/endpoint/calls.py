@@ -13,7 +13,6 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
@@ -130,16 +129,11 @@ class Endpoint:
 
     def _at_desk(self, do: Callable[[], T]) -> T:
         """``do`` in the HTTP thread, after all that was asked of it before."""
-        done: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                done.set_result(do())
-            except Exception as error:  # noqa: BLE001 - raised where it was asked for
-                done.set_exception(error)
+        async def run() -> T:
+            return do()
 
-        self._http.call(run)
-        return done.result()
+        return self._http.result(run())
 
 
 class Inbox:

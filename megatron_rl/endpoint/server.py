@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import uvloop
 from aiohttp import web
@@ -20,7 +20,7 @@ from aiohttp import web
 from megatron_rl.endpoint.answers import Envelope, usage_of
 from megatron_rl.endpoint.desk import Desk, Waiting
 from megatron_rl.endpoint.fields import ApiError
-from megatron_rl.endpoint.protocol import Asked, read_chat, read_text
+from megatron_rl.endpoint.protocol import ChatRequest, TextRequest, read_chat, read_text
 from megatron_rl.endpoint.streaming import Stream
 from megatron_rl.errors import ConfigError, one_line
 from megatron_rl.json_text import check_bounds, loads
@@ -29,6 +29,8 @@ MAX_BODY_BYTES = 16 * 2**20
 _SHUTDOWN_SECONDS = 1.0
 """For answers that are being written when the endpoint closes."""
 
+T = TypeVar("T")
+Wanted = TypeVar("Wanted", ChatRequest, TextRequest)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -49,13 +51,13 @@ class HttpThread:
             ConfigError: the address cannot be had.
         """
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        self.result(self._listen())
 
     def close(self) -> None:
         """Calls that wait get 503, and nothing listens afterwards. Safe to call again."""
         if not self._thread.is_alive():
             return
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self.result(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -63,6 +65,10 @@ class HttpThread:
     def call(self, do: Callable[..., None], *arguments: Any) -> None:
         """``do`` in the thread; in the order asked."""
         self._loop.call_soon_threadsafe(do, *arguments)
+
+    def result(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` comes to in the thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _listen(self) -> None:
         host, port = self._address
@@ -117,21 +123,19 @@ class Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """An answer to messages."""
-        asked = read_chat(await _body(request))
-        stream = Stream.of(asked.asked)
-        waiting = self._desk.ask_chat(request.match_info.get("session"), asked, stream and stream.shower)
-        return await self._answer(request, Envelope("chat.completion", asked.asked.model), asked.asked, waiting, stream)
+        return await self._answer(request, "chat.completion", read_chat(await _body(request)), self._desk.ask_chat)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answers to prompts."""
-        asked = read_text(await _body(request), self._desk.tokenizer.vocab_size)
-        stream = Stream.of(asked.asked)
-        waiting = self._desk.ask_text(request.match_info.get("session"), asked, stream and stream.shower)
-        return await self._answer(request, Envelope("text_completion", asked.asked.model), asked.asked, waiting, stream)
+        wanted = read_text(await _body(request), self._desk.tokenizer.vocab_size)
+        return await self._answer(request, "text_completion", wanted, self._desk.ask_text)
 
     async def _answer(
-        self, request: web.Request, envelope: Envelope, asked: Asked, waiting: list[Waiting], stream: Stream | None
+        self, request: web.Request, kind: str, wanted: Wanted, ask: Callable[[str | None, Wanted, Any], list[Waiting]]
     ) -> web.StreamResponse:
+        asked = wanted.asked
+        stream, envelope = Stream(asked.include_usage) if asked.stream else None, Envelope(kind, asked.model)
+        waiting = ask(request.match_info.get("session"), wanted, stream and stream.shower)
         decoder = self._desk.tokenizer if asked.logprobs else None
         # Each prompt counts once, as its choices share it.
         read = sum(each.num_read for each in waiting[:: asked.n])

@@ -188,11 +188,8 @@ class Session:
 
     def _pick(self, numbers: Sequence[int]) -> int:
         """Of calls with one history: the first that nothing goes on from, so that equal answers keep their own."""
-        return min(numbers, key=lambda number: (self._goes_on(number), number))
-
-    def _goes_on(self, number: int) -> bool:
-        """A call has gone on from this one's answer."""
-        return any(node.planned.after == number for node in self._nodes.values())
+        gone_on = {node.planned.after for node in self._nodes.values()}
+        return min(numbers, key=lambda number: (number in gone_on, number))
 
     def _has_ended(self, number: int) -> bool:
         """By an end token, not by a limit or a stop string."""

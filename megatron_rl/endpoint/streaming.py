@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from aiohttp import web
 
-from megatron_rl.endpoint.answers import Choice, Envelope, event, usage_of
+from megatron_rl.endpoint.answers import Envelope, event, usage_of
 from megatron_rl.endpoint.desk import Waiting
 from megatron_rl.endpoint.fields import ApiError
-from megatron_rl.endpoint.protocol import Asked
 from megatron_rl.tokenizer import Tokenizer
-
-
-@dataclass
-class _Shown:
-    """What the client has of a choice."""
-
-    text: str = ""
-    begun: bool = False
 
 
 class Stream:
@@ -32,11 +22,6 @@ class Stream:
         """Numbers of choices that have more tokens, or their answer."""
         self._drawn: dict[int, tuple[int, ...]] = {}
         """All tokens of a choice so far, unless they were read: what came meanwhile is decoded once."""
-
-    @classmethod
-    def of(cls, asked: Asked) -> Stream | None:
-        """None where the request does not stream."""
-        return cls(asked.include_usage) if asked.stream else None
 
     def shower(self, index: int) -> Callable[[tuple[int, ...]], None]:
         """What takes the tokens of choice ``index``."""
@@ -77,27 +62,17 @@ class Stream:
     ) -> None:
         for index, each in enumerate(waiting):
             each.answer.add_done_callback(lambda _, index=index: self._changed.put_nowait(index))
-        shown, open_choices = [_Shown() for _ in waiting], len(waiting)
+        shown, open_choices = [""] * len(waiting), len(waiting)
         while open_choices:
             index = await self._changed.get()
-            each, sofar, token_ids = waiting[index], shown[index], self._drawn.pop(index, None)
-            if token_ids is not None:
-                chunks = self._more(envelope, index, each.reader.so_far(token_ids), sofar)
+            token_ids, before = self._drawn.pop(index, None), shown[index]
+            if token_ids is None:
+                choice, open_choices = waiting[index].answer.result(), open_choices - 1
+                chunks = [] if before else [envelope.delta(index, "", first=True)]
+                chunks.append(envelope.last(index, choice, choice.text[len(before) :], logprobs))
             else:
-                chunks = self._last(envelope, index, each.answer.result(), sofar, logprobs)
-                open_choices -= 1
+                shown[index] = max(before, waiting[index].reader.so_far(token_ids), key=len)
+                more = shown[index][len(before) :]
+                chunks = [envelope.delta(index, more, first=not before)] if more else []
             for chunk in chunks:
                 await response.write(event(chunk))
-
-    def _more(self, envelope: Envelope, index: int, text: str, sofar: _Shown) -> list[dict]:
-        if len(text) <= len(sofar.text):
-            return []
-        chunk = envelope.delta(index, text[len(sofar.text) :], first=not sofar.begun)
-        sofar.text, sofar.begun = text, True
-        return [chunk]
-
-    def _last(
-        self, envelope: Envelope, index: int, choice: Choice, sofar: _Shown, logprobs: Tokenizer | None
-    ) -> list[dict]:
-        opening = [] if sofar.begun else [envelope.delta(index, "", first=True)]
-        return [*opening, envelope.last(index, choice, choice.text[len(sofar.text) :], logprobs)]

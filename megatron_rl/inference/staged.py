@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ class StagedEngine(Engine):
     ) -> None:
         sizes = shared_out(policy, possible_graphs(options, policy), groups.pipeline_group.size())
         messages = StageMessages(groups, policy.device, in_flight=2 * len(sizes))
-        self.lanes = [Lane(policy, size, stop_token_ids, decode_text, groups, messages) for size in sizes]
+        self.lanes = [Lane(groups, messages, policy, size, stop_token_ids, decode_text) for size in sizes]
         self.max_batch_size = sum(lane.max_batch_size for lane in self.lanes)
         self.kv_numbers = self.lanes[0].kv_numbers
         for lane in self.lanes:
@@ -142,17 +143,9 @@ class StagedEngine(Engine):
 class Lane(RolloutEngine):
     """A share of the rows, whose step pauses."""
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        options: EngineOptions,
-        stop_token_ids: ListOf[int],
-        decode_text: Callable[[ListOf[int]], str],
-        groups: ParallelGroups,
-        messages: StageMessages,
-    ) -> None:
-        make_runner = partial(StageRunner, policy, messages)
-        super().__init__(policy, options, stop_token_ids, decode_text, groups.tensor_group, make_runner)
+    def __init__(self, groups: ParallelGroups, messages: StageMessages, policy: PolicyModel, *whole: Any) -> None:
+        """``whole``: what `RolloutEngine` takes after the policy, up to its groups."""
+        super().__init__(policy, *whole, groups.tensor_group, partial(StageRunner, policy, messages))
         self._turns: Generator[None, None, list[Completed]] | None = None
         self._lockstep_group = groups.lockstep_group if groups.shares_experts else None
 

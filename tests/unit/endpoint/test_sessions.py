@@ -185,8 +185,6 @@ def test_equal_prompts_are_told_apart_and_others_are_not(session: Session, token
     """The branch is part of the seed: two samples of one prompt differ, and no call's seed tells when it came."""
     assert [session.begin_chat(number, (USER,)).branch for number in (0, 1, 2)] == [0, 1, 2]
     assert session.begin_chat(7, (AGAIN,)).branch == 0
-    session.forget(1)
-    assert [session.begin_chat(number, (USER,)).branch for number in (8, 9)] == [1, 3], "never those of another"
     session.answered(0, said("4"), spelled(tokenizer, "4"))
     session.answered(1, said("4"), spelled(tokenizer, "4"))
     session.answered(2, said("4"), spelled(tokenizer, "4", ended=False))
@@ -194,6 +192,9 @@ def test_equal_prompts_are_told_apart_and_others_are_not(session: Session, token
     assert [p.after for p in later] == [0, 1, 2, 0], "equal answers keep their own"
     assert [p.branch for p in later] == [0, 1, 2, 3], "the same tokens, whichever answer they go on from"
     assert later[0].ids == later[1].ids != later[2].ids, "one of them had not ended"
+    session.forget(4)
+    anew = [session.begin_chat(number, (USER, said("4"), AGAIN)).branch for number in (8, 9)]
+    assert anew == [1, 4], "never that of another"
 
 
 def test_a_refused_call_leaves_nothing(session: Session, tokenizer: Tokenizer) -> None:

@@ -66,7 +66,7 @@ def _quote(self, task, client):
 
 
 def _extract(self, task, client):
-    return Grade(1.0, extracted="x" * (500 - len("key")) + client.api_key)
+    return Grade(1.0, status="long", extracted="x" * (500 - len("key")) + client.api_key)
 
 
 def _kill(self, task, client):

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.inference.block_manager import RowBlocks
-from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.lockstep import LockstepEngine
 from megatron_rl.inference.sequence import SequenceStatus
 from megatron_rl.models import PolicyModel, rollout_mode
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import Completion, Request
-from tests.support.generation import ragged_requests, request, rollout_engine
+from tests.support.generation import letters, ragged_requests, request, rollout_engine
 from tests.support.tiny import tiny_config, tiny_policy
 
 PROMPT = (4, 9, 17, 2, 8, 1, 1, 5, 12, 3, 7, 7, 2, 9, 9, 4, 6, 11, 3, 5, 1, 8, 8, 2)
@@ -99,6 +101,16 @@ def test_its_row_and_blocks_are_the_next_one_s(either: PolicyModel) -> None:
     if not isinstance(engine._blocks, RowBlocks):
         assert engine._blocks.pool.held == 0
     assert engine.statistics.reused_tokens >= 16, "what was computed of its prompt is known"
+
+
+def test_where_ranks_share_experts(policy: PolicyModel, one_rank: ParallelGroups) -> None:
+    """Here one rank; several, and stages, are in `tests/distributed`."""
+    wanted = as_calls([request(PROMPT, 1, n, max_new_tokens=20) for n in range(4)])
+    whole = answers(policy, rollout_engine(policy, stop_ids=()), wanted)
+    engine = LockstepEngine(policy, EngineOptions(2, 48, steps_per_host_read=2), (), letters, one_rank)
+    kept = answers(policy, engine, wanted, cancelled=(0, 3), after=2)
+    assert {call: answer.token_ids for call, answer in kept.items()} == {n: whole[n].token_ids for n in (1, 2)}
+    assert engine.statistics.completions == 2
 
 
 def steps_of(engine: Engine) -> int:
