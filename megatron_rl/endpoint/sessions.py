@@ -117,40 +117,30 @@ class Session:
 
     def begin_text(self, number: int, prompt: str | tuple[int, ...]) -> Planned:
         """A call with a text or ids: it goes on from the longest prompt with its answer that it begins with."""
-        if isinstance(prompt, str):
-            after, ids = self._new_in_text(prompt)
-        else:
-            after, ids = self._new_in_ids(prompt)
-        return self._begin(number, after, ids, prompt)
+        found = {call: known for call in self.end().calls if (known := self._known_of(prompt, call))}
+        if not found:
+            ids = self._tokenizer.encode_prompt(prompt, self.environment) if isinstance(prompt, str) else prompt
+            return self._begin(number, None, ids, prompt)
+        longest = max(found.values())
+        after, rest = self._pick([call for call, known in found.items() if known == longest]), prompt[longest:]
+        if isinstance(rest, str):
+            # Texts are returned without the end token; one that the caller has put there stands for it.
+            rest = self._tokenizer.without_end_token(rest) if self._has_ended(after) else rest
+            rest = self._tokenizer.encode(rest)
+        return self._begin(number, after, rest, prompt)
+
+    def _known_of(self, prompt: str | tuple[int, ...], number: int) -> int:
+        """Characters or ids of a call's prompt with its answer, if ``prompt`` begins with them; else 0."""
+        if not isinstance(prompt, str):
+            ids = self._history(number)
+            return len(ids) if prompt[: len(ids)] == ids else 0
+        node = self._nodes[number]
+        # An answer without text leaves the prompt as it was: who asks the same once more does not go on from it.
+        return max((len(t) for t in node.texts if prompt.startswith(t) and prompt != node.asked), default=0)
 
     def forget(self, number: int) -> None:
         """The call began, and has no answer: it was refused, or its client hung up."""
         del self._nodes[number]
-
-    def _new_in_text(self, prompt: str) -> tuple[int | None, Sequence[int]]:
-        """What it goes on from, and the ids after that."""
-        # An answer without text leaves the prompt as it was: who asks the same once more does not go on from it.
-        found = [
-            (len(text), number)
-            for number, node in self._nodes.items() for text in node.texts
-            if prompt.startswith(text) and prompt != node.asked
-        ]  # fmt: skip
-        if not found:
-            return None, self._tokenizer.encode_prompt(prompt, self.environment)
-        longest = max(length for length, _ in found)
-        after, rest = self._pick([number for length, number in found if length == longest]), prompt[longest:]
-        # Texts are returned without the end token; one that the caller has put there stands for it.
-        return after, self._tokenizer.encode(
-            self._tokenizer.without_end_token(rest) if self._has_ended(after) else rest
-        )
-
-    def _new_in_ids(self, prompt: tuple[int, ...]) -> tuple[int | None, Sequence[int]]:
-        histories = {number: self._history(number) for number in self.end().calls}
-        found = [number for number, ids in histories.items() if prompt[: len(ids)] == ids]
-        if not found:
-            return None, prompt
-        longest = max(len(histories[number]) for number in found)
-        return self._pick([number for number in found if len(histories[number]) == longest]), prompt[longest:]
 
     def _begin(
         self,
