@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.inference import staged
 from megatron_rl.inference.block_manager import RowBlocks
 from megatron_rl.inference.engine import Engine, EngineOptions
+from megatron_rl.inference.kv_cache import shared_out
 from megatron_rl.inference.lockstep import LockstepEngine
 from megatron_rl.inference.sequence import SequenceStatus
 from megatron_rl.models import PolicyModel, rollout_mode
@@ -111,6 +113,20 @@ def test_where_ranks_share_experts(policy: PolicyModel, one_rank: ParallelGroups
     kept = answers(policy, engine, wanted, cancelled=(0, 3), after=2)
     assert {call: answer.token_ids for call, answer in kept.items()} == {n: whole[n].token_ids for n in (1, 2)}
     assert engine.statistics.completions == 2
+
+
+def test_a_lane_amid_its_step(policy: PolicyModel, one_rank: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes of one stage, which needs no messages where a burst is one step."""
+    monkeypatch.setattr(staged, "shared_out", lambda policy, options, _: shared_out(policy, options, 2))
+    wanted = as_calls(ragged_requests(10, longest_prompt=20, max_new_tokens=20))
+    whole = answers(policy, rollout_engine(policy, stop_ids=()), wanted)
+    options = EngineOptions(8, 48, steps_per_host_read=1, prefill_token_budget=9)
+    engine = staged.StagedEngine(policy, options, (), letters, replace(one_rank, ring=(one_rank.pipeline_group,) * 2))
+    under_way, cancel = [], engine.cancel
+    engine.cancel = lambda calls: (under_way.append([lane.is_under_way for lane in engine.lanes]), cancel(calls))
+    kept = answers(policy, engine, wanted, cancelled=(0, 3, 7, 8, 1))
+    assert {call: answer.token_ids for call, answer in kept.items()} == {n: whole[n].token_ids for n in (2, 4, 5, 6, 9)}
+    assert [True, False] in under_way and [False, True] in under_way
 
 
 def steps_of(engine: Engine) -> int:
