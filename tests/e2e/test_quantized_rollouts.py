@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import differences
-from tests.support.runs import Outcome, facts_of, rows_of, run_many
+from tests.support.runs import Outcome, copy_as_of, facts_of, rows_of, run_many
 
 INT8 = {"rl_rollout_quantization": "int8"}
 TIGHT = {"rl_mismatch_max_kl": 1e-9}
@@ -34,20 +34,23 @@ RESUMED = {
                   "rl_mismatch_max_kl": 10.0, "rl_mismatch_max_gap": 10.0},
 }
 """Each takes 4 steps."""
+HALF = {"save_interval": 2}
 
 
 @pytest.fixture(scope="module")
 def runs(workshop) -> dict[str, Outcome]:
-    """All of them, and the first halves of those that are resumed, in one process; the second halves in another."""
+    """All of them in one process; in another the second halves of `RESUMED` again, from what was saved on the way."""
     commands = {name: workshop.rl(name, **flags) for name, flags in RUNS.items()}
-    for name, flags in RESUMED.items():
-        commands[f"{name}_whole"] = workshop.rl(f"{name}_whole", **flags)
-        commands[f"{name}_halved"] = workshop.rl(f"{name}_halved", **flags, exit_interval=2)
+    commands |= {f"{name}_whole": workshop.rl(f"{name}_whole", **flags, **HALF) for name, flags in RESUMED.items()}
     outcomes = dict(zip(commands, run_many(list(commands.values())), strict=True))
-    again = [workshop.rl(f"{name}_halved", **flags, exit_interval=2, resume=True) for name, flags in RESUMED.items()]
-    for outcome in run_many(again):
+    for name in RESUMED:
+        outcomes[f"{name}_whole"].check()
+        copy_as_of(2, workshop.run_dir(f"{name}_whole"), workshop.run_dir(f"{name}_halved"))
+    again = {f"{name}_halved": flags | HALF | {"resume": True} for name, flags in RESUMED.items()}
+    halved = run_many([workshop.rl(name, **flags) for name, flags in again.items()])
+    for outcome in halved:
         assert "(step 2)" in outcome.check().output
-    return outcomes
+    return outcomes | dict(zip(again, halved, strict=True))
 
 
 def _audit(run_dir: Path) -> list[dict[str, object]]:
