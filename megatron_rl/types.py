@@ -225,6 +225,9 @@ class Completion:
     """``(version, end)`` of each stretch at the beginning that an older policy drew: with ((3, 2), (4, 7)) and
     ``policy_version`` 6, tokens 0 and 1 are of version 3, tokens 2 to 6 of version 4, and the others of version 6."""
 
+    cached_tokens: int = field(default=0, compare=False)
+    """Of its prompt, found in the KV cache instead of computed; that depends on what else was drawn."""
+
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
         """Policy version and number of tokens of each stretch."""

@@ -120,7 +120,7 @@ class Envelope:
             "choices": choices, **more,
         }  # fmt: skip
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, int], logprobs: Tokenizer | None) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any], logprobs: Tokenizer | None) -> dict[str, Any]:
         """The answer to a request that does not stream; ``logprobs`` decodes tokens where they are wanted."""
         shown = []
         for index, choice in enumerate(choices):
@@ -152,12 +152,6 @@ class Envelope:
         if logprobs is not None:
             shown = (chat_logprobs if self.is_chat else text_logprobs)(choice.completion, logprobs)
         return {"logprobs": shown, "finish_reason": choice.finish_reason}
-
-
-def usage_of(num_read: int, choices: Sequence[Choice]) -> dict[str, int]:
-    """Tokens of prompts and answers."""
-    written = sum(len(choice.completion.token_ids) for choice in choices)
-    return {"prompt_tokens": num_read, "completion_tokens": written, "total_tokens": num_read + written}
 
 
 def chat_logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from megatron_rl.endpoint.answers import AnswerReader, Choice
 from megatron_rl.endpoint.fields import ApiError, refuse
@@ -70,6 +71,17 @@ class Waiting:
     answer: asyncio.Future[Choice]
     show: Callable[[tuple[int, ...]], None] | None = None
     """Takes all tokens so far, where the client wants to see them."""
+
+
+def usage_of(waiting: Sequence[Waiting], n: int) -> dict[str, Any]:
+    """Tokens of prompts and answers, which all are there; ``n`` choices share a prompt, which counts once."""
+    written = sum(len(each.answer.result().completion.token_ids) for each in waiting)
+    read = sum(each.num_read for each in waiting[::n])
+    cached = sum(each.answer.result().completion.cached_tokens for each in waiting[::n])
+    return {
+        "prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
 
 
 class Desk:

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import uvloop
 from aiohttp import web
 
-from megatron_rl.endpoint.answers import Envelope, usage_of
-from megatron_rl.endpoint.desk import Desk, Waiting
+from megatron_rl.endpoint.answers import Envelope
+from megatron_rl.endpoint.desk import Desk, Waiting, usage_of
 from megatron_rl.endpoint.fields import ApiError
 from megatron_rl.endpoint.protocol import ChatRequest, TextRequest, read_chat, read_text
 from megatron_rl.endpoint.streaming import Stream
@@ -137,16 +137,14 @@ class Routes:
         stream, envelope = Stream(asked.include_usage) if asked.stream else None, Envelope(kind, asked.model)
         waiting = ask(request.match_info.get("session"), wanted, stream and stream.shower)
         decoder = self._desk.tokenizer if asked.logprobs else None
-        # Each prompt counts once, as its choices share it.
-        read = sum(each.num_read for each in waiting[:: asked.n])
         try:
             if stream is not None:
-                return await stream.write(request, envelope, waiting, read, decoder)
+                return await stream.write(request, envelope, waiting, asked.n, decoder)
             await asyncio.wait([each.answer for each in waiting])
         finally:
             self._desk.leave(waiting)
         choices = [each.answer.result() for each in waiting]
-        return web.json_response(envelope.whole(choices, usage_of(read, choices), decoder))
+        return web.json_response(envelope.whole(choices, usage_of(waiting, asked.n), decoder))
 
 
 async def _health(request: web.Request) -> web.Response:

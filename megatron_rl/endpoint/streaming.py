@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from megatron_rl.endpoint.answers import Envelope, event, usage_of
-from megatron_rl.endpoint.desk import Waiting
+from megatron_rl.endpoint.answers import Envelope, event
+from megatron_rl.endpoint.desk import Waiting, usage_of
 from megatron_rl.endpoint.fields import ApiError
 from megatron_rl.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ class Stream:
         request: web.Request,
         envelope: Envelope,
         waiting: list[Waiting],
-        num_read: int,
+        n: int,
         logprobs: Tokenizer | None,
     ) -> web.StreamResponse:
         """All of it; an error after the first byte is an event, too."""
@@ -47,8 +47,7 @@ class Stream:
         try:
             await self._write_choices(response, envelope, waiting, logprobs)
             if self._include_usage:
-                usage = usage_of(num_read, [each.answer.result() for each in waiting])
-                await response.write(event(envelope.around([], chunk=True, usage=usage)))
+                await response.write(event(envelope.around([], chunk=True, usage=usage_of(waiting, n))))
             await response.write(event("[DONE]"))
         except ApiError as error:
             await response.write(event(error.body))

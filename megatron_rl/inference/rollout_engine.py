@@ -158,6 +158,8 @@ class RolloutEngine(Engine):
         for chunk in chunks:
             self.statistics.prefill_tokens += chunk.num_tokens
             self.statistics.reused_tokens += chunk.reused
+            for sequence in chunk.sequences if chunk.reused and not chunk.sequences[0].preempted else ():
+                sequence.cached_tokens = chunk.reused
             self.statistics.recomputed_tokens += chunk.sequences[0].preempted * chunk.num_tokens
         return chunks, kinds
 

@@ -53,6 +53,8 @@ class Sequence:
     """One for each of ``output_ids``."""
     routing: torch.Tensor | None = None
     """Of a finished sequence, see `Completion.routing`."""
+    cached_tokens: int = 0
+    """See `Completion.cached_tokens`."""
     finish_reason: FinishReason | None = None
     preempted: bool = False
     """It was in the cache before: it made room for others, or was put aside in an earlier rollout."""
@@ -132,8 +134,9 @@ class Sequence:
             if before.policy_version != policy_version:
                 older += ((before.policy_version, len(before.token_ids)),)
         return Completion(
-            self.output_ids, self.logprobs, self.finish_reason, policy_version, routing=self.routing, older=older
-        )
+            self.output_ids, self.logprobs, self.finish_reason, policy_version, routing=self.routing, older=older,
+            cached_tokens=self.cached_tokens,
+        )  # fmt: skip
 
 
 class SequenceGroup:

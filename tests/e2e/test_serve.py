@@ -99,11 +99,13 @@ def _goes_on(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) ->
     def converse() -> None:
         for _ in range(2):
             answer = client.chat.completions.create(**ASK | {"messages": messages}, temperature=0)
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
             messages.extend([answer.choices[0].message, {"role": "user", "content": "more"}])
 
-    before = statistics.reused_tokens
+    before, cached = statistics.reused_tokens, []
     _while_serving(generator, endpoint, converse)
-    assert statistics.reused_tokens - before >= 50, "a conversation goes on from its earlier turns' cache"
+    assert statistics.reused_tokens - before == sum(cached)
+    assert cached[1] >= 50, "a conversation goes on from its earlier turns' cache"
 
 
 def _batches(generator: Generator, endpoint: Endpoint, client: openai.OpenAI) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import httpx
 import openai
@@ -37,6 +38,19 @@ def test_completions(endpoint, tokenizer):
     assert answer.choices[0].logprobs.text_offset == [0, 1, 2, 3, 4]
     ids = client(endpoint).completions.create(model="policy", prompt=tokenizer.encode("a"))
     assert ids.choices[0].text == "éa0"
+
+
+def test_usage_has_what_the_cache_had_of_each_prompt(tokenizer):
+    """Of a prompt's choices the first one's: the others find what it has computed."""
+    def answer(call: Call):
+        return replace(completion(tokenizer, "x"), cached_tokens=len(call.ids) - 1 + 50 * call.branch)
+
+    asked = {"model": "policy", "prompt": ["abc", "de"], "n": 2}
+    with scripted(tokenizer, answer) as endpoint:
+        usage = client(endpoint).completions.create(**asked).usage
+        *_, last = client(endpoint).completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (5, 3)
+    assert last.usage == usage
 
 
 def test_a_stop_string_is_left_out(tokenizer):
