@@ -39,6 +39,8 @@ from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.metrics.jsonl import to_plain
 from megatron_rl.types import Branch, RolloutGroup, Task
 
+LEFT_OUT = ("routing", "cached_tokens")
+"""Fields of completions: large, and another number in each run."""
 GRADE_FIELDS = ("reward", "code", "message", "metrics", "extracted")
 
 
@@ -93,7 +95,7 @@ def rows_by_group(
                     **_origin(ids, sequences[:number], decode_raw),
                     "gold": gold,
                     "completion": decode_raw(completion.token_ids) if number else rollout.text,
-                    **{name: value for name, value in vars(completion).items() if name != "routing"},
+                    **{name: value for name, value in vars(completion).items() if name not in LEFT_OUT},
                     "status": "error" if rollout.grade.failed else "ok",
                     "verdict": rollout.grade.status,
                     "correct": None if rollout.grade.failed else is_correct(rollout.grade),

@@ -194,12 +194,12 @@ def _described(rollout: Rollout) -> Record:
 
 
 def described(completion: Completion) -> Record:
-    """JSON values."""
+    """JSON values; without ``cached_tokens``, which differ from start to start."""
     packed: Record = {name: _packed(kind, getattr(completion, name)) for name, kind in _PACKED.items()}
     if completion.routing is not None:
         routing = completion.routing.numpy()
         packed["routing"] = [routing.dtype.name, routing.shape, base64.b64encode(routing).decode()]
-    return {**vars(completion), **packed}
+    return {name: value for name, value in {**vars(completion), **packed}.items() if name != "cached_tokens"}
 
 
 def _rollout(record: Record, wants_routing: bool) -> Rollout:

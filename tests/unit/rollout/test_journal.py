@@ -38,7 +38,7 @@ def group(index: int) -> RolloutGroup:
     """Two samples, one of them a conversation whose grade failed; log-probs as fp32 gives them."""
     logprobs = tuple((torch.arange(1, 6) / -3.0).tolist())
     talk = Completion((5, 0, 7, 8, 70000), logprobs, "length", 3, ((2, 4),))
-    plain = Completion((index, 0), logprobs[:2], "stop", 3)
+    plain = Completion((index, 0), logprobs[:2], "stop", 3, cached_tokens=1)
     failed = Grade(None, code="worker_died", message="twice")
     good = Grade(0.1, {"calls": 2.0}, status="correct", extracted="12")
     return RolloutGroup(request(index).source, (1, 2), (Rollout(talk, "", failed), Rollout(plain, "", good)))
@@ -61,6 +61,7 @@ def test_groups_come_back_as_they_were(journal: RolloutJournal) -> None:
     again = journal.open(STEP, HEADER)
     assert again.group_for(request(0)) == group(0)
     assert again.group_for(request(3)) == group(3)
+    assert again.group_for(request(3)).rollouts[1].completion.cached_tokens == 0, "which says nothing of the answer"
     assert again.group_for(request(1)) is None
     again.add(1, group(1))
     again.close()
