@@ -14,7 +14,6 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 from megatron_rl.endpoint.desk import Call as Call
 from megatron_rl.endpoint.desk import Desk, Limits
@@ -23,8 +22,6 @@ from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
-
-T = TypeVar("T")
 
 MODEL_NAME = "policy"
 
@@ -85,11 +82,11 @@ class Endpoint:
 
     def open_session(self, environment: str) -> str:
         """A session for a sample of ``environment``; its id, see `base_url`."""
-        return self._at_desk(partial(self._desk.open_session, environment))
+        return self._http.ask(self._desk.open_session, environment)
 
     def close_session(self, session: str) -> SessionEnd:
         """The sample has its reward: calls of it that wait, and later ones, get 410."""
-        return self._at_desk(partial(self._desk.close_session, session))
+        return self._http.ask(self._desk.close_session, session)
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -126,14 +123,6 @@ class Endpoint:
         """The same for all of them; reads the device for those alone."""
         for request, token_ids in engine.unfinished_tokens(lambda request: request.call in self._streams):
             self.progress(request.call, token_ids)
-
-    def _at_desk(self, do: Callable[[], T]) -> T:
-        """``do`` in the HTTP thread, after all that was asked of it before."""
-
-        async def run() -> T:
-            return do()
-
-        return self._http.result(run())
 
 
 class Inbox:

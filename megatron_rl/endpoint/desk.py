@@ -45,8 +45,8 @@ class Call:
     """It is streamed: `Endpoint.progress` is wanted."""
 
 
-Shower = Callable[[int], Callable[[tuple[int, ...]], None]]
-"""Number of a choice -> what takes all its tokens so far."""
+Shower = Callable[[int, tuple[int, ...]], None]
+"""Takes the number of a choice and all its tokens so far."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Desk:
             raise ApiError(404, "model_not_found", known, "model")
 
     def ask_chat(self, session: str | None, request: ChatRequest, show: Shower | None) -> list[Waiting]:
-        """The calls of ``request``, one a choice; ``show`` of a choice's number is `Waiting.show`.
+        """The calls of ``request``, one a choice; ``show`` wants to see them meanwhile.
 
         Raises:
             ApiError: the session is over, the template refuses the messages, or there is no room for an answer.
@@ -169,7 +169,7 @@ class Desk:
         for index, (number, planned) in enumerate(begun):
             call = self._call(number, session, planned, asked, index % asked.n)
             answer = asyncio.get_running_loop().create_future()
-            self._waiting[number] = Waiting(call, planned.num_read, reader, answer, show and show(index))
+            self._waiting[number] = Waiting(call, planned.num_read, reader, answer, show and partial(show, index))
             self._put(call)
             waiting.append(self._waiting[number])
         return waiting

@@ -51,13 +51,13 @@ class HttpThread:
             ConfigError: the address cannot be had.
         """
         self._thread.start()
-        self.result(self._listen())
+        self._result(self._listen())
 
     def close(self) -> None:
         """Calls that wait get 503, and nothing listens afterwards. Safe to call again."""
         if not self._thread.is_alive():
             return
-        self.result(self._stop())
+        self._result(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -66,8 +66,15 @@ class HttpThread:
         """``do`` in the thread; in the order asked."""
         self._loop.call_soon_threadsafe(do, *arguments)
 
-    def result(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` comes to in the thread."""
+    def ask(self, do: Callable[..., T], *arguments: Any) -> T:
+        """What ``do`` returns in the thread, after all that was asked of it before."""
+
+        async def run() -> T:
+            return do(*arguments)
+
+        return self._result(run())
+
+    def _result(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _listen(self) -> None:
@@ -135,7 +142,7 @@ class Routes:
     ) -> web.StreamResponse:
         asked = wanted.asked
         stream, envelope = Stream(asked.include_usage) if asked.stream else None, Envelope(kind, asked.model)
-        waiting = ask(request.match_info.get("session"), wanted, stream and stream.shower)
+        waiting = ask(request.match_info.get("session"), wanted, stream and stream.show)
         decoder = self._desk.tokenizer if asked.logprobs else None
         try:
             if stream is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from aiohttp import web
 
@@ -23,15 +22,11 @@ class Stream:
         self._drawn: dict[int, tuple[int, ...]] = {}
         """All tokens of a choice so far, unless they were read: what came meanwhile is decoded once."""
 
-    def shower(self, index: int) -> Callable[[tuple[int, ...]], None]:
-        """What takes the tokens of choice ``index``."""
-
-        def show(token_ids: tuple[int, ...]) -> None:
-            if index not in self._drawn:
-                self._changed.put_nowait(index)
-            self._drawn[index] = token_ids
-
-        return show
+    def show(self, index: int, token_ids: tuple[int, ...]) -> None:
+        """All tokens so far of choice ``index``."""
+        if index not in self._drawn:
+            self._changed.put_nowait(index)
+        self._drawn[index] = token_ids
 
     async def write(
         self,
