@@ -14,7 +14,7 @@ from megatron_rl.inference.block_manager import RowBlocks
 from megatron_rl.inference.paged_blocks import BlockPool, PagedBlocks
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence as Sample
-from megatron_rl.inference.sequence import SequenceGroup
+from megatron_rl.inference.sequence import SequenceGroup, SequenceStatus
 from tests.support.generation import request
 
 GARBAGE = -1
@@ -71,6 +71,8 @@ class Twin:
         self.cells = [[GARBAGE] * (sizes.block_size or sizes.longest) for _ in range(units)]
         self.table = array("i")
         self.wanted: list[Wanted] = []
+        self.groups: list[SequenceGroup] = []
+        self.dropped: set[int] = set()
         self.position = [0] * sizes.rows
         self.alive = [False] * sizes.rows
         self.text: dict[int, tuple[int, ...]] = {}
@@ -92,13 +94,26 @@ class Twin:
             request(wanted.prompt, samples, number, max_new_tokens=wanted.limit),
             expected_tokens=wanted.expected, goes_on=wanted.goes_on, turn=int(wanted.later_turn),
         )  # fmt: skip
-        for sample in SequenceGroup(number, asked, [0] * samples).sequences:
+        self.groups.append(SequenceGroup(number, asked, [0] * samples))
+        for sample in self.groups[number].sequences:
             self.scheduler.add(sample)
         self.wanted.append(wanted)
 
+    def drop(self, number: int) -> None:
+        """Cancel a request; its finished samples stay."""
+        self.dropped.add(number)
+        unfinished = [s for s in self.groups[number].sequences if s.status is not SequenceStatus.FINISHED]
+        for sample in unfinished:
+            if sample.status is not SequenceStatus.WAITING:
+                self.alive[sample.row] = False
+                self.text.pop(sample.row, None)
+        for sample in unfinished:
+            self.scheduler.drop(sample)
+
     @property
     def unfinished(self) -> bool:
-        return any(len(wanted.answers) < len(wanted.lengths) for wanted in self.wanted)
+        asked = (wanted for number, wanted in enumerate(self.wanted) if number not in self.dropped)
+        return any(len(wanted.answers) < len(wanted.lengths) for wanted in asked)
 
     def step(self) -> list[int]:
         """One step of the engine; numbers of the requests that finished in it."""
