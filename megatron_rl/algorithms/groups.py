@@ -37,16 +37,16 @@ def group_statistics(step: StepRewards) -> GroupStatistics:
     return GroupStatistics(count, mean, centred, variance.sqrt())
 
 
-def normalised_over_tokens(values: Tensor, step: StepRewards, epsilon: float) -> Tensor:
-    """``(value - mean) / (std + epsilon)`` over the tokens that are trained on, [N] fp64; 0 of other samples.
+def normalised(values: Tensor, times: Tensor, epsilon: float) -> Tensor:
+    """``(value - mean) / (std + epsilon)`` of ``values`` [N], [N] fp64; std with ddof 1.
 
-    Each token has the value of its sample, ``values`` [N], so a sample counts as often as it has loss tokens; std with
-    ddof 1. Over the tokens the result adds up to 0.
+    ``times`` [N], whole numbers: how often each sample counts in mean and std. Where it is 0 so is the result, whatever
+    the value. Weighed by it the results add up to 0.
     """
-    tokens = torch.where(step.in_loss, step.loss_tokens, 0).double()
-    known, count = torch.where(step.in_loss, values, 0.0).double(), tokens.sum()
-    centred = torch.where(step.in_loss, known - (known * tokens).sum() / count.clamp_min(1), 0.0)
-    std = ((centred.square() * tokens).sum() / (count - 1).clamp_min(1)).sqrt()
+    counts, times = times > 0, times.double()
+    known, count = torch.where(counts, values, 0.0).double(), times.sum()
+    centred = torch.where(counts, known - (known * times).sum() / count.clamp_min(1), 0.0)
+    std = ((centred.square() * times).sum() / (count - 1).clamp_min(1)).sqrt()
     return centred / (std + epsilon)
 
 

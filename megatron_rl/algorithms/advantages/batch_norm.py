@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
+from megatron_rl.algorithms.groups import normalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +19,4 @@ class Advantage(Extension):
 
     def __call__(self, batch: TokenBatch) -> Terms:
         """See ``Extension``."""
-        valid, rewards = batch.step.valid, batch.step.rewards
-        known = torch.where(valid, rewards, 0.0).double()
-        count = valid.sum()
-        centred = torch.where(valid, known - known.sum() / count.clamp_min(1), 0.0)
-        std = (centred.square().sum() / (count - 1).clamp_min(1)).sqrt()
-        return batch.of_samples(centred / (std + self.epsilon)), {}
+        return batch.of_samples(normalised(batch.step.rewards, batch.step.valid, self.epsilon)), {}

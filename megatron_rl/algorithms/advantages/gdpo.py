@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
-from megatron_rl.algorithms.groups import group_statistics
+from megatron_rl.algorithms.groups import group_statistics, normalised
 from megatron_rl.errors import ConfigError
 
 
@@ -62,7 +62,4 @@ class Advantage(Extension):
         for weight, rewards in zip(self._weights, parts.unbind(1), strict=True):
             group = group_statistics(replace(step, rewards=rewards))
             total += weight * group.centred / (group.std + self.epsilon)
-        count = step.in_loss.sum()
-        centred = torch.where(step.in_loss, total - total[step.in_loss].sum() / count.clamp_min(1), 0.0)
-        std = (centred.square().sum() / (count - 1).clamp_min(1)).sqrt()
-        return batch.of_samples(centred / (std + self.epsilon)), {}
+        return batch.of_samples(normalised(total, step.in_loss, self.epsilon)), {}

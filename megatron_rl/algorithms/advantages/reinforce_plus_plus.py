@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
-from megatron_rl.algorithms.groups import normalised_over_tokens
+from megatron_rl.algorithms.groups import normalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,4 +26,4 @@ class Advantage(Extension):
     def __call__(self, batch: TokenBatch) -> Terms:
         """See ``Extension``; 0 of samples that are not trained on."""
         step = batch.step
-        return batch.of_samples(normalised_over_tokens(step.rewards, step, self.epsilon)), {}
+        return batch.of_samples(normalised(step.rewards, step.in_loss * step.loss_tokens, self.epsilon)), {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.algorithms import Extension, Terms, TokenBatch, option
-from megatron_rl.algorithms.groups import group_statistics, normalised_over_tokens
+from megatron_rl.algorithms.groups import group_statistics, normalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,5 +22,6 @@ class Advantage(Extension):
 
     def __call__(self, batch: TokenBatch) -> Terms:
         """See ``Extension``; 0 of samples that are not trained on."""
-        centred = group_statistics(batch.step).centred
-        return batch.of_samples(normalised_over_tokens(centred, batch.step, self.epsilon)), {}
+        step = batch.step
+        centred = group_statistics(step).centred
+        return batch.of_samples(normalised(centred, step.in_loss * step.loss_tokens, self.epsilon)), {}
