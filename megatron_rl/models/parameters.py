@@ -17,6 +17,7 @@ from megatron_rl.families import ModelLayout, Parameter
 from megatron_rl.families.layout import EMBEDDING, own_name
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.quantization.linears import counted_over_ranks
 
 _INTO_THE_RESIDUAL_STREAM = ("linear_proj", "linear_fc2")
 """What they add, two of them a layer, has a smaller spread the more layers there are."""
@@ -46,13 +47,10 @@ def _singly(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def _global_name(gpt: GPTModel, given: str) -> str:
-    parts = given.split(".")
+    parts = given.split(".", 3)
     if parts[:2] == ["decoder", "layers"]:
         layer = gpt.decoder.layers[int(parts[2])]
-        parts[2] = str(layer.layer_number - 1)
-        if "local_experts" in parts:
-            place = parts.index("local_experts") + 1
-            parts[place] = str(layer.mlp.local_expert_indices[int(parts[place])])
+        parts[2:] = str(layer.layer_number - 1), counted_over_ranks(layer, parts[3])
     return own_name(".".join(parts))
 
 

@@ -42,7 +42,7 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear | Stack
         prefix, stacks = f"layers.{layer.layer_number - 1}", {}
         for name, module in layer.named_modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                found[f"{prefix}.{_counted_over_ranks(layer, name)}"] = module
+                found[f"{prefix}.{counted_over_ranks(layer, name)}"] = module
             elif isinstance(module, StackedLinear):
                 stacks[name.rpartition(".")[2]] = module
         for expert in layer.mlp.local_expert_indices if stacks else ():
@@ -50,8 +50,8 @@ def parallel_linears(model: torch.nn.Module) -> dict[str, ParallelLinear | Stack
     return found
 
 
-def _counted_over_ranks(layer: torch.nn.Module, name: str) -> str:
-    """``mlp.experts.local_experts.0.linear_fc1`` by the number that the expert has in the whole layer."""
+def counted_over_ranks(layer: torch.nn.Module, name: str) -> str:
+    """``mlp.experts.local_experts.0.linear_fc1`` in a decoder layer, by the expert's number in the whole layer."""
     parts = name.split(".")
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
