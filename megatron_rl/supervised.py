@@ -36,10 +36,8 @@ def build(base: Run) -> SupervisedRun:
     source = DemonstrationSource(taught, parts.tokenizer, config.training.seq_length)
     parts.states.register("prompts", source)
     # The loss is that of the plain distribution, so the temperature is 1.
-    scorer = Scorer(
-        parts.policy, groups.tensor_group, 1.0, config.kernels.rl_fused_output_layer, groups.pipeline_group,
-        groups.context_group, BalanceLosses.of(config, parts.policy.device),
-    )  # fmt: skip
+    balance = BalanceLosses.of(config, parts.policy.device)
+    scorer = Scorer(parts.policy, groups, 1.0, config.kernels.rl_fused_output_layer, balance)
     return ready(
         SupervisedRun(
             **vars(parts),

@@ -145,12 +145,11 @@ def build(base: Run) -> RLRun:
 
 
 def _critic(parts: TrainingParts) -> Critic | None:
-    groups = parts.groups
     if parts.critic is None:
         return None
     model = parts.critic.policy
     balance = BalanceLosses.of(parts.config, model.device, of_critic=True)
-    scorer = ValueScorer(model, groups.tensor_group, groups.pipeline_group, groups.context_group, balance)
+    scorer = ValueScorer(model, parts.groups, balance)
     return Critic(parts.critic, scorer, ValueObjective(parts.config.critic.rl_critic_clip_range))
 
 

@@ -24,10 +24,7 @@ def build_scorer(
     config: RLConfig, policy: PolicyModel, groups: ParallelGroups, balance: BalanceLosses | None = None
 ) -> Scorer:
     """Log-probs of the distribution that is sampled; ``balance`` of a model that is trained."""
-    return Scorer(
-        policy, groups.tensor_group, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer,
-        groups.pipeline_group, groups.context_group, balance,
-    )  # fmt: skip
+    return Scorer(policy, groups, config.rollout.rl_temperature, config.kernels.rl_fused_output_layer, balance)
 
 
 def build_teacher(parts: TrainingParts) -> Teacher | None:

@@ -26,14 +26,8 @@ from megatron_rl.trainer.update import Sums, Updates, reduced, update
 class ValueScorer(PackedForward):
     """The critic's view of packed batches."""
 
-    def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
-        """[W, 1] fp32, of this rank's share of the tokens, for `after`; of another chunk than the last what the next
-        takes.
-        """
-        return self._run(model, batch)
-
     def after(self, output: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """[T] fp32: what is expected after each token."""
+        """[T] fp32: what is expected after each token; ``output`` [W, 1] is that of `forward`."""
         values = output[:, 0]
         return values if batch.share is None else batch.share.whole(values, self._context_group)
 

@@ -16,30 +16,20 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.logprobs import Entropy, selected_logprobs
 from megatron_rl.attention import ContextPlan, PackedPlan
 from megatron_rl.models import BalanceLosses, PolicyModel
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.schedule import Forward, through_schedule
 
 
 class PackedForward:
     """A model over packed batches, on any parallel layout; what is read of its output is the subclasses' matter."""
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        tensor_group: dist.ProcessGroup,
-        pipeline_group: dist.ProcessGroup | None = None,
-        context_group: dist.ProcessGroup | None = None,
-        balance: BalanceLosses | None = None,
-    ) -> None:
-        """``pipeline_group`` holds the stages of this copy of the model; None where one rank has all layers.
-
-        ``context_group`` holds the ranks that share each sequence, where batches have shares. ``balance``: of a model
-        with experts, for passes with gradients.
-        """
-        self._context_group = context_group
+    def __init__(self, policy: PolicyModel, groups: ParallelGroups, balance: BalanceLosses | None = None) -> None:
+        """``balance``: of a model with experts, for passes with gradients."""
         self._balance = balance
         self._policy = policy
-        self._pipeline_group = pipeline_group if pipeline_group and pipeline_group.size() > 1 else None
-        self._tensor_group = tensor_group if tensor_group.size() > 1 else None
+        self._context_group = groups.context_group
+        self._pipeline_group = groups.pipeline_group if groups.pipeline_group.size() > 1 else None
+        self._tensor_group = groups.tensor_group if groups.tensor_size > 1 else None
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +54,10 @@ class PackedForward:
         dist.broadcast(values, group=self._pipeline_group, group_src=self._pipeline_group.size() - 1)
         return list(values)
 
-    def _run(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
+    def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
+        """What the model gives of this rank's share of the tokens, [W, ..]; a chunk that is not the last, what the next
+        takes. ``model`` is one of the policy's chunks or its DDP wrapper.
+        """
         policy = self._policy
         kernel, token_ids, position_ids = policy.attention.packed, batch.token_ids, batch.position_ids
         if batch.share is None:
@@ -97,28 +90,22 @@ class Scorer(PackedForward):
     def __init__(
         self,
         policy: PolicyModel,
-        tensor_group: dist.ProcessGroup,
+        groups: ParallelGroups,
         temperature: float,
         fused: bool = False,
-        pipeline_group: dist.ProcessGroup | None = None,
-        context_group: dist.ProcessGroup | None = None,
         balance: BalanceLosses | None = None,
     ) -> None:
-        super().__init__(policy, tensor_group, pipeline_group, context_group, balance)
-        self._vocab_start = tensor_group.rank() * (policy.padded_vocab_size // tensor_group.size())
+        super().__init__(policy, groups, balance)
+        self._vocab_start = groups.tensor_rank * (policy.padded_vocab_size // groups.tensor_size)
         self._temperature = temperature
         self._fused = fused
 
     def forward(self, model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
-        """What `select` takes: logits ``[T, V / tensor ranks]``, or fused the hidden states ``[T, H]``.
-
-        Of the tokens of this rank's share where the batch has one.
-        ``model`` is one of the policy's chunks or its DDP wrapper; of another than the last it is what the next takes.
-        """
+        """What `select` takes: logits ``[W, V / tensor ranks]``, or fused the hidden states ``[W, H]``."""
         head = self._policy.chunks[-1]
         skips = self._fused and head.post_process
         with _without_product(head.output_layer) if skips else contextlib.nullcontext():
-            return self._run(model, batch)
+            return super().forward(model, batch)
 
     def select(
         self, output: torch.Tensor, batch: TokenBatch, entropy: Entropy = "none", *, is_logits: bool = False
@@ -166,7 +153,7 @@ class Scorer(PackedForward):
                 top = batch.share.whole(top, self._context_group)
             return self.select(logits, batch, is_logits=True).current_logprobs, top
 
-        found = self._read_all(batches, self._run, read)
+        found = self._read_all(batches, super().forward, read)
         logprobs = self._shared([one for one, _ in found], batches, torch.float32)
         return list(zip(logprobs, self._shared([top for _, top in found], batches, torch.int64), strict=True))
 

@@ -67,11 +67,8 @@ def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list
     """Metrics of two steps, of one update and of two; and tensors by kind and name."""
     policy = tiny_policy(config)
     optimization = Optimization(policy, config)
-    fused = config.kernels.rl_fused_output_layer
-    scorer = Scorer(
-        policy, groups.tensor_group, 1.0, fused, groups.pipeline_group, groups.context_group,
-        BalanceLosses.of(config, policy.device),
-    )  # fmt: skip
+    balance = BalanceLosses.of(config, policy.device)
+    scorer = Scorer(policy, groups, 1.0, config.kernels.rl_fused_output_layer, balance)
     teacher, advantage = None, own_reward
     if config.wants_teacher:
         model = tiny_policy(teacher_of(config, dist.get_world_size()), seed=5)
@@ -130,9 +127,7 @@ def with_critic(config: RLConfig, policy: PolicyModel, groups: ParallelGroups) -
             parameter.data.copy_(torch.linspace(-0.3, 0.4, parameter.numel())[None])
     optimization.optimizer.reload_model_params()
     balance = BalanceLosses.of(config, optimization.policy.device, of_critic=True)
-    scorer = ValueScorer(
-        optimization.policy, groups.tensor_group, groups.pipeline_group, groups.context_group, balance
-    )
+    scorer = ValueScorer(optimization.policy, groups, balance)
     return Critic(optimization, scorer, ValueObjective(config.critic.rl_critic_clip_range))
 
 

@@ -46,7 +46,7 @@ def _trainer_logprobs(policy, groups, one_rank):
         for completion in completions
     ]
     batch = collate(samples, policy.device)
-    scores = Scorer(policy, one_rank.tensor_group, 1.0).logprobs([batch])[0]
+    scores = Scorer(policy, one_rank, 1.0).logprobs([batch])[0]
     return (scores - batch.inference_logprobs)[batch.loss_mask > 0].abs()
 
 

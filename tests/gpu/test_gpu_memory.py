@@ -18,7 +18,7 @@ def _train(groups, optimization, seed: int) -> None:
     from megatron_rl.trainer.scoring import Scorer
     from megatron_rl.trainer.update import update
 
-    scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
+    scorer = Scorer(optimization.policy, groups, 1.0)
 
     def loss(logits, batch):
         logprobs = scorer.select(logits, batch).current_logprobs

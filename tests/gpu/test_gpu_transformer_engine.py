@@ -44,7 +44,7 @@ def test_the_same_weights_give_the_log_probs_of_local_layers(
     save_tensors(tmp_path, local, None)
     load(tmp_path, other)
     batch = _batch(local, (40, 3, 17))
-    ours, theirs = (Scorer(policy, one_rank.tensor_group, 1.0).logprobs([batch])[0] for policy in (local, other))
+    ours, theirs = (Scorer(policy, one_rank, 1.0).logprobs([batch])[0] for policy in (local, other))
     assert (ours - theirs).abs().max() < tolerance
 
 
@@ -59,7 +59,7 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank: Parallel
     from megatron_rl.trainer.scoring import Scorer
 
     policy = tiny_policy(tiny_config(**ENGINE))
-    scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+    scorer = Scorer(policy, one_rank, 1.0)
     for request, completions in _generate(policy, greedy=True)[:3]:
         prompt, answer = len(request.prompt_ids), completions[0].token_ids
         batch = _batch(policy, (prompt + len(answer),))
@@ -77,7 +77,7 @@ def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGro
 
     config = tiny_config(bf16=True, fp8_format="e4m3", fp8_recipe=recipe, **ENGINE, **SIZES)
     policy = tiny_policy(config)
-    optimization, scorer = Optimization(policy, config), Scorer(policy, one_rank.tensor_group, 1.0)
+    optimization, scorer = Optimization(policy, config), Scorer(policy, one_rank, 1.0)
     batch = _batch(policy, (9, 4))
     before = scorer.logprobs([batch])[0]
 

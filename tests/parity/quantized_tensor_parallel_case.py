@@ -60,7 +60,7 @@ def report_of(groups: ParallelGroups, recipe: str, parallel: dict[str, Any], fol
             "logprobs": [x for group in completions for c in group for x in c.inference_logprobs],
         }
     batch = packed(requests, completions)
-    scorer = Scorer(policy, groups.tensor_group, 1.0)
+    scorer = Scorer(policy, groups, 1.0)
     with quantization.emulated():
         gap = (scorer.logprobs([batch])[0] - batch.inference_logprobs).abs()[batch.loss_mask.bool()]
         report["gap"] = gap.max().item()

@@ -69,7 +69,7 @@ def report_of(groups: ParallelGroups, changes: Mapping[str, Any]) -> dict[str, A
                 "logprobs": [x for group in completions for c in group for x in c.inference_logprobs],
                 "gap": gap_of(policy, groups, batch, engine).max().item(),
             }
-    scorer = Scorer(policy, groups.tensor_group, 1.0)
+    scorer = Scorer(policy, groups, 1.0)
     scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs.sum().backward()
     return report
 

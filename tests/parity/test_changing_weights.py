@@ -75,7 +75,7 @@ def test_megatrons_own_forward_stays_trainable(one_rank: object, make_engine) ->
 
 
 def _update(policy: PolicyModel, one_rank, optimizer: torch.optim.Optimizer, batch) -> None:
-    scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+    scorer = Scorer(policy, one_rank, 1.0)
     logprobs = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
     (-(logprobs * batch.loss_mask).sum() / batch.loss_mask.sum()).backward()
     assert all(parameter.grad is not None for parameter in policy.gpt.parameters())

@@ -51,7 +51,7 @@ def test_a_draw_is_the_inverse_distribution_at_seed_and_position(one_rank) -> No
     policy = tiny_policy()
     (wanted,) = ragged_requests(1, num_samples=6, temperature=1.3, max_new_tokens=20)
     (group,) = generate(policy, rollout_engine(policy), [wanted], seed=77)
-    scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+    scorer = Scorer(policy, one_rank, 1.0)
     source = wanted.source
     for index, completion in enumerate(group):
         batch = packed([wanted], [[completion]])

@@ -54,7 +54,7 @@ def on_context_rank() -> dict[str, float]:
     config = tiny_config(2, **ENGINE, context_parallel_size=2)
     groups = initialize(config.parallel, current_platform())
     policy, whole = tiny_policy(config), collate(random_samples(5), "cpu", round_to=2)
-    scorer = Scorer(policy, groups.tensor_group, 1.0, context_group=groups.context_group)
+    scorer = Scorer(policy, groups, 1.0)
     share = ContextShare.of(whole.lengths, groups.context_rank, groups.context_size)
     found = []
     for batch in (whole, replace(whole, share=share)):
@@ -74,7 +74,7 @@ def on_stages(parallel: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]
 
 
 def _gradients(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, torch.Tensor]:
-    scorer = Scorer(policy, groups.tensor_group, 1.0)
+    scorer = Scorer(policy, groups, 1.0)
     scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs.sum().backward()
     return {name: parameter.grad for name, parameter in policy.gpt.named_parameters()}
 
@@ -177,10 +177,10 @@ def _fp8(groups: ParallelGroups) -> dict[str, Any]:
         "gap_of_bf16": gaps(plain, groups, batch, 1.0).mean().item(),
         "finite": all(bool(grad.isfinite().all()) for grad in _gradients(policy, groups, odd).values()),
     }
-    before = Scorer(policy, groups.tensor_group, 1.0).logprobs([batch])[0]
+    before = Scorer(policy, groups, 1.0).logprobs([batch])[0]
     with torch.no_grad():
         policy.gpt.decoder.layers[0].mlp.linear_fc1.weight.mul_(-1)
-    after = Scorer(policy, groups.tensor_group, 1.0).logprobs([batch])[0]
+    after = Scorer(policy, groups, 1.0).logprobs([batch])[0]
     return report | {"moved": (after - before).abs().max().item()}
 
 
@@ -208,7 +208,7 @@ def _hugging_face(groups: ParallelGroups) -> dict[str, Any]:
         for flags in ({}, ENGINE):
             policy = build_model(hf_run(source, **flags), current_platform(), 40)
             load_hf(model, policy, groups)
-            scores.append(Scorer(policy, groups.tensor_group, 1.0).logprobs([batch])[0])
+            scores.append(Scorer(policy, groups, 1.0).logprobs([batch])[0])
         write_back(policy, model, target)
         with TensorReader(source) as before, TensorReader(target) as after:
             same = all(

@@ -99,7 +99,7 @@ def packed_logits(policy: PolicyModel, batch: TokenBatch) -> torch.Tensor:
     from megatron_rl.trainer.schedule import through_schedule
     from megatron_rl.trainer.scoring import Scorer
 
-    forward = Scorer(policy, current_groups().tensor_group, 1.0).forward
+    forward = Scorer(policy, current_groups(), 1.0).forward
     found = through_schedule(policy.chunks, [batch], forward, lambda output, _: output, forward_only=True)
     return found[0] if found else torch.empty(0)
 

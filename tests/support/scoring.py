@@ -35,11 +35,11 @@ def packed(
 
 def gaps(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, temperature: float) -> torch.Tensor:
     """|trainer - engine| at every sampled token."""
-    trained = Scorer(policy, groups.tensor_group, temperature).logprobs([batch])[0]
+    trained = Scorer(policy, groups, temperature).logprobs([batch])[0]
     return (trained - batch.inference_logprobs).abs()[batch.loss_mask.bool()]
 
 
 def own_experts(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> torch.Tensor:
     """[layers, T, k]: those that the trainer's routers choose, the likeliest first."""
-    Scorer(policy, groups.tensor_group, 1.0).logprobs([replace(batch, routing=None)])
+    Scorer(policy, groups, 1.0).logprobs([replace(batch, routing=None)])
     return torch.stack([layer.mlp.router.router_replay.chosen for layer in policy.gpt.decoder.layers])

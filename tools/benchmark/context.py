@@ -43,7 +43,7 @@ def memory(name: str) -> int:
 
 def one_pass(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> dict[str, float]:
     """Forward and backward, without logits in memory."""
-    scorer = Scorer(policy, groups.tensor_group, 1.0, fused=True, context_group=groups.context_group)
+    scorer = Scorer(policy, groups, 1.0, fused=True)
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back

@@ -76,7 +76,7 @@ def measure(config: RLConfig, groups: ParallelGroups) -> dict[str, int]:
     policy, count = optimization.policy, 2 * MICRO_BATCHES
     samples = [_sample(number, TOKENS // 2 + (1 if number % 2 else -1)) for number in range(count)]
     builder = BatchBuilder(TOKENS, config.sequence_shares, policy.device, groups, config.stages)
-    scorer = Scorer(policy, groups.tensor_group, 1.0, False, groups.pipeline_group, groups.context_group)
+    scorer = Scorer(policy, groups, 1.0)
     trainer = SupervisedTrainer(optimization, scorer, groups.loss_group, PhaseTimer())
     batches = builder.pack(samples, seed=1)
     trainer.step(batches)

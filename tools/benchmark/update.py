@@ -71,7 +71,7 @@ def make_trainer(
 ) -> PolicyTrainer:
     """What a run trains with, built from the same flags."""
     optimization, objective = Optimization(policy, config), PolicyObjective.of(config)
-    scorer = Scorer(policy, groups.tensor_group, temperature=1.0)
+    scorer = Scorer(policy, groups, temperature=1.0)
     return PolicyTrainer(optimization, scorer, advantage, objective, 1, None, groups, timer)
 
 

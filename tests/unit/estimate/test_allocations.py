@@ -73,7 +73,7 @@ def test_weights(one_rank: ParallelGroups, changes: dict[str, object]) -> None:
 
 def after_an_update(config: RLConfig, groups: ParallelGroups) -> Optimization:
     optimization = Optimization(tiny_policy(config), config)
-    scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
+    scorer = Scorer(optimization.policy, groups, 1.0)
 
     def loss(logits: torch.Tensor, batch) -> MicroLoss:
         return -scorer.select(logits, batch).current_logprobs.sum(), batch.loss_mask.sum(), {}
@@ -195,7 +195,7 @@ def kept_for_backward(config: RLConfig, groups: ParallelGroups) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = Scorer(policy, groups.tensor_group, 1.0).forward(policy.gpt, batch)
+        logits = Scorer(policy, groups, 1.0).forward(policy.gpt, batch)
         assert logits.requires_grad
         return held(tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in parameters)
 

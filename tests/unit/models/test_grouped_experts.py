@@ -36,7 +36,7 @@ def test_the_same_logprobs_and_gradients_to_the_bit(
 ) -> None:
     batch, found = collate(random_samples(6), "cpu"), []
     for policy in pair:
-        scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+        scorer = Scorer(policy, one_rank, 1.0)
         logprobs = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
         logprobs.sum().backward()
         layers = [layer.mlp.experts for layer in policy.gpt.decoder.layers]

@@ -68,7 +68,7 @@ class Mover:
 
 
 def train(groups: ParallelGroups, optimization: Optimization, seed: int) -> None:
-    scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
+    scorer = Scorer(optimization.policy, groups, 1.0)
 
     def loss(logits: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         logprobs = scorer.select(logits, batch).current_logprobs

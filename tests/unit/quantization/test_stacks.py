@@ -87,7 +87,7 @@ def test_memory_is_given_up_and_taken_again(pair: Pair) -> None:
 def test_aligned_training_has_the_same_gradients(pair: Pair, one_rank: object, recipe: str) -> None:
     batch, found = collate(random_samples(6), "cpu"), []
     for policy in pair:
-        scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+        scorer = Scorer(policy, one_rank, 1.0)
         with linears_of(policy, recipe).installed():
             logprobs = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
             logprobs.sum().backward()

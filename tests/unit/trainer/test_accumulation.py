@@ -60,7 +60,7 @@ def updated(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float], float]:
     """Gradients, metrics and the gradient norm of one update."""
     optimization = tiny_optimization()
-    scorer = Scorer(optimization.policy, one_rank.tensor_group, 1.0)
+    scorer = Scorer(optimization.policy, one_rank, 1.0)
     samples = random_samples(5)
     batches = [scored([samples[index] for index in members], samples) for members in layout]
     outcome, sums = update(optimization, batches, scorer.forward, loss_of(scorer, own))
@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_the_whole_batch_divided_once(one_rank: Parallel
     """Against autograd on ``total / denominator``, without megatron's schedule."""
     actual, _, _ = updated(one_rank, LAYOUTS["two"], objective(aggregation))
     policy = tiny_optimization().policy
-    scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+    scorer = Scorer(policy, one_rank, 1.0)
     whole = scored(random_samples(5), random_samples(5))
     total, denominator, _ = loss_of(scorer, objective(aggregation))(scorer.forward(policy.gpt, whole), whole)
     parameters = dict(policy.gpt.named_parameters())
@@ -108,7 +108,7 @@ def test_clipping_scales_the_gradient_to_the_limit(one_rank: ParallelGroups) -> 
 
 def sum_of_squares(one_rank: ParallelGroups, optimization: Optimization) -> tuple[float, float]:
     """The norm an update reports and the norm of the gradients it leaves."""
-    scorer = Scorer(optimization.policy, one_rank.tensor_group, 1.0)
+    scorer = Scorer(optimization.policy, one_rank, 1.0)
     samples = [make_sample([1, 2, 3])]
     loss = loss_of(scorer, objective("token-mean"))
     outcome, _ = update(optimization, [scored(samples, samples)], scorer.forward, loss)

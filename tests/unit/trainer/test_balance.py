@@ -106,7 +106,7 @@ def trained(
     config = tiny_config(**MIXTURE | LARGER | flags)
     policy = tiny_policy(config)
     optimization = Optimization(policy, config)
-    scorer = Scorer(policy, one_rank.tensor_group, 1.0, balance=BalanceLosses.of(config, policy.device))
+    scorer = Scorer(policy, one_rank, 1.0, balance=BalanceLosses.of(config, policy.device))
     samples = random_samples(count)
 
     def loss(output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
@@ -151,7 +151,7 @@ def test_what_is_added_is_the_gradient_of_the_weighed_mean(one_rank: ParallelGro
             states: list[torch.Tensor] = []
             handle = layer.mlp.router.register_forward_hook(lambda _, given, __, s=states: s.append(given[0].detach()))
             with torch.no_grad():
-                Scorer(policy, one_rank.tensor_group, 1.0).logprobs([batch])
+                Scorer(policy, one_rank, 1.0).logprobs([batch])
             handle.remove()
             probabilities = (states[0][:, 0] @ layer.mlp.router.weight.t()).softmax(-1)
             share = torch.zeros(4).index_add(0, probabilities.topk(2).indices.flatten(), torch.ones(2 * sample.length))
@@ -180,7 +180,7 @@ def test_a_critics_routers_are_weighed_by_its_loss_tokens(one_rank: ParallelGrou
         config = tiny_config(**flags | balanced)
         critic = first_critic(config, tiny_policy(config), one_rank)
         losses = BalanceLosses.of(config, critic.policy.device, of_critic=True)
-        scorer = ValueScorer(critic.policy, one_rank.tensor_group, balance=losses)
+        scorer = ValueScorer(critic.policy, one_rank, balance=losses)
         metrics.append(Critic(critic, scorer, ValueObjective(0.5)).update([[scored]], one_rank)[0])
         gradients.append(gradients_of(critic))
     # The head is zero, so that the value loss itself has nothing to say to the routers.
@@ -195,7 +195,7 @@ def test_a_critics_routers_are_weighed_by_its_loss_tokens(one_rank: ParallelGrou
 def test_scoring_is_not_counted(one_rank: ParallelGroups) -> None:
     config = tiny_config(**MIXTURE | SEQUENCES)
     policy = tiny_policy(config)
-    scorer = Scorer(policy, one_rank.tensor_group, 1.0, balance=BalanceLosses.of(config, policy.device))
+    scorer = Scorer(policy, one_rank, 1.0, balance=BalanceLosses.of(config, policy.device))
     batch = collate(random_samples(3), "cpu")
     scorer.logprobs([batch, replace(batch)])
     assert scorer.balance_metrics()["actor/expert_load_max"] == 0.0

@@ -40,10 +40,10 @@ class Setup:
         model = self.critic.optimization.policy
         with torch.no_grad():
             model.gpt.output_layer.weight.copy_(torch.linspace(-1, 1, config.model.hidden_size)[None])
-        self.critic = replace(self.critic, scorer=ValueScorer(model, groups.tensor_group))
+        self.critic = replace(self.critic, scorer=ValueScorer(model, groups))
         reference = ReferencePolicy(self.policy.policy) if reward_kl_beta else None
         self.trainer = PolicyTrainer(
-            self.policy, Scorer(self.policy.policy, groups.tensor_group, 1.0), gae.Advantage(**options), PLAIN, 1,
+            self.policy, Scorer(self.policy.policy, groups, 1.0), gae.Advantage(**options), PLAIN, 1,
             reference, groups, PhaseTimer(), None, self.critic, reward_kl_beta,
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ ADAM = {
 
 def train(groups: ParallelGroups, optimization: Optimization, seed: int) -> dict[str, torch.Tensor]:
     """One update on random samples; its gradients."""
-    scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
+    scorer = Scorer(optimization.policy, groups, 1.0)
 
     def loss(logits: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         logprobs = scorer.select(logits, batch).current_logprobs

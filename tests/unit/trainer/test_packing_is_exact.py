@@ -44,7 +44,7 @@ def gradients(policy: PolicyModel, total: torch.Tensor) -> Sequence[torch.Tensor
 @pytest.mark.parametrize("round_to", [1, 8])
 def test_packed_equals_one_by_one(one_rank: ParallelGroups, model: str, round_to: int) -> None:
     policy = tiny_policy(tiny_config(**MODELS[model]))
-    scorer = Scorer(policy, one_rank.tensor_group, TEMPERATURE)
+    scorer = Scorer(policy, one_rank, TEMPERATURE)
     samples = random_samples(5)
     batch = collate(samples, "cpu", round_to)
     assert (batch.padding > 0) == (round_to == 8)
@@ -68,7 +68,7 @@ def test_the_fused_output_layer_gives_the_same(one_rank: ParallelGroups, model: 
     batch = collate(random_samples(5), "cpu", 8)
     results = []
     for fused in (False, True):
-        scorer = Scorer(policy, one_rank.tensor_group, TEMPERATURE, fused)
+        scorer = Scorer(policy, one_rank, TEMPERATURE, fused)
         output = scorer.forward(policy.gpt, batch)
         assert output.shape[1] == (policy.config.hidden_size if fused else policy.padded_vocab_size)
         selected = scorer.select(output, batch, "differentiable")
@@ -90,4 +90,4 @@ def test_the_fused_output_layer_gives_the_same(one_rank: ParallelGroups, model: 
 def test_scoring_leaves_no_graph_behind(one_rank: ParallelGroups) -> None:
     policy = tiny_policy()
     batch = collate(random_samples(2), "cpu")
-    assert not Scorer(policy, one_rank.tensor_group, 1.0).logprobs([batch])[0].requires_grad
+    assert not Scorer(policy, one_rank, 1.0).logprobs([batch])[0].requires_grad

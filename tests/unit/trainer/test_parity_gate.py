@@ -51,7 +51,7 @@ class Case:
         self.policy: PolicyModel = quantizable_policy()
         self.quantization: RolloutQuantization = rollout_quantization(self.policy, recipe)
         self.engine = rollout_engine(self.policy, kv_cache_dtype=FP8 if fp8_cache else None)
-        self.scorer = Scorer(self.policy, groups.tensor_group, temperature=1.0)
+        self.scorer = Scorer(self.policy, groups, temperature=1.0)
         rounded = None
         if fp8_cache:
             flags |= {"rl_kv_cache_dtype": "fp8", "rl_rollout_quantization": recipe}

@@ -75,7 +75,7 @@ def run(
 ) -> MicroLoss:
     """The objective of `scored`, from logits to the total."""
     policy, batch = SimpleNamespace(vocab_size=2, padded_vocab_size=2), batch or scored()
-    scorer = Scorer(policy, one_rank.tensor_group, temperature=1.0)
+    scorer = Scorer(policy, one_rank, temperature=1.0)
     return objective(scorer.select(logits() if values is None else values, batch, "differentiable"))
 
 

@@ -53,7 +53,7 @@ class Setup:
         advantage: Function = own_reward,
     ) -> None:
         self.optimization: Optimization = tiny_optimization(train_iters=100)
-        self.scorer = Scorer(self.optimization.policy, groups.tensor_group, 1.0)
+        self.scorer = Scorer(self.optimization.policy, groups, 1.0)
         self.timer = PhaseTimer()
         reference = ReferencePolicy(self.optimization.policy) if with_reference else None
         remembering = Remembering(**vars(objective))

@@ -49,7 +49,7 @@ def test_an_exception_also_brings_the_weights_back(one_rank: ParallelGroups) -> 
 
 def test_the_reference_is_the_policy_at_the_start(one_rank: ParallelGroups) -> None:
     policy = tiny_optimization().policy
-    scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+    scorer = Scorer(policy, one_rank, 1.0)
     batch = collate(random_samples(3), "cpu")
     start = scorer.logprobs([batch])[0]
     reference = ReferencePolicy(policy)

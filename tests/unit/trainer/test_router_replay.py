@@ -47,7 +47,7 @@ def random_batch() -> TokenBatch:
 def logprobs_and_gradients(
     policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    scorer = Scorer(policy, groups.tensor_group, 1.0)
+    scorer = Scorer(policy, groups, 1.0)
     policy.gpt.train()
     policy.gpt.zero_grad()
     logprobs = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
@@ -155,7 +155,7 @@ def test_the_reference_goes_to_the_same_experts(one_rank: ParallelGroups) -> Non
     """Before the first update it is the policy, and the penalty is 0 on whatever experts the rollout was."""
     config = tiny_config(**MIXTURE, grpo_kl_beta=0.1, clip_grad=0.0)
     policy = tiny_policy(config)
-    scorer = Scorer(policy, one_rank.tensor_group, 1.0)
+    scorer = Scorer(policy, one_rank, 1.0)
     trainer = PolicyTrainer(
         Optimization(policy, config), scorer, own_reward, PolicyObjective.of(config), 1, ReferencePolicy(policy),
         one_rank, PhaseTimer(),

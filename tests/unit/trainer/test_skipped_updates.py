@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 def trainer_of(groups: ParallelGroups, optimization: Optimization) -> PolicyTrainer:
-    scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
+    scorer = Scorer(optimization.policy, groups, 1.0)
     return PolicyTrainer(optimization, scorer, own_reward, PLAIN, 1, None, groups, PhaseTimer())
 
 

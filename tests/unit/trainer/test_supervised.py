@@ -70,13 +70,13 @@ def test_nothing_to_draw_from() -> None:
 
 def supervised(groups: ParallelGroups, **changes: object) -> SupervisedTrainer:
     optimization = tiny_optimization(**changes)
-    scorer = Scorer(optimization.policy, groups.tensor_group, 1.0)
+    scorer = Scorer(optimization.policy, groups, 1.0)
     return SupervisedTrainer(optimization, scorer, groups.loss_group, PhaseTimer())
 
 
 def test_loss_by_hand(one_rank: ParallelGroups) -> None:
     """``P0 P1 A0 E``: A0 = 1 has 1/4 after P1, E = 0 has 1/2 after A0; what P1 had after P0 does not count."""
-    scorer = Scorer(SimpleNamespace(vocab_size=2, padded_vocab_size=2), one_rank.tensor_group, 1.0)
+    scorer = Scorer(SimpleNamespace(vocab_size=2, padded_vocab_size=2), one_rank, 1.0)
     trainer = SupervisedTrainer(None, scorer, one_rank.loss_group, PhaseTimer())
     batch = collate(source("aa:a").draw(1), "cpu")
     batch.token_ids.copy_(torch.tensor([0, 1, 1, 0]))

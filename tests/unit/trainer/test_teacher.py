@@ -131,7 +131,7 @@ def test_weights_are_there_while_it_scores_and_the_same_each_time(
 ) -> None:
     config = config_with(tmp_path)
     model = tiny_policy(teacher_of(config, 1), seed=3)
-    scorer = Scorer(model, one_rank.tensor_group, 1.0)
+    scorer = Scorer(model, one_rank, 1.0)
     batch = collate(random_samples(3), "cpu")
     expected = scorer.logprobs([batch])[0]
     teacher = Teacher(model, scorer, "here", {"float32": "1"}, stays)
@@ -150,7 +150,7 @@ def test_weights_are_there_while_it_scores_and_the_same_each_time(
 
 def test_a_resumed_run_compares_its_teacher(one_rank: ParallelGroups, tmp_path: Path) -> None:
     model = tiny_policy(teacher_of(config_with(tmp_path), 1))
-    teacher = Teacher(model, Scorer(model, one_rank.tensor_group, 1.0), "here", {"float32": "1", "bfloat16": "2"}, True)
+    teacher = Teacher(model, Scorer(model, one_rank, 1.0), "here", {"float32": "1", "bfloat16": "2"}, True)
     assert teacher.state_dict() == {"path": "here", "weights": {"float32": "1", "bfloat16": "2"}}
     teacher.load_state_dict({"path": "there", "weights": {"bfloat16": "2"}})
     for weights in ({"float32": "3", "bfloat16": "2"}, {"float16": "1"}, {}):
