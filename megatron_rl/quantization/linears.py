@@ -211,7 +211,9 @@ class QuantizedLinears:
         for group in dict.fromkeys(layer.group for layer in sharing):  # experts may have their own
             layers = [layer for layer in sharing if layer.group is group]
             own = [self.recipe.amax(layer.parameter, layer.weight.smoothing) for layer in layers]
-            flat = maximum_over(torch.cat([amax.flatten() for amax in own]), group)
+            # A maximum over ranks may lose a NaN, but not infinity, which `refresh` refuses too.
+            flat = torch.cat([amax.flatten() for amax in own]).nan_to_num(torch.inf, posinf=torch.inf)
+            flat = maximum_over(flat, group)
             parts = flat.split([amax.numel() for amax in own])
             for layer, part, amax in zip(layers, parts, own, strict=True):
                 shared[layer.name] = part.view_as(amax)

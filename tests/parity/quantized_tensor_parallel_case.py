@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_rl.algorithms import TokenBatch
+from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
 from megatron_rl.platform import current_platform
@@ -69,6 +70,7 @@ def report_of(groups: ParallelGroups, recipe: str, parallel: dict[str, Any], fol
         torch.save(gradients, folder / f"{recipe}.pt")
     report["audit"] = [[row.layer, row.wanted, row.ran] for row in audits[0]]
     report["products"] = products_of(quantization.linears, groups)
+    report["refused"] = refusal_of_a_nan(quantization.linears, groups)
     return report
 
 
@@ -137,3 +139,18 @@ def products_of(linears: QuantizedLinears, groups: ParallelGroups) -> dict[str, 
         part = x[:, groups.tensor_rank * columns : (groups.tensor_rank + 1) * columns]
         products[layer.name] = layer.recipe.matmul(part, layer.weight, ranks=layer.ranks).flatten().tolist()
     return products
+
+
+@torch.no_grad()
+def refusal_of_a_nan(linears: QuantizedLinears, groups: ParallelGroups) -> str:
+    """What a refresh says where the last rank's part of a row-parallel weight has one; of recipes that share scales."""
+    if not linears.recipe.shares_amax("rows"):
+        return "the weight of nobody"
+    layer = next(layer for layer in linears.layers if isinstance(layer.module, RowParallelLinear))
+    if groups.tensor_rank == groups.tensor_size - 1:
+        layer.parameter[0, 0] = torch.nan
+    try:
+        linears.refresh()
+    except QuantizationError as error:
+        return str(error)
+    return ""

@@ -49,6 +49,8 @@ def test_two_ranks_generate_what_one_does(
     assert first["audit"] == single["audit"]
     assert first["gap"] < 1e-5, "the trainer's quantised forward pass is another"
     assert single["gap"] < 1e-5
+    assert single["refused"].startswith("the weight of ")
+    assert first["refused"] == single["refused"], "a NaN of the second rank got through"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
