@@ -1,6 +1,6 @@
 """What every advantage, loss and correction must hold to, found by its file or named by a path.
 
-A new file of the library is tested by being there. So is the file that docs/algorithms.md shows, which lies outside.
+A new file of the library is tested by being there. So are the examples of docs/extending.md, which lie outside.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.support.tokens import correction, one_token_a_sample, step_rewards, t
 MASK = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
 SEQUENCE = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
 MASKED = MASK == 0
-DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def mine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The example of the docs as a file outside the library, which is the current directory."""
-    (text,) = re.findall(r"```python\n# mine\.py\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    """The examples of the docs as a file outside the library, which is the current directory."""
+    parts = re.findall(r"```python\n# mine\.py.*?\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)
     folder = tmp_path_factory.mktemp("outside")
     patch.chdir(folder)
     patch.setattr(sys, "path", list(sys.path))  # which the registry adds the current directory to
-    (folder / "mine.py").write_text(text, encoding="utf-8")
+    (folder / "mine.py").write_text("".join(parts), encoding="utf-8")
     return folder
 
 
@@ -54,7 +54,7 @@ def run_loss(name: str, current: Tensor, old: Tensor, advantages: Tensor, mask: 
     return loss(**{option: value for option, value in bounds.items() if option in known})(batch)
 
 
-@pytest.mark.parametrize("name", [*ADVANTAGES.names(), "mine.py:Advantage"])
+@pytest.mark.parametrize("name", [*ADVANTAGES.names(), "mine.py:Bounded"])
 class TestAdvantages:
     rewards = torch.tensor([0.0, 1.0, 0.5, 2.0, 3.0, 1.0])
     valid = torch.tensor([True, True, True, True, True, False])
@@ -111,7 +111,7 @@ class TestAdvantages:
         summed(sums)
 
 
-@pytest.mark.parametrize("name", [*LOSSES.names(), "mine.py:Loss"])
+@pytest.mark.parametrize("name", [*LOSSES.names(), "mine.py:Reinforce"])
 class TestLosses:
     def test_shape_dtype_and_sums(self, name: str) -> None:
         per_token, sums = run_loss(name, logprobs(0).requires_grad_(), logprobs(1), torch.randn(9))
@@ -182,7 +182,7 @@ def run_correction(name: str, old: Tensor, inference: Tensor) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize(
-    "name", [*CORRECTIONS.names(), "mine.py:Correction", "+".join([*CORRECTIONS.names(), "mine.py:Correction"])]
+    "name", [*CORRECTIONS.names(), "mine.py:Close", "+".join([*CORRECTIONS.names(), "mine.py:Close"])]
 )
 class TestCorrections:
     def test_it_says_what_it_weighs(self, name: str) -> None:
@@ -219,7 +219,7 @@ class TestCorrections:
         assert torch.equal(weights, run_correction(name, logprobs(0), logprobs(1))[0])
 
 
-@pytest.mark.parametrize("name", [*FILTERS.names(), "mine.py:Filter"])
+@pytest.mark.parametrize("name", [*FILTERS.names(), "mine.py:Spread"])
 class TestFilters:
     def test_rewards_that_differ_may_count_and_equal_ones_never_do(self, name: str) -> None:
         counts = FILTERS.get(name)()
@@ -233,15 +233,13 @@ class TestOptions:
 
     def test_the_file_of_the_docs_takes_its_options(self) -> None:
         config = tiny_config(
-            rl_policy_loss="mine.py:Loss", rl_policy_loss_args=("tau=0.5",),
-            rl_correction="token_tis+mine.py:Correction", rl_correction_args=("cap=3", "floor=0.2"),
-            rl_advantage="mine.py:Advantage", rl_advantage_args=("scale=2",),
+            rl_correction="token_tis+mine.py:Close", rl_correction_args=("cap=3", "nats=0.2"),
+            rl_advantage="mine.py:Bounded", rl_advantage_args=("limit=2",),
         )  # fmt: skip
-        assert loss_of(config).tau == 0.5
         found = correction_of(config)
         assert isinstance(found, Composed)
-        assert [part.cap if hasattr(part, "cap") else part.floor for part in found.parts] == [3.0, 0.2]
-        assert advantage_of(config).scale == 2.0
+        assert [part.cap if hasattr(part, "cap") else part.nats for part in found.parts] == [3.0, 0.2]
+        assert advantage_of(config).limit == 2.0
 
     def test_a_function_will_do(self, mine: Path) -> None:
         (mine / "plain.py").write_text("def double(batch):\n    return 2 * batch.in_loss.float(), {}\n")
@@ -262,8 +260,8 @@ class TestOptions:
             ({"rl_policy_loss_args": ("clamp_eps_lower=2",)}, "clamp_eps_lower must be at most 1, got 2"),
             ({"rl_policy_loss_args": ("dual_clip=high",)}, "dual_clip is not a number, got 'high'"),
             ({"rl_advantage_args": ("epsilon",)}, "epsilon is not a number, got ''"),
-            ({"rl_policy_loss": "mine.py:Los"}, "did you mean Loss"),
-            ({"rl_policy_loss": "mine.py:Loss", "rl_dual_clip": 3.0}, "'dual_clip' and would ignore --rl-dual-clip"),
+            ({"rl_policy_loss": "mine.py:Reinforc"}, "did you mean Reinforce"),
+            ({"rl_policy_loss": "mine.py:Reinforce", "rl_dual_clip": 3.0}, "'dual_clip' and would ignore --rl-dual-clip"),
             ({"rl_correction": "veto", "rl_correction_lower": 0.5}, "would ignore --rl-correction-lower"),
         ],
     )
