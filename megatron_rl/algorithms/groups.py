@@ -45,7 +45,7 @@ def normalised(values: Tensor, times: Tensor, epsilon: float) -> Tensor:
     """
     counts, times = times > 0, times.double()
     known, count = torch.where(counts, values, 0.0).double(), times.sum()
-    centred = torch.where(counts, known - (known * times).sum() / count.clamp_min(1), 0.0)
+    centred = torch.where(counts, known - (known * times).sum() / count, 0.0)
     std = ((centred.square() * times).sum() / (count - 1).clamp_min(1)).sqrt()
     return centred / (std + epsilon)
 

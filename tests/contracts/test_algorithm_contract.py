@@ -261,7 +261,7 @@ class TestOptions:
             ({"rl_policy_loss_args": ("dual_clip=high",)}, "dual_clip is not a number, got 'high'"),
             ({"rl_advantage_args": ("epsilon",)}, "epsilon is not a number, got ''"),
             ({"rl_policy_loss": "mine.py:Reinforc"}, "did you mean Reinforce"),
-            ({"rl_policy_loss": "mine.py:Reinforce", "rl_dual_clip": 3.0}, "'dual_clip' and would ignore --rl-dual-clip"),
+            ({"rl_policy_loss": "mine.py:Reinforce", "rl_dual_clip": 3}, "'dual_clip' and would ignore --rl-dual-clip"),
             ({"rl_correction": "veto", "rl_correction_lower": 0.5}, "would ignore --rl-correction-lower"),
         ],
     )

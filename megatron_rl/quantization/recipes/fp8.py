@@ -11,7 +11,6 @@ class Fp8(RowRecipe):
 
     name = "fp8"
     format = "fp8 e4m3, channel x token"
-    safer = "none"
     largest = formats.FP8_MAX
     code_type = formats.FP8
 
