@@ -70,7 +70,7 @@ class Advantage(Extension):
 
     def _estimate(self, batch: TokenBatch, decay: Tensor | float) -> Tensor:
         following, has_next = next_written(batch)
-        values = torch.where(batch.in_loss, batch.values, 0.0).double()
+        values = batch.values.double()
         ahead = torch.where(has_next, values[following], 0.0)
         if self.bootstrap_truncated:
             cut = batch.truncated[batch.sequence_index]

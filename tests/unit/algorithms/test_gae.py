@@ -143,6 +143,19 @@ def test_small_factors_and_long_answers_lose_no_digits() -> None:
     assert sums[-3:].tolist() == [1.75, 1.5, 1.0]
 
 
+def test_the_first_of_seven_tokens_hears_of_the_end() -> None:
+    # Values of 0: an advantage is the reward, halved for each token in between. Two doublings reach four tokens only.
+    batch = packed([([0.0] + [1.0] * 7, [0.0] * 7 + [64.0], [0.0] * 8, 0.0)], [False])
+    assert estimate(batch)[0].tolist() == [0.0] + [64.0] * 7
+    assert estimate(batch, gamma=0.5)[0].tolist() == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
+
+
+def test_large_values_take_no_digits_from_a_small_reward() -> None:
+    # (1e8 - 0) + (1 - 1e8): in fp32 the second is -1e8, and the sum 0.
+    batch = packed([([0.0, 1.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1e8], 0.0)], [False])
+    assert estimate(batch)[0][1] == 1.0
+
+
 def test_every_group_carries_a_signal() -> None:
     rewards, valid = torch.ones(4), torch.tensor([True, True, True, False])
     groups = torch.tensor([0, 0, 1, 2])
