@@ -69,17 +69,18 @@ def test_kl_cov_picks_the_largest_and_of_equals_the_first(
 
 
 def test_kl_cov_adds_the_distance_at_picked_tokens_alone() -> None:
-    # Token 1 (A = 3) at ratio 2, token 2 (A = 0) at 0.5, token 4 (A = 0) at 2: -6, 0 + 2 ln 2, 0.
-    shift = torch.tensor([0.0, 2.0, 0.5, 0.0, 2.0, 1.0]).log().nan_to_num(neginf=0.0)
+    # Token 1 (A = 3) at ratio 2, token 2 (A = 0) at 0.5, token 4 (A = 0) at 2, token 5 (A = 1) at 4; 2 and 5 are picked:
+    # -6, 0 + 2 ln 2, 0, -4 + 2 ln 4.
+    shift = torch.tensor([0.0, 2.0, 0.5, 0.0, 2.0, 4.0]).log().nan_to_num(neginf=0.0)
     old = torch.tensor(LOGPROBS)
     current = (old + shift).requires_grad_()
-    marked = torch.tensor([False, False, True, False, False, False])
+    marked = torch.tensor([False, False, True, False, False, True])
     loss, sums = kl_cov.Loss(beta=2.0)(batch_of(current_logprobs=current, old_logprobs=old, picked=marked))
     loss.sum().backward()
-    torch.testing.assert_close(loss.detach(), torch.tensor([0.0, -6.0, 2 * math.log(2), 0.0, 0.0, -1.0]))
-    # d(-rho A) = -rho A; d|log rho| = -1 below 1: the log-prob is pulled back up.
-    torch.testing.assert_close(current.grad, torch.tensor([0.0, -6.0, -2.0, 0.0, 0.0, -1.0]))
-    assert sums["actor/picked_tokens"].sum() == 1
+    torch.testing.assert_close(loss.detach(), torch.tensor([0.0, -6.0, 2 * math.log(2), 0.0, 0.0, 4 * math.log(2) - 4]))
+    # d(-rho A) = -rho A; d|log rho| = -1 below 1, where the log-prob is pulled back up, and 1 above.
+    torch.testing.assert_close(current.grad, torch.tensor([0.0, -6.0, -2.0, 0.0, 0.0, 2.0 - 4.0]))
+    assert sums["actor/picked_tokens"].sum() == 2
 
 
 def test_clip_cov_picks_within_its_bounds(one_rank: ParallelGroups) -> None:
