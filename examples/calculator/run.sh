@@ -42,14 +42,14 @@ COMMON=(
     --seed "$SEED" "${PRECISION[@]}"
 )
 echo "== 1. supervised warm start: most demonstrations guess, some call the calculator =="
-torchrun --nproc-per-node="$NPROC" train_rl.py "${COMMON[@]}" \
+torchrun --standalone --nproc-per-node="$NPROC" train_rl.py "${COMMON[@]}" \
     --train-iters 1200 --global-batch-size 32 --micro-batch-size 16 \
     --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters 20 --weight-decay 0.01 \
     --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 400 \
     --log-interval 100 --run-dir "$RUN_DIR/warm_start"
 
 echo "== 2. GRPO over two turns: reward 1 for the right number, 0 otherwise =="
-exec torchrun --nproc-per-node="$NPROC" train_rl.py "${COMMON[@]}" \
+exec torchrun --standalone --nproc-per-node="$NPROC" train_rl.py "${COMMON[@]}" \
     --perform-rl-step --pretrained-checkpoint "$RUN_DIR/warm_start/checkpoints" \
     --grpo-group-size 16 --grpo-prompts-per-step 16 --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 \
     --rl-max-new-tokens 16 --micro-batch-size 64 --train-iters 40 --lr 8e-4 --min-lr 2.4e-4 \

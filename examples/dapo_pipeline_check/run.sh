@@ -39,7 +39,7 @@ python examples/dapo_pipeline_check/make_tokenizer.py "$RUN_DIR/tokenizer"
     if [ -n "$AIME" ]; then echo "  agent_args: {path: '${AIME//\'/\'\'}'}"; fi
 } > "$RUN_DIR/environments.yaml"
 
-exec torchrun --nproc-per-node="${NPROC:-2}" train_rl.py \
+exec torchrun --standalone --nproc-per-node="${NPROC:-2}" train_rl.py \
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --swiglu --disable-bias-linear \
     --normalization RMSNorm --tokenizer-model "$RUN_DIR/tokenizer" --seq-length 1024 \
     --perform-rl-step --langrl-env-config "$RUN_DIR/environments.yaml" \

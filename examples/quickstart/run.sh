@@ -53,7 +53,7 @@ COMMON=(
 now() { date +%s.%N; }
 STARTED=$(now)
 echo "== 1. supervised warm start: chains first, then a bad habit (most answers without a chain, slips) =="
-torchrun --nproc-per-node="$NPROC" train_rl.py "${MODEL[@]}" "${COMMON[@]}" \
+torchrun --standalone --nproc-per-node="$NPROC" train_rl.py "${MODEL[@]}" "${COMMON[@]}" \
     --train-iters 1500 --global-batch-size 32 --micro-batch-size 16 \
     --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters 20 --weight-decay 0.01 \
     --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 450 \
@@ -61,7 +61,7 @@ torchrun --nproc-per-node="$NPROC" train_rl.py "${MODEL[@]}" "${COMMON[@]}" \
 
 WARM=$(now)
 echo "== 2. GRPO from that checkpoint: reward 1 for the right number, 0 otherwise =="
-torchrun --nproc-per-node="$NPROC" train_rl.py "${MODEL[@]}" "${COMMON[@]}" \
+torchrun --standalone --nproc-per-node="$NPROC" train_rl.py "${MODEL[@]}" "${COMMON[@]}" \
     --perform-rl-step --pretrained-checkpoint "$RUN_DIR/warm_start/checkpoints" \
     --grpo-group-size 16 --grpo-prompts-per-step 16 --grpo-iterations 1 \
     --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 --grpo-kl-beta 0.0 \
