@@ -181,7 +181,7 @@ def test_what_was_better_than_expected_gets_likelier(one_rank: ParallelGroups) -
 
 def test_kl_in_the_reward_reaches_the_advantages(one_rank: ParallelGroups) -> None:
     """The reference is the policy itself at first; once the policy has moved, the penalty is there."""
-    setup = Setup(one_rank, 0.5, whiten=False)
+    setup = Setup(one_rank, 0.5, whiten=False, gae_lambda=0.9, critic_lambda=1.0)
     samples = random_samples(3, seed=4)
     step = rewards_of(samples)
     first = setup.trainer.step([[collate(samples, "cpu")]], step).metrics
@@ -194,7 +194,7 @@ def test_kl_in_the_reward_reaches_the_advantages(one_rank: ParallelGroups) -> No
     told = torch.where(batch.in_loss, batch.old_logprobs - batch.ref_logprobs, 0.0).sum().item() / tokens
     assert kl == pytest.approx(told, rel=1e-5)
     assert second.metrics["actor/kl_loss"] != 0
-    # With lambda 1 the return of the first written token is all that comes: reward less penalty.
+    # The critic's lambda is 1: the return of the first written token is all that comes, reward less penalty.
     rewards = torch.where(batch.in_loss, batch.rewards - 0.5 * (batch.old_logprobs - batch.ref_logprobs), 0.0)
     for sample, part in enumerate(rewards.split(batch.lengths)):
         place = batch.cu_seqlens[sample] + samples[sample].prompt_length
