@@ -15,7 +15,6 @@ _WORDS = (
     "out of memory",  # CUDA's allocator, cuBLAS and NCCL
     "CUBLAS_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",  # the same on Windows
 )
 _LONGEST_REASON = 160
 
