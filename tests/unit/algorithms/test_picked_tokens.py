@@ -69,8 +69,8 @@ def test_kl_cov_picks_the_largest_and_of_equals_the_first(
 
 
 def test_kl_cov_adds_the_distance_at_picked_tokens_alone() -> None:
-    # Token 1 (A = 3) at ratio 2, token 2 (A = 0) at 0.5, token 4 (A = 0) at 2, token 5 (A = 1) at 4; 2 and 5 are picked:
-    # -6, 0 + 2 ln 2, 0, -4 + 2 ln 4.
+    # Token 1 (A = 3) at ratio 2, token 2 (A = 0) at 0.5, token 4 (A = 0) at 2, token 5 (A = 1) at 4; 2 and 5 are
+    # picked: -6, 0 + 2 ln 2, 0, -4 + 2 ln 4.
     shift = torch.tensor([0.0, 2.0, 0.5, 0.0, 2.0, 4.0]).log().nan_to_num(neginf=0.0)
     old = torch.tensor(LOGPROBS)
     current = (old + shift).requires_grad_()

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.models import PolicyModel
 from megatron_rl.platform.megatron import VERSION
+from megatron_rl.platform.memory import take_back
 from megatron_rl.quantization.audit import AUDITED_TOKENS, audit, observed
 from megatron_rl.quantization.copies import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
@@ -227,6 +228,22 @@ class TestFreshness:
             assert torch.equal(after, logits(policy)), "other numbers than copies made from scratch"
         assert not torch.equal(after, before)
         assert not any(torch.equal(old, new) for old, new in zip(stale, fresh, strict=True))
+
+    @pytest.mark.parametrize("recipe", QUANTIZING)
+    def test_padding_is_zero_again_in_memory_that_others_had_meanwhile(
+        self, recipe: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        linears = linears_of(quantizable_policy(ffn_hidden_size=40), recipe)
+        linears.refresh()
+        linears.release()
+        monkeypatch.setattr("megatron_rl.quantization.linears.take_back", lambda *given: take_back(*given).fill_(1))
+        linears.refresh()
+        padding = 0
+        for q in (layer.weight for layer in linears.layers):
+            codes = q.codes.float()
+            padding += codes.numel() - q.rows * q.columns
+            assert codes[q.rows :].count_nonzero() + codes[:, q.columns :].count_nonzero() == 0
+        assert padding > 0
 
     @pytest.mark.parametrize("recipe", QUANTIZING)
     def test_twenty_refreshes_take_no_memory_and_move_nothing(self, policy: PolicyModel, recipe: str) -> None:
