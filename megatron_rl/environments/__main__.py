@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def new(words: Sequence[str]) -> int:
+    """``megatron-rl new NAME``."""
+    return main(["new", *words])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.environments", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{list,test,new,serve}")

@@ -59,7 +59,7 @@ def build_payload(run: RunDirectory) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: rebuild the report of a run directory."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.metrics.report", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="megatron-rl report", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, help="directory that holds metrics.jsonl")
     run_dir: Path = parser.parse_args(arguments).run_dir
     if not run_dir.is_dir():
