@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,12 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_rl import cli
+from megatron_rl.cli import launch
 from megatron_rl.cli.model import model_config
+from megatron_rl.cli.ranks import Ranks
 from megatron_rl.families.family import SMALL
 from megatron_rl.generation import Chat, open_generator
-from tests.support.forks import REPOSITORY, run_python
+from tests.support.forks import run_python
 from tests.support.hugging_face import write_model
 from tests.support.ranks import run_ranks
 
@@ -112,7 +113,7 @@ def _generate(*words: object) -> str:
     return ended.stdout
 
 
-def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path):
+def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path, monkeypatch):
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     lines = ["1+2", {"prompt": "3"}, {"messages": [{"role": "user", "content": "1+2"}]}, "7-1"]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -122,16 +123,18 @@ def test_answers_of_a_file_on_one_rank_and_on_two(model, expected, tmp_path):
     assert [row["prompt"] for row in rows[:2]] == ["1+2", "3"]
     assert rows[0]["completion"] == rows[2]["completion"] == expected[0]
     assert len({row["completion"] for row in rows}) > 1
-    words += ["--output", str(output)]
-    command = [sys.executable, "-m", "megatron_rl.cli", "generate", *words, *GREEDY, "--nproc", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, stdin=subprocess.DEVNULL)
-    assert output.read_text() == printed
-    for layout in ("tensor", "pipeline"):  # the ranks as the launcher would start them
-        output.unlink()
-        divided = [*words, *GREEDY, f"--{layout}-model-parallel-size", "2"]
-        assert run_ranks("megatron_rl.cli.generate:rank", 2, words=divided) == [0, 0]
+    monkeypatch.setattr(launch, "launch", _in_forks)
+    words = ["generate", *words, *GREEDY, "--output", str(output), "--nproc", "2"]
+    for layout in ([], ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]):
+        output.unlink(missing_ok=True)
+        assert cli.main([*words, *layout]) == 0
         assert output.read_text() == printed
+
+
+def _in_forks(ranks: Ranks, entry: str, words: Sequence[str], command: Sequence[str]) -> int:
+    """In the place of the launcher, which test_serve.py has."""
+    assert run_ranks(entry, ranks.nproc, words=list(words)) == [0] * ranks.nproc
+    return 0
 
 
 def test_a_run_of_ours_is_found_by_its_directory(warm_start, tmp_path):
