@@ -1,4 +1,4 @@
-"""Answers that a model grades: rows of any data set, and a judge at an OpenAI-compatible URL, or the policy itself."""
+"""Answers that a model grades: rows of any data set, and a judge at an OpenAI-compatible URL, or the model itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl_environments.dataset import Dataset
 
 from megatron_rl.environments.base import HarnessEnvironment
-from megatron_rl.environments.judging import Judge, JudgeSettings
+from megatron_rl.environments.judging import REFERENCE, Judge, JudgeSettings
 from megatron_rl.types import Grade, Task
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Judged(HarnessEnvironment, Dataset):
             raise ValueError("reward is what the judge says; leave it out, or use the environment dataset")
         super().__init__(reward=f"{__name__}:unasked", **options)
         self._reference, self._settings = reference, JudgeSettings.of(judge or {})
+        self.asks_reference = self._settings.url == REFERENCE
         self.variables = (self._settings.key_variable,) if self._settings.key_variable else ()
 
     def run(self, task: Task, client: openai.OpenAI) -> Grade:
@@ -46,8 +47,8 @@ class Judged(HarnessEnvironment, Dataset):
         return Grade(Judge(self._settings, client).verdict(question, answer, str(reference)))
 
     def gold_turns(self, task: Task) -> list[str] | None:
-        """What the policy says, as the one who answers and as its own judge."""
-        return ["Because.", f"{self._settings.highest:g}"] if self._settings.url == "policy" else None
+        """What the model says, as the one who answers and as its own judge."""
+        return ["Because.", f"{self._settings.highest:g}"] if self._settings.is_own else None
 
 
 def unasked(completion: str, row: Mapping[str, Any]) -> float:

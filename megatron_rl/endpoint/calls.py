@@ -23,7 +23,7 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
 
-MODEL_NAME = "policy"
+POLICY, REFERENCE = "policy", "reference"
 
 
 class Endpoint:
@@ -36,7 +36,7 @@ class Endpoint:
         max_sequence_length: int,
         max_new_tokens: int,
         sampling: SamplingParams | None = None,
-        model_name: str = MODEL_NAME,
+        models: tuple[str, ...] = (POLICY,),
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
@@ -45,6 +45,7 @@ class Endpoint:
 
         Args:
             max_new_tokens: of an answer, whatever its caller asks for.
+            models: names; sessions have the first.
             sampling: what callers outside sessions leave open.
             port: 0 is any that is free.
             token: what callers must send; None makes one.
@@ -53,7 +54,7 @@ class Endpoint:
         self._inbox = Inbox()
         self._streams: set[int] = set()
         """Calls that want to be shown."""
-        limits = Limits(model_name, max_sequence_length, max_new_tokens, sampling or SamplingParams())
+        limits = Limits(models, max_sequence_length, max_new_tokens, sampling or SamplingParams())
         self._desk = Desk(tokenizer, limits, self._inbox.put, self._inbox.drop)
         self._http = HttpThread(self._desk, self.token, host, port)
 

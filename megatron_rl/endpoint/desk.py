@@ -43,6 +43,8 @@ class Call:
     """The caller's, without a session."""
     wants_progress: bool
     """It is streamed: `Endpoint.progress` is wanted."""
+    model: str = ""
+    """One of `Limits.models`."""
 
 
 Shower = Callable[[int, tuple[int, ...]], None]
@@ -53,7 +55,8 @@ Shower = Callable[[int, tuple[int, ...]], None]
 class Limits:
     """What the endpoint can do."""
 
-    model_name: str
+    models: tuple[str, ...]
+    """Names; sessions have the first."""
     max_sequence_length: int
     max_new_tokens: int
     sampling: SamplingParams
@@ -114,10 +117,12 @@ class Desk:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def check_model(self, name: str) -> None:
-        """404 for another than the one there is."""
-        if name != self.limits.model_name:
-            known = f"there is no model {shorten(name)}; the one here is {self.limits.model_name!r}"
+    def check_model(self, name: str, session: str | None = None) -> None:
+        """404 for another than there are, or in a session for another than is trained."""
+        models = self.limits.models if session is None else self.limits.models[:1]
+        if name not in models:
+            here = " and ".join(map(repr, models))
+            known = f"there is no model {shorten(name)}{'' if session is None else ' in a session'}; here is {here}"
             raise ApiError(404, "model_not_found", known, "model")
 
     def ask_chat(self, session: str | None, request: ChatRequest, show: Shower | None) -> list[Waiting]:
@@ -151,7 +156,7 @@ class Desk:
         show: Shower | None,
     ) -> list[Waiting]:
         """All are planned before one is handed over: of a request that is refused nothing is answered."""
-        self.check_model(asked.model)
+        self.check_model(asked.model, session)
         begun: list[tuple[int, Planned]] = []
         try:
             for param, plan in plans:
@@ -202,7 +207,7 @@ class Desk:
         sampling = None if session is not None else sampling_of(asked, limits.sampling, most)
         return Call(
             number, session, planned.after, planned.ids, choice if session is None else planned.branch, most,
-            asked.stop, sampling, asked.seed if session is None else None, asked.stream,
+            asked.stop, sampling, asked.seed if session is None else None, asked.stream, asked.model,
         )  # fmt: skip
 
     def _session(self, session: str | None) -> Session:

@@ -115,18 +115,19 @@ class Routes:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        name = desk.limits.model_name
-        self._model = {"id": name, "object": "model", "created": 0, "owned_by": "megatron-rl"}
-        self._model["max_model_len"] = desk.limits.max_sequence_length
+        model = {"object": "model", "created": 0, "owned_by": "megatron-rl"}
+        model["max_model_len"] = desk.limits.max_sequence_length
+        self._models = {name: {"id": name} | model for name in desk.limits.models}
 
     async def models(self, request: web.Request) -> web.Response:
-        """The one model there is."""
-        return web.json_response({"object": "list", "data": [self._model]})
+        """Those there are."""
+        return web.json_response({"object": "list", "data": [*self._models.values()]})
 
     async def model(self, request: web.Request) -> web.Response:
-        """The same by its name."""
-        self._desk.check_model(request.match_info["model"])
-        return web.json_response(self._model)
+        """One by its name."""
+        name = request.match_info["model"]
+        self._desk.check_model(name)
+        return web.json_response(self._models[name])
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """An answer to messages."""

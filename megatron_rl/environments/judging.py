@@ -1,4 +1,6 @@
-"""Rewards from a model: any OpenAI-compatible URL is asked for a verdict, whose number becomes the reward.
+"""Rewards from a model: a judge is asked for a verdict, whose number becomes the reward.
+
+It is any OpenAI-compatible URL, or the model of the run.
 
     judge = Judge(JudgeSettings(url="https://host/v1", model="large", key_variable="JUDGE_KEY"))
     judge.verdict(question, answer, reference)        # a reward from 0 to 1, or JudgeError
@@ -28,7 +30,9 @@ from megatron_rl.json_text import dumps, loads
 if TYPE_CHECKING:
     import openai
 
-POLICY = "policy"
+POLICY, REFERENCE = OWN = "policy", "reference"
+OF_URLS = ("model", "key_variable", "deadline", "files", "requests_at_once", "requests_per_minute")
+"""What the model of the run takes none of."""
 SESSION = re.compile(r"/sessions/[^/]+/v1/?$")
 FIELDS = re.compile(r"\{(question|answer|reference)\}")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -58,7 +62,8 @@ class JudgeSettings:
     """Whom to ask, how, and how often; the fields are the keys of the option ``judge``."""
 
     url: str = POLICY
-    """Up to and with ``/v1``; ``policy`` is the model that is trained, as it is now."""
+    """Up to and with ``/v1``; ``policy`` is the model that is trained, as it is now, and ``reference`` as it was when
+    the run began."""
     model: str = POLICY
     prompt: str = PROMPT
     """With ``{answer}``, and perhaps ``{question}`` and ``{reference}``; other braces stay."""
@@ -72,7 +77,8 @@ class JudgeSettings:
     temperature: float = 0.0
     max_tokens: int = 16
     deadline: float = 60.0
-    """Seconds for one verdict: waits for the limits, all tries and the pauses between them."""
+    """Seconds for one verdict: waits for the limits, all tries and the pauses between them. Of the model of the run
+    only the harness's ``run_deadline`` counts: its calls wait until the rollout comes to them."""
     attempts: int = 6
     files: str = ""
     """A directory on a local disk, as an absolute path, for the limits and the verdicts so far; empty: neither."""
@@ -118,27 +124,32 @@ class JudgeSettings:
             yield str(error)
 
     def _problems_of_the_url(self) -> Iterator[str]:
-        if self.url == "reference":
-            yield "url is reference, which nothing serves; serve its checkpoint, and give the URL"
-        elif self.url != POLICY and not self.url.startswith(("http://", "https://")):
-            yield f"url is {shorten(self.url)}; give http(s)://HOST/v1, or {POLICY}"
-        if self.url == POLICY and (self.key_variable or self.files):
-            yield "url policy needs no key_variable, and its verdicts change with each step: leave files out"
+        if not self.is_own and not self.url.startswith(("http://", "https://")):
+            yield f"url is {shorten(self.url)}; give http(s)://HOST/v1, {' or '.join(OWN)}"
+        given = [name for name in OF_URLS if getattr(self, name) != getattr(type(self), name)]
+        if self.is_own and given:
+            yield f"{given[0]} is for judges at a URL, and url is {self.url}: leave it out"
         if self.key_variable and not os.environ.get(self.key_variable):
             yield f"the environment variable {self.key_variable}, which should have the API key, is not set"
+
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model of the run judges."""
+        return self.url in OWN
 
 
 class Judge:
     """Asks for verdicts."""
 
     def __init__(self, settings: JudgeSettings, policy: openai.OpenAI | None = None) -> None:
-        """``policy`` is the client of a harness, for the URL ``policy``: its session is left out, so that nobody trains
+        """``policy`` is the client of a harness, for a model of the run: its session is left out, so that nobody trains
         on what the judge says."""
         self._settings, self._read = settings, reader_of(settings.verdict)
         self._url, self._key = settings.url, os.environ.get(settings.key_variable, "")
-        if settings.url == POLICY:
+        if settings.is_own:
             if policy is None:
-                raise ValueError("judge: url is policy, which only a harness knows; give a URL")
+                raise ValueError(f"judge: url is {settings.url}, which only a harness knows; give a URL")
             self._url, self._key = SESSION.sub("/v1", str(policy.base_url)), policy.api_key
         self._url = self._url.rstrip("/") + "/chat/completions"
         files = Path(settings.files)
@@ -179,16 +190,17 @@ class Judge:
         """The judge's answer, after as many tries as it takes and the settings allow."""
         import httpx  # of openai; only processes that ask pay for it
 
-        settings, ends = self._settings, time.monotonic() + self._settings.deadline
+        settings = self._settings
+        ends = math.inf if settings.is_own else time.monotonic() + settings.deadline
         problem, pause, attempt = "", FIRST_PAUSE, 0
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        with httpx.Client(headers=headers, trust_env=settings.url != POLICY) as client:  # no proxy knows loopback
+        with httpx.Client(headers=headers, trust_env=not settings.is_own) as client:  # no proxy knows loopback
             while attempt < settings.attempts:
                 attempt += 1
                 wait, pause = pause, min(2 * pause, LONGEST_PAUSE)
                 try:
                     with self._limits.place(ends) if self._limits is not None else contextlib.nullcontext():
-                        left = max(ends - time.monotonic(), 0.001)
+                        left = None if settings.is_own else max(ends - time.monotonic(), 0.001)
                         answer = client.post(self._url, json=self._body(prompt), timeout=left)
                     if answer.is_success:
                         return _content(answer.text)
@@ -204,10 +216,13 @@ class Judge:
                 if time.monotonic() + wait >= ends:
                     break
                 time.sleep(wait)
-        raise JudgeError(f"no verdict in {attempt} tries, {settings.deadline:g} s at most; the last: {problem}")
+        most = "" if settings.is_own else f", {settings.deadline:g} s at most"
+        raise JudgeError(f"no verdict in {attempt} tries{most}; the last: {problem}")
 
     def _body(self, prompt: str) -> dict[str, Any]:
-        body = {name: getattr(self._settings, name) for name in ("model", "temperature", "max_tokens")}
+        settings = self._settings
+        body = {"model": settings.url if settings.is_own else settings.model}
+        body |= {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         return body | {"messages": [{"role": "user", "content": prompt}]}
 
     def _without_key(self, text: str) -> str:

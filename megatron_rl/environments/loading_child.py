@@ -75,9 +75,10 @@ def survey(report: Report, path: str, skip: Collection[str], demonstrations: boo
         if isinstance(environment, DatasetEnvironment):
             overlong = (environment.overlong.buffer, environment.overlong.max_tokens, environment.overlong.free_tokens)
         lowest, test_tasks = float(environment.reward_range[0]), item.counts["test"]
-        is_harness = isinstance(environment, HarnessEnvironment)
         about = (environment.evaluation_only, lowest, test_tasks, item.first_chat, demonstrates, overlong)
-        found.append(Surveyed(name, *about, max_turns=environment.max_turns, is_harness=is_harness, chat=item.chat))
+        of_models = {"is_harness": isinstance(environment, HarnessEnvironment), "chat": item.chat}
+        of_models["asks_reference"] = of_models["is_harness"] and environment.asks_reference
+        found.append(Surveyed(name, *about, max_turns=environment.max_turns, **of_models))
     return [asdict(each) for each in found]
 
 

@@ -93,16 +93,17 @@ def _parser_problems(tokenizer: Tokenizer, name: str) -> Iterator[Problem]:
 
 def _without_effect(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[Problem]:
     advice = "leave it out, or use an environment whose prompts are chats"
+    may_chat = [item for item in found if item.first_chat is not None or item.is_harness]
     for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
         flag = f"--{name.replace('_', '-')}"
-        if getattr(config.tokenizer, name) and not any(item.first_chat is not None for item in found):
+        if getattr(config.tokenizer, name) and not may_chat:
             yield Problem(flag, f"{flag} has no effect: all prompts are plain text; {advice}")
     calling = any(item.is_harness or (item.chat.tools and item.first_chat is not None) for item in found)
     if config.tokenizer.rl_tool_call_parser != "auto" and not calling:
         text = "--rl-tool-call-parser has no effect: no chat has tools; leave it out"
         yield Problem("--rl-tool-call-parser", text)
-    for item in found:
-        if replace(item.chat, tools=()) != ChatFormat() and item.first_chat is None:
+    for item in (item for item in found if item not in may_chat):
+        if replace(item.chat, tools=()) != ChatFormat():
             what = "the chat template or system prompt of its entry has no effect: its prompts are plain text"
             yield Problem("--langrl-env-config", f"{item.name}: {what}; {advice}")
 

@@ -126,9 +126,8 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
     if config.training.perform_rl_step:
         yield from _rewards_below(config, trained)
         yield from _not_put_aside(config, trained)
-    if config.rollout.rl_inference_engine == "mcore":
-        for item in (item for item in found if item.is_harness):
-            yield f"{item.name}: a harness needs --rl-inference-engine rollout; mcore's has no seeds of single calls"
+    if not supervised or config.training.eval_interval is not None:
+        yield from _unserved(config, found)
     for item in trained if config.training.perform_rl_step and longest else ():
         buffer, max_tokens, free_tokens = item.overlong or (0, 0, 0)
         if longest <= free_tokens:  # a length punishment that no answer can reach: one of two numbers is wrong
@@ -140,6 +139,14 @@ def _environment_faults(config: RLConfig, path: str, found: Sequence[Surveyed], 
     if config.training.eval_interval is not None and not any(item.test_tasks for item in found):
         names = ", ".join(item.name for item in found)
         yield f"{names}: there are no test tasks, which --eval-interval needs; leave it out, or add a test split"
+
+
+def _unserved(config: RLConfig, found: Sequence[Surveyed]) -> Iterator[str]:
+    for item in (item for item in found if item.is_harness):
+        if config.rollout.rl_inference_engine == "mcore":
+            yield f"{item.name}: a harness needs --rl-inference-engine rollout; mcore's has no seeds of single calls"
+        if item.asks_reference and not config.environment.rl_serve_reference:
+            yield f"{item.name}: its judge is the reference policy; add --rl-serve-reference (of RL), or give it a URL"
 
 
 def _not_put_aside(config: RLConfig, trained: Sequence[Surveyed]) -> Iterator[str]:

@@ -96,7 +96,8 @@ class QuantizedLinears:
         self._installed_together = (
             *(layer for layer in self.layers if isinstance(layer, QuantizedLinear)), *stacks.values()
         )
-        self._is_installed = False
+        self.is_installed = False
+        """Whether the layers run quantised now."""
         self._stale = True
         self._released: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -190,7 +191,7 @@ class QuantizedLinears:
 
     @contextlib.contextmanager
     def _switched(self, to: bool) -> Iterator[None]:
-        before = self._is_installed
+        before = self.is_installed
         self._switch(to)
         try:
             yield
@@ -198,7 +199,7 @@ class QuantizedLinears:
             self._switch(before)
 
     def _switch(self, to: bool) -> None:
-        self._is_installed = to
+        self.is_installed = to
         for layer in self._installed_together:
             layer.install() if to else layer.remove()
 

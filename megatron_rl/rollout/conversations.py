@@ -115,13 +115,14 @@ class Conversations:
         """Whether the request is of an environment that replies."""
         return self._most_turns(request) > 1
 
-    def take_up(self, request: Request) -> bool:
+    def take_up(self, request: Request, of_harness: bool) -> bool:
         """Take a finished group of an earlier start from the journal, and have graded again what has no grade.
 
-        False where there is none, and of a conversation without a grade: nobody knows how it would have gone on.
+        False where there is none, and of a conversation or harness without a grade: nobody knows how it would have gone
+        on.
         """
         group = self._finished.known(request)
-        if group is None or (self.goes_on(request) and not group.is_graded):
+        if group is None or ((of_harness or self.goes_on(request)) and not group.is_graded):
             return False
         ungraded = []
         for sample, rollout in enumerate(group.rollouts):

@@ -15,6 +15,7 @@ import asyncio
 import zlib
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ class HarnessSettings:
     """Of the leader of a model copy; it listens."""
     masks_edits: bool = False
     """A sample whose harness edited the history is left out, instead of trained on as several sequences."""
+    reference: Callable[[], AbstractContextManager[None]] | None = None
+    """The model has the reference's weights inside it; None where the endpoint does not serve them."""
 
 
 @dataclass
@@ -89,6 +92,8 @@ class Harnesses:
         """Of the leader: the open ones."""
         self.asked: set[asyncio.Task[list[_End]]] = set()
         """Groups that run; of the leader."""
+        self.is_quiet = True
+        """Whether nothing came when `calls` was asked last; the same on all ranks of a model copy."""
 
     @property
     def waiting(self) -> bool:
@@ -98,18 +103,6 @@ class Harnesses:
     def leads(self, request: Request) -> bool:
         """Whether the request is of a harness."""
         return self._settings is not None and request.source.environment in self._settings.environments
-
-    def take_up(self, request: Request) -> bool:
-        """Take a finished group of an earlier start from the journal.
-
-        Of which a grade has failed the group runs again: nobody knows what its harness would have done.
-        """
-        known = self._finished.known(request)
-        if known is None or not known.is_graded:
-            return False
-        for sample, rollout in enumerate(known.rollouts):
-            self._finished.keep(request, sample, rollout, is_new=False)
-        return True
 
     def start(self, request: Request) -> None:
         """Run the samples of a group."""
@@ -133,6 +126,7 @@ class Harnesses:
 
     def calls(self) -> tuple[list[Request], list[int]]:
         """What the harnesses ask for now, and the calls whose answers they want no more. Collective in a model copy."""
+        self.is_quiet = True
         if not self.waiting:
             return [], []
         calls, asides, cancelled, ends = self._news() if self._groups.leads_model else ([], [], [], [])
@@ -142,6 +136,7 @@ class Harnesses:
             calls, asides, cancelled, told_ends = told
             if not self._groups.leads_model:
                 ends = [_End(*end, Grade(reward, code=code)) for *end, reward, code in told_ends]
+        self.is_quiet = not (calls or asides or ends)
         requests = [self._request(_Call(*call)) for call in calls]
         requests += [sessionless.request(**aside) for aside in asides]
         for number in cancelled:

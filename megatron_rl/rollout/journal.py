@@ -135,11 +135,23 @@ class StepJournal:
                 self._stream.close()
 
 
-class Surplus:
-    """Finished groups that no step has used yet. Their prompts come again, and are answered by them."""
+class Records:
+    """Groups between two steps, the same on all ranks, so that any number of ranks can go on with them."""
 
     def __init__(self) -> None:
         self._records: list[Record] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values, for a checkpoint."""
+        return {"groups": list(self._records)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._records = list(state["groups"])
+
+
+class Surplus(Records):
+    """Finished groups that no step has used yet. Their prompts come again, and are answered by them."""
 
     def find(self, asked: list[Any]) -> Record | None:
         """The record of what was asked."""
@@ -149,14 +161,6 @@ class Surplus:
         """Forget the groups of prompts that a step has ``used``, and take in ``new`` ones; the same on all ranks."""
         gone = [_task_of(source) for source in used] + [record["asked"][:3] for record in new]
         self._records = [record for record in self._records if record["asked"][:3] not in gone] + list(new)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values, for a checkpoint."""
-        return {"groups": list(self._records)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self._records = list(state["groups"])
 
 
 # -- records -------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ part in it, so a step that is done again has the same groups.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from megatron_rl.inference.engine import Engine
 from megatron_rl.parallel.collectives import gather_json, gather_vectors
 from megatron_rl.rollout.expected_length import ExpectedLengths, deal
-from megatron_rl.rollout.journal import Record, asked_of, completion_of, described
+from megatron_rl.rollout.journal import Record, Records, asked_of, completion_of, described
 from megatron_rl.rollout.prompt_source import PromptSource, RequestFactory
 from megatron_rl.types import Completed, Request, RolloutGroup
 
@@ -111,11 +110,8 @@ def share_of(
     return Share(own_old + own_rest, {request.index for request in own_old}, others)
 
 
-class PutAside:
-    """The groups in flight between two steps, the same on all ranks: so any number of ranks can go on with them."""
-
-    def __init__(self) -> None:
-        self._records: list[Record] = []
+class PutAside(Records):
+    """The groups in flight between two steps."""
 
     def requests(self, source: PromptSource, factory: RequestFactory, group_size: int) -> list[Request]:
         """What goes on, the oldest draws first, numbered from 0. Left out is what does not fit the run any more."""
@@ -139,14 +135,6 @@ class PutAside:
     def turn_over(self, records: Sequence[Record]) -> None:
         """The step is finished, and ``records`` go on in the next."""
         self._records = list(records)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values, for a checkpoint."""
-        return {"groups": list(self._records)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self._records = list(state["groups"])
 
 
 def gathered(share: Share, finished: Iterable[int], replicas: dist.ProcessGroup) -> tuple[list[int], list[Record]]:

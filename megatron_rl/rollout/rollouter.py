@@ -22,6 +22,7 @@ from megatron_rl.rollout.harnesses import Harnesses, HarnessSettings
 from megatron_rl.rollout.journal import StepJournal
 from megatron_rl.rollout.partial import Share, is_generated
 from megatron_rl.rollout.quota import Quota
+from megatron_rl.rollout.sides import Sides
 from megatron_rl.signals import StopRequest
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completed, Request, RolloutGroup
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 _LOOK_AGAIN_SECONDS = 0.005
 _WAIT_SECONDS = 0.2
 """Longest wait for an environment when nothing generates: a request to stop must be noticed."""
+_PATIENCE_SECONDS = 0.05
+"""Of an engine without work before it turns to the other side: what comes meanwhile saves an exchange of weights."""
 _EXCHANGE_EVERY = 8
 """Engine steps between two exchanges of ranks that step together: of a request to stop, and of grades where no
 environment replies. Each lets pipeline stages wait for each other, which costs a pass of a lane."""
@@ -130,8 +133,10 @@ class Rollouter:
         finished, started = FinishedGroups(self._tokenizer, journal), time.perf_counter()
         conversations = Conversations(self._grade, self._conversations, self._tokenizer, self._groups, finished)
         samples = _Samples(finished, conversations, Harnesses(self._harnesses, self._groups, finished))
+        sides = Sides(self._engine, None if self._harnesses is None else self._harnesses.reference)
         try:
-            generated = await self._generate(requests, samples, quota, share)
+            with sides.inside:
+                generated = await self._generate(requests, samples, sides, quota, share)
         finally:
             await samples.cancel()
         if generated is None or (quota is not None and quota.was_left):
@@ -141,16 +146,18 @@ class Rollouter:
         return RolloutResult(groups, self._engine.statistics, generated - started, time.perf_counter() - generated)
 
     async def _generate(
-        self, requests: Sequence[Request], samples: _Samples, quota: Quota | None, share: Share | None
+        self, requests: Sequence[Request], samples: _Samples, sides: Sides, quota: Quota | None, share: Share | None
     ) -> float | None:
         """Until there is all that is wanted: when the last token was drawn. None when it was asked to stop."""
         engine, finished = self._engine, samples.finished.groups
         self._begin(requests, samples, share)
-        steps, cancelled, generated = 0, False, time.perf_counter()
+        steps, cancelled, settled, generated = 0, False, False, time.perf_counter()
         while not cancelled:
             # Once all groups are finished, nobody waits for what the engine may still have of them.
             generating = engine.has_unfinished and len(finished) < len(requests)
-            generating, waiting = self._together(generating, samples.waiting)
+            generating, waiting, holds, unsettled = self._together(
+                generating, samples.waiting, bool(sides.held), not settled
+            )
             idle = not generating and not waiting
             if idle if quota is None else quota.is_met(finished, idle):
                 break
@@ -158,14 +165,17 @@ class Rollouter:
                 self._take(engine.step(), samples, share)
                 samples.harnesses.show(engine)
                 generated = time.perf_counter()
+            elif holds and not unsettled:
+                sides.switch()
             else:
-                await samples.wait()
+                await samples.wait(_PATIENCE_SECONDS if sides.held else _WAIT_SECONDS)
             if not generating or self._heeds_answers(steps):
                 replies, (calls, hung_up) = samples.conversations.replies(), samples.harnesses.calls()
                 for turn in (*replies, *calls):
-                    engine.submit(turn)
+                    sides.submit(turn)
                 if hung_up:
-                    engine.cancel(hung_up)
+                    sides.cancel(hung_up)
+                settled = not generating and not replies and samples.harnesses.is_quiet
             steps += 1
             cancelled = self._must_stop(steps)
             # Let the connections to the environment server move; where other replicas still generate, let them.
@@ -176,11 +186,12 @@ class Rollouter:
 
     def _begin(self, requests: Sequence[Request], samples: _Samples, share: Share | None) -> None:
         """Submit what no earlier start has answered."""
-        new = [request for request in requests if not samples.of(request).take_up(request)]
+        leads, take_up = samples.harnesses.leads, samples.conversations.take_up
+        new = [request for request in requests if not take_up(request, of_harness=leads(request))]
         if len(new) < len(requests):
             logger.info("%d of %d groups were answered before", len(requests) - len(new), len(requests))
         for request in (request for request in new if not is_generated(request)):
-            if samples.harnesses.leads(request):
+            if leads(request):
                 samples.harnesses.start(request)
             else:
                 self._engine.submit(replace(request, goes_on=samples.conversations.goes_on(request)))
@@ -194,13 +205,13 @@ class Rollouter:
         for request, completions in done if share is None else share.take(done, self._engine):
             samples.conversations.add_turn(request, completions)
 
-    def _together(self, generating: bool, waiting: bool) -> tuple[bool, bool]:
-        """Whether any of the model copies that share experts is; the ranks of one copy know the same."""
+    def _together(self, *facts: bool) -> tuple[bool, ...]:
+        """Which of them hold for any of the model copies that share experts; the ranks of one copy know the same."""
         groups = self._groups
         if groups.lockstep_group.size() == groups.model_group.size():
-            return generating, waiting
-        agreed = max_over({"generating": generating, "waiting": waiting}, groups.lockstep_group)
-        return bool(agreed["generating"]), bool(agreed["waiting"])
+            return facts
+        agreed = max_over({str(number): fact for number, fact in enumerate(facts)}, groups.lockstep_group)
+        return tuple(map(bool, agreed.values()))
 
     def _heeds_answers(self, steps: int) -> bool:
         """At once where an answer may be a turn to generate, or concerns this rank alone."""
@@ -226,21 +237,17 @@ class _Samples:
     conversations: Conversations
     harnesses: Harnesses
 
-    def of(self, request: Request) -> Conversations | Harnesses:
-        """Who has its samples."""
-        return self.harnesses if self.harnesses.leads(request) else self.conversations
-
     @property
     def waiting(self) -> bool:
         """True while an environment's answer is due, the same on all ranks of a model copy."""
         return self.conversations.waiting or self.harnesses.waiting
 
-    async def wait(self) -> None:
+    async def wait(self, seconds: float) -> None:
         """Until an environment has answered, or has called; of the leader, the others have nothing to wait for."""
         asked = {*self.conversations.asked, *self.harnesses.asked}
         if not asked:
             return
-        call = asyncio.create_task(self.harnesses.wait_for_call(_WAIT_SECONDS))
+        call = asyncio.create_task(self.harnesses.wait_for_call(seconds))
         await asyncio.wait({*asked, call}, return_when=asyncio.FIRST_COMPLETED)
         call.cancel()
 

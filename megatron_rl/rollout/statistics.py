@@ -172,8 +172,7 @@ def reward_by_environment(
         mean, share = (f"reward/{group.source.environment}/{name}" for name in ("mean", "signal_share"))
         sums.update({mean: sum(graded), share: has_signal})
         counts.update({mean: len(graded), share: 1})
-    sums, counts = _summed(sums, rollout_group), _summed(counts, rollout_group)
-    return {name: sums[name] / count for name, count in sorted(counts.items()) if count}
+    return _means(sums, counts, rollout_group)
 
 
 def _grader_means(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGroup) -> dict[str, float]:
@@ -184,8 +183,12 @@ def _grader_means(groups: Sequence[RolloutGroup], rollout_group: dist.ProcessGro
             named = {f"grade/{group.source.environment}/{name}": v for name, v in rollout.grade.metrics.items()}
             sums.update(named)
             counts.update(named.keys())
-    sums, counts = _summed(sums, rollout_group), _summed(counts, rollout_group)
-    return {name: sums[name] / counts[name] for name in sorted(counts)}
+    return _means(sums, counts, rollout_group)
+
+
+def _means(sums: Mapping[str, float], counts: Mapping[str, int], group: dist.ProcessGroup) -> dict[str, float]:
+    sums, counts = _summed(sums, group), _summed(counts, group)
+    return {name: sums[name] / count for name, count in sorted(counts.items()) if count}
 
 
 def _summed(counts: Mapping[str, float], group: dist.ProcessGroup) -> Counter[str]:

@@ -106,7 +106,7 @@ def build(base: Run) -> RLRun:
     teacher = build_teacher(parts)
     engine = build_engine(config, policy, parts.tokenizer, groups, phases.cache_budget_gb())
     phases.hold(engine, lambda: calibration_requests(factory, source))
-    rollouter, algorithm = build_rollouter(parts, engine), config.algorithm
+    rollouter, algorithm = build_rollouter(parts, engine, reference), config.algorithm
     collector = Collector(
         source, factory, rollouter, groups,
         expected_lengths=states.register("expected_lengths", ExpectedLengths(), optional=True),
@@ -134,7 +134,8 @@ def build(base: Run) -> RLRun:
             ),
             trainer=PolicyTrainer(
                 parts.optimization, scorer, build_advantage(config), PolicyObjective.of(config),
-                config.algorithm.grpo_iterations, reference, groups, parts.timer, teacher, _critic(parts),
+                algorithm.grpo_iterations, reference if algorithm.grpo_kl_beta > 0 else None, groups, parts.timer,
+                teacher, _critic(parts),
                 algorithm.grpo_kl_beta if config.critic.rl_kl_in_reward else 0.0,
             ),
             parity=_parity_gate(parts, scorer, engine),

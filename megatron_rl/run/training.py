@@ -131,7 +131,7 @@ class TrainingRun(TrainingParts):
 
 
 def start_training(base: Run) -> tuple[TrainingParts, ReferencePolicy | None]:
-    """Weights, optimizer, and the states that the run goes on from; collective. The reference only with a KL term."""
+    """Weights, optimizer, and the states that the run goes on from; collective. The reference where it is asked."""
     config, quantization = base.config, base.phases.quantization
     start = start_weights(config, base.policy, base.checkpoints, base.groups, quantization)
     base.answers_end_also_at(start.end_token_ids)

@@ -1,8 +1,12 @@
-"""A harness says what the same task says turn by turn: token for token, on one rank and on several."""
+"""A harness says what the same task says turn by turn: token for token, on one rank and on several.
+
+That its samples are judged amid their turns, by the policy and by the reference, changes none of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,15 +25,30 @@ from tests.support.toy import toy_run
 
 TALKS = {"rl_max_new_tokens": 6, "rl_decode_steps_per_sync": 2, "rl_eval_max_new_tokens": 40}
 """An answer beside the sessions may have as many as one of an evaluation."""
+JUDGED = TALKS | {"rl_serve_reference": True}
 
 
-async def run_all(environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:
-    """The samples of a group beside each other, each with a client of its own."""
-    return list(await asyncio.gather(*map(converse, runs)))
+class Judged:
+    """`test_conversations.answer` as a harness that asks both models about the same letters after each first turn."""
+
+    def __init__(self) -> None:
+        self.verdicts: list[tuple[str, str, str]] = []
+        """Model, prompt and answer, in the order of the steps."""
+
+    async def run_all(self, environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:
+        """The samples of a group beside each other, each with a client of its own."""
+        return list(await asyncio.gather(*(converse(run, self) for run in runs)))
+
+    async def judge(self, client: openai.AsyncOpenAI, sample: int) -> None:
+        """Greedy, outside of the session."""
+        own, prompt = client.with_options(base_url=re.sub("/sessions/[^/]+", "", str(client.base_url))), "abcd"[sample:]
+        for model in ("policy", "reference"):
+            said = await own.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=4)
+            self.verdicts.append((model, prompt, said.choices[0].text))
 
 
-async def converse(run: HarnessRun) -> Grade:
-    """`test_conversations.answer` as a harness."""
+async def converse(run: HarnessRun, judged: Judged) -> Grade:
+    """The turns of a sample."""
     await give_up(run)
     async with openai.AsyncOpenAI(base_url=run.base_url, api_key=run.api_key, max_retries=0) as client:
         prompt = run.task.prompt
@@ -41,6 +60,8 @@ async def converse(run: HarnessRun) -> Grade:
             if result.continuation is None or number == TURNS - 1:
                 return Grade(result.reward)
             prompt += result.continuation.messages[0]["content"]
+            if number == 0:
+                await judged.judge(client, run.sample)
 
 
 async def give_up(run: HarnessRun) -> None:
@@ -52,9 +73,9 @@ async def give_up(run: HarnessRun) -> None:
 
 def run_harnesses(tensor_size: int, stages: int = 1, **changes: Any) -> dict[str, Any]:
     """Two steps of training: what was said in them, and the metrics; as `test_conversations.talk`."""
-    groups = join(tensor_size, stages, **changes)
-    run = toy_run(toy_config(groups, {**TALKS, **changes}), groups, run_harness=run_all)
-    return steps_of(run, groups)
+    groups, judged = join(tensor_size, stages, **changes), Judged()
+    run = toy_run(toy_config(groups, {**JUDGED, **changes}), groups, run_harness=judged.run_all)
+    return steps_of(run, groups) | {"verdicts": judged.verdicts}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +111,19 @@ def _assert_the_same(reports: Sequence[dict[str, Any]], expected: dict[str, Any]
             assert own["metrics"]["training/rollout_logprob_gap_max"] < 1e-5
             for name in ("actor/pg_loss", "critic/rewards/mean", "rollout/turns_mean"):
                 assert own["metrics"][name] == pytest.approx(alone["metrics"][name], rel=0, abs=1e-5), name
+    _assert_two_judges(reports)
+
+
+def _assert_two_judges(reports: Sequence[dict[str, Any]]) -> None:
+    """They are one at the first step; then the policy is another, and the reference is not."""
+    said: dict[str, dict[str, set[str]]] = {"policy": {}, "reference": {}}
+    for report in reports:
+        for model, prompt, answer in report["verdicts"]:
+            said[model].setdefault(prompt, set()).add(answer)
+    assert len(said["reference"]) == 4
+    assert all(len(answers) == 1 for answers in said["reference"].values()), said
+    assert all(answers <= said["policy"][prompt] for prompt, answers in said["reference"].items()), said
+    assert any(len(answers) > 1 for answers in said["policy"].values()), said
 
 
 async def run_oddly(environment: str, runs: Sequence[HarnessRun]) -> list[Grade]:

@@ -158,9 +158,9 @@ def test_models(endpoint):
     asked = client(endpoint)
     assert [model.id for model in asked.models.list()] == ["policy"]
     assert asked.models.retrieve("policy").id == "policy"
-    with pytest.raises(openai.NotFoundError, match="the one here is 'policy'"):
+    with pytest.raises(openai.NotFoundError, match="here is 'policy'"):
         asked.models.retrieve("gpt")
-    with pytest.raises(openai.NotFoundError, match="the one here is 'policy'"):
+    with pytest.raises(openai.NotFoundError, match="here is 'policy'"):
         asked.chat.completions.create(**ASK | {"model": "gpt"})
 
 

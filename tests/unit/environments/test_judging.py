@@ -292,7 +292,7 @@ def test_of_two_verdicts_the_first_is_kept(tmp_path):
     [
         ({"urll": "http://a/v1"}, "has no key 'urll'; did you mean 'url'?"),
         ({"url": "host/v1"}, "give http"),
-        ({"url": "reference"}, "nothing serves"),
+        ({"url": "reference", "deadline": 5.0}, "deadline is for judges at a URL, and url is reference"),
         ({"url": 3}, "must be of type str"),
         ({"attempts": True}, "must be of type int"),
         ({"url": "http://a/v1", "attempts": 0}, "attempts is 0; it must be at least 1"),
@@ -304,7 +304,7 @@ def test_of_two_verdicts_the_first_is_kept(tmp_path):
         ({"url": "http://a/v1", "requests_per_minute": 5}, "name a directory"),
         ({"url": "http://a/v1", "key_variable": "NO_SUCH_VARIABLE_AT_ALL"}, "NO_SUCH_VARIABLE_AT_ALL.*is not set"),
         ({"url": "http://a/v1", "files": "x"}, "give an absolute path"),
-        ({"files": "/x"}, "verdicts change with each step"),
+        ({"files": "/x"}, "files is for judges at a URL"),
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(given, problem):

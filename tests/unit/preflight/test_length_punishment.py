@@ -63,6 +63,17 @@ def test_harnesses_where_they_cannot_run(tmp_path, flags, wanted):
     assert [wanted in problem.text for problem in problems] == [True] * (wanted is not None)
 
 
+@pytest.mark.parametrize(("serves", "url"), [(True, "reference"), (False, "reference"), (False, "policy")])
+def test_a_judge_that_nobody_serves(tmp_path, serves, url):
+    (tmp_path / "rows.jsonl").write_text('{"q": "2+3?"}\n' * 2)
+    path = tmp_path / "list.yaml"
+    options = f"path: {tmp_path}/rows.jsonl, prompt: q, held_out: 0, judge: {{url: {url}}}"
+    path.write_text(f"- {{environment: judge, args: {{{options}}}}}\n")
+    problems = environment_problems(tiny_config(langrl_env_config=path, rl_serve_reference=serves), tokenizer=None)
+    wanted = "judge: its judge is the reference policy; add --rl-serve-reference (of RL), or give it a URL"
+    assert [problem.text for problem in problems] == [wanted] * (url == "reference" and not serves)
+
+
 @pytest.mark.parametrize(("both", "refused"), [(True, False), (False, True)])
 def test_data_that_is_trained_on_whole_beside_data_that_is_evaluated(tmp_path, both, refused):
     """Only where nothing at all could be evaluated is an evaluation refused."""
