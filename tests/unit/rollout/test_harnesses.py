@@ -356,11 +356,14 @@ def test_a_rollout_that_ends_on_the_other_side_comes_back(stage: Stage, ending: 
         await ask(client, "ab")
         own = client.with_options(base_url=stage.endpoint.base_url())
         judging = asyncio.create_task(own.completions.create(model="reference", prompt="kz"))
-        while not stage.sides:
-            await asyncio.sleep(0.001)
-        stage.stop.reason = "SIGTERM" if ending == "stop" else ""
-        await asyncio.sleep(60 if ending == "stop" else 0)
-        judging.cancel()
+        try:
+            while not stage.sides:
+                await asyncio.sleep(0.001)
+            stage.stop.reason = "SIGTERM" if ending == "stop" else ""
+            await asyncio.sleep(60 if ending == "stop" else 0)
+        finally:
+            judging.cancel()
+            await asyncio.gather(judging, return_exceptions=True)
         return Grade(1.0)
 
     result = stage.run(play)
