@@ -74,6 +74,7 @@ def test_what_a_tool_answers(call, answer):
 
 @pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem())
 def test_code_in_a_sandbox_of_a_grading_worker():
+    assert [shop(sandbox=wanted).needs_sandbox for wanted in (False, True)] == [False, True]  # which --check looks at
     call = shop().call("python", code="print(sum(n * n for n in (3, 4)))")
     with contextlib.closing(WorkerPool(1, preload=())) as pool:
         item = (TASK, None, Turn(call, "stop", 9))
