@@ -104,6 +104,24 @@ def test_ranks_that_share_experts_wait_for_each_others_harnesses() -> None:
     _assert_the_same(run_ranks("tests.distributed.test_harnesses:run_harnesses", 2, tensor_size=1, **sizes), alone)
 
 
+@pytest.mark.long
+def test_replicas_agree_on_the_harnesses_that_count() -> None:
+    """Dynamic sampling: two replicas take the groups that one takes turn by turn, and give up the same others."""
+    flags = {
+        "rl_dynamic_sampling": True, "grpo_prompts_per_step": 2, "rl_oversampling": 4, "rl_group_filter": "mean_reward",
+        "rl_group_filter_args": ("low=0.4", "high=0.6"),
+    }  # fmt: skip
+    (alone,) = run_ranks("tests.distributed.test_conversations:talk", 1, tensor_size=1, **flags)
+    reports = run_ranks("tests.distributed.test_harnesses:run_harnesses", 2, tensor_size=1, **flags)
+    _assert_the_same(reports, alone)
+    for report in reports:
+        for own, expected in zip(report["steps"], alone["steps"], strict=True):
+            for name in ("training/refills", "training/groups_started", "training/groups_answered"):
+                assert own["metrics"][name] == expected["metrics"][name], name
+    assert any(step["metrics"]["training/refills"] > 0 for step in alone["steps"])
+    assert any(step["metrics"]["training/counting_share"] < 1 for step in alone["steps"])
+
+
 def _assert_the_same(reports: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
     for report in reports:
         for own, alone in zip(report["steps"], expected["steps"], strict=True):
@@ -151,7 +169,13 @@ def step_oddly(tensor_size: int, stages: int = 1, **changes: Any) -> dict[str, f
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tensor_size": 1}, {"tensor_size": 1, "stages": 2, "rl_router_replay": True}], ids=["data", "replay"]
+    "sizes",
+    [
+        {"tensor_size": 1},
+        {"tensor_size": 1, "stages": 2, "rl_router_replay": True},
+        {"tensor_size": 2, "sequence_parallel": True, "rl_router_replay": True},
+    ],
+    ids=["data", "replay, pipeline", "replay, tensor"],
 )
 def test_branches_and_samples_without_calls_on_two_ranks(sizes: dict[str, Any]) -> None:
     """With --rl-router-replay the experts of every sequence are those that its tokens were sent to."""
