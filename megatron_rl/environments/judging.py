@@ -167,10 +167,8 @@ class Judge:
         shown = {"question": question, "answer": answer, "reference": reference}
         prompt = FIELDS.sub(lambda found: shown[found[1]], self._settings.prompt)
         digest = hashlib.sha256(dumps(self._body(prompt)).encode()).hexdigest()
-        said = None if self._verdicts is None else self._verdicts.get(digest)
-        if said is not None:
-            return self._reward(said)
-        said = self._said(prompt)
+        kept = None if self._verdicts is None else self._verdicts.get(digest)
+        said = self._said(prompt) if kept is None else kept
         reward = self._reward(said)
         if self._verdicts is not None:  # only what could be read
             self._verdicts.put(digest, said)

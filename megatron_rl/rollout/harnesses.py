@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.endpoint import sessionless
-from megatron_rl.endpoint.calls import Endpoint
+from megatron_rl.endpoint.calls import Call, Endpoint
 from megatron_rl.endpoint.sessions import SessionEnd
 from megatron_rl.inference.engine import Engine
 from megatron_rl.parallel import ParallelGroups
@@ -52,19 +52,6 @@ class HarnessSettings:
 class _Sample:
     request: Request
     trace: Trace = field(default_factory=Trace)
-
-
-class _Call(NamedTuple):
-    """`endpoint.Call` for all ranks of a model copy."""
-
-    index: int
-    sample: int
-    number: int
-    after: int | None
-    ids: Sequence[int]
-    branch: int
-    max_new_tokens: int
-    stop: Sequence[str]
 
 
 class _End(NamedTuple):
@@ -137,7 +124,7 @@ class Harnesses:
             if not self._groups.leads_model:
                 ends = [_End(*end, Grade(reward, code=code)) for *end, reward, code in told_ends]
         self.is_quiet = not (calls or asides or ends)
-        requests = [self._request(_Call(*call)) for call in calls]
+        requests = [self._request(index, sample, Call(**call)) for index, sample, call in calls]
         requests += [sessionless.request(**aside) for aside in asides]
         for number in cancelled:
             self._sample_of.pop(number, None)
@@ -195,12 +182,9 @@ class Harnesses:
             return Grade(None, code="edited_history", message=message)
         return replace(grade, metrics={**grade.metrics, "edited_histories": float(end.edited)})
 
-    def _news(self) -> tuple[list[_Call], list[dict[str, Any]], list[int], list[_End]]:
+    def _news(self) -> tuple[list[tuple[int, int, dict[str, Any]]], list[dict[str, Any]], list[int], list[_End]]:
         taken, cancelled = self._settings.endpoint.take(), self._settings.endpoint.take_cancelled()
-        calls = [
-            _Call(*self._sessions[c.session], c.number, c.after, c.ids, c.branch, c.max_new_tokens, c.stop)
-            for c in taken if c.session is not None
-        ]  # fmt: skip
+        calls = [(*self._sessions[c.session], vars(c)) for c in taken if c.session is not None]
         # Of judges. Their prompts are their seeds, so that a step that is done again has the same verdicts.
         asides = [
             sessionless.told(c, f"{zlib.crc32(array('q', c.ids).tobytes()):08x}") for c in taken if c.session is None
@@ -212,8 +196,8 @@ class Harnesses:
 
     # -- of all ranks ----------------------------------------------------------------------------
 
-    def _request(self, call: _Call) -> Request:
-        sample = self._open[call.index, call.sample]
+    def _request(self, index: int, number: int, call: Call) -> Request:
+        sample = self._open[index, number]
         self._sample_of[call.number] = sample
         request, trace = sample.request, sample.trace
         sampling = replace(
@@ -227,7 +211,7 @@ class Harnesses:
             prompt_ids=prompt_ids,
             num_samples=1,
             sampling=sampling,
-            first_sample=call.sample,
+            first_sample=number,
             turn=trace.depth(call.number),
             goes_on=True,
             call=call.number,
