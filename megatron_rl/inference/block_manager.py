@@ -33,7 +33,7 @@ class Allocation:
     reused: int = 0
     """Tokens at the beginning of their prompt that need not be computed again."""
     copies: Copies = ()
-    """What brings them to the first sequence."""
+    """What brings them to the first sequence, and saves what others are to find from what is written now."""
 
 
 class BlockManager(Protocol):
@@ -82,9 +82,9 @@ def reusable(length: int) -> int:
 class RowBlocks(BlockManager):
     """There is always room: a free row holds the longest sequence.
 
-    What a finished sequence leaves in its row stays until the row is taken. A prompt that begins with all of it takes
-    the row and goes on from there: the next turn of a conversation. Any other common beginning is copied. A row without
-    a sequence is written to as well, but behind what it holds: at the position where its sequence ended.
+    What a finished sequence leaves in its row stays until that is given up: to a prompt that begins with all of it, the
+    next turn of a conversation, or for want of rows. Sequences take the lowest free rows, as all rows below a running
+    one are computed. A row without a sequence is written to as well, but behind what it holds, where a sequence ended.
     """
 
     def __init__(self, reuse: bool = True) -> None:
@@ -98,21 +98,24 @@ class RowBlocks(BlockManager):
     def num_cached(self, token_ids: tuple[int, ...]) -> int:
         return self._best_source(set(), token_ids)[1]
 
-    def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation | None:
-        token_ids, rows, copies = sequences[0].prefill_ids, set(free), ()
-        source, reused = self._best_source(rows, token_ids)
+    def allocate(self, sequences: ListOf[Sequence], free: list[int], lookahead: int) -> Allocation:
+        token_ids, unused = sequences[0].prefill_ids, set(free)
+        source, reused = self._best_source(unused, token_ids)
         # Rows that no sequence will go on from, from the lowest; then what was kept longest ago.
-        order = sorted(rows - self._kept) + [row for row in self._known if row in self._kept & rows]
+        order = sorted(unused - self._kept) + [row for row in self._known if row in self._kept & unused]
         if source in order and self._known[source] == token_ids[: len(self._known[source])]:
             order.remove(source)
             order.insert(0, source)
-        elif source is not None and order and order[0] != source:
-            copies = ((source, order[0], reused),)
         count = min(len(sequences), len(order))
-        for sequence, row in zip(sequences[:count], order[:count], strict=True):
+        given_up, rows = order[:count], sorted(free)[:count]
+        left, entered = [r for r in given_up if r not in rows], [r for r in rows if r not in given_up]
+        copies = self._make_way(list(zip(left, entered, strict=True)))
+        if source is not None and source != rows[0]:
+            copies += ((source, rows[0], reused),)
+        for sequence, row in zip(sequences[:count], rows, strict=True):
             sequence.row = row
             self._forget(row)
-        return Allocation(count, reused, copies) if count else None
+        return Allocation(count, reused, copies)
 
     def share(self, sequences: ListOf[Sequence], length: int) -> Copies:
         return tuple((sequences[0].row, other.row, length) for other in sequences[1:])
@@ -125,18 +128,7 @@ class RowBlocks(BlockManager):
         self._learn(sequence.row, token_ids, sequence.request.goes_on)
 
     def move(self, moves: ListOf[tuple[int, int]], length: int) -> Copies:
-        """What is kept in the row that a sequence goes to takes the row it comes from."""
-        copies = []
-        for source, destination in moves:
-            kept = self._known[destination] if destination in self._kept else ()
-            self._forget(destination)
-            copies.append((source, destination, length))
-            if source in self._known:
-                self._known[destination] = self._known.pop(source)
-            if kept:
-                self._learn(source, kept, keep=True)
-                copies.append((destination, source, len(kept)))
-        return tuple(copies)
+        return (*((*move, length) for move in moves), *self._make_way(moves))
 
     def clear(self) -> None:
         self._known.clear()
@@ -148,6 +140,16 @@ class RowBlocks(BlockManager):
             self._known[row] = token_ids
             if keep:
                 self._kept.add(row)
+
+    def _make_way(self, moves: ListOf[tuple[int, int]]) -> Copies:
+        """What is kept in the row that a sequence goes to takes the row it comes from, and is no younger for it."""
+        kept = [(destination, source) for source, destination in moves if destination in self._kept]
+        copies = tuple((row, to, len(self._known[row])) for row, to in kept)
+        places = dict([*moves, *kept])
+        gone = set(places.values()) - places.keys()
+        self._kept = {places.get(row, row) for row in self._kept - gone}
+        self._known = {places.get(row, row): known for row, known in self._known.items() if row not in gone}
+        return copies
 
     def _forget(self, row: int) -> None:
         self._known.pop(row, None)

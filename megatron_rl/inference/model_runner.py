@@ -40,8 +40,7 @@ class ModelRunner:
 
     def prefill(self, chunks: ListOf[Chunk], kinds: SamplingKinds) -> None:
         """Prompts laid end to end into the cache; the first token of every sequence whose prompt is complete."""
-        # First of all: a later pass may write over what is copied.
-        self.copy([copy for chunk in chunks for copy in chunk.before])
+        self._bring_beginnings(chunks)
         for batch in self.passes(chunks):
             logits = self.model.forward(*self._feed(batch))
             rows, places = self._begin(batch)
@@ -61,6 +60,15 @@ class ModelRunner:
         if copies:
             source, destination, lengths = zip(*copies, strict=True)
             self.context.cache.copy(self._to_device(source), self._to_device(destination), max(lengths))
+
+    def _bring_beginnings(self, chunks: ListOf[Chunk]) -> None:
+        """First of all, for a later pass may write over what is copied; and one by one, for they may build on others.
+
+        Rows that are not decoded, but computed, must write behind what they hold now.
+        """
+        for copies in (chunk.before for chunk in chunks if chunk.before):
+            self.copy(copies)
+            self.state.idle([row for _, row, _ in copies], [length for _, _, length in copies])
 
     def _feed(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and positions [T] of the chunks, for which the context is made ready.

@@ -52,7 +52,7 @@ class StageRunner(ModelRunner):
 
     def prefill_turns(self, chunks: ListOf[Chunk], kinds: SamplingKinds) -> Turns:
         """See `prefill`."""
-        self.copy([copy for chunk in chunks for copy in chunk.before])
+        self._bring_beginnings(chunks)
         for batch in self.passes(chunks):
             ids, positions = self._feed(batch)
             logits = yield from self._through(ids, ids.numel(), partial(self.model.chunk, positions=positions))

@@ -156,7 +156,11 @@ class Twin:
             self.cells[destination][:length] = contents
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        self._copy([copy for chunk in chunks for copy in chunk.before])
+        for chunk in chunks:
+            self._copy(chunk.before)
+            for _, row, length in chunk.before:
+                assert not self.alive[row]
+                self.position[row] = length
         # Whole prompts and first chunks, then those that begin in the cache.
         for chunk in sorted(chunks, key=lambda chunk: chunk.start > 0):
             self._check(chunk.rows[0], chunk.token_ids[: chunk.start])

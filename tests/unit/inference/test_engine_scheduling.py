@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -171,9 +172,12 @@ def test_where_work_stands_in_the_queue_changes_no_token(policy: PolicyModel) ->
 
 
 def two_turns(
-    policy: PolicyModel, engine: RolloutEngine, first: list[Request]
+    policy: PolicyModel, engine: RolloutEngine, first: list[Request], waves: Sequence[Sequence[int]] = ()
 ) -> tuple[list[Completion], int]:
-    """Every sample hears three tokens and speaks again; all second turns, and the tokens prefilled for them."""
+    """Every sample hears three tokens and speaks again; all second turns, and the tokens prefilled for them.
+
+    Those of a wave begin together, when those of the wave before are finished; without ``waves`` all of them do.
+    """
     with rollout_mode(policy):
         engine.begin(1, 0)
         for wanted in first:
@@ -185,10 +189,12 @@ def two_turns(
                 numbers = {"num_samples": 1, "first_sample": sample, "index": 100 * wanted.index + sample, "turn": 1}
                 later.append(replace(wanted, prompt_ids=prompt, **numbers))
         before = engine.statistics.prefill_tokens
-        for turn in later:
-            engine.submit(turn)
-        groups = drain(engine, later)
-    return [completion for (completion,) in groups], engine.statistics.prefill_tokens - before
+        turns = {}
+        for wave in waves or [range(len(later))]:
+            for place in wave:
+                engine.submit(later[place])
+            turns |= zip(wave, drain(engine, [later[place] for place in wave]), strict=True)
+    return [turns[place][0] for place in range(len(later))], engine.statistics.prefill_tokens - before
 
 
 @pytest.mark.parametrize("slots", [3, 8])
@@ -206,6 +212,23 @@ def test_a_later_turn_goes_on_from_the_cache(either: PolicyModel, slots: int) ->
         whole_pages = 3 if either.attention.cache.layout == "blocks" else 0
         assert 8 * 4 <= computed <= 8 * (4 + whole_pages)
         assert computed + engine.statistics.reused_tokens == everything
+
+
+@pytest.mark.parametrize("waves", [((4,), (3,), (2,), (1,), (0,)), ((3, 0), (4, 1), (2,))], ids=["alone", "together"])
+def test_what_makes_room_for_another_turn_is_kept(policy: PolicyModel, waves: tuple[tuple[int, ...], ...]) -> None:
+    """A turn decodes in the lowest row, and what was longer in that row must outlive the steps that compute it, idle.
+
+    Of the turns together the second goes on from what the first has moved.
+    """
+    lengths = 30, 26, 22, 18, 18
+    first = [replace(request([n, *range(3, n)], 1, i, max_new_tokens=4), goes_on=True) for i, n in enumerate(lengths)]
+    plain, everything = two_turns(policy, rollout_engine(policy, reuse_prefixes=False, stop_ids=()), first)
+    engine = rollout_engine(policy, stop_ids=())
+    turns, computed = two_turns(policy, engine, first, waves)
+    assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in plain]
+    assert largest_gap([turns], [plain]) < 1e-5
+    assert (computed, engine.statistics.reused_tokens) == (5 * 4, everything - 5 * 4)
+    assert engine.statistics.decode_rows == 3 * (5 + 4 * len(waves))
 
 
 def test_the_rest_of_a_group_takes_the_prompt_from_the_cache(either: PolicyModel) -> None:

@@ -116,3 +116,23 @@ def test_over_commit_fills_the_rows_and_wastes_none() -> None:
         assert bursts < {1.0: 140, 2.0: 80, 1.5: 70}[overcommit]
     assert twins[1.0].preempted == twins[2.0].preempted == 0
     assert 0 < twins[1.5].preempted < 20
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_later_turns_waste_few_rows(block_size: int) -> None:
+    """64 turns of 16 conversations, each silent for about as long as it speaks: half the rows idle."""
+    draw, twin = random.Random(5), Twin(Sizes(16, steps=8, longest=200, block_size=block_size))
+    due = [(draw.randrange(6), tuple(draw.randrange(1000) for _ in range(32))) for _ in range(16)]
+    step = 0
+    while due or twin.unfinished:
+        for prompt in [prompt for when, prompt in due if when == step]:
+            twin.add(Wanted(prompt, 24, [draw.randint(12, 24)], later_turn=len(prompt) > 32, goes_on=True))
+        due = [entry for entry in due if entry[0] > step]
+        for said in (twin.wanted[number] for number in twin.step()):
+            if len(twin.wanted) + len(due) < 4 * 16:
+                heard = tuple(draw.randrange(1000) for _ in range(8))
+                due.append((step + 1 + draw.randrange(6), said.prompt + said.answers[0] + heard))
+        step += 1
+    written = sum(len(wanted.answers[0]) - 1 for wanted in twin.wanted)
+    assert twin.decoded_rows < 1.25 * written
+    assert twin.reused > 0.7 * (twin.reused + twin.prefilled)
