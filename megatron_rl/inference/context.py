@@ -73,13 +73,14 @@ class RolloutContext(BaseInferenceContext):
         `next_step` begins each of them, the first too.
         """
         self._prompts = self._last_tokens = None
-        steps, rows = positions.shape
+        steps, count = positions.shape
+        rows = self.cache.rows[:count]
         cos, sin = self._rope.at(positions.view(-1), self._dtype)
-        tables = (table.view(steps, rows, 1, 1, -1) for table in (cos, sin))
+        tables = (table.view(steps, count, 1, 1, -1) for table in (cos, sin))
         plans = self._kernels.cache.plans(self.cache, positions, key_length)
         self._attend = self._kernels.cache.decode
-        cells = self.cache.decode_cells(positions) if self._records else itertools.repeat(None, steps)
-        self._steps = zip(plans, self.cache.decode_slots(positions), cells, *tables, strict=True)
+        cells = self.cache.cells(rows, positions) if self._records else itertools.repeat(None, steps)
+        self._steps = zip(plans, self.cache.slot_mapping(rows, positions), cells, *tables, strict=True)
 
     def next_step(self) -> None:
         """Go on to the next step of the burst."""

@@ -50,7 +50,7 @@ class Cache(ABC):
         self.dtype = dtype
         self.device = device
         self.numbers = KVNumbers(len(layers), layers[0].heads, dtype, stored, device)
-        self._rows = torch.arange(rows, device=device)
+        self.rows = torch.arange(rows, device=device)
 
         # Zeroed: with the garbage of torch.empty a masked place gives 0 * NaN = NaN.
         def zeros(layer: LayerCache, width: int) -> torch.Tensor:
@@ -70,10 +70,6 @@ class Cache(ABC):
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where token i of row ``rows[i]``, at ``positions[..., i]``, goes; to be given to `write`."""
 
-    def decode_slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """The same for ``positions`` [k, N] of rows 0..N-1; the i-th is to be given to `write` in step i."""
-        return self.slot_mapping(self._rows[: positions.shape[1]], positions)
-
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one token a place of the slot mapping: ``key`` and ``value`` [N, 1, heads, width]."""
         for held, new in zip((self.keys[layer], self.values[layer]), self.numbers.pack(layer, key, value), strict=True):
@@ -88,13 +84,9 @@ class Cache(ABC):
         shape = *self._cells, len(layout.layers), layout.architecture.moe_router_topk
         self.routing = torch.zeros(shape, dtype=dtype, device=self.device)
 
-    @abstractmethod
     def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As `slot_mapping`, but a place a token whatever its heads; to be given to `write_routing`."""
-
-    def decode_cells(self, positions: torch.Tensor) -> torch.Tensor:
-        """As `decode_slots`."""
-        return self.cells(self._rows[: positions.shape[1]], positions)
+        return self.slot_mapping(rows, positions)
 
     def write_routing(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
         """Store ``experts`` [N, k], a token a cell."""
@@ -136,7 +128,7 @@ class RowCache(Cache):
         super().__init__(layers, shape, rows, max_length, dtype, device, stored)
         self._cells = rows, max_length
         heads = layers[0].heads
-        self._starts = (self._rows[:, None] * heads + torch.arange(heads, device=device)) * max_length
+        self._starts = (self.rows[:, None] * heads + torch.arange(heads, device=device)) * max_length
 
     def slot_mapping(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A place for each head of each token."""
@@ -191,9 +183,6 @@ class PagedCache(Cache):
         """Whole blocks."""
         for held in self.tensors:
             held[destination] = held[source]
-
-    def cells(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.slot_mapping(rows, positions)
 
     def set_block_table(self, table: array) -> None:
         """The blocks of all rows, row after row; in one copy and in place: captured graphs hold the table's address."""

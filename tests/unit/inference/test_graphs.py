@@ -163,7 +163,7 @@ def test_recording_writes_at_most_the_next_cell_of_each_row(either: PolicyModel)
         engine.runner.graphs.forget()
         state, cache = copy.deepcopy(vars(engine.runner.state)), engine.cache
         before = [keys.clone() for keys in cache.keys]
-        next_slots = cache.decode_slots(engine.runner.state.position[None])[0].tolist()
+        next_slots = cache.slot_mapping(cache.rows, engine.runner.state.position).tolist()
         engine.runner.graphs.record(48, SamplingKinds())
         for was, now in zip(before, cache.keys, strict=True):
             rows = -1, (now.shape[-1] if not hasattr(cache, "table") else now.shape[-2] * now.shape[-1])

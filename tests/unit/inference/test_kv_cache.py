@@ -104,7 +104,7 @@ def test_a_new_cache_is_zero(cache: Cache) -> None:
 
 def test_a_token_is_written_at_its_position_of_its_slot_only(cache: Cache) -> None:
     key, value = torch.randn(2, 1, 2, 3), torch.randn(2, 1, 2, 3)
-    cache.write(1, cache.decode_slots(torch.tensor([[5, 0]]))[0], key, value)
+    cache.write(1, cache.slot_mapping(cache.rows[:2], torch.tensor([5, 0])), key, value)
     expected = torch.zeros(2, 2, 4, 6, 2, 3)
     expected[0, 1, 0, 5], expected[0, 1, 1, 0] = key[0, 0], key[1, 0]
     expected[1, 1, 0, 5], expected[1, 1, 1, 0] = value[0, 0], value[1, 0]
@@ -134,7 +134,7 @@ def test_copies_happen_at_once(cache: Cache) -> None:
     assert torch.equal(after[:, :, [1, 3, 0], :5], before[:, :, [3, 1, 3], :5])
     assert torch.equal(after[:, :, 2], before[:, :, 2])
     key = torch.randn(1, 1, 2, 3)
-    cache.write(0, cache.decode_slots(torch.tensor([[5]]))[0], key, key)
+    cache.write(0, cache.slot_mapping(cache.rows[:1], torch.tensor([5])), key, key)
     assert torch.equal(contents(cache)[:, 0, 3, :5], before[:, 0, 1, :5]), "what one writes, another does not see"
 
 
