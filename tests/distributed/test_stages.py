@@ -163,7 +163,8 @@ def test_the_cases_are_what_they_are_called(results: Results) -> None:
     for case in ("prefixes", "prefixes in pages"):
         assert first[case]["counts"]["reused_tokens"] > 0
     assert first["cancelled"]["tokens 1"] == first["plain"]["tokens 1"]
-    assert first["cancelled"]["counts"]["completions"] == 6 * 3, "none of the calls"
+    # Of the six calls some may be complete before they are cancelled: that depends on the rows they share a burst with.
+    assert 6 * 3 <= first["cancelled"]["counts"]["completions"] < 6 * 3 + 6
     assert len(first["int8"]["audit"]) == 16
     assert {ran for _, ran in first["int8"]["audit"]} == {"int8, channel x token"}
 
