@@ -57,22 +57,26 @@ def complete(
         wanted = ragged_requests(GROUPS, num_samples=3, longest_prompt=30, max_new_tokens=16)
         wanted += [replace(one, index=one.index + GROUPS, prompt_ids=one.prompt_ids + (1, 2)) for one in wanted]
         mine = [one for one in wanted if deal[one.index % GROUPS] == groups.rollout_group.rank()]
-        answers = {}
+        answers, answered_calls = {}, 0
         with rollout_mode(policy), quantization.rollout():
             engine.begin(1, 0)
             for one in mine:
                 engine.submit(replace(one, wants_routing=True))
-            if mine and groups.shares_experts:  # a call besides, which has no answer
-                engine.submit(replace(mine[0], index=-1, num_samples=1, turn=1, call=7))
+            if mine and groups.shares_experts:  # a call besides, which is cancelled where it has no answer yet
+                engine.submit(replace(mine[-1], index=-1, num_samples=1, turn=1, call=7))
             while any_rank(engine.has_unfinished, groups.lockstep_group):
                 for request, completions in engine.step():
+                    if request.call is not None:
+                        answered_calls += 1
+                        continue
                     answers[request.index] = [
                         [list(c.token_ids), list(c.inference_logprobs), c.routing.sort(-1).values.tolist()]
                         for c in completions
                     ]
                 engine.cancel([7])
         rows = [[row.layer, row.ran, row.calls] for row in audit]
-        found[name] = {"answers": answers, "decode steps": engine.statistics.decode_steps, "audit": rows}
+        found[name] = {"answers": answers, "answered calls": answered_calls, "audit": rows}
+        found[name]["decode steps"] = engine.statistics.decode_steps
         found[name]["tapes"] = [sum(r.recorded for r in recorders), sum(r.replayed for r in recorders)]
         found[name]["layers"] = [layer.index for layer in policy.layout.layers]
     shut_down()

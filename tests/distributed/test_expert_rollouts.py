@@ -43,6 +43,7 @@ def test_as_on_one_rank(one: dict[str, Any], layout: str) -> None:
         agree([rank[deal] for rank in ranks], one)
     if replicas > 1:
         assert ranks[-1]["one has all"]["decode steps"] == 0  # it took part all the same
+        assert ranks[0]["one has all"]["answered calls"] == 0, "the call was cancelled"
 
 
 def test_graphs_of_experts_over_ranks(one: dict[str, Any]) -> None:
