@@ -30,6 +30,6 @@ def hugging_face_twin(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:
     )
     layout, parameters = policy.layout, dict(policy.named_parameters())
     weights = decoder_weights(replace(layout.architecture, vocab_size=layout.padded_vocab_size))
-    tensors = [tensors_of(weights[each.name], each, [parameters[each.name].detach()]) for each in layout.parameters]
+    tensors = [tensors_of(weights[each.name], each, parameters[each.name].detach()) for each in layout.parameters]
     twin.load_state_dict(dict(ChainMap(*tensors)))
     return twin
