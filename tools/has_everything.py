@@ -2,7 +2,7 @@
 
     python tools/has_everything.py [extra ...]
 
-Versions are those that setup.py asks for. wandb and evaluate are asked for by flags of their own only.
+Versions are those that setup.py asks for. A run does without wandb and evaluate.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from megatron_rl.metrics.logging import configure_logging
 
 GIB = 2**30
 OPTIONAL = ("wandb", "evaluate")
-"""Asked for by flags of their own only."""
+"""A run does without: wandb has flags of its own, evaluate has `metrics.hf_evaluate`, for scripts."""
 FEWEST_FILES = 4096
 MASTER_PORT = 29500
 
