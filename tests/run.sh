@@ -10,6 +10,7 @@ bash tools/setup.sh test
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 ruff check .
 lint-imports --no-cache
+python -m tools.budgets
 python -m megatron_rl.config.reference --check
 workers=2
 [ -e /dev/nvidiactl ] && workers=0
