@@ -195,7 +195,7 @@ def main() -> int:
     for row in rows if arguments.figures else over:
         print(f"{row.name:64} {row.value:6}  budget {row.budget:6}{'  EXCEEDED' if row in over else ''}")
     if over:
-        advice = f"Remove code first; a budget in {arguments.budgets.name} is raised only with the reason in the commit."
+        advice = f"Remove code first; {arguments.budgets.name} is raised only with the reason in the commit."
         print(f"{len(over)} of {len(rows)} budgets are exceeded. {advice}", file=sys.stderr)
     return bool(over)
 
