@@ -168,4 +168,13 @@ def evaluate(run: Run, evaluator: Evaluator, alone: bool = False) -> dict[str, f
             raise fault
         if run.groups.is_main:
             logger.error("%s; the run goes on", fault)
+    for name, (lowest, highest) in ((each.name, each.reward_range) for each in run.environments.served):
+        graded, told = (f"val/{name}/{measure}" in outcome.metrics for measure in ("reward", "pass@1"))
+        if run.groups.is_main and highest is not None and graded and not told:
+            logger.warning(
+                "%s has no pass@k: its rewards are not from %g to %g, so nobody can say which of them is of a right "
+                "answer; write REWARDS = (lowest, highest) beside the reward function, or reward_range = (lowest, "
+                "highest) into the environment; (lowest, None) says that no reward is the highest",
+                name, lowest, highest,
+            )  # fmt: skip
     return outcome.metrics

@@ -98,7 +98,7 @@ def likely_reason(metrics: Mapping[str, float], config: RLConfig) -> str:
             f"rewards were {low:g} to {high:g}, but equal within each group: raise --grpo-group-size ({size}) or "
             f"--rl-temperature ({temperature:g}), or give tasks that are neither too easy nor too hard"
         )
-    if high > 0:
+    if high >= 1:
         return f"every reward was {high:g}: the tasks are too easy, or the grader accepts anything; see rollouts/"
     cut = metrics.get("response_length/clip_ratio", 0.0)
     if cut >= _MANY_CUT:
@@ -109,5 +109,5 @@ def likely_reason(metrics: Mapping[str, float], config: RLConfig) -> str:
         )
     return (
         f"every reward was {low:g}: the tasks are too hard, or the answers lack the form that the grader looks for "
-        "(prompt, chat template); see rollouts/"
+        f"(prompt, chat template), or {low:g} is the highest reward and they are too easy; see rollouts/"
     )
