@@ -39,8 +39,15 @@ class Progress:
     """Highest value of --keep-best's metric so far."""
     critic_updates: int = 0
     """Applied updates of the critic."""
+    evaluated_first: bool = False
+    """The evaluation before the first step is done."""
     steps_without_signal: int = 0
     """Steps in a row in which no group had a signal."""
+
+    @property
+    def newest_row(self) -> int:
+        """Step of the newest metrics that a resumed run keeps; -1 before there are any."""
+        return self.step if self.step or self.evaluated_first else -1
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, for a checkpoint."""
