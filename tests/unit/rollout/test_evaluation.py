@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from megatron_rl.environments.client import ServedEnvironment
 from megatron_rl.environments.results import is_right
 from megatron_rl.inference.engine import EngineStatistics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator, powers_of_two_up_to
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import RolloutResult
+from megatron_rl.run.generation import warn_of_range
 from megatron_rl.types import Grade, Request, RolloutGroup, SamplingParams, SourcedTask, Task
 from tests.support.rollouts import drawn, graded_group, group_of, sample_of, told
 
@@ -223,6 +226,25 @@ def test_rewards_that_are_not_0_or_1_leave_the_results_alone(one_rank: ParallelG
     metrics = evaluator(one_rank, FixedRollouter(groups), [("toy", "0")], samples=2).evaluate(0).metrics
     assert (metrics["val/toy/pass@1"], metrics["val/toy/greedy"], metrics["val/toy/maj@k"]) == (0.5, 0.0, 1.0)
     assert metrics["val/toy/reward"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("reward_range", "measures", "warned"),
+    [
+        ((0.0, 1.0), ("reward",), True),
+        ((0.0, None), ("reward",), False),  # as it says
+        ((0.0, 1.0), ("reward", "pass@1"), False),
+        ((0.0, 1.0), ("num_tasks",), False),  # nothing was graded, which is told otherwise
+    ],
+)
+def test_rewards_outside_the_range_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reward_range: tuple[float, float | None],
+    measures: Sequence[str], warned: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("megatron_rl"), "propagate", True)
+    served = ServedEnvironment("toy", 1.0, False, 1, reward_range=reward_range)
+    warn_of_range(served, {f"val/toy/{measure}": 1.0 for measure in measures})
+    assert ("toy has no pass@k: it gave rewards outside 0 to 1" in caplog.text) == warned
 
 
 def answering(rewards: Sequence[float | None], answers: Sequence[str | None]) -> RolloutGroup:
