@@ -14,7 +14,6 @@ from megatron_rl.environments.data import DatasetEnvironment, Problem, Row, RowE
 from megatron_rl.environments.data.layouts import CHAT, CODE, MATH, WRITTEN, Layout
 from megatron_rl.environments.grading import needs_sandbox, reward_function, reward_range, stated_deadline
 from megatron_rl.environments.grading.unit_tests import check_tests
-from megatron_rl.environments.results import judge
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Demonstration, Grade, LaterTurn, Message, Prompt, Split, Task, Transcript
 
@@ -170,8 +169,7 @@ class Dataset(DatasetEnvironment):
         if self._function is None or "gold" not in task.data or super().gold_answer(task):
             return super().gold_answer(task)
         written = [self.before_answer + form % task.data["gold"] for form in FORMS]
-        grades = ((text, judge(self, (task, Transcript(text, "stop", 0)))) for text in written)
-        return next((text for text, grade in grades if grade.correct), written[0])
+        return next((text for text in written if self.finds_right(task, text)), written[0])
 
     def _messages(self, row: Row) -> tuple[Message, ...]:
         """The whole chat of a row, with what is to be learnt at its end."""

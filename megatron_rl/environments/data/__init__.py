@@ -20,7 +20,7 @@ from megatron_rl.environments.data.layouts import AFTER, BEFORE
 from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
 from megatron_rl.environments.grading import grade
 from megatron_rl.environments.grading.text import THOUGHT
-from megatron_rl.environments.results import is_right
+from megatron_rl.environments.results import is_right, judge
 from megatron_rl.errors import ConfigError
 from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade, LaterTurn, Message, Prompt, Split, Task, Transcript
@@ -243,6 +243,10 @@ class DatasetEnvironment(Environment):
         """The answer as its grader wants it written."""
         form = vars(GRADERS.module(self.grader)).get("FORM")
         return self.before_answer + form % task.data["gold"] if form and "gold" in task.data else None
+
+    def finds_right(self, task: Task, completion: str) -> bool:
+        """Whether the completion is graded as a right answer."""
+        return judge(self, (task, Transcript(completion, "stop", 0))).correct is True
 
     @property
     def before_answer(self) -> str:
