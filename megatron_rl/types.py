@@ -96,6 +96,9 @@ class Grade:
     """Why: ``correct | wrong | no_answer | unparsable | timeout``, or an author's own word."""
     extracted: str | None = None
     """The part of the completion that was taken as the answer."""
+    correct: bool | None = field(default=None, kw_only=True)
+    """Whether the answer is right. Where an environment leaves it out, it follows from the status and the reward, and
+    stays None where they do not tell (`environments.results.is_right`)."""
     code: str = field(default="", kw_only=True)
     """``timeout | environment_exception | invalid_reward | worker_died | server_unreachable`` where it failed. What an
     environment itself writes here and below is not read: it raises an exception."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +21,8 @@ FILES = (".json", ".jsonl", ".csv", ".parquet", ".gz")
 """Endings of a path that is no name on the hub, also where there is no such file."""
 COLUMN = re.compile(r"\\[a-zA-Z]+(?:\{[^{}]*\})+|\{([\w.]+)\}")
 """A column in a template, ``{question}``; what TeX has in braces, ``\\boxed{x}``, is none."""
+FORMS = ("%s", "\\boxed{%s}", "#### %s", "Answer: %s", "The answer is %s.", "<answer>%s</answer>")
+"""How functions may want an answer written."""
 LEARNT = (WRITTEN, CHAT)
 TESTED = ("unit_tests", "unit_tests_share")
 """Graders whose right answer is tests."""
@@ -138,7 +142,8 @@ class Dataset(DatasetEnvironment):
                 raise RowError(f"has a chat in {row.layout.problem}, which is no plain text; leave out chat: false")
             prompt = statement
         if self._function is not None:
-            return Problem(statement, prompt, "", {"row": row.as_json()}, solution, later)
+            shown = {"gold": solution} if solution and not row.layout.answer else {}
+            return Problem(statement, prompt, _gold(row), {"row": row.as_json(), **shown}, solution, later)
         if self._tests:
             return Problem(statement, prompt, _tests(row), solution=solution, later=later)
         if row.layout.answer and self._reward:
@@ -158,6 +163,14 @@ class Dataset(DatasetEnvironment):
             return verdict
         return self.less_length(verdict if isinstance(verdict, Grade) else Grade(verdict), transcript)
 
+    def gold_answer(self, task: Task) -> str | None:
+        """The right answer as its grader wants it written. Of a function that does not say ``FORM`` in the first of the
+        usual forms that it finds right."""
+        if self._function is None or "gold" not in task.data or super().gold_answer(task):
+            return super().gold_answer(task)
+        written = [self.before_answer + form % task.data["gold"] for form in FORMS]
+        return next((text for text in written if self.finds_right(task, text)), written[0])
+
     def _messages(self, row: Row) -> tuple[Message, ...]:
         """The whole chat of a row, with what is to be learnt at its end."""
         path, completion = row.layout.problem, row.layout.solution
@@ -174,6 +187,17 @@ class Dataset(DatasetEnvironment):
         if isinstance(row.value(completion), list):
             return (*messages, *row.messages(completion))
         return (*messages, {"role": "assistant", "content": row.text(completion)})
+
+
+def _gold(row: Row) -> str:
+    """The right answer to show, of whatever type it is: the function gets the row, so nothing need be in order."""
+    with contextlib.suppress(RowError):
+        return row.answer()
+    try:
+        value = row.value(row.layout.answer)
+    except RowError:
+        return ""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
 
 
 def _from_user(text: str) -> tuple[Message, ...]:

@@ -34,6 +34,7 @@ class OpenEnv(HarnessEnvironment):
     """
 
     name = "openenv"
+    reward_range = (0.0, None)
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ def model_config(name: str, words: Sequence[str], world_size: int, at_once: int)
     longest = min(positions or LONGEST_BY_DEFAULT, LONGEST_BY_DEFAULT)
     defaults = ["--seq-length", longest, "--rl-max-new-tokens", max(1, min(ANSWER_BY_DEFAULT, longest // 2))]
     defaults += ["--inference-max-batch-size", at_once, "--langrl-env-config", "none", "--run-dir", "none"]
+    defaults += ["--seed", RLConfig().training.seed]  # not that of the model's run, as an evaluation has it
     argv = ["--eval-only", *map(str, defaults), *flags, *_in_long(words)]
     config, problems = read_config(argv, world_size)
     if problems := problems or _other_problems(config):

@@ -96,6 +96,8 @@ def read_flags(argv: Sequence[str]) -> Reading:
         _apply(setting, reading)
     reading.file_is_lost |= "--config" in reading.failed
     _read_directory(reading)
+    if reading.values.get("eval_only") and "seed" not in reading.values:
+        reading.derived |= _seed_of_run(reading)
     return reading
 
 
@@ -247,11 +249,11 @@ def _read_checkpoint(reading: Reading) -> list[Problem]:
 
     Flags that shape the weights are compared once the checkpoint is looked at, see `architecture_problems`.
     """
-    given = {name: reading.values[name] for name in ("load", "pretrained_checkpoint") if reading.values.get(name)}
+    given = _checkpoints(reading)
     saved = next(filter(None, map(saved_model, given.values())), None)
     if saved is None:
         return _unsaid(reading, given)
-    file, shape, others = saved
+    file, shape, others, _ = saved
     settings = shape | others | {"group_query_attention": True}  # megatron ignores the groups without it
     reading.derived = {name: value for name, value in settings.items() if name not in reading.values}
     problems = [*_contradictions(reading.values, others, str(file))]
@@ -262,6 +264,16 @@ def _read_checkpoint(reading: Reading) -> list[Problem]:
         text = f"{file} was saved with the tokenizer {tokenizer}, which is gone; name one with --tokenizer-model DIR"
         problems.append(Problem("--tokenizer-model", text))
     return problems
+
+
+def _checkpoints(reading: Reading) -> dict[str, str]:
+    return {name: reading.values[name] for name in ("load", "pretrained_checkpoint") if reading.values.get(name)}
+
+
+def _seed_of_run(reading: Reading) -> dict[str, int]:
+    """That of the run that saved the weights: with another one they would give other answers to held-out tasks."""
+    saved = filter(None, map(saved_model, _checkpoints(reading).values()))
+    return next(({"seed": seed} for *_, seed in saved), {})
 
 
 def _unsaid(reading: Reading, given: Mapping[str, str]) -> list[Problem]:

@@ -386,7 +386,9 @@ def notes(config: RLConfig) -> list[str]:
 
 
 def _notes_on_values(config: RLConfig) -> Iterator[str]:
-    quantization, kernels = config.quantization, config.kernels
+    quantization, kernels, seed = config.quantization, config.kernels, config.training.seed
+    if "seed" not in config.typed and seed != RLConfig().training.seed:
+        yield f"--seed {seed} is that of the run that saved the weights, so the answers are drawn as they were there"
     if config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel is off: it needs --tensor-model-parallel-size above 1"
     if config.kv_cache_is_rounded and quantization.rl_evaluate_unquantized:

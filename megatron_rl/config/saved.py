@@ -13,8 +13,9 @@ FILE_NAME = "run_state.json"
 _STEP = re.compile(r"(?:step|iter)_(\d{7,})")
 
 
-def saved_model(path: str) -> tuple[Path, dict[str, Any], dict[str, Any]] | None:
-    """A checkpoint's file, the flags that two runs must share to share weights, and other flags of the model.
+def saved_model(path: str) -> tuple[Path, dict[str, Any], dict[str, Any], int] | None:
+    """A checkpoint's file, the flags that two runs must share to share weights, other flags of the model, and the seed
+    of the run.
 
     None where there is none, or one of Megatron-LM or of an earlier version, which do not say. Whether it is whole is
     found out later: all checkpoints of a run say the same. A pattern stands for what it matches.
@@ -27,7 +28,7 @@ def saved_model(path: str) -> tuple[Path, dict[str, Any], dict[str, Any]] | None
                 try:
                     values = parse_json(file.read_text())
                     if values.get("flags"):
-                        return file, dict(values["architecture"]), dict(values["flags"])
+                        return file, dict(values["architecture"]), dict(values["flags"]), int(values["seed"])
                 except (OSError, ValueError, KeyError, TypeError, AttributeError):
                     continue  # whoever loads it tells what is wrong
     return None

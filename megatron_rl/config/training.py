@@ -48,7 +48,7 @@ class TrainingConfig:
     )
     """Tokens of a packed micro-batch. Without it micro-batch-size x seq-length."""
     seed: int = flag(1234, ge=0, le=2**32 - 1)
-    """Seed of weights, data order and sampling."""
+    """Seed of weights, data order and sampling. With --eval-only that of the run that saved the weights."""
     eval_interval: int | None = flag(None, ge=1, common=True)
     """Evaluate every this many steps; without it never (Megatron's default: 1000)."""
     eval_only: bool = flag(False, common=True)

@@ -37,8 +37,9 @@ class Environment(ABC):
 
     name: ClassVar[str]
     """How users select it: lower case, and the name of the module that holds it."""
-    reward_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    """The reward of an empty answer and of a perfect one."""
+    reward_range: ClassVar[tuple[float, float | None]] = (0.0, 1.0)
+    """The reward of an empty answer and of a perfect one, which alone is right; None where there is no highest reward:
+    evaluations then have a mean reward and no pass@k."""
     evaluation_only: bool = False
     """True keeps it out of training: only the ``test`` split is read."""
     in_process: bool = False

@@ -80,6 +80,8 @@ class ServedEnvironment:
     """Of an evaluation, where the list says another number than the flags."""
     chat: ChatFormat = ChatFormat()
     """Of prompts that are chats, before what the flags say."""
+    reward_range: tuple[float, float | None] = (0.0, 1.0)
+    """See `Environment.reward_range`."""
 
 
 class EnvironmentClient:

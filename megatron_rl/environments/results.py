@@ -19,6 +19,10 @@ from megatron_rl.environments.wire import WireError, messages_of, read_key
 from megatron_rl.json_text import dumps, loads
 from megatron_rl.types import Continuation, Grade, Item, Step, Task
 
+VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
+"""Of the graders in this library; an environment may have words of its own."""
+ROUNDING = 1e-6
+"""Of the range of rewards: 0.7 + 0.2 + 0.1 is less than 1."""
 MAX_MESSAGE = 2000
 """Longest error text of an item; an author's exception may quote the whole completion."""
 MAX_CONTINUATION = 2**20
@@ -40,9 +44,10 @@ def judge(environment: Environment, item: Item) -> Grade:
 
 
 def caught(environment: Environment, task: Task, ask: Callable[[], Grade]) -> Grade:
-    """What ``ask`` returns, or the result that says what it raised and where."""
+    """What ``ask`` returns and whether it is right, or the result that says what it raised and where."""
     try:
-        return ask()
+        result = ask()
+        return result if result.failed else replace(result, correct=is_right(result, environment.reward_range))
     except (Exception, SystemExit) as error:  # an author's code may raise anything
         logger.warning("%s: task %r could not be graded", environment.name, task.id, exc_info=True)
         frames = traceback.extract_tb(error.__traceback__)
@@ -80,6 +85,26 @@ def continuation_of(messages: object, state: object) -> Continuation:
     return Continuation(kept, state)
 
 
+def is_right(grade: Grade, reward_range: tuple[float, float | None]) -> bool | None:
+    """What the environment says; else the verdict where it is one of the graders' own words, else whether the reward is
+    the highest there is.
+
+    By the reward alone a wrong answer that gets a format reward might be right, and a right one whose length was
+    punished wrong. None where there is no highest reward, or the reward lies outside the range, which is then not its.
+    """
+    if grade.correct is not None:
+        return grade.correct
+    if grade.status in VERDICTS:
+        return grade.status == "correct"
+    lowest, highest = reward_range
+    if highest is None:
+        return None
+    rounding = ROUNDING * (highest - lowest)
+    if not lowest - rounding <= grade.reward <= highest + rounding:
+        return None
+    return grade.reward >= highest - rounding
+
+
 def graded(verdict: object) -> Grade:
     """The result of a reward or ``Grade``, or the error ``invalid_reward`` when it is not a finite number.
 
@@ -95,9 +120,12 @@ def graded(verdict: object) -> Grade:
     for name, value in grade.metrics.items():
         if not isinstance(name, str) or not _is_finite(value):
             return failed("invalid_reward", f"the metric {name!r} is {value!r}, no finite number")
+    if grade.correct not in (None, True, False):
+        return failed("invalid_reward", f"correct is {grade.correct!r:.80}; it must be True, False or None")
     metrics = {name: float(value) for name, value in grade.metrics.items()}
     extracted = None if grade.extracted is None else str(grade.extracted)
-    return Grade(float(grade.reward), metrics, str(grade.status), extracted)
+    correct = None if grade.correct is None else bool(grade.correct)
+    return Grade(float(grade.reward), metrics, str(grade.status), extracted, correct=correct)
 
 
 def _is_finite(value: object) -> bool:
@@ -118,6 +146,8 @@ def result_to_json(result: Grade) -> dict[str, Any]:
     if result.failed:
         return {"status": "error", "code": result.code, "message": result.message[:MAX_MESSAGE]}
     shown = {"status": "ok", "reward": result.reward, "metrics": dict(result.metrics)}
+    if result.correct is not None:
+        shown["correct"] = result.correct
     if result.status:
         extracted = None if result.extracted is None else result.extracted[:MAX_EXTRACTED]
         shown |= {"verdict": result.status[:MAX_EXTRACTED], "extracted": extracted}
@@ -128,8 +158,8 @@ def result_from_json(item: object, where: str = "result") -> Grade:
     """The result of a JSON object; its reward is checked again, whoever sent it."""
     if read_key(item, "status", str, where) != "ok":
         return failed(read_key(item, "code", str, where), read_key(item, "message", str, where))
-    grade = Grade(item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
-    result = graded(grade)
+    told = (item.get("reward"), item.get("metrics", {}), item.get("verdict", ""), item.get("extracted"))
+    result = graded(Grade(*told, correct=item.get("correct")))
     if not result.failed and "messages" in item:
         return replace(result, continuation=continuation_of(item["messages"], item.get("state")))
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +13,10 @@ from itertools import islice
 
 from megatron_rl.environments.base import Environment, HarnessEnvironment
 from megatron_rl.environments.checks import splits_of, survey_tasks
+from megatron_rl.environments.data import DatasetEnvironment
 from megatron_rl.environments.harness import run_harness
 from megatron_rl.environments.loader import Begin, ignore
-from megatron_rl.environments.results import judge
+from megatron_rl.environments.results import ROUNDING, judge
 from megatron_rl.environments.scripted import Said, always, script_of, scripted_model
 from megatron_rl.errors import shorten
 from megatron_rl.types import Grade, HarnessRun, Task, Turn
@@ -60,6 +62,8 @@ def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore
     empty = [(task, EMPTY) for task in tasks]
     lowest, highest = environment.reward_range
 
+    is_function = isinstance(environment, DatasetEnvironment) and ":" in environment.grader
+    advice = "; where its form alone is wrong, write FORM = '... %s' beside the function" if is_function else ""
     played = partial(rehearse if is_harness else play, environment)
 
     def announced(task: Task, turns: Sequence[Said]) -> Grade:
@@ -68,7 +72,7 @@ def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore
 
     return [
         Check("tasks", True, f"the first {len(tasks)} of {', '.join(splits)}"),
-        _rewards("gold answers", announced, gold, highest),
+        _rewards("gold answers", announced, gold, highest, advice),
         _rewards("demonstrations", announced, shown, highest),
         _rewards("empty answers", announced, empty, lowest),
         _agreement(announced, [*gold, *shown, *empty], with_metrics=not is_harness),
@@ -76,15 +80,15 @@ def run_checks(environment: Environment, limit: int = 100, begin: Begin = ignore
     ]
 
 
-def _rewards(name: str, graded: Graded, answers: Sequence[Played], wanted: float) -> Check:
-    """Every answer must get exactly the reward ``wanted``."""
-    if not answers:
-        return Check(name, None, "the environment has none")
+def _rewards(name: str, graded: Graded, answers: Sequence[Played], wanted: float | None, advice: str = "") -> Check:
+    """Every answer must get the reward ``wanted``, but for rounding."""
+    if not answers or wanted is None:
+        return Check(name, None, "the environment has none" if not answers else "no reward is the highest")
     for task, turns in answers:
         result = graded(task, turns)
-        if result.reward != wanted:
+        if result.failed or not math.isclose(result.reward, wanted, rel_tol=ROUNDING, abs_tol=ROUNDING):
             got = f"{result.code}: {result.message}" if result.failed else result.reward
-            return Check(name, False, f"{_shown(turns)} to task {shorten(task.id)} gets {got}, not {wanted:g}")
+            return Check(name, False, f"{_shown(turns)} to task {shorten(task.id)} gets {got}, not {wanted:g}{advice}")
     return Check(name, True, f"{len(answers)} at {wanted:g}")
 
 

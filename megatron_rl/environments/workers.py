@@ -99,7 +99,7 @@ class WorkerPool:
         environment = {"environment": reference, "options": dict(options)}
         futures = [self._ask(environment | item_to_json(item), deadline_s)[1] for item in items]
         results = [future.result() for future in futures]
-        late = Grade(lowest, status="timeout")
+        late = Grade(lowest, status="timeout", correct=False)
         return [late if result.code == "timeout" else result for result in results]
 
     def run(

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.types import Grade
-
 COUNTS = frozenset({"num_tasks", "failed_grades", "pass@1_ci95"})
 """Measures that are counts and intervals, not results: kept in the files, not drawn."""
-VERDICTS = frozenset({"correct", "wrong", "no_answer", "unparsable", "timeout"})
-"""Of the graders in this library; an environment may have words of its own."""
 _AFTER_PASS_AT_K = (("maj@k", "maj@k"), ("greedy", "greedy"), ("reward", "reward"), ("response_length", "tokens"),
                     ("truncated", "truncated"), ("num_tasks", "tasks"), ("failed_grades", "failed"))  # fmt: skip
-
-
-def is_correct(grade: Grade) -> bool:
-    """The verdict where it is one of the graders' own words, else whether the reward is positive.
-
-    The reward alone would count a wrong answer that gets a format reward, and not a right one whose length was
-    punished.
-    """
-    return grade.status == "correct" if grade.status in VERDICTS else grade.reward > 0
 
 
 def by_environment(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:

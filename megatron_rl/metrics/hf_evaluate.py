@@ -11,7 +11,7 @@ a test holds the two together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
+from math import comb, isclose
 
 import datasets
 import evaluate
@@ -19,7 +19,8 @@ import evaluate
 _DESCRIPTION = "The chance that at least one of k answers to a task is right, and the share of right answers."
 _CITATION = "Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374, equation 1"
 _INPUTS = """
-    predictions: for each task, the rewards of its answers; a positive one is right, None is a failed grade, left out.
+    predictions: for each task, the rewards of its answers; None is a failed grade, left out.
+    highest: the reward of a right answer.
     k: attempts granted; a task with fewer graded answers than k does not count in pass@k.
 """
 
@@ -43,8 +44,11 @@ class PassAtK(evaluate.Metric):
         """The base class would make one below the user's cache, though everything stays in memory."""
         return ""
 
-    def _compute(self, predictions: Sequence[Sequence[float | None]], k: Sequence[int] = (1,)) -> dict[str, float]:
-        graded = [[reward > 0 for reward in rewards if reward is not None] for rewards in predictions]
+    def _compute(
+        self, predictions: Sequence[Sequence[float | None]], k: Sequence[int] = (1,), highest: float = 1.0
+    ) -> dict[str, float]:
+        graded = [[isclose(reward, highest, abs_tol=1e-6) for reward in rewards if reward is not None]
+                  for rewards in predictions]  # fmt: skip
         tasks = [(len(right), sum(right)) for right in graded if right]
         results = {"accuracy": _mean([correct / count for count, correct in tasks])}
         for attempts in k:

@@ -113,6 +113,7 @@ def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
             samples.append([row])
     sampled = [sample for sample in samples if not sample[0].get("greedy")] or samples
     rewards = [row["reward"] for row, *_ in sampled if row["reward"] is not None]
+    told = [row.get("correct") for row, *_ in sampled]
     same: dict[tuple[Any, ...], list[list[Row]]] = {}
     for sample in samples:
         same.setdefault(tuple(row.get(name) for row in sample for name in SAME), []).append(sample)
@@ -125,7 +126,7 @@ def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
         "count": len(sampled),
         "mean": sum(rewards) / len(rewards) if rewards else None,
         "equal": len(rewards) > 1 and len(set(rewards)) == 1,
-        "correct": sum(bool(_correct(row)) for row, *_ in sampled),
+        "correct": sum(bool(right) for right in told) if any(right is not None for right in told) else None,
         "truncated": sum(any(row["finish_reason"] == "length" for row in sample) for sample in sampled),
         "samples": [
             {**_build_sample(identical[0], first["prompt"]), "samples": [row["sample"] for row, *_ in identical]}
@@ -134,19 +135,12 @@ def _build_group(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _correct(row: Row) -> bool | None:
-    """None where the grade failed. Runs before ``correct`` was recorded go by the reward."""
-    if row["reward"] is None:
-        return None
-    return row.get("correct", row["reward"] > 0)
-
-
 def _build_sample(rows: Sequence[Row], prompt: str) -> dict[str, Any]:
     """What the page shows of a sample's sequences; its own prompt where it is not ``prompt``, that of the group."""
     row, *branches = rows
-    correct = _correct(row)
+    correct, ungraded = row.get("correct"), row["reward"] is None
     by_reward = correct is not None and not row["verdict"]
-    verdict = "not graded" if correct is None else row["verdict"] or ("correct" if correct else "wrong")
+    own = "not graded" if ungraded else {True: "correct", False: "wrong", None: "graded"}[correct]
     return {
         **_build_sequence(row),
         "prompt": None if row["prompt"] == prompt else _cut(row["prompt"]),
@@ -154,7 +148,7 @@ def _build_sample(rows: Sequence[Row], prompt: str) -> dict[str, Any]:
         "extracted": row["extracted"],
         "greedy": row.get("greedy", False),
         "correct": correct,
-        "verdict": verdict,
+        "verdict": row["verdict"] or own,
         "by_reward": by_reward,
         "error": ": ".join(filter(None, (row["code"], row["message"]))),
         "branches": [

@@ -8,7 +8,7 @@ For prompt ``P0 P1`` and answer ``A0 E``::
      "reward": 1.0, "correct": true, "status": "ok", "code": "", ..., "finish_reason": "stop", "policy_version": 11}
 
 The prompt is as the model saw it, special tokens included. ``correct`` is what evaluations count: the verdict, or else
-whether the reward is positive; null where the grade failed.
+whether the reward is the highest; null where nobody can tell, and where the grade failed.
 
 Records of an evaluation have ``"greedy": true`` or ``false`` besides. Those of training say what became of the sample::
 
@@ -35,13 +35,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.atomic import write_text_atomic
-from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.metrics.jsonl import to_plain
 from megatron_rl.types import Branch, RolloutGroup, Task
 
 LEFT_OUT = ("routing", "cached_tokens")
 """Fields of completions: large, and another number in each run."""
-GRADE_FIELDS = ("reward", "code", "message", "metrics", "extracted")
+GRADE_FIELDS = ("correct", "reward", "code", "message", "metrics", "extracted")
 
 
 def training_rows(
@@ -98,7 +97,6 @@ def rows_by_group(
                     **{name: value for name, value in vars(completion).items() if name not in LEFT_OUT},
                     "status": "error" if rollout.grade.failed else "ok",
                     "verdict": rollout.grade.status,
-                    "correct": None if rollout.grade.failed else is_correct(rollout.grade),
                     **{name: getattr(rollout.grade, name) for name in GRADE_FIELDS},
                     "token_texts": list(map(token_text, completion.token_ids)),
                 }))

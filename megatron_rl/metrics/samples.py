@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.metrics.rollouts import gold_answer, shared_prompt
 from megatron_rl.types import Branch, Rollout, RolloutGroup
 
@@ -37,7 +36,7 @@ class TextSample:
     answer: str
     """With special tokens."""
     reward: float
-    correct: bool
+    correct: bool | None
     gold: str | None
     group_mean: float
     group_size: int
@@ -59,7 +58,8 @@ class TextSample:
         """The reward in words."""
         gold = "" if self.gold is None else f"; right answer: {shorten(self.gold, 120, 0)}"
         mean = f"; mean of the group's {self.group_size}: {self.group_mean:.4g}"
-        return f"{self.reward:.4g}, {'correct' if self.correct else 'wrong'}{gold}{mean}"
+        word = {True: ", correct", False: ", wrong", None: ""}[self.correct]
+        return f"{self.reward:.4g}{word}{gold}{mean}"
 
 
 def samples_of(
@@ -107,7 +107,7 @@ def _sample(
     grade, task = rollout.grade, group.source.task
     return TextSample(
         which, number, group.source.environment, task.id, _clip(decode_raw(group.sequences(rollout)[0].prompt_ids)),
-        _clip(_answer(group.sequences(rollout), decode_raw)), grade.reward, is_correct(grade), gold_answer(task), mean,
+        _clip(_answer(group.sequences(rollout), decode_raw)), grade.reward, grade.correct, gold_answer(task), mean,
         len(group.rollouts),
     )  # fmt: skip
 

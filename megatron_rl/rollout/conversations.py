@@ -144,10 +144,10 @@ class Conversations:
             return []
         answers = self._answers() if self._groups.leads_model else []
         if self._groups.model_group.size() > 1:
-            told = [(*a[:4], a.grade.reward, a.grade.code) for a in answers]
+            told = [(*a[:4], a.grade.reward, a.grade.correct, a.grade.code) for a in answers]
             told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
             if not self._groups.leads_model:
-                answers = [_Answer(*said, Grade(reward, code=code)) for *said, reward, code in told]
+                answers = [_Answer(*said, Grade(r, correct=right, code=code)) for *said, r, right, code in told]
         self._waiting -= len(answers)
         return [request for answer in answers if (request := self._apply(answer)) is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,13 @@ import numpy
 import torch
 
 from megatron_rl.algorithms.passk import pass_at_k
-from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import Rollouter
 from megatron_rl.trainer.packing import balance
-from megatron_rl.types import Request, Rollout, RolloutGroup, SourcedTask
+from megatron_rl.types import Grade, Request, Rollout, RolloutGroup, SourcedTask
 
 
 class _TaskScore(NamedTuple):
@@ -32,6 +32,11 @@ class _TaskScore(NamedTuple):
     samples: int
     """Graded samples; failed grades are left out, not counted as wrong."""
     correct: int
+    untold: int
+    """Samples of which nobody can tell whether they are right."""
+    best_reward: float
+    best_is_right: int
+    """Whether the sample with the highest reward is."""
     reward_sum: float
     tokens: int
     truncated: int
@@ -47,8 +52,8 @@ class EvaluationResult:
     """What one evaluation brought."""
 
     metrics: dict[str, float]
-    """Named ``val/<environment>/<measure>``. Rank 0's count: the ranks of a model copy that do not lead it have no
-    verdicts and go by the rewards."""
+    """Named ``val/<environment>/<measure>``. Rank 0's count: the ranks of a model copy that do not lead it do not know
+    what was extracted."""
     groups: tuple[RolloutGroup, ...]
     """This rank's answers: for each task the sampled ones, then the greedy one."""
     ungraded: tuple[str, ...] = ()
@@ -59,7 +64,7 @@ class Evaluator:
     """Evaluates on a fixed list of held-out tasks with fixed random numbers.
 
     The same draws at every evaluation: differences between two steps come from the policy.
-    What is correct is the grader's verdict, or a positive reward where it gives none (`is_correct`).
+    What is right is the grader's verdict, or else the highest reward (`environments.results.is_right`).
     """
 
     def __init__(
@@ -118,17 +123,21 @@ class Evaluator:
         lengths = [r.num_tokens for r in (*sampled.rollouts, *greedy.rollouts)]
         graded = [r for r in sampled.rollouts if not r.grade.failed]
         greedy_graded = [r for r in greedy.rollouts if not r.grade.failed]
+        best = max((r.grade for r in graded), key=lambda grade: grade.reward, default=Grade(-math.inf))
         return _TaskScore(
             number=number,
             mean_length=sum(lengths) / len(lengths),
             environment=self._environments.index(sampled.source.environment),
             samples=len(graded),
-            correct=sum(is_correct(r.grade) for r in graded),
+            correct=sum(bool(r.grade.correct) for r in graded),
+            untold=sum(r.grade.correct is None for r in graded),
+            best_reward=best.reward,
+            best_is_right=bool(best.correct),
             reward_sum=sum(r.grade.reward for r in graded),
             tokens=sum(r.num_written for r in graded),
             truncated=sum(r.truncated for r in graded),
             greedy_graded=len(greedy_graded),
-            greedy_correct=sum(is_correct(r.grade) for r in greedy_graded),
+            greedy_correct=sum(bool(r.grade.correct) for r in greedy_graded),
             answered=any(r.grade.extracted is not None for r in graded),
             vote_correct=majority_is_correct(graded),
         )
@@ -137,17 +146,8 @@ class Evaluator:
         score = _TaskScore(*table.T)
         samples, asked = score.samples, self._samples[name]
         metrics = {"num_tasks": len(table), "failed_grades": asked * len(table) - samples.sum()}
-        for k in powers_of_two_up_to(asked):
-            enough = samples >= k
-            if enough.any():
-                by_task = pass_at_k(samples[enough], score.correct[enough], k)
-                metrics[f"pass@{k}"] = by_task.mean()
-                if k == 1 and len(by_task) > 1:
-                    metrics["pass@1_ci95"] = confidence(by_task)
-        if score.answered.any():  # else the environment extracts no answers; a task that nobody answered is not solved
-            metrics["maj@k"] = score.vote_correct.sum() / (samples > 0).sum()
-        if score.greedy_graded.any():
-            metrics["greedy"] = score.greedy_correct.sum() / score.greedy_graded.sum()
+        if rightness_is_known(score):
+            metrics |= _shares_of_right(score, powers_of_two_up_to(asked))
         if total := samples.sum():
             metrics |= {
                 "reward": score.reward_sum.sum() / total,
@@ -155,6 +155,29 @@ class Evaluator:
                 "truncated": score.truncated.sum() / total,
             }
         return {f"val/{name}/{measure}": float(value) for measure, value in metrics.items()}
+
+
+def rightness_is_known(score: _TaskScore) -> bool:
+    """Whether pass@k can be said. Rewards outside the range of their environment say that it is not theirs, unless the
+    highest of them is a right answer's all the same: then it is a punishment that nobody has declared."""
+    return not score.untold.any() or bool(score.best_is_right[score.best_reward.argmax()])
+
+
+def _shares_of_right(score: _TaskScore, ks: Sequence[int]) -> dict[str, float]:
+    """pass@k, the share of right majorities and that of right greedy answers."""
+    metrics: dict[str, float] = {}
+    for k in ks:
+        enough = score.samples >= k
+        if enough.any():
+            by_task = pass_at_k(score.samples[enough], score.correct[enough], k)
+            metrics[f"pass@{k}"] = by_task.mean()
+            if k == 1 and len(by_task) > 1:
+                metrics["pass@1_ci95"] = confidence(by_task, score.samples.sum())
+    if score.answered.any():  # else the environment extracts no answers; a task that nobody answered is not solved
+        metrics["maj@k"] = score.vote_correct.sum() / (score.samples > 0).sum()
+    if score.greedy_graded.any():
+        metrics["greedy"] = score.greedy_correct.sum() / score.greedy_graded.sum()
+    return metrics
 
 
 def majority_is_correct(graded: Sequence[Rollout]) -> bool:
@@ -167,15 +190,23 @@ def majority_is_correct(graded: Sequence[Rollout]) -> bool:
     if not votes:
         return False
     winner = votes.most_common(1)[0][0]
-    return next(is_correct(r.grade) for r in graded if r.grade.extracted == winner)
+    return next(bool(r.grade.correct) for r in graded if r.grade.extracted == winner)
 
 
-def confidence(by_task: numpy.ndarray) -> float:
-    """Half the width of the 95 % interval of a mean over two tasks or more (normal approximation).
+def confidence(by_task: numpy.ndarray, samples: float) -> float:
+    """How far a mean over two tasks or more is from the farther end of its 95 % interval: Wilson's (1927), which keeps
+    a width where all tasks score alike.
 
-    Tasks are the independent draws: the samples of one task succeed and fail together.
+    It is of a number of independent draws. Each task is one where its samples succeed and fail together, each of the
+    ``samples`` where they do not; between these the spread over tasks decides.
     """
-    return 1.96 * float(by_task.std(ddof=1)) / len(by_task) ** 0.5
+    mean, tasks = float(by_task.mean()), len(by_task)
+    of_one_draw, of_mean = mean * (1 - mean), float(by_task.var(ddof=1)) / tasks
+    # all right or all wrong: no spread says how many draws these were
+    share = min(max(of_mean / of_one_draw, 1 / samples), 1 / tasks) if of_one_draw > 1e-12 else 1 / tasks
+    squared = 1.96**2 * share
+    half = (squared * of_one_draw + squared**2 / 4) ** 0.5
+    return (half + squared * abs(0.5 - mean)) / (1 + squared)
 
 
 def powers_of_two_up_to(count: int) -> list[int]:

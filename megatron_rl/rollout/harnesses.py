@@ -118,11 +118,12 @@ class Harnesses:
             return [], []
         calls, asides, cancelled, ends = self._news() if self._groups.leads_model else ([], [], [], [])
         if self._groups.model_group.size() > 1:
-            told = [calls, asides, cancelled, [(*end[:3], end.grade.reward, end.grade.code) for end in ends]]
+            told_ends = [(*end[:3], end.grade.reward, end.grade.correct, end.grade.code) for end in ends]
+            told = [calls, asides, cancelled, told_ends]
             told = broadcast_json(told, self._groups.model_leader(), self._groups.model_group)
             calls, asides, cancelled, told_ends = told
             if not self._groups.leads_model:
-                ends = [_End(*end, Grade(reward, code=code)) for *end, reward, code in told_ends]
+                ends = [_End(*end, Grade(r, correct=right, code=code)) for *end, r, right, code in told_ends]
         self.is_quiet = not (calls or asides or ends)
         requests = [self._request(index, sample, Call(**call)) for index, sample, call in calls]
         requests += [sessionless.request(**aside) for aside in asides]

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms.extension import measure_of
-from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import any_rank, broadcast_json
 from megatron_rl.types import Grade, RolloutGroup
@@ -111,10 +110,11 @@ class Quota:
 
 
 def counts_in(counts: Callable[[Tensor], bool], group: RolloutGroup) -> bool:
-    """What the `GroupFilter` ``counts`` says of a group: of its rewards, or of its verdicts, 1 or 0."""
-    if measure_of(counts) == "rewards":
+    """What the `GroupFilter` ``counts`` says of a group: of its rewards, or of its verdicts where all have one."""
+    verdicts = [grade.correct for grade in _grades(group)]
+    if measure_of(counts) == "rewards" or None in verdicts:
         return counts(graded_rewards(group))
-    return counts(torch.tensor([float(is_correct(grade)) for grade in _grades(group)]))
+    return counts(torch.tensor(verdicts, dtype=torch.float32))
 
 
 def graded_rewards(group: RolloutGroup) -> Tensor:

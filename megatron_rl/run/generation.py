@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_rl.attention import numbers_of
 from megatron_rl.config import RLConfig
+from megatron_rl.environments.client import ServedEnvironment
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.lockstep import LockstepEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
@@ -168,4 +169,19 @@ def evaluate(run: Run, evaluator: Evaluator, alone: bool = False) -> dict[str, f
             raise fault
         if run.groups.is_main:
             logger.error("%s; the run goes on", fault)
+    for served in run.environments.served if run.groups.is_main else ():
+        warn_of_range(served, outcome.metrics)
     return outcome.metrics
+
+
+def warn_of_range(served: ServedEnvironment, metrics: Mapping[str, float]) -> None:
+    """Where the environment declares a highest reward, and an evaluation could not go by it."""
+    lowest, highest = served.reward_range
+    graded, told = (f"val/{served.name}/{measure}" in metrics for measure in ("reward", "pass@1"))
+    if highest is not None and graded and not told:
+        logger.warning(
+            "%s has no pass@k: it gave rewards outside %g to %g, so nobody can say what a right answer gets; write "
+            "REWARDS = (lowest, highest) beside the reward function, or reward_range = (lowest, highest) into the "
+            "environment; (lowest, None) says that no reward is the highest",
+            served.name, lowest, highest,
+        )  # fmt: skip

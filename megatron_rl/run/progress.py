@@ -39,8 +39,15 @@ class Progress:
     """Highest value of --keep-best's metric so far."""
     critic_updates: int = 0
     """Applied updates of the critic."""
+    evaluated_first: bool = False
+    """The evaluation before the first step is done."""
     steps_without_signal: int = 0
     """Steps in a row in which no group had a signal."""
+
+    @property
+    def newest_row(self) -> int:
+        """Step of the newest metrics that a resumed run keeps; -1 before there are any."""
+        return self.step if self.step or self.evaluated_first else -1
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, for a checkpoint."""
@@ -98,7 +105,7 @@ def likely_reason(metrics: Mapping[str, float], config: RLConfig) -> str:
             f"rewards were {low:g} to {high:g}, but equal within each group: raise --grpo-group-size ({size}) or "
             f"--rl-temperature ({temperature:g}), or give tasks that are neither too easy nor too hard"
         )
-    if high > 0:
+    if high >= 1:
         return f"every reward was {high:g}: the tasks are too easy, or the grader accepts anything; see rollouts/"
     cut = metrics.get("response_length/clip_ratio", 0.0)
     if cut >= _MANY_CUT:
@@ -109,5 +116,5 @@ def likely_reason(metrics: Mapping[str, float], config: RLConfig) -> str:
         )
     return (
         f"every reward was {low:g}: the tasks are too hard, or the answers lack the form that the grader looks for "
-        "(prompt, chat template); see rollouts/"
+        f"(prompt, chat template), or {low:g} is the highest reward and they are too easy; see rollouts/"
     )

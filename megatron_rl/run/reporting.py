@@ -68,16 +68,14 @@ class Reporter:
             return
         settings, config = to_dict(self._config), self._config.logging
         self._directory.create(settings, difference_from_defaults(self._config), self._command)
-        # At step 0 there is nothing to keep: the evaluation before the first step is made again.
-        kept = progress.step or -1
         displays = [
             ConsoleWriter(sys.stdout, self._config.total_steps),
-            TensorBoardWriter(Path(config.tensorboard_dir), resume_step=kept),
+            TensorBoardWriter(Path(config.tensorboard_dir), resume_step=progress.newest_row),
         ]
         if config.wandb_project is not None and wandb_mode(config.wandb_mode) != "disabled":
             place = config.wandb_project, config.wandb_exp_name, Path(config.wandb_save_dir)
             displays.append(WandbWriter(*place, settings, config.wandb_mode, config.wandb_entity))
-        self.log = MetricLog(JsonlWriter(self._directory.metrics, resume_step=kept), displays)
+        self.log = MetricLog(JsonlWriter(self._directory.metrics, resume_step=progress.newest_row), displays)
         self._live = LiveReport(self._directory.path)
 
     def step(self, step: int, metrics: dict[str, float], policy: PolicyModel) -> None:

@@ -171,12 +171,13 @@ def train(run: AnyRun, take_step: Callable[[AnyRun, int], StepResult | None]) ->
     ``take_step`` returns None when the run was asked to stop and the step left no trace.
     """
     progress, started = run.progress, time.monotonic()
-    if progress.step == 0 and run.evaluator is not None:
+    if progress.step == 0 and run.evaluator is not None and not progress.evaluated_first:
         with run.timer.phase("eval"):
             before = evaluate(run, run.evaluator)
         if before is None:
             return _stop(run)
         run.reporter.step(0, before, run.policy)
+        progress.evaluated_first = True  # done again, it would be dealt by the lengths that it has taught
     while progress.step < run.config.total_steps:
         if any_rank(run.stop.requested):
             return _stop(run)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron_rl.environments.results import is_right
 from megatron_rl.types import (
     Branch,
     Completion,
@@ -23,6 +24,11 @@ from megatron_rl.types import (
 FAILED = Grade(None, code="timeout", message="10 s")
 
 
+def told(grade: Grade, reward_range: tuple[float, float | None] = (-1.5, 1.0)) -> Grade:
+    """The grade as the environment server sends it."""
+    return grade if grade.failed else replace(grade, correct=is_right(replace(grade, correct=None), reward_range))
+
+
 def graded_group(
     rewards: Sequence[float | None],
     prompt_ids: Sequence[int] = (1, 2),
@@ -37,7 +43,7 @@ def graded_group(
     rollouts = []
     for index, (reward, length, reason) in enumerate(zip(rewards, lengths, finish_reasons, strict=True)):
         completion = Completion((10 + index,) * length, (-0.5 - index,) * length, reason, policy_version=0)
-        grade = FAILED if reward is None else Grade(reward)
+        grade = FAILED if reward is None else told(Grade(reward))
         rollouts.append(Rollout(completion, "text", grade))
     source = SourcedTask(environment, Task(task_id, "prompt"))
     return RolloutGroup(source, tuple(prompt_ids), tuple(rollouts))
@@ -53,7 +59,7 @@ def drawn(
 def sample_of(reward: float | None, *sequences: tuple[Sequence[int], Completion]) -> Rollout:
     """A harness's sample of (prompt, completion) each."""
     (prompt, first), *others = sequences
-    grade = FAILED if reward is None else Grade(reward)
+    grade = FAILED if reward is None else told(Grade(reward))
     branches = tuple(Branch(tuple(ids), completion) for ids, completion in others)
     return Rollout(first, "text", grade, tuple(prompt), branches)
 

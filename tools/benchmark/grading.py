@@ -77,8 +77,9 @@ class Contest:
         """The ways must agree on what is right, and most of it must have been graded."""
         groups = list(islice(self._texts, 2))
         found = {way: run(groups) for way, run in self.ways.items()}
-        right = [reward > 0 for reward in found["grader"]]
-        if any([reward > 0 for reward in rewards] != right for rewards in found.values()) or len(set(right)) < 2:
+        highest = self._environment.reward_range[1]
+        right = {way: [reward == highest for reward in rewards] for way, rewards in found.items()}
+        if any(each != right["grader"] for each in right.values()) or len(set(right["grader"])) < 2:
             raise MegatronRLError(f"{kind}: the ways of grading do not agree, {found}: speeds mean nothing")
 
     async def _over_http(self, groups: Sequence[Group], *, at_once: bool) -> list[float]:

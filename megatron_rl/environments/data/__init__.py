@@ -20,6 +20,7 @@ from megatron_rl.environments.data.layouts import AFTER, BEFORE
 from megatron_rl.environments.data.rows import Row, RowError, Source, read_rows
 from megatron_rl.environments.grading import grade
 from megatron_rl.environments.grading.text import THOUGHT
+from megatron_rl.environments.results import is_right, judge
 from megatron_rl.errors import ConfigError
 from megatron_rl.registry import GRADERS
 from megatron_rl.types import Grade, LaterTurn, Message, Prompt, Split, Task, Transcript
@@ -53,7 +54,7 @@ class Problem:
     def task(self) -> Task:
         """The task of this problem; its id depends on the statement alone."""
         digest = hashlib.sha256(self.statement.encode()).hexdigest()[:16]
-        return Task(digest, self.prompt, {"gold": self.gold, **self.data})
+        return Task(digest, self.prompt, {**({"gold": self.gold} if self.gold else {}), **self.data})
 
 
 def distinct(rows: Iterable[Problem], counts: Counter[str]) -> dict[str, Problem]:
@@ -151,8 +152,9 @@ class DatasetEnvironment(Environment):
         max_response_tokens: int = 0,
     ) -> None:
         lowest, highest = self.reward_range
-        if not 0 <= format_reward < highest - lowest:
-            raise ValueError(f"format_reward is {format_reward}; it must be at least 0 and below {highest - lowest:g}")
+        room = math.inf if highest is None else highest - lowest
+        if not 0 <= format_reward < room:
+            raise ValueError(f"format_reward is {format_reward}; it must be at least 0 and below {room:g}")
         self._path = path
         self._format_reward = format_reward
         self._thinking = thinking
@@ -222,11 +224,13 @@ class DatasetEnvironment(Environment):
         return self.less_length(replace(verdict, reward=reward, metrics=metrics), transcript)
 
     def less_length(self, grade: Grade, transcript: Transcript) -> Grade:
-        """The grade less what the length costs."""
+        """The grade less what the length costs, which makes no right answer wrong."""
         if not self.overlong.buffer:
             return grade
         penalty = self.overlong.penalty(transcript.num_tokens)
-        return replace(grade, reward=grade.reward + penalty, metrics={**grade.metrics, "overlong_penalty": penalty})
+        metrics = {**grade.metrics, "overlong_penalty": penalty}
+        correct = is_right(grade, self.reward_range)
+        return replace(grade, reward=grade.reward + penalty, metrics=metrics, correct=correct)
 
     def answer_in(self, transcript: Transcript) -> str:
         """What is graded: the completion, of a model that thinks from the end of its thought on, or nothing."""
@@ -238,7 +242,16 @@ class DatasetEnvironment(Environment):
     def gold_answer(self, task: Task) -> str | None:
         """The answer as its grader wants it written."""
         form = vars(GRADERS.module(self.grader)).get("FORM")
-        return form and (THOUGHT if self._thinking else "") + form % task.data["gold"]
+        return self.before_answer + form % task.data["gold"] if form and "gold" in task.data else None
+
+    def finds_right(self, task: Task, completion: str) -> bool:
+        """Whether the completion is graded as a right answer."""
+        return judge(self, (task, Transcript(completion, "stop", 0))).correct is True
+
+    @property
+    def before_answer(self) -> str:
+        """What a model has to write before its answer counts."""
+        return THOUGHT if self._thinking else ""
 
 
 def chosen(option: str, value: object, allowed: Sequence[object]) -> None:

@@ -48,13 +48,17 @@ def reward_function(reference: str) -> RewardFunction:
     return function
 
 
-def reward_range(reference: str) -> tuple[float, float]:
-    """The rewards of an empty answer and of a perfect one: ``REWARDS`` of the file that has it, or 0 and 1."""
+def reward_range(reference: str) -> tuple[float, float | None]:
+    """The rewards of an empty answer and of a perfect one: ``REWARDS`` of the file that has it, or 0 and 1. The highest
+    is None where the file says so: there is none."""
     stated = vars(GRADERS.module(reference)).get("REWARDS", (0.0, 1.0))
-    numbers = isinstance(stated, tuple | list) and all(type(bound) in (int, float) for bound in stated)
-    if not numbers or len(stated) != 2 or not float("-inf") < stated[0] < stated[1] < float("inf"):
-        raise ValueError(f"REWARDS beside reward {reference} is {stated!r:.60}; write (lowest, highest)")
-    return float(stated[0]), float(stated[1])
+    two = isinstance(stated, tuple | list) and len(stated) == 2
+    bounds = [bound for bound in stated if bound is not None] if two else []
+    numbers = bool(bounds) and stated[0] is not None and all(type(bound) in (int, float) for bound in bounds)
+    if not numbers or not float("-inf") < bounds[0] < bounds[-1] + (len(bounds) < 2) < float("inf"):
+        instead = "write (lowest, highest), or (lowest, None) where no reward is the highest"
+        raise ValueError(f"REWARDS beside reward {reference} is {stated!r:.60}; {instead}")
+    return float(stated[0]), None if stated[1] is None else float(stated[1])
 
 
 def needs_sandbox(reference: str) -> bool:

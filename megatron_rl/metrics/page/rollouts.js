@@ -113,7 +113,7 @@ function sorted(samples, order) {
 function groupCard(group, named, wanted) {
   const about = [
     group.mean === null ? "" : `mean reward ${number(group.mean)}`, plural(group.count, "sample"),
-    `${number(group.correct)} correct`, group.truncated ? `${number(group.truncated)} cut at the limit` : "",
+    group.correct === null ? "" : `${number(group.correct)} correct`, group.truncated ? `${number(group.truncated)} cut at the limit` : "",
     group.equal ? "all rewards equal: no signal" : "",
   ].filter(Boolean).join(" \u00b7 ");
   return el("article", { class: "card group" },

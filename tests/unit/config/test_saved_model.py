@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import RLConfig, read_config
+from megatron_rl.config.rl_config import notes
 
 ARCHITECTURE = {
     "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
@@ -23,7 +24,7 @@ def run_dir(tmp_path: Path) -> Path:
     for name, layers in (("step_0000002", 9), ("step_0000010", 2), ("step_0000011.tmp", 7)):
         directory = tmp_path / "run" / "checkpoints" / name
         directory.mkdir(parents=True)
-        values = {"architecture": ARCHITECTURE | {"num_layers": layers}, "flags": OTHERS}
+        values = {"architecture": ARCHITECTURE | {"num_layers": layers}, "flags": OTHERS, "seed": 7}
         (directory / "run_state.json").write_text(json.dumps(values))
     return tmp_path / "run"
 
@@ -44,6 +45,18 @@ def test_a_checkpoint_of_ours_says_what_its_model_is(run_dir: Path, flag: str, b
     assert config.tokenizer.tokenizer_model == "Qwen/Qwen3-0.6B" and config.tokenizer.vocab_size == 61
 
 
+@pytest.mark.parametrize("flag", ["--pretrained-checkpoint", "--load"])
+def test_an_evaluation_takes_the_seed_of_the_run_and_says_so(run_dir: Path, flag: str) -> None:
+    """Else the same weights have another result than in the run. A run that goes on from weights has its own seed."""
+    config, problems = _read(flag, run_dir, "--eval-only")
+    assert problems == [] and config.training.seed == 7
+    assert [note for note in notes(config) if note.startswith("--seed 7 is that of the run")]
+    assert _read("--eval-only", "--load", run_dir / "checkpoints" / "*")[0].training.seed == 7
+    own = _read(flag, run_dir, "--eval-only", "--seed", "5")[0]
+    assert own.training.seed == 5 and not [note for note in notes(own) if "--seed" in note]
+    assert _read(flag, run_dir)[0].training.seed == 1234
+
+
 def test_what_is_typed_stays_and_what_contradicts_is_one_line(run_dir: Path) -> None:
     config, problems = _read("--pretrained-checkpoint", run_dir, "--tokenizer-model", "other", "--norm-epsilon", "1e-6")
     assert problems == [] and config.tokenizer.tokenizer_model == "other"
@@ -61,7 +74,7 @@ def test_a_hugging_face_directory_comes_first(run_dir: Path) -> None:
 def test_a_tokenizer_that_is_gone_is_one_line(run_dir: Path) -> None:
     file = run_dir / "checkpoints" / "step_0000010" / "run_state.json"
     gone = OTHERS | {"tokenizer_model": str(run_dir / "gone")}
-    file.write_text(json.dumps({"architecture": ARCHITECTURE, "flags": gone}))
+    file.write_text(json.dumps({"architecture": ARCHITECTURE, "flags": gone, "seed": 7}))
     _, (line,) = _read("--pretrained-checkpoint", run_dir)
     assert line.startswith(f"{file} was saved with the tokenizer {run_dir / 'gone'}, which is gone; name one with")
     assert _read("--pretrained-checkpoint", run_dir, "--tokenizer-model", "other")[1] == []

@@ -15,6 +15,7 @@ from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.results import judge
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.errors import ConfigError
+from megatron_rl.metrics.rollouts import gold_answer
 from megatron_rl.types import Demonstration, LaterTurn, Task, Transcript
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "environments"
@@ -255,6 +256,23 @@ class TestRewards:
         assert grades[0].reward == 0.0 - 0.5  # what is graded begins with the end of the thought
         assert grades[0].metrics == {"overlong_penalty": -0.5}
 
+    @pytest.mark.parametrize(
+        ("stated", "rewards", "right"),
+        [
+            ("", [1.0, 0.5, 0.0], [True, False, False]),
+            ("REWARDS = (-1.0, 0.0)", [0.0, -1.0], [True, False]),
+            ("REWARDS = (0.0, None)", [0.0, 7.5], [None, None]),
+            ("", [0.0, -1.0, 2.0], [False, None, None]),
+        ],
+    )
+    def test_right_is_the_highest_reward_of_the_file_whatever_the_length_costs(self, folder, stated, rewards, right):
+        Path("other.py").write_text(f"{stated}\n\ndef f(completion, row):\n    return float(completion)\n")
+        for options in ({}, {"overlong_buffer": 4, "max_response_tokens": 16}):
+            environment = make([self.ROW], reward="other.py:f", **options)
+            [task] = environment.tasks("train")
+            found = [judge(environment, (task, Transcript(str(reward), "stop", 14))) for reward in rewards]
+            assert [each.correct for each in found] == right
+
     def test_what_json_cannot_say_reaches_a_function_as_text_or_none(self, folder):
         import datetime
 
@@ -311,11 +329,11 @@ def test_what_is_wrong_is_one_line(folder, rows, options, wanted):
     assert wanted in line
 
 
-@pytest.mark.parametrize("stated", ["(1.0, 0.0)", "(0.0,)", "'ab'", "(0, float('nan'))", "(True, 2)"])
+@pytest.mark.parametrize("stated", ["(1.0, 0.0)", "(0.0,)", "'ab'", "(0, float('nan'))", "(True, 2)", "(None, 1.0)"])
 def test_a_range_of_rewards_that_is_none(folder, stated):
     Path("other.py").write_text(f"REWARDS = {stated}\n\ndef f(completion, row):\n    return 0.0\n")
     [line] = problems(ROWS, reward="other.py:f")
-    assert "REWARDS beside reward other.py:f is" in line and line.endswith("write (lowest, highest)")
+    assert "REWARDS beside reward other.py:f is" in line and "; write (lowest, highest), or (lowest, None)" in line
 
 
 def test_bad_rows_are_counted_and_left_out(folder, caplog):
@@ -335,6 +353,46 @@ def test_the_self_test_of_the_command(folder, capsys):
     assert "gold answers    ok    2 at 1" in capsys.readouterr().out
     assert main(["test", "dataset", "--option", "path=rows.jsonl", "--option", "reward=rewards.py:shares"]) == 1
     assert "its file defines no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "gold"),
+    [
+        ({"q": "1+1", "sum": 2}, {"prompt": "q", "answer": "sum"}, "2"),
+        ({"q": "1+1", "sum": 2.5}, {"prompt": "q", "answer": "sum"}, "2.5"),
+        ({"q": "1+1", "sum": ["2", "II"]}, {"prompt": "q", "answer": "sum"}, '["2", "II"]'),
+        ({"q": "1+1", "sum": None}, {"prompt": "q", "answer": "sum"}, None),
+        ({"question": "1+1?", "answer": "2"}, {}, "2"),
+        ({"prompt": "1+1?", "completion": "2"}, {}, "2"),
+        ({"q": "1+1"}, {"prompt": "q"}, None),
+    ],
+)
+def test_the_right_answer_is_shown_beside_a_function(folder, row, options, gold):
+    [task] = train([row], reward="rewards.py:share", **options)
+    assert gold_answer(task) == gold
+    assert task.data["row"] == row
+
+
+@pytest.mark.parametrize(
+    ("column", "code", "passed"),
+    [
+        ("sum", "completion.strip() == row['sum']", True),
+        ("sum", "'#### ' + row['sum'] in completion", True),
+        ("sum", "completion == 'So it is ' + row['sum']", False),
+        ("wrong", "completion.strip() == row['sum']", False),
+    ],
+)
+def test_the_self_test_gives_the_right_answer_to_a_function(folder, column, code, passed):
+    Path("other.py").write_text(f"def f(completion, row):\n    return float({code})\n")
+    rows = [{"q": f"{n}+0", "sum": str(n), "wrong": str(n + 1)} for n in range(3)]
+    options = {"prompt": "q", "answer": column, "reward": "other.py:f"}
+    [check] = [check for check in run_checks(make(rows, **options)) if check.name == "gold answers"]
+    assert check.passed is passed
+    assert passed or check.detail.endswith("write FORM = '... %s' beside the function")
+    if "So it" in code:
+        Path("formed.py").write_text(f"FORM = 'So it is %s'\n{Path('other.py').read_text()}")
+        checks = run_checks(make(rows, **{**options, "reward": "formed.py:f"}))
+        assert [check.passed for check in checks if check.name == "gold answers"] == [True]
 
 
 def test_a_template_on_the_command_line_wants_quotes(folder, capsys):

@@ -39,7 +39,7 @@ def grade(verdict: object) -> Grade:
 @pytest.mark.parametrize("verdict", [1, 1.0, numpy.float32(1), numpy.int64(1), Fraction(1), Grade(1)])
 def test_finite_numbers_are_rewards(verdict):
     result = grade(verdict)
-    assert result == Grade(1.0, {})
+    assert result == Grade(1.0, {}, correct=True)
     assert type(result.reward) is float
 
 
@@ -59,6 +59,7 @@ def test_finite_numbers_are_rewards(verdict):
         Grade(1.0, {"m": float("nan")}),
         Grade(1.0, {1: 1.0}),
         Grade(1.0, [1.0]),
+        Grade(1.0, correct="yes"),
     ],
 )
 def test_everything_else_is_not(verdict):

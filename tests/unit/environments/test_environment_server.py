@@ -184,7 +184,7 @@ def test_a_reward_that_is_no_finite_number_is_an_error(call, transcript_json, te
     status, answer = call("POST", "/v1/environments/rewards/grade", body)
     assert status == 200
     assert (answer["items"][0]["status"], answer["items"][0]["code"]) == ("error", "invalid_reward")
-    assert answer["items"][1] == {"status": "ok", "reward": 1.0, "metrics": {}}
+    assert answer["items"][1] == {"status": "ok", "reward": 1.0, "metrics": {}, "correct": True}
 
 
 def test_a_repeated_request_is_graded_again(call, transcript_json):

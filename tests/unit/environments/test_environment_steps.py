@@ -48,9 +48,10 @@ def answer(step: Any) -> Grade:
 
 
 def test_an_unfinished_step_is_worth_the_minimum_unless_it_says_otherwise() -> None:
-    assert answer(Step(HELLO)) == Grade(-1.0, continuation=Continuation(HELLO, None))
-    assert answer(Step(HELLO, [1], reward=0.5)) == Grade(0.5, continuation=Continuation(HELLO, [1]))
-    assert answer(Step(done=True, reward=1)) == Grade(1.0)
+    assert answer(Step(HELLO)) == Grade(-1.0, correct=False, continuation=Continuation(HELLO, None))
+    going_on = Continuation(HELLO, [1])
+    assert answer(Step(HELLO, [1], reward=0.5)) == Grade(0.5, correct=False, continuation=going_on)
+    assert answer(Step(done=True, reward=1)) == Grade(1.0, correct=True)
 
 
 def test_messages_may_be_calls_and_results_of_tools() -> None:

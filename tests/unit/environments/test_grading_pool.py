@@ -54,7 +54,7 @@ def test_ten_hangs_in_160_lose_no_good_item(pool):
     results = grade(pool, *texts, deadline_s=DEADLINE)
     for text, result in zip(texts, results, strict=True):
         if text == "hang":
-            assert result == Grade(-1.0, status="timeout")
+            assert result == Grade(-1.0, status="timeout", correct=False)
         else:
             assert (result.failed, result.reward) == (False, float(len(text)))
     assert rise(pool, before) == {

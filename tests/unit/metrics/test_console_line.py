@@ -65,6 +65,10 @@ def test_a_sample_is_a_few_plain_lines() -> None:
     )
 
 
+def test_a_reward_that_does_not_tell_is_neither_correct_nor_wrong() -> None:
+    assert replace(WORST, correct=None).verdict == "0; right answer: 4; mean of the group's 16: 0.25"
+
+
 def test_a_terminal_gets_a_frame_around_a_sample_and_keeps_its_bar() -> None:
     stream = Terminal()
     ConsoleWriter(stream, total_steps=80).write_samples(10, [WORST])

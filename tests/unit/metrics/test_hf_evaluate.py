@@ -19,7 +19,7 @@ PROGRAM = """
 import json, sys
 from megatron_rl.metrics.hf_evaluate import PassAtK
 cases = json.loads(sys.argv[1])
-print(json.dumps([PassAtK().compute(predictions=c["predictions"], k=c["k"]) for c in cases]))
+print(json.dumps([PassAtK().compute(**case) for case in cases]))
 """
 
 
@@ -40,6 +40,8 @@ def results(home: Path) -> list[dict[str, float]]:
         {"predictions": rewards(), "k": KS},
         {"predictions": [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0]], "k": [1, 2, 4]},
         {"predictions": [[1.0, None, -1.0], [None, None]], "k": [1, 2]},
+        {"predictions": [[1.0, 0.5, 0.7 + 0.2 + 0.1, 0.0]], "k": [1]},
+        {"predictions": [[0.0, -1.0, 0.0, 0.0]], "k": [1], "highest": 0.0},
     ]
     environment = {**os.environ, "HOME": str(home), "HF_HOME": str(home / "hf"), "PYTHONPATH": str(REPOSITORY)}
     environment |= {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:1", "https_proxy": "http://127.0.0.1:1"}
@@ -63,6 +65,10 @@ def test_by_hand(results: list[dict[str, float]]) -> None:
 
 def test_failed_grades_are_left_out(results: list[dict[str, float]]) -> None:
     assert results[2] == {"accuracy": 0.5, "pass@1": 0.5, "pass@2": 1.0}
+
+
+def test_right_is_the_highest_reward(results: list[dict[str, float]]) -> None:
+    assert results[3:] == [{"accuracy": 0.5, "pass@1": 0.5}, {"accuracy": 0.75, "pass@1": 0.75}]
 
 
 def test_nothing_is_written(results: list[dict[str, float]], home: Path) -> None:

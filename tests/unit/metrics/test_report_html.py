@@ -28,7 +28,7 @@ from megatron_rl.metrics.rollouts import write_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.types import Branch, Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
-from tests.support.rollouts import drawn, group_of, sample_of
+from tests.support.rollouts import drawn, group_of, sample_of, told
 
 HOSTILE = (
     "__STYLE__ __SCRIPT__ $& \\1",
@@ -211,29 +211,31 @@ def test_verdict_and_extracted_answer_stand_beside_the_reward(run: RunDirectory)
         Grade(-1.0, status="wrong", extracted="<b>36"),
         Grade(-1.0, status="no_answer"),
         Grade(None, code="timeout", message="slow"),
-        Grade(0.5),
+        Grade(1.0),
+        Grade(2.0),
     ]
     group = make_group("2+2")
-    rollouts = tuple(replace(group.rollouts[0], grade=grade) for grade in grades)
+    rollouts = tuple(replace(group.rollouts[0], grade=told(grade)) for grade in grades)
     write_rollouts(run.rollouts_path(1), 1, [replace(group, rollouts=rollouts)])
     [shown] = embedded_data(write_report(run.path).read_text(encoding="utf-8"))["rollouts"][0]["groups"]
     assert [(sample["verdict"], sample["correct"], sample["extracted"]) for sample in shown["samples"]] == [
         ("wrong", False, "35"), ("correct", True, "34"), ("wrong", False, "<b>36"), ("no_answer", False, None),
-        ("not graded", None, None), ("correct", True, None),
+        ("not graded", None, None), ("correct", True, None), ("graded", None, None),
     ]  # fmt: skip
-    assert [sample["by_reward"] for sample in shown["samples"]] == [False] * 5 + [True]
-    # rewards -1, 1, -1, -1 and 0.5 of the five that were graded
-    assert (shown["count"], shown["mean"], shown["correct"], shown["equal"]) == (6, -0.3, 2, False)
+    assert [sample["by_reward"] for sample in shown["samples"]] == [False] * 5 + [True, False]
+    # rewards -1, 1, -1, -1, 1 and 2 of the six that were graded
+    assert (shown["count"], shown["mean"], shown["correct"], shown["equal"]) == (7, pytest.approx(1 / 6), 2, False)
 
 
-def test_records_of_before_correct_was_one_go_by_the_reward(tmp_path: Path) -> None:
+def test_of_records_without_correct_nobody_can_tell(tmp_path: Path) -> None:
     group, path = make_group("2+2"), tmp_path / "step_000001.jsonl"
     rollouts = [replace(group.rollouts[0], grade=Grade(reward)) for reward in (-1.0, 0.0, 0.5)]
     write_rollouts(path, 1, [replace(group, rollouts=tuple(rollouts))])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "correct"}) + "\n" for row in rows))
     [shown] = build_rollouts(tmp_path)[0]["groups"]
-    assert [sample["correct"] for sample in shown["samples"]] == [False, False, True]
+    assert [(sample["correct"], sample["verdict"]) for sample in shown["samples"]] == [(None, "graded")] * 3
+    assert shown["correct"] is None
 
 
 def test_identical_answers_are_shown_once(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatron_rl.metrics.rollouts import rows_by_group, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
-from tests.support.rollouts import drawn, group_of, sample_of
+from tests.support.rollouts import drawn, group_of, sample_of, told
 
 PAGE = Path(__file__).parents[2] / "support" / "page.js"
 NODE = shutil.which("node")
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path)
     run.create({}, {}, ["train", "<b>"])
     completion = Completion(tuple(range(5)), (-0.5,) * 5, "stop", policy_version=0)
-    rollouts = tuple(Rollout(completion, "calls 42", grade) for grade in GRADES)
+    rollouts = tuple(Rollout(completion, "calls 42", told(grade)) for grade in GRADES)
     group = RolloutGroup(SourcedTask("dapo", Task("7", "p", {"gold": "42"})), (8,), rollouts)
     path = run.rollouts_path(1)
     [rows] = rows_by_group(1, [group], spelled)
@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> RunDirectory:
     write_rows(path, rows)
     cut = replace(completion, finish_reason="length")
     texts = ("no", "\n".join("abcdefghij"))
-    plain = tuple(Rollout(cut, text, Grade(float(right))) for right, text in enumerate(texts))
+    plain = tuple(Rollout(cut, text, told(Grade(float(right)))) for right, text in enumerate(texts))
     write_rollouts(run.rollouts_path(2), 2, [RolloutGroup(group.source, (9,), plain)], decode_raw=spelled)
     held_out = replace(group, rollouts=rollouts[1:2])
     write_rollouts(run.evaluation_path(1), 1, [held_out], decode_raw=spelled, greedy=[True])

@@ -28,7 +28,7 @@ def make_group(task: str, *grades: Grade) -> RolloutGroup:
 
 
 GROUPS = [
-    make_group("a", Grade(1.0, {"length": 2.0}), Grade(None, code="timeout", message="slow")),
+    make_group("a", Grade(1.0, {"length": 2.0}, correct=True), Grade(None, code="timeout", message="slow")),
     make_group("b", Grade(0.0)),
 ]
 
@@ -124,10 +124,10 @@ def test_the_gold_answer_is_what_the_grader_is_given() -> None:
 
 
 def test_what_is_correct_is_recorded_as_evaluations_count_it() -> None:
-    """The verdict where there is one, else the reward; nothing where the grade failed."""
-    grades = [Grade(0.5, status="wrong"), Grade(0.5), Grade(0.0), Grade(None, code="timeout")]
+    """Nothing where nobody can tell, or the grade failed."""
+    grades = [Grade(0.5, correct=False), Grade(0.5, correct=True), Grade(0.5), Grade(None, code="timeout")]
     [rows] = rows_by_group(1, [make_group("a", *grades)], spelled)
-    assert [row["correct"] for row in rows] == [False, True, False, None]
+    assert [row["correct"] for row in rows] == [False, True, None, None]
 
 
 def test_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

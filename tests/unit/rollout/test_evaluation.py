@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from megatron_rl.environments.client import ServedEnvironment
+from megatron_rl.environments.results import is_right
 from megatron_rl.inference.engine import EngineStatistics
-from megatron_rl.metrics.evaluation import is_correct
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.evaluation import Evaluator, powers_of_two_up_to
 from megatron_rl.rollout.prompt_source import RequestFactory
 from megatron_rl.rollout.rollouter import RolloutResult
+from megatron_rl.run.generation import warn_of_range
 from megatron_rl.types import Grade, Request, RolloutGroup, SamplingParams, SourcedTask, Task
-from tests.support.rollouts import drawn, graded_group, group_of, sample_of
+from tests.support.rollouts import drawn, graded_group, group_of, sample_of, told
 
 FACTORY = RequestFactory(SamplingParams(max_new_tokens=8), max_sequence_length=16)
 
@@ -60,7 +63,7 @@ def test_numbers(one_rank: ParallelGroups) -> None:
             "val/toy/num_tasks": 2.0,
             "val/toy/failed_grades": 1.0,
             "val/toy/pass@1": (1 / 4 + 2 / 3) / 2,
-                "val/toy/pass@1_ci95": 1.96 * (2 / 3 - 1 / 4) / 2,  # half the distance of two tasks
+            "val/toy/pass@1_ci95": 0.3330097,  # Wilson's of 5.72 draws
             "val/toy/pass@2": (1 / 2 + 1) / 2,
             "val/toy/pass@4": 1.0,  # of the one task with four graded samples
         }
@@ -163,12 +166,51 @@ def test_its_answers_come_with_it(one_rank: ParallelGroups) -> None:
         (0.5, "no_answer", False),
         (0.5, "unparsable", False),
         (0.5, "timeout", False),
-        (0.5, "plausible", True),  # an environment's own word says nothing here
-        (0.0, "plausible", False),
+        (0.5, "plausible", False),  # an environment's own word says nothing here
+        (1.0, "plausible", True),
+        (0.7 + 0.2 + 0.1, "", True),  # 0.9999999999999999
+        (0.999, "", False),
+        (1.1, "", None),  # beyond the highest: then it is not the highest
+        (-2.0, "", None),
     ],
 )
-def test_the_verdict_decides_before_the_reward(reward: float, verdict: str, right: bool) -> None:
-    assert is_correct(Grade(reward, status=verdict)) == right
+def test_the_verdict_decides_before_the_reward(reward: float, verdict: str, right: bool | None) -> None:
+    assert is_right(Grade(reward, status=verdict), (-1.0, 1.0)) is right
+
+
+def test_what_is_right_is_the_highest_reward_unless_the_environment_says_it() -> None:
+    assert is_right(Grade(0.0), (-1.0, 0.0)) is True
+    assert is_right(Grade(-1.0), (-1.0, 0.0)) is False
+    assert is_right(Grade(7.0), (0.0, None)) is None
+    assert is_right(Grade(7.0, status="correct"), (0.0, None)) is True
+    assert is_right(Grade(0.25, correct=True), (0.0, 1.0)) is True
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reward_range", "right"),
+    [
+        ([0.1, 0.3, 0.9, 0.5], (0.0, 1.0), 0.0),  # partial credit is no right answer
+        ([0.0, 0.0, 0.0, -1.0], (-1.0, 0.0), 0.75),
+        ([0.0, 0.0, 0.0, -1.0], (0.0, 1.0), None),  # the range is not theirs
+        ([1.0, 1.0, 0.0, -1.0], (0.0, 1.0), 0.5),  # it is but for a punishment
+        ([10.0, 5.0, 1.0, 0.0], (0.0, 1.0), None),
+        ([10.0, 5.0, 1.0, 0.0], (0.0, None), None),
+    ],
+)
+def test_right_is_the_highest_reward(
+    one_rank: ParallelGroups, rewards: list[float], reward_range: tuple[float, float | None], right: float | None
+) -> None:
+    """Where nobody can tell there is the mean reward, and no share of right answers of any kind."""
+    groups = [
+        replace(group, rollouts=tuple(replace(one, grade=told(one.grade, reward_range)) for one in group.rollouts))
+        for group in (answering(rewards, list("abcd")), graded_group(rewards[:1]))
+    ]
+    metrics = evaluator(one_rank, FixedRollouter(groups), [("toy", "0")], samples=4).evaluate(0).metrics
+    assert metrics.get("val/toy/pass@1") == right
+    assert metrics["val/toy/reward"] == sum(rewards) / 4
+    known = {name.removeprefix("val/toy/") for name in metrics}
+    of_right = {"pass@1", "pass@2", "pass@4", "greedy", "maj@k"}
+    assert known & of_right == (set() if right is None else of_right)
 
 
 def test_rewards_that_are_not_0_or_1_leave_the_results_alone(one_rank: ParallelGroups) -> None:
@@ -176,14 +218,33 @@ def test_rewards_that_are_not_0_or_1_leave_the_results_alone(one_rank: ParallelG
     sampled, greedy = graded_group([0.0, 0.5]), graded_group([0.5])
     verdicts = [("correct", "4"), ("wrong", "5")]
     rollouts = [
-        replace(rollout, grade=replace(rollout.grade, status=verdict, extracted=answer))
+        replace(rollout, grade=told(replace(rollout.grade, status=verdict, extracted=answer)))
         for rollout, (verdict, answer) in zip(sampled.rollouts, verdicts, strict=True)
     ]
-    wrong = replace(greedy.rollouts[0], grade=replace(greedy.rollouts[0].grade, status="wrong"))
+    wrong = replace(greedy.rollouts[0], grade=told(replace(greedy.rollouts[0].grade, status="wrong")))
     groups = [replace(sampled, rollouts=tuple(rollouts)), replace(greedy, rollouts=(wrong,))]
     metrics = evaluator(one_rank, FixedRollouter(groups), [("toy", "0")], samples=2).evaluate(0).metrics
     assert (metrics["val/toy/pass@1"], metrics["val/toy/greedy"], metrics["val/toy/maj@k"]) == (0.5, 0.0, 1.0)
     assert metrics["val/toy/reward"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("reward_range", "measures", "warned"),
+    [
+        ((0.0, 1.0), ("reward",), True),
+        ((0.0, None), ("reward",), False),  # as it says
+        ((0.0, 1.0), ("reward", "pass@1"), False),
+        ((0.0, 1.0), ("num_tasks",), False),  # nothing was graded, which is told otherwise
+    ],
+)
+def test_rewards_outside_the_range_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reward_range: tuple[float, float | None],
+    measures: Sequence[str], warned: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("megatron_rl"), "propagate", True)
+    served = ServedEnvironment("toy", 1.0, False, 1, reward_range=reward_range)
+    warn_of_range(served, {f"val/toy/{measure}": 1.0 for measure in measures})
+    assert ("toy has no pass@k: it gave rewards outside 0 to 1" in caplog.text) == warned
 
 
 def answering(rewards: Sequence[float | None], answers: Sequence[str | None]) -> RolloutGroup:

@@ -10,6 +10,7 @@ from megatron_rl.metrics.evaluation import by_environment, last_evaluation, resu
 from megatron_rl.metrics.table import format_table
 from megatron_rl.rollout.evaluation import confidence, majority_is_correct
 from megatron_rl.types import Completion, Grade, Rollout
+from tests.support.rollouts import told
 
 FLAGS = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
@@ -35,9 +36,23 @@ def test_the_flags_of_a_training_command_do_not_stand_in_the_way():
     assert problems == []
 
 
-def test_the_interval_is_over_tasks():
-    """Means 0, 0.5, 1: standard deviation 0.5, standard error 0.5 / sqrt(3) = 0.2887, times 1.96 = 0.5658."""
-    assert confidence(numpy.array([0.0, 0.5, 1.0])) == pytest.approx(0.5658, abs=1e-4)
+@pytest.mark.parametrize(
+    ("by_task", "samples", "draws"),
+    [
+        ([0.0, 0.5, 1.0], 6, 3),  # 0.25 of a draw, 0.25 / 3 of the mean: the samples of a task are alike
+        ([0.25, 0.75] * 4, 64, 28),  # 0.25 of a draw, 1/14 of a task, 1/112 of the mean
+        ([0.5] * 50, 200, 200),  # no spread over tasks: every sample is a draw
+        ([1.0] * 200, 1600, 200),  # all right: tasks
+        ([0.0] * 8, 64, 8),
+    ],
+)
+def test_the_interval_is_wilsons_over_tasks(by_task, samples, draws):
+    """As the roots of (p - mean)^2 = 1.96^2 p (1 - p) / draws."""
+    mean, z = numpy.mean(by_task), 1.96**2 / draws
+    ends = numpy.roots([1 + z, -2 * mean - z, mean**2])
+    found = confidence(numpy.array(by_task), samples)
+    assert found == pytest.approx(abs(ends - mean).max(), rel=1e-6)
+    assert found > 0
 
 
 def test_the_table_has_a_row_for_each_environment():
@@ -79,5 +94,5 @@ def test_the_newest_evaluation_is_shown():
 )
 def test_the_majority_votes_by_extracted_answer(answers, right):
     completion = Completion((1,), (0.0,), "stop", 0)
-    graded = [Rollout(completion, "", Grade(reward, extracted=text)) for text, reward in answers]
+    graded = [Rollout(completion, "", told(Grade(reward, extracted=text))) for text, reward in answers]
     assert majority_is_correct(graded) == right

@@ -40,7 +40,7 @@ def group(index: int) -> RolloutGroup:
     talk = Completion((5, 0, 7, 8, 70000), logprobs, "length", 3, ((2, 4),))
     plain = Completion((index, 0), logprobs[:2], "stop", 3, cached_tokens=1)
     failed = Grade(None, code="worker_died", message="twice")
-    good = Grade(0.1, {"calls": 2.0}, status="correct", extracted="12")
+    good = Grade(0.1, {"calls": 2.0}, status="correct", extracted="12", correct=True)
     return RolloutGroup(request(index).source, (1, 2), (Rollout(talk, "", failed), Rollout(plain, "", good)))
 
 

@@ -12,7 +12,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.quota import COUNTS, IDLE, OPEN, Quota, counts_in
 from megatron_rl.types import RolloutGroup
 from tests.support.ranks import run_ranks
-from tests.support.rollouts import graded_group
+from tests.support.rollouts import graded_group, told
 
 GOOD, EQUAL = graded_group([0.0, 1.0]), graded_group([1.0, 1.0])
 
@@ -62,8 +62,10 @@ def test_failed_grades_do_not_make_a_group_count(quota: Quota) -> None:
         ([(-1.0, "wrong"), (-1.5, "wrong")], True, False),  # all wrong, one of them too long
         ([(1.0, "correct"), (0.5, "correct")], True, False),
         ([(1.0, "correct"), (-1.0, "no_answer")], True, True),
-        ([(1.0, ""), (0.0, "")], True, True),  # without a verdict a positive reward is a right answer
+        ([(1.0, ""), (0.0, "")], True, True),  # without a verdict the highest reward is a right answer
         ([(-1.0, "wrong"), (-1.0, "wrong")], False, False),
+        ([(0.75, ""), (0.5, "")], True, False),  # neither is the highest
+        ([(2.0, ""), (0.5, "")], True, True),  # nobody can tell of a reward beyond the highest: by the rewards
     ],
 )
 def test_a_filter_asks_for_rewards_or_for_verdicts(
@@ -71,7 +73,7 @@ def test_a_filter_asks_for_rewards_or_for_verdicts(
 ) -> None:
     group = graded_group([reward for reward, _ in graded])
     rollouts = [
-        replace(rollout, grade=replace(rollout.grade, status=status))
+        replace(rollout, grade=told(replace(rollout.grade, status=status)))
         for rollout, (_, status) in zip(group.rollouts, graded, strict=True)
     ]
     group = replace(group, rollouts=tuple(rollouts))

@@ -95,7 +95,7 @@ def test_a_call_in_a_chat_is_read_by_the_templates_parser(tokenizer: Tokenizer, 
     assert tokenizer.decode_raw(prompts[1]) == (
         f"[add]user:2+2?<|end|>assistant:{CALL}<|end|>tool:4<|end|>assistant:"
     )
-    assert rollout.grade == Grade(1.0, {"tool_calls": 1.0, "bad_tool_calls": 0.0})
+    assert rollout.grade == Grade(1.0, {"tool_calls": 1.0, "bad_tool_calls": 0.0}, correct=True)
     ids, [(start, end)] = rollout.completion.token_ids, rollout.completion.environment_spans
     assert tokenizer.decode_raw(ids[start:end]) == "tool:4<|end|>assistant:", "no part of the loss"
     assert tokenizer.decode_raw(ids[:start] + ids[end:]) == f"{CALL}<|end|>4<|end|>"
@@ -106,7 +106,7 @@ def test_a_bad_call_is_answered_and_the_conversation_goes_on(tokenizer: Tokenize
     rollout, prompts, _ = converse(tokenizer, one_rank, prompt, CALL.replace("add", "sum"), CALL[:-1], "4")
     assert "tool:Error: there is no function 'sum'" in tokenizer.decode_raw(prompts[1])
     assert "tool:Error: a call cannot be read: " in tokenizer.decode_raw(prompts[2])
-    assert rollout.grade == Grade(1.0, {"tool_calls": 2.0, "bad_tool_calls": 2.0})
+    assert rollout.grade == Grade(1.0, {"tool_calls": 2.0, "bad_tool_calls": 2.0}, correct=True)
 
 
 def test_after_plain_text_calls_and_results_are_text(tokenizer: Tokenizer, one_rank: ParallelGroups) -> None:
