@@ -48,7 +48,7 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
             outcome = run.trainer.step(updates, rewards, critic_alone)
     run.parity.judge_correction(outcome.metrics)
 
-    if outcome.skipped_updates or outcome.skipped_critic_updates:
+    if outcome.skipped_updates:
         run.reporter.dump_batches(step, outcome.updates)
     run.reporter.records(step, rollouts.groups, run.tokenizer.decode_raw, rollouts.numbers, outcome.updates)
     metrics = rollout_metrics(list(rollouts.answered.values()), run.groups.rollout_group)
@@ -65,8 +65,8 @@ def rl_step(run: RLRun, step: int) -> StepResult | None:
     metrics["training/samples_per_update"] = float(rewards.in_loss.sum()) / max(1, len(updates))
     return StepResult(
         metrics,
-        applied_updates=total - outcome.skipped_updates,
-        skipped_updates=outcome.skipped_updates + outcome.skipped_critic_updates,
+        applied_updates=outcome.applied_updates,
+        skipped_updates=outcome.skipped_updates,
         critic_updates=outcome.critic_updates,
         tokens=int(metrics["perf/generated_tokens"]),
     )

@@ -62,7 +62,7 @@ def supervised_step(run: SupervisedRun, step: int) -> StepResult:
     outcome.metrics["training/skipped_demonstrations"] = float(run.source.skipped_too_long - skipped)
     return StepResult(
         outcome.metrics,
-        applied_updates=1 - outcome.skipped_updates,
+        applied_updates=outcome.applied_updates,
         skipped_updates=outcome.skipped_updates,
         tokens=int(outcome.metrics["perf/total_num_tokens"]),
     )

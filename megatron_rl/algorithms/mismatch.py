@@ -74,7 +74,7 @@ def mismatch_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
     The effective sample size is Kish's ``(sum w)^2 / sum w^2`` as a fraction of the tokens: 1 when all weights are
     equal. The residual gap is the mean of ``|log weight - delta|`` over the tokens that were weighed and not clipped: 0
     for weights that are the ratios, the whole gap for weights of 1, twice the gap for inverted ratios. Without tokens
-    everything is 0.
+    everything is 0, but what compares fresh tokens is there only with such tokens, and what compares others with those.
     """
     of = {name.removeprefix("mismatch/"): float(value) for name, value in sums.items() if value.numel() == 1}
     tokens = max(of["tokens"], 1.0)
@@ -82,9 +82,13 @@ def mismatch_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
     mean, largest = of["delta"] / tokens, of["abs_delta_max"]
     # Rounding can take the variance of equal deltas below 0.
     variance = max(of["delta_square"] / tokens - mean**2, 0.0)
-    return {
-        "training/rollout_logprob_gap_mean": of["fresh_abs_delta"] / max(of["fresh_tokens"], 1.0),
-        "training/rollout_logprob_gap_max": of["fresh_abs_delta_max"],
+    by_age: dict[str, float] = {}
+    if fresh := of["fresh_tokens"]:
+        by_age["training/rollout_logprob_gap_mean"] = of["fresh_abs_delta"] / fresh
+        by_age["training/rollout_logprob_gap_max"] = of["fresh_abs_delta_max"]
+    if stale := of["tokens"] - fresh:
+        by_age["rollout_corr/stale_abs_log_ratio_mean"] = (of["abs_delta"] - of["fresh_abs_delta"]) / stale
+    return by_age | {
         "rollout_corr/abs_log_ratio_mean": of["abs_delta"] / tokens,
         "rollout_corr/k3_kl": of["k3"] / tokens,
         "rollout_corr/log_ratio_mean": mean,

@@ -34,9 +34,9 @@ def _aggregation(config: RLConfig, _: int) -> str:
 
 
 def _correction(config: RLConfig, _: int) -> str:
-    """Quantised rollouts, and those that older weights began, are of another policy than the trainer's: corrected."""
+    """Quantised rollouts, and those by older weights, are of another policy than the trainer's: corrected."""
     algorithm = config.algorithm
-    if algorithm.rl_inference_logprobs_is_correction or algorithm.rl_partial_rollouts:
+    if algorithm.rl_inference_logprobs_is_correction or algorithm.has_stale_samples:
         return "token_tis"
     rounded = config.quantization.rl_rollout_quantization != "none" or config.kv_cache_is_rounded
     return "token_tis" if rounded else "none"
@@ -48,7 +48,7 @@ def _at_once(config: RLConfig, _: int) -> int | None:
 
 
 def _lag(config: RLConfig, _: int) -> float | None:
-    return 3.0 if config.algorithm.rl_partial_rollouts else None
+    return 3.0 if config.algorithm.rl_partial_rollouts else 1.0 if config.algorithm.has_stale_samples else None
 
 
 _NEVER_CUT = 1e9
@@ -100,7 +100,7 @@ class AlgorithmConfig:
     rl_correction: str | None = flag(None, names_of=CORRECTIONS, derived=_correction)
     """Correction of the gap between engine and trainer log-probs: names joined by +.
 
-    Without it token_tis where rollouts are quantised or partial, else none.
+    Without it token_tis where rollouts are quantised, partial or kept (--rl-surplus keep), else none.
     """
     rl_correction_args: tuple[str, ...] = flag(())
     """Options of the corrections, name=value."""
@@ -150,22 +150,28 @@ class AlgorithmConfig:
     rl_max_refills: int = flag(10, ge=0, le=10_000)
     """Most further draws of a step of --rl-dynamic-sampling; after them it takes the groups that there are."""
     rl_surplus: Literal["drop", "keep"] = flag("drop")
-    """Groups of --rl-dynamic-sampling that counted and were too many: keep uses them in the next step.
+    """Groups of --rl-dynamic-sampling that counted and were too many: keep uses them in later steps.
 
-    Their prompts come again either way; with drop they are answered by the newer weights.
+    Their prompts come again either way; with drop, and once they are older than --rl-generation-lag, they are answered
+    by the newer weights.
     """
     rl_partial_rollouts: bool = flag(False)
     """A step begins when --grpo-prompts-per-step groups are generated; the others go on with the newer weights."""
     rl_generation_lag: float | None = flag(None, ge=-1, le=1000, derived=_lag)
-    """Steps by which a token may be behind the weights that are trained; 0 without --rl-partial-rollouts.
+    """Steps by which a token may be behind the weights that are trained; a part of a step counts as none.
 
-    With it 3 if nothing is said; a part of a step counts as none.
+    If nothing is said 3 with --rl-partial-rollouts, 1 with --rl-surplus keep, and 0 without either.
     """
     rl_stale_samples: Literal["finish", "drop"] = flag("finish")
     """Groups of --rl-partial-rollouts that would be older than --rl-generation-lag: finish generates them in time.
 
     drop gives them up, which prefers short answers.
     """
+
+    @property
+    def has_stale_samples(self) -> bool:
+        """A step may train on tokens that the weights of an earlier one drew."""
+        return self.rl_partial_rollouts or self.rl_surplus == "keep"
 
 
 _OF_DYNAMIC_SAMPLING = (
@@ -198,9 +204,13 @@ def dynamic_sampling_problems(config: RLConfig, _: int) -> Iterator[Finding]:
 def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     """Samples that nobody puts aside, or that none could go on from."""
     algorithm, flag_name = config.algorithm, "--rl-partial-rollouts"
+    lag = algorithm.rl_generation_lag
+    if algorithm.has_stale_samples and int(lag) < 1:
+        which = flag_name if algorithm.rl_partial_rollouts else "--rl-surplus keep"
+        yield "rl_generation_lag", f"with {which}: what is left for the next step would be too old; use 1 or more"
     if not algorithm.rl_partial_rollouts:
-        if (algorithm.rl_generation_lag or 0) > 0:
-            yield "rl_generation_lag", f"has no effect without {flag_name}; add it, or use 0"
+        if (lag or 0) > 0 and not algorithm.has_stale_samples:
+            yield "rl_generation_lag", f"has no effect without {flag_name} or --rl-surplus keep; add one, or use 0"
         if "rl_stale_samples" in config.typed:
             yield "rl_stale_samples", f"has no effect without {flag_name}; add it, or leave this out"
         return
@@ -213,15 +223,13 @@ def partial_rollout_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     ):  # fmt: skip
         if is_on:
             yield "rl_partial_rollouts", f"with {name}, {why}; leave one of them out"
-    wanted, at_once, lag = algorithm.grpo_prompts_per_step, algorithm.rl_oversampling, algorithm.rl_generation_lag
-    if int(lag) < 1:
-        yield "rl_generation_lag", f"with {flag_name}: what is put aside would be too old at once; use 1 or more"
-    elif wanted and at_once <= wanted:
+    wanted, at_once = algorithm.grpo_prompts_per_step, algorithm.rl_oversampling
+    if wanted and at_once <= wanted:
         yield "rl_oversampling", (
             f"with {flag_name} is not more than --grpo-prompts-per-step {wanted}, so no group would be put aside; use "
             f"{wanted + 1} or more"
         )
-    elif wanted and algorithm.rl_stale_samples == "finish" and at_once > wanted * (int(lag) + 1):
+    elif wanted and lag >= 1 and algorithm.rl_stale_samples == "finish" and at_once > wanted * (int(lag) + 1):
         yield "rl_oversampling", (
             f"is more than {int(lag) + 1} steps of {wanted} groups can finish in time (--rl-generation-lag {lag:g}); "
             f"use at most {wanted * (int(lag) + 1)}, or --rl-stale-samples drop"

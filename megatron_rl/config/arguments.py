@@ -19,11 +19,13 @@ from megatron_rl.config.flags import Flag
 from megatron_rl.config.hints import foreign_hint
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, validate
 from megatron_rl.config.saved import saved_model
-from megatron_rl.errors import MAX_PROBLEMS, Problem, collecting, one_line, shorten
+from megatron_rl.errors import Problem, collecting, one_line, shorten
 from megatron_rl.families import read_model
 
 _LONGEST_FLAG = 100
 """No flag is that long, and looking for the nearest takes the square of the length."""
+MOST_COMPARED = 100
+"""Unknown flags for which the nearest of ours is looked up."""
 _LONGEST_FILE = 2**18
 FILLED_IN = frozenset({"--num-layers", "--hidden-size", "--num-attention-heads", "--tokenizer-model"})
 """Flags without a default that a directory may replace."""
@@ -112,9 +114,8 @@ def _read_command_line(argv: Sequence[str], reading: Reading) -> list[Setting]:
             last = settings.pop()
             settings.append(Setting(last.where, last.spelling, (*last.texts, token)))
         else:
-            foreign = foreign_hint(token.partition("=")[0][:_LONGEST_FLAG])  # verl's flags have no dashes
-            advice = f"use {foreign}" if foreign is not None else "every value follows its flag"
-            reading.refuse(None, f"{shorten(token)} stands before any flag; {advice}")
+            advice = _translation(*token.partition("=")[::2])  # verl's flags have no dashes
+            reading.refuse(None, f"{shorten(token)} stands before any flag; {advice or 'every value follows its flag'}")
     return settings
 
 
@@ -172,8 +173,8 @@ def _compose(path: str) -> yaml.MappingNode | None:
 def _apply(setting: Setting, reading: Reading) -> None:
     known = _spellings().get(setting.spelling)
     if known is None:
-        # what is not shown needs no comparison with every flag, which would take half a minute for 5000 of them
-        hint = _hint(setting) if len(reading.problems) < MAX_PROBLEMS else ""
+        # the comparison with every flag would take half a minute for 5000 of them
+        hint = _hint(setting, compares=len(reading.problems) < MOST_COMPARED)
         reading.refuse(None, f"{setting.where} is not a flag; {hint}")
         return
     flag, switches_on = known
@@ -184,13 +185,23 @@ def _apply(setting: Setting, reading: Reading) -> None:
         reading.failed.add(flag.spelling)
 
 
-def _hint(setting: Setting) -> str:
-    foreign = foreign_hint(setting.spelling[:_LONGEST_FLAG])
-    if foreign is not None:
-        return f"use {foreign.removeprefix('--') if setting.from_file else foreign}"
-    near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
+def _hint(setting: Setting, compares: bool) -> str:
     dashes = "" if setting.from_file else "--"
+    foreign = _translation(setting.spelling, " ".join(setting.texts), dashes)
+    if foreign is not None:
+        return foreign
+    if not compares or "." in setting.spelling:  # none of ours has a dot, and what is near verl's means another thing
+        return "--help-all lists all flags"
+    near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
     return f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
+
+
+def _translation(spelling: str, value: str, dashes: str = "--") -> str | None:
+    """What to do about a setting of TRL or verl; None if it is none that is known."""
+    hint = foreign_hint(spelling[:_LONGEST_FLAG], value[:_LONGEST_FLAG])
+    if hint:
+        return f"use {hint if dashes else hint.removeprefix('--')}"
+    return None if hint is None else "docs/coming_from.md says why there is none"
 
 
 def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:

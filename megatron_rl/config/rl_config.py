@@ -399,8 +399,8 @@ def _notes_on_values(config: RLConfig) -> Iterator[str]:
         yield f"{what}: the gradient of k1 is 0 in expectation; use k2 or k3"
     if kernels.cuda_graph_impl == "transformer_engine":
         yield (
-            "--cuda-graph-impl transformer_engine has no effect: layers are always megatron-core's local ones in this "
-            "version; local captures the rollouts' decode step"
+            "--cuda-graph-impl transformer_engine has no effect: graphs of Transformer Engine's layers are not built; "
+            "local captures the rollouts' decode step"
         )
     graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
     if graphed and config.rollout.rl_inference_engine == "mcore":
@@ -409,7 +409,7 @@ def _notes_on_values(config: RLConfig) -> Iterator[str]:
         yield (
             f"--fp8-format {config.precision.fp8_format} runs the trainer's forward pass on the "
             f"{quantization.rl_rollout_quantization} weights of the rollouts (--rl-train-forward quantized); "
-            "Transformer Engine's layers are not built in this version, installed or not"
+            "fp8 products of Transformer Engine's own layers come with --transformer-impl transformer_engine"
         )
 
 

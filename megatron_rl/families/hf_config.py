@@ -61,11 +61,20 @@ class HfConfig:
     def rope(self) -> tuple[int, float | None]:
         """Base of the rotary frequencies, and the factor of Llama 3's scaling or None.
 
-        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``.
+        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``. Of a file with
+        both transformers reads the latter alone, so they must say the same.
         """
-        key = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        keys = [key for key in ("rope_parameters", "rope_scaling") if self.get(key)] or ["rope_scaling"]
+        first, *others = [self._rope(key) for key in keys]
+        if others not in ([], [first]):
+            self.refuse("rope_scaling", self.get("rope_scaling"), "rope_parameters says otherwise; keep one of them")
+        return first
+
+    def _rope(self, key: str) -> tuple[int, float | None]:
         rope = self.get(key, {})
         self._valid(key, rope, isinstance(rope, Mapping), "a mapping")
+        for name in (name for name, value in rope.items() if isinstance(value, Mapping)):
+            self.refuse(f"{key}.{name}", rope[name], "every layer has the same positions")
         base = rope.get("rope_theta", self.get("rope_theta", 10000.0))
         is_whole = _is_number(base) and base >= 1 and base == int(base)
         self._valid("rope_theta", base, is_whole, "a whole number above 0")

@@ -48,6 +48,7 @@ RL_COLUMNS = (
     Column("loss {}", "actor/pg_loss", ".3g"),
     Column("grad {}", "actor/grad_norm", ".3g"),
     Column("gap {}", "training/rollout_logprob_gap_mean", ".1e"),
+    Column("stale {}", "rollout/stale_token_share", ".0%"),
     Column("gen {}s", "timing_s/gen", ".1f"),
     Column("train {}s", "timing_s/update_actor", ".1f", glue=" "),
     Column("{} tok/s", "perf/throughput", COMPACT),

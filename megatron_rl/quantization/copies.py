@@ -32,7 +32,7 @@ class QuantizedMatrix:
     split: Split
     """Which dimension they share."""
     ranks: dist.ProcessGroup | None
-    """Given to the product where it is a part of a sum; experts' outputs are added up by the caller."""
+    """Given to the product where it is a part of a sum. An expert's part is scaled alone, and the caller adds up."""
 
     @property
     def parameter(self) -> torch.Tensor:

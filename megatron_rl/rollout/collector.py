@@ -40,8 +40,8 @@ class DynamicSampling:
     at_once: int
     """Prompts of the first draw, and the most of a later one."""
     most_refills: int
-    keeps_surplus: bool
-    """Groups that counted and were too many are used in the next step."""
+    surplus_lag: int
+    """For how many steps groups that counted and were too many may be used; 0 drops them."""
 
 
 @dataclass
@@ -125,6 +125,8 @@ class Collector:
             EnvironmentFault: too many grades failed.
         """
         start, step = self.source.position(), StepRollouts(policy_version=policy_version)
+        if self.dynamic is not None:
+            self.surplus.drop_older(policy_version - self.dynamic.surplus_lag)
         if self.partial is not None:
             if not self._go_on(step, self.partial, seed, journal):
                 self.source.return_to(start)
@@ -167,7 +169,7 @@ class Collector:
         metrics = idle_metrics(seconds)
         if self.partial is not None:
             self.put_aside.turn_over(step.put_aside)
-            metrics |= lag_metrics(list(step.answered.values()), step.policy_version, replicas) | {
+            metrics |= lag_metrics(step.groups, step.policy_version, replicas) | {
                 "training/groups_started": float(step.started),
                 "training/groups_put_aside": float(len(step.put_aside)),
                 "training/groups_dropped": float(len(step.dropped)),
@@ -175,7 +177,8 @@ class Collector:
             }
         if self.dynamic is None:
             return metrics
-        if self.dynamic.keeps_surplus:
+        if self.dynamic.surplus_lag:
+            metrics |= lag_metrics(step.groups, step.policy_version, replicas)
             spare = [group for group in step.spare.values() if self._counts(group)]
             kept = [record for part in gather_json(list(map(record_of, spare)), replicas) for record in part]
             self.surplus.turn_over(step.drawn, kept)

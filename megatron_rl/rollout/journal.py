@@ -157,6 +157,10 @@ class Surplus(Records):
         """The record of what was asked."""
         return next((record for record in self._records if record["asked"] == asked), None)
 
+    def drop_older(self, version: int) -> None:
+        """Forget the groups with a token of weights before ``version``: their prompts are answered anew."""
+        self._records = [record for record in self._records if _oldest_version(record) >= version]
+
     def turn_over(self, used: Sequence[SourcedTask], new: Sequence[Record]) -> None:
         """Forget the groups of prompts that a step has ``used``, and take in ``new`` ones; the same on all ranks."""
         gone = [_task_of(source) for source in used] + [record["asked"][:3] for record in new]
@@ -170,6 +174,11 @@ def record_of(group: RolloutGroup) -> Record:
     """JSON values; texts are left out."""
     asked = _asked(group.source, group.prompt_ids, len(group.rollouts))
     return {"asked": asked, "rollouts": list(map(_described, group.rollouts))}
+
+
+def _oldest_version(record: Record) -> int:
+    sequences = [each for rollout in record["rollouts"] for each in (rollout, *rollout.get("branches", ()))]
+    return min(version for each in sequences for version, _ in (*each.get("older", ()), (each["policy_version"], 0)))
 
 
 def asked_of(request: Request) -> list[Any]:

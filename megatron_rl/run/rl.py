@@ -158,9 +158,8 @@ def _dynamic_sampling(config: RLConfig) -> DynamicSampling | None:
     algorithm = config.algorithm
     if not algorithm.rl_dynamic_sampling:
         return None
-    return DynamicSampling(
-        filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, algorithm.rl_surplus == "keep"
-    )
+    surplus_lag = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0
+    return DynamicSampling(filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, surplus_lag)
 
 
 def _partial_rollouts(config: RLConfig) -> PartialRollouts | None:

@@ -103,7 +103,7 @@ class Critic:
         metrics |= {
             "critic/grad_norm": sum(outcome.grad_norm for outcome in outcomes) / len(outcomes),
             "critic/lr": outcomes[-1].learning_rate,
-            "critic/skipped_updates": float(sum(not outcome.applied for outcome in outcomes)),
+            "critic/skipped_updates": float(sum(outcome.skipped for outcome in outcomes)),
         }
         return metrics | self.scorer.balance_metrics(), outcomes
 

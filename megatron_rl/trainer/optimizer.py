@@ -25,11 +25,21 @@ class UpdateOutcome:
     """What one optimizer step did. Equal on all ranks."""
 
     applied: bool
-    """False when the gradient was not finite: parameters are untouched."""
+    """False when the gradient was not finite, or there was none: parameters and momenta are untouched."""
     grad_norm: float
     """Before clipping."""
     num_zeros: float | None
     learning_rate: float
+
+    @property
+    def is_empty(self) -> bool:
+        """The gradient was 0: the correction rejected every token, for example."""
+        return not self.applied and self.grad_norm == 0
+
+    @property
+    def skipped(self) -> bool:
+        """The gradient was not finite."""
+        return not self.applied and not self.is_empty
 
 
 class Optimization:
@@ -71,15 +81,16 @@ class Optimization:
 
     @torch.no_grad()
     def step(self) -> UpdateOutcome:
-        """Clip and apply the reduced gradients, unless they are not finite.
+        """Clip and apply the reduced gradients, unless they are not finite or all 0.
 
-        Megatron's own ``step`` would clip by a NaN norm and write NaN into every parameter.
+        Megatron's own ``step`` would clip by a NaN norm and write NaN into every parameter. Without any gradient weight
+        decay and momentum would still move them.
         The norm is reduced over all ranks, so all ranks decide alike.
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
         found_inf = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if found_inf or not math.isfinite(norm):
+        if found_inf or not math.isfinite(norm) or norm == 0:
             return UpdateOutcome(False, norm, None, learning_rate)
         self.updates_begun += 1
         if 0 < self._clip < norm:

@@ -31,13 +31,25 @@ class TrainOutcome:
     """The result of a step's updates; equal on all ranks but for the batches."""
 
     metrics: dict[str, float]
-    skipped_updates: int
-    """Updates left out because their gradient was not finite."""
     updates: Updates
     """What was trained on, with advantages and the log-probs that stay fixed."""
-    critic_updates: int = 0
-    """Applied to the critic."""
-    skipped_critic_updates: int = 0
+    of_policy: Sequence[UpdateOutcome] = ()
+    of_critic: Sequence[UpdateOutcome] = ()
+
+    @property
+    def applied_updates(self) -> int:
+        """Of the policy."""
+        return sum(one.applied for one in self.of_policy)
+
+    @property
+    def critic_updates(self) -> int:
+        """Applied to the critic."""
+        return sum(one.applied for one in self.of_critic)
+
+    @property
+    def skipped_updates(self) -> int:
+        """Of both, left out because their gradient was not finite."""
+        return sum(one.skipped for one in (*self.of_policy, *self.of_critic))
 
 
 class ReferencePolicy:
@@ -108,7 +120,7 @@ class PolicyTrainer:
         ``critic_alone`` leaves the policy as it is.
         """
         if not updates:
-            return TrainOutcome({}, 0, ())
+            return TrainOutcome({}, ())
         scored = self._score(_each(updates, lambda batch: replace(batch, step=rewards)))
         metrics = advantage_metrics(scored, self.groups.data_group)
         of_critic: list[UpdateOutcome] = []
@@ -127,8 +139,7 @@ class PolicyTrainer:
                 totals = reduced(sums, self.groups.loss_group, self.optimization.policy.device)
                 balance = self.scorer.balance_metrics()
             metrics |= objective_metrics(totals) | outcome_metrics(outcomes) | balance
-        skipped, skipped_of_critic = (sum(not one.applied for one in part) for part in (outcomes, of_critic))
-        return TrainOutcome(metrics, skipped, scored, len(of_critic) - skipped_of_critic, skipped_of_critic)
+        return TrainOutcome(metrics, scored, outcomes, of_critic)
 
     def _score(self, updates: Updates) -> Updates:
         """Log-probs and advantages, which stay fixed during the step's updates."""
@@ -207,7 +218,8 @@ def outcome_metrics(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
     metrics = {
         "actor/grad_norm": sum(outcome.grad_norm for outcome in outcomes) / len(outcomes),
         "actor/lr": outcomes[-1].learning_rate,
-        "actor/skipped_updates": float(sum(not outcome.applied for outcome in outcomes)),
+        "actor/skipped_updates": float(sum(outcome.skipped for outcome in outcomes)),
+        "actor/empty_updates": float(sum(outcome.is_empty for outcome in outcomes)),
     }
     zeros = [outcome.num_zeros for outcome in outcomes if outcome.num_zeros is not None]
     if zeros:

@@ -104,7 +104,7 @@ class SupervisedTrainer:
             "perf/total_num_tokens": tokens,
         }
         metrics |= outcome_metrics([outcome]) | self.scorer.balance_metrics()
-        return TrainOutcome(metrics, int(not outcome.applied), [micro_batches])
+        return TrainOutcome(metrics, [micro_batches], [outcome])
 
     def loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         """Of what `Scorer.forward` gives; the denominator is the answer tokens."""

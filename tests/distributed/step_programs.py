@@ -33,6 +33,7 @@ from megatron_rl.trainer.policy import sequence_advantages
 from megatron_rl.types import Branch, Grade, RolloutGroup, Sample
 from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
 from tests.support.tiny import tiny_config
+from tests.support.tokens import correction
 from tests.support.toy import toy_run, toy_tokenizer
 from tests.unit.rollout.test_rollouter import ScriptedEngine, make_requests
 
@@ -41,7 +42,8 @@ FEW = (5,)
 
 
 def odd_batches(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Per variant, one after the other: a usual step, ``FEW`` samples, none, one of NaN, a usual step.
+    """Per variant, one after the other: a usual step, ``FEW`` samples, none, samples whose every token is rejected, one
+    of NaN, a usual step.
 
     Weights go to ``folder`` after each.
     """
@@ -53,15 +55,21 @@ def odd_batches(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[
         few = [sample for sample in samples if sample.sample_id in FEW]
         poison = torch.zeros_like(rewards.rewards).index_fill(0, torch.tensor(FEW[:1]), math.nan)
         poisoned = replace(rewards, rewards=rewards.rewards + poison)
-        stages = {"usual": samples, "few": few, "none": [], "poisoned": few[:1], "after": samples}
+        foreign = [replace(sample, inference_logprobs=sample.inference_logprobs - 9) for sample in samples]
+        stages = {
+            "usual": samples, "few": few, "none": [], "rejected": foreign, "poisoned": few[:1], "after": samples,
+        }  # fmt: skip
+        rejecting = replace(run.trainer, objective=replace(run.trainer.objective, correction=correction("masked_is")))
         reports[name] = {}
         for stage, kept in stages.items():
             updates = run.batches.updates(kept, batch_size=64, seed=1)
-            outcome = run.trainer.step(updates, poisoned if stage == "poisoned" else rewards)
+            trainer = rejecting if stage == "rejected" else run.trainer
+            outcome = trainer.step(updates, poisoned if stage == "poisoned" else rewards)
             with rollout_mode(run.policy, run.optimization.wrapped):
                 save_weights(Path(folder) / f"{name}.{stage}.pt", run)
             reports[name][stage] = {
                 "micro_batches": [len(update) for update in updates],
+                "applied": outcome.applied_updates,
                 "skipped": outcome.skipped_updates,
                 "metrics": {key: outcome.metrics[key] for key in REPORTED if key in outcome.metrics},
             }

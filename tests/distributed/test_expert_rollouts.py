@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,14 +79,25 @@ def test_quantised_as_on_one_rank(layout: str) -> None:
             assert all(calls for *_, calls in rows)
 
 
+SAID = "Experts that tensor-parallel ranks cut are not multiplied so"
+"""Of docs/quantization.md, after what it says of other layers, which `test_quantised_tensor_parallel.py` tests."""
+
+
 @pytest.mark.parametrize("recipe", ["int8", "fp8"])
 def test_quantised_experts_that_are_cut(recipe: str) -> None:
-    """A channel's scale is that of both ranks' parts; stacked as one by one."""
+    """A channel's scale is that of both ranks' parts; stacked as one by one. A token's is that of a rank's part alone,
+    and the document says so.
+    """
     program, given = "tests.distributed.expert_programs:complete", {"deals": {"all": [0] * 5}, "recipe": recipe}
     loop = run_ranks(program, 2, parallel=TENSOR, **given, no_moe_grouped_gemm=True)
     for rank in run_ranks(program, 2, parallel=TENSOR, **given):
         agree([rank["all"]], loop[0]["all"])
         assert [row[:2] for row in rank["all"]["audit"]] == [row[:2] for row in loop[0]["all"]["audit"]]
+    (one,) = run_ranks(program, 1, parallel={}, **given)
+    samples = [[answer for answers in found["all"]["answers"].values() for answer in answers] for found in (*loop, one)]
+    others = sum(ours[0] != whole[0] for ours, _, whole in zip(*samples, strict=True))
+    text = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text(encoding="utf-8")
+    assert (SAID in text) == (others > 0), f"{others} samples have other tokens than one rank's"
 
 
 def test_a_rank_whose_layers_all_stay_as_they_are_takes_part() -> None:

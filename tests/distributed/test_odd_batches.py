@@ -63,9 +63,19 @@ def test_a_rank_without_samples_takes_part(outcome: Outcome, variant: str) -> No
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_without_samples_leaves_every_bit_of_the_weights(outcome: Outcome, variant: str) -> None:
     """Momentum and weight decay would move them."""
-    assert outcome.first[variant]["none"] == {"micro_batches": [], "skipped": 0, "metrics": {}}
+    assert outcome.first[variant]["none"] == {"micro_batches": [], "applied": 0, "skipped": 0, "metrics": {}}
     for topology in ("one", "two"):
         before, after = (outcome.weights(topology, variant, stage) for stage in ("few", "none"))
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_update_of_rejected_tokens_alone_leaves_every_bit_of_the_weights(outcome: Outcome, variant: str) -> None:
+    for report in (outcome.one, outcome.first, outcome.second):
+        assert (report[variant]["rejected"]["applied"], report[variant]["rejected"]["skipped"]) == (0, 0)
+        assert report[variant]["after"]["applied"] > 0
+    for topology in ("one", "two"):
+        before, after = (outcome.weights(topology, variant, stage) for stage in ("none", "rejected"))
         assert torch.equal(before, after)
 
 

@@ -119,6 +119,12 @@ def test_ratios_are_clipped_only_after_the_first_update(rows):
     assert rows["loss_clip"][-1]["actor/ppo_kl"] != 0
 
 
+def test_kept_groups_are_at_most_a_step_old(rows):
+    ages = [row["rollout/token_lag_max"] for row in rows["surplus"]]
+    assert ages[0] == 0 and max(ages) <= 1
+    assert all("rollout/token_lag_max" not in row for row in rows["filter_signal"])
+
+
 def test_the_reference_is_the_policy_of_the_start(rows):
     for name in ("kl", "kl_k1"):
         assert rows[name][0]["actor/kl_loss"] == pytest.approx(0, abs=1e-9)

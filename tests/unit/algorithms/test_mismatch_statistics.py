@@ -81,7 +81,18 @@ def test_engine_and_trainer_are_compared_on_what_the_same_weights_drew() -> None
     assert metrics["training/rollout_logprob_gap_mean"] == pytest.approx(0.693147)
     assert metrics["training/rollout_logprob_gap_max"] == pytest.approx(0.693147)
     assert metrics["rollout_corr/abs_log_ratio_mean"] == pytest.approx((1.098612 + 0.693147 + 0.693147) / 3)
+    assert metrics["rollout_corr/stale_abs_log_ratio_mean"] == pytest.approx((1.098612 + 0.693147) / 2)
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.5)
+
+
+def test_where_older_weights_drew_all_tokens_no_gap_of_0_is_claimed() -> None:
+    step = step_rewards(torch.zeros(1), torch.ones(1).bool(), torch.zeros(1).long())
+    batch = of(torch.tensor([3.0, 0.5]).log(), torch.zeros(2), torch.ones(2))
+    for version, stale in ((6, (1.098612 + 0.693147) / 2), (7, None)):
+        of_step = replace(batch, versions=torch.full((2,), version), step=replace(step, policy_version=7))
+        metrics = mismatch_metrics(mismatch_sums(of_step, torch.ones(2), torch.zeros(2).bool()))
+        assert ("training/rollout_logprob_gap_mean" in metrics) == (stale is None)
+        assert metrics.get("rollout_corr/stale_abs_log_ratio_mean") == (stale and pytest.approx(stale))
 
 
 def test_a_trainer_that_holds_tokens_for_less_likely_has_a_negative_mean() -> None:

@@ -60,3 +60,13 @@ def test_graph_flags_are_noted_where_they_do_nothing(config):
         assert line.startswith("--enable-cuda-graph has no effect with --rl-inference-engine mcore")
     (line,) = notes(config(cuda_graph_impl="transformer_engine"))
     assert line.startswith("--cuda-graph-impl transformer_engine has no effect")
+
+
+def test_notes_do_not_deny_that_layers_of_transformer_engine_are_built(config):
+    """They are, with --transformer-impl transformer_engine; graphs of them are not."""
+    (graphs,) = notes(config(cuda_graph_impl="transformer_engine", transformer_impl="transformer_engine"))
+    assert "graphs of Transformer Engine's layers are not built; local captures the rollouts' decode" in graphs
+    (products,) = notes(resolve(config(fp8_format="e4m3", fp8_recipe="blockwise"), 1))
+    assert "Transformer Engine's own layers come with --transformer-impl transformer_engine" in products
+    for line in (graphs, products):
+        assert "layers are always" not in line and "installed or not" not in line

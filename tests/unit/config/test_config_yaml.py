@@ -7,7 +7,8 @@ import difflib
 import pytest
 
 from megatron_rl.config import read_config
-from megatron_rl.errors import MAX_PROBLEMS, ConfigError
+from megatron_rl.config.arguments import MOST_COMPARED
+from megatron_rl.errors import ConfigError
 from tests.support.flags import parse_config
 
 
@@ -118,11 +119,13 @@ def test_what_a_lost_file_would_have_set_is_not_missing(tmp_path):
     assert list(map(str, problems)) == ["--config is empty; name a path, or leave the flag out"]
 
 
-def test_only_what_is_shown_is_compared_with_every_flag(write, monkeypatch):
+def test_only_so_many_are_compared_with_every_flag(write, monkeypatch):
     compared = []
     monkeypatch.setattr(difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
-    assert len(errors_of(write("".join(f"k{n}: 1\n" for n in range(3 * MAX_PROBLEMS))))) == 3 * MAX_PROBLEMS
-    assert len(compared) == MAX_PROBLEMS
+    found = errors_of(write("".join(f"k{n}: 1\n" for n in range(3 * MOST_COMPARED))))
+    assert len(found) == 3 * MOST_COMPARED
+    assert all(line.endswith("is not a flag; --help-all lists all flags") for line in found)
+    assert len(compared) == MOST_COMPARED
 
 
 def test_an_absent_file(tmp_path):

@@ -23,6 +23,20 @@ def test_a_setting_without_it_is_refused(problems, flag, value):
     assert problems(**{flag: value}, rl_dynamic_sampling=True) == []
 
 
+def test_groups_kept_are_a_step_old_and_corrected(config, problems):
+    keep = {"rl_dynamic_sampling": True, "rl_surplus": "keep"}
+    algorithm = resolve(config(**keep), 1).algorithm
+    assert (algorithm.rl_generation_lag, algorithm.rl_correction) == (1.0, "token_tis")
+    dropped = resolve(config(rl_dynamic_sampling=True), 1).algorithm
+    assert (dropped.rl_generation_lag, dropped.rl_correction) == (None, "none")
+    asked = {"rl_generation_lag": "4", "rl_correction": "none"}
+    assert problems(**keep, **asked) == []
+    algorithm = resolve(config(**keep, **asked), 1).algorithm
+    assert (algorithm.rl_generation_lag, algorithm.rl_correction) == (4.0, "none")
+    (problem,) = problems(**keep, rl_generation_lag="0")
+    assert "--rl-generation-lag 0 with --rl-surplus keep" in problem
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

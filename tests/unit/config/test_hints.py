@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import read_config, typed_settings
 from megatron_rl.config.flags import flags_of
-from megatron_rl.config.hints import FOREIGN, foreign_hint
+from megatron_rl.config.hints import TABLE, foreign, foreign_hint
 from megatron_rl.config.rl_config import all_flags
 
 OURS = {text for flag in all_flags() for text in flag.spellings}
@@ -18,14 +20,38 @@ def _problems(*argv: str) -> list[str]:
     return [str(problem) for problem in read_config(argv, 1)[1]]
 
 
-def test_every_hint_names_flags_that_are_there_and_no_flag_of_ours_has_one():
+def test_every_hint_names_flags_that_are_there_and_no_flag_of_ours_has_another():
     from megatron_rl.cli.ranks import Ranks
 
-    known = OURS | {text for flag in flags_of(Ranks) for text in flag.spellings}
-    for word, hint in FOREIGN.items():
+    known = OURS | {text for flag in flags_of(Ranks) for text in flag.spellings} | {"nnodes", "nproc-per-node"}
+    for word, hint in foreign().items():
         flags = [part.removeprefix("--") for part in shlex.split(hint) if part.startswith("--")]
-        assert flags and set(flags) <= known, (word, hint)
-    assert OURS & set(FOREIGN) == set()
+        assert set(flags) <= known and bool(flags) == bool(hint), (word, hint)
+        assert word.replace("_", "-") not in OURS or flags == [word.replace("_", "-")]
+
+
+def test_the_table_is_the_one_of_the_document_row_by_row():
+    text = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    tables = text[text.index("## TRL") : text.index("## Megatron-LM")]
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", tables, re.MULTILINE)
+    assert [f"{theirs} | {ours}".replace("`", "") for theirs, ours in rows] == TABLE.splitlines()
+    words = {word for theirs, _ in rows for word in re.findall("`([^`]+)`", theirs)}
+    assert set(foreign()) == {word.lower() for word in words} | {word.partition("=")[0] for word in words}
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["reward_model.model.path", "critic.model.path", "critic.optim.weight_decay", "optim.lr", "lr.other",
+     "data.reward_weights", "val_kwargs.temperature", "some.n", "reward_model.n_gpus_per_node"],
+)  # fmt: skip
+def test_a_word_of_which_only_the_end_is_known_gets_no_hint(word: str):
+    assert foreign_hint(word) is None
+    assert f"--{word} is not a flag; --help-all lists all flags" in _problems(f"--{word}", "1")
+
+
+@pytest.mark.parametrize("word", ["reward_weights", "loss_type", "top_p", "top_k", "use_vllm"])
+def test_a_word_for_which_there_is_nothing_is_not_taken_for_one_of_ours(word: str):
+    assert f"--{word} is not a flag; docs/coming_from.md says why there is none" in _problems(f"--{word}", "1")
 
 
 @pytest.mark.parametrize(
@@ -39,6 +65,12 @@ def test_every_hint_names_flags_that_are_there_and_no_flag_of_ours_has_one():
             ["data.train_batch_size=64"],
             "'data.train_batch_size=64' stands before any flag; use --grpo-prompts-per-step",
         ),
+        (["--critic.optim.lr=1"], "--critic.optim.lr is not a flag; use --rl-critic-lr"),
+        (["actor_rollout_ref.rollout.val_kwargs.temperature=0"],
+         "'actor_rollout_ref.rollout.val_kwargs.temperature=0' stands before any flag; use --rl-eval-temperature"),
+        (["--loss_type", "dr_grpo"], "--loss_type is not a flag; use --rl-loss-aggregation constant"),
+        (["--max_prompt_length", "9"], "--max_prompt_length is not a flag; use --seq-length"),
+        (["--gradient_accumulation_steps=9"], "--gradient_accumulation_steps is not a flag; use --global-batch-size"),
         (["--learning-rat", "1"], "--learning-rat is not a flag; --help-all lists all flags"),
     ],
 )
@@ -50,11 +82,6 @@ def test_in_a_file_the_hint_is_spelt_as_in_a_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("learning_rate: 1e-6\n")
     assert f"{path} line 1: learning_rate is not a flag; use lr" in _problems("--config", str(path))
-
-
-def test_a_word_of_which_only_the_end_is_known_is_none():
-    assert foreign_hint("critic.optim.lr") == "--lr"
-    assert foreign_hint("lr.other") is None
 
 
 @pytest.mark.parametrize("argv", [[], ["--perform-rl-step"], ["--tokenizer-model", "x"]])

@@ -46,7 +46,7 @@ def test_its_correction_is_ours(config):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"rl_generation_lag": "1"}, "1 has no effect without --rl-partial-rollouts; add it, or use 0"),
+        ({"rl_generation_lag": "1"}, "1 has no effect without --rl-partial-rollouts or --rl-surplus keep"),
         ({"rl_inference_tensor_model_parallel_size": "2"}, "is not --tensor-model-parallel-size 1: rollouts"),
         ({"rl_inference_logprobs_is_correction": True, "rl_correction": "veto"}, "means token_tis, but"),
     ],

@@ -38,13 +38,20 @@ def test_the_beginning_and_the_end_of_a_text_stay():
     assert one_line("x" * 500) == "x" * 500
 
 
-def test_problems_beyond_a_screen_are_counted():
+def test_problems_beyond_any_persons_are_counted():
     problems = [f"problem {n}" for n in range(MAX_PROBLEMS + 3)]
     assert problem_lines(problems[:MAX_PROBLEMS]) == problems[:MAX_PROBLEMS]
     assert problem_lines(problems) == [*problems[:MAX_PROBLEMS], "... and 3 more, not shown; mend these first"]
 
 
-def test_what_is_wrong_with_a_command_line_fits_a_screen(capsys):
+def test_all_that_is_wrong_with_a_command_line_is_shown(capsys):
+    assert main(["train_rl.py", *(f"--flag.{n}" for n in range(76))]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("is not a flag; --help-all lists all flags" in line for line in lines) == 76
+    assert "not shown" not in lines[-1]
+
+
+def test_what_no_person_has_written_is_cut(capsys):
     wrong = [f"--flag-{n}\n{'x' * 10**4}" for n in range(10**3)]
     assert main(["train_rl.py", *wrong, "--lr", "9" * 10**6]) == 2
     lines = capsys.readouterr().err.splitlines()

@@ -109,6 +109,35 @@ def test_the_command_of_the_32b_run_agrees_with_the_published_config(tmp_path: P
     assert [line.split(" contradicts")[0] for line in contradictions] == ["--norm-epsilon 1e-06", "--no-swiglu"]
 
 
+SCALED = {**SCALING, "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling", "refused"),
+    [
+        ({**SCALED, "rope_theta": 500000.0}, SCALED, None),
+        ({**SCALED, "rope_theta": 500000.0}, {}, None),
+        ({}, SCALED, None),
+        ({**SCALED, "rope_theta": 500000.0}, {"type": "linear", "factor": 2.0}, 'rope_scaling.rope_type "linear"'),
+        ({"rope_type": "default", "rope_theta": 500000.0}, SCALED, "rope_parameters says otherwise; keep one of them"),
+        ({**SCALED, "factor": 32.0}, SCALED, "rope_parameters says otherwise"),
+        (SCALED, {**SCALED, "rope_theta": 10000.0}, "rope_parameters says otherwise"),
+        (SCALED, {"type": "default"}, "rope_parameters says otherwise"),
+        (SCALED, "llama3", "rope_scaling must be a mapping"),
+    ],
+)
+def test_rope_scaling_beside_rope_parameters_says_the_same_or_is_refused(
+    tmp_path: Path, parameters: dict, scaling: Any, refused: str | None
+) -> None:
+    values = {**PUBLISHED["Llama-3.1-8B"][0], "rope_parameters": parameters, "rope_scaling": scaling}
+    if refused is None:
+        assert _read(tmp_path, values).architecture.rope_scaling_factor == 8.0
+        return
+    with pytest.raises(ConfigError) as caught:
+        _read(tmp_path, values)
+    assert any(refused in line and "config.json" in line for line in caught.value.lines)
+
+
 @pytest.mark.parametrize(
     ("changes", "fragments"),
     [
@@ -116,6 +145,7 @@ def test_the_command_of_the_32b_run_agrees_with_the_published_config(tmp_path: P
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ['rope_scaling.rope_type "linear"']),
         ({"rope_scaling": {**SCALING, "factor": None}}, ["rope_scaling.factor must be a number"]),
         ({"rope_scaling": "llama3"}, ["rope_scaling must be a mapping"]),
+        ({"rope_parameters": {"full_attention": {"type": "yarn"}}, "rope_scaling": None}, ["rope_parameters.full_att"]),
         ({"rope_theta": 10000.5}, ["rope_theta must be a whole number", "10000.5"]),
         ({"rope_theta": float("inf")}, ["rope_theta must be a whole number", "inf"]),
         ({"rope_scaling": {**SCALING, "factor": float("inf")}}, ["rope_scaling.factor must be a number", "inf"]),

@@ -36,6 +36,7 @@ class Answers:
         self, requests: Sequence[Request], seed: int, policy_version: int, journal: StepJournal, quota: Quota | None
     ) -> RolloutResult | None:
         self.draws.append("".join(request.source.task.id for request in requests))
+        self.version = policy_version
         if len(self.draws) == self.stops_at:
             return None
         finished = {request.index: self._answer(request, journal) for request in requests}
@@ -49,7 +50,12 @@ class Answers:
             self.known.append(task)
             return known
         rewards = [None, None] if task in self.failed else [0.0, 1.0] if task in self.good else [1.0, 1.0]
-        return replace(graded_group(rewards, request.prompt_ids), source=request.source)
+        group = graded_group(rewards, request.prompt_ids)
+        rollouts = [
+            replace(rollout, completion=replace(rollout.completion, policy_version=self.version))
+            for rollout in group.rollouts
+        ]
+        return replace(group, source=request.source, rollouts=tuple(rollouts))
 
 
 def source() -> PromptSource:
@@ -63,18 +69,18 @@ def source() -> PromptSource:
 
 
 def collector(
-    answers: Answers, groups: ParallelGroups, wanted: int = 3, at_once: int = 5, refills: int = 2, keeps: bool = False
+    answers: Answers, groups: ParallelGroups, wanted: int = 3, at_once: int = 5, refills: int = 2, surplus_lag: int = 0
 ) -> Collector:
     return Collector(
         source(), RequestFactory(SamplingParams(), 100), answers, groups, ExpectedLengths(),
         prompts_per_step=wanted, group_size=2, max_failed_share=0.5,
-        dynamic=DynamicSampling(signal.Filter(), at_once, refills, keeps),
+        dynamic=DynamicSampling(signal.Filter(), at_once, refills, surplus_lag),
     )  # fmt: skip
 
 
-def step(made: Collector) -> tuple[str, SimpleNamespace]:
+def step(made: Collector, version: int = 0) -> tuple[str, SimpleNamespace]:
     """The tasks of the groups that count."""
-    found = made.collect(1, 0, StepJournal({}, surplus=made.surplus))
+    found = made.collect(1, version, StepJournal({}, surplus=made.surplus))
     assert found.numbers == tuple(range(len(found.groups)))
     return "".join(group.source.task.id for group in found.groups), found
 
@@ -143,7 +149,7 @@ def test_a_stop_during_a_refill_leaves_no_trace(one_rank: ParallelGroups) -> Non
 
 def test_surplus_is_used_by_the_next_step(one_rank: ParallelGroups) -> None:
     answers = Answers(good="abcdefg")
-    made = collector(answers, one_rank, keeps=True)
+    made = collector(answers, one_rank, surplus_lag=1)
     _, found = step(made)
     assert made.commit(found)["perf/surplus_groups"] == 2
     resumed = Surplus()
@@ -156,10 +162,25 @@ def test_surplus_is_used_by_the_next_step(one_rank: ParallelGroups) -> None:
 
 
 def test_surplus_that_is_found_again_is_kept_once(one_rank: ParallelGroups) -> None:
-    made = collector(Answers(good=LETTERS), one_rank, wanted=1, keeps=True)
+    made = collector(Answers(good=LETTERS), one_rank, wanted=1, surplus_lag=1)
     for kept in ("bcde", "cdef"):
         made.commit(step(made)[1])
         assert [record["asked"][1] for record in made.surplus.state_dict()["groups"]] == list(kept)
+
+
+@pytest.mark.parametrize(("lag", "ages"), [(1, [0, 1, 0, 1, 0, 0]), (3, [0, 1, 2, 3, 0, 0])])
+def test_surplus_is_as_old_as_it_may_be_and_its_age_is_logged(
+    one_rank: ParallelGroups, lag: int, ages: list[int]
+) -> None:
+    """Of a to e one is wanted in each step: without a bound the ages would be 0, 1, 2, 3, 4, 4."""
+    answers = Answers(good=LETTERS)
+    made = collector(answers, one_rank, wanted=1, surplus_lag=lag)
+    for version, age in enumerate(ages):
+        answers.known = []
+        tasks, found = step(made, version)
+        assert (tasks, tasks in answers.known) == (LETTERS[version], age > 0)
+        metrics = made.commit(found)
+        assert (metrics["rollout/token_lag_max"], metrics["rollout/stale_token_share"]) == (age, float(age > 0))
 
 
 def test_what_is_dropped_is_answered_again(one_rank: ParallelGroups) -> None:

@@ -176,7 +176,7 @@ def test_what_was_better_than_expected_gets_likelier(one_rank: ParallelGroups) -
     gain = (setup.trainer.scorer.logprobs([batch])[0] * batch.loss_mask - start).split(batch.lengths)
     assert gain[0].sum() > 0.1
     assert gain[1].sum() < -0.1
-    assert (outcome.critic_updates, outcome.skipped_critic_updates) == (1, 0)
+    assert (outcome.critic_updates, outcome.skipped_updates) == (1, 0)
 
 
 def test_kl_in_the_reward_reaches_the_advantages(one_rank: ParallelGroups) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.errors import TrainingError
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
@@ -16,6 +17,7 @@ from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.samples import all_equal, own_reward, random_samples, rewards_of, tiny_optimization, weights_of
+from tests.support.tokens import correction
 from tests.unit.trainer.test_policy_loss import PLAIN
 
 SAMPLES = [*random_samples(3), replace(random_samples(1)[0], reward=math.inf, sample_id=3)]
@@ -29,9 +31,11 @@ OPTIMIZERS = {
 }
 
 
-def trainer_of(groups: ParallelGroups, optimization: Optimization) -> PolicyTrainer:
+def trainer_of(
+    groups: ParallelGroups, optimization: Optimization, objective: PolicyObjective = PLAIN
+) -> PolicyTrainer:
     scorer = Scorer(optimization.policy, groups, 1.0)
-    return PolicyTrainer(optimization, scorer, own_reward, PLAIN, 1, None, groups, PhaseTimer())
+    return PolicyTrainer(optimization, scorer, own_reward, objective, 1, None, groups, PhaseTimer())
 
 
 def optimizer_state(optimization: Optimization) -> list[torch.Tensor]:
@@ -61,6 +65,26 @@ def test_the_poisoned_update_is_skipped(one_rank: ParallelGroups, kind: str) -> 
 
     assert trainer.step([[HEALTHY]], REWARDS).skipped_updates == 0
     assert not all_equal(weights_of(optimization.policy), weights)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_update_whose_every_token_is_rejected_moves_nothing(one_rank: ParallelGroups, kind: str) -> None:
+    """Momentum and weight decay would; it is no gradient that is not finite, so three in a row end no run."""
+    optimization = tiny_optimization(**{"weight_decay": 0.1} | OPTIMIZERS[kind])
+    trainer_of(one_rank, optimization).step([[HEALTHY]], REWARDS)
+    weights, state = weights_of(optimization.policy), optimizer_state(optimization)
+
+    rejecting = trainer_of(one_rank, optimization, replace(PLAIN, correction=correction("masked_is")))
+    foreign = replace(HEALTHY, inference_logprobs=HEALTHY.inference_logprobs - 9)
+    outcome = rejecting.step([[foreign, foreign], [foreign], [foreign]], REWARDS)
+    assert outcome.metrics["rollout_corr/rollout_is_clipped"] == 1
+    assert outcome.metrics["actor/empty_updates"] == 3
+    assert (outcome.applied_updates, outcome.skipped_updates) == (0, 0)
+    assert all_equal(weights_of(optimization.policy), weights)
+    assert all_equal(optimizer_state(optimization), state)
+
+    outcome = trainer_of(one_rank, optimization).step([[foreign], [HEALTHY]], REWARDS)
+    assert (outcome.applied_updates, outcome.metrics["actor/empty_updates"]) == (2, 0)
 
 
 def test_only_the_poisoned_one_of_two_updates_is_skipped(one_rank: ParallelGroups) -> None:
