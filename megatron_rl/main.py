@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, notes, read_config, typed_settings
 from megatron_rl.config.teacher_model import layout_problems
+from megatron_rl.environments.child import die_with_parent
 from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
 from megatron_rl.estimate import estimate, size_problems
 from megatron_rl.estimate_table import report_text
@@ -24,6 +25,7 @@ from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory, typed_command
 from megatron_rl.preflight import preflight
 from megatron_rl.preflight.inputs import open_tokenizer, vocabulary
+from megatron_rl.preflight.locks import lock
 from megatron_rl.preflight.machine import backend_problems, recipe_problems
 from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
 from megatron_rl.watchdog import Watchdog, describe
@@ -61,6 +63,8 @@ def main(
     0: finished or stopped on request; 1: failed; 2: wrong configuration; 3: finished without a single update;
     130: interrupted twice. torchrun ends with 1 whatever a rank's own code is, and names that in its report.
     """
+    if by_torchrun():
+        die_with_parent(os.getppid())
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     configure_logging(rank)
     config, problems = read_config(argv[1:], world_size)
@@ -159,13 +163,16 @@ def _run(
         return refuse(error.problems, rank, alone=rank != 0)
     groups = initialize(config.parallel, platform)
     try:
-        looks = groups.is_main and not is_checked
-        found = every_problem(config, (), groups.world_size) if looks else []
-        if found := broadcast_json([str(problem) for problem in found], source=0):
-            if not groups.is_main:
-                _wait_for_rank_0(stop)
-            raise ConfigError(found)
-        return _build_and_execute(config, platform, groups, command, stop)
+        with contextlib.ExitStack() as held:
+            looks = groups.is_main and not is_checked
+            found = every_problem(config, (), groups.world_size) if looks else []
+            if groups.is_main and not found:
+                found = lock(config, held)
+            if found := broadcast_json([str(problem) for problem in found], source=0):
+                if not groups.is_main:
+                    _wait_for_rank_0(stop)
+                raise ConfigError(found)
+            return _build_and_execute(config, platform, groups, command, stop)
     finally:
         shut_down()
 

@@ -120,7 +120,7 @@ class RunDirectory:
 
     def holds_run(self) -> bool:
         """Whether something would be lost here. A start that failed before its first step is nothing."""
-        if self.last_step() is not None or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+        if self.last_step() is not None or (self.checkpoints.is_dir() and any(self.checkpoints.glob("[!.]*"))):
             return True
         return self.facts.exists() and self.read_facts().get("status") != "failed"
 
