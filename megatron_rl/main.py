@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -43,6 +44,7 @@ INTERRUPTED = 130
 
 SIGNS_OF_A_LOST_RANK = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 """In the words of gloo and NCCL."""
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SETTINGS_WIDTH, SETTINGS_LINES = 110, 5
 PATIENCE_WITH_RANK_0_S = 120.0
 PATIENCE_WITH_RUN_DIRECTORY_S = 5.0
@@ -85,6 +87,10 @@ def main(
             raise
         where = describe(traceback.extract_tb(error.__traceback__))
         logger.error("another rank has ended, see what it or the launcher says; noticed in %s", where)
+    except OSError as error:
+        if error.errno not in DISK_IS_FULL:
+            raise
+        logger.error("%s; free space there, then --resume goes on from the newest checkpoint", error)
     except KeyboardInterrupt:
         logger.error("interrupted a second time: the steps since the last checkpoint are lost")
         code = INTERRUPTED

@@ -21,8 +21,8 @@ def lock(config: RLConfig, held: contextlib.ExitStack) -> list[Problem]:
     """Keep other starts out of what this one writes to until ``held`` is closed; a line where another has it.
 
     One rank calls it. The lock is the kernel's and is gone with the process, however that ends. It is of the process
-    (`lockf`) and not of the open file (`flock`), which a fork that still writes a checkpoint would keep. So nothing else
-    in this process may open the file: to close it anywhere gives the lock up.
+    (`lockf`) and not of the open file (`flock`), which a fork that still writes a checkpoint would keep. So nothing
+    else in this process may open the file: to close it anywhere gives the lock up.
     """
     places = {"run_dir": config.logging.run_dir, "save": config.checkpoint.save}
     if config.training.eval_only:
