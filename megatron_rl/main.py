@@ -27,7 +27,12 @@ from megatron_rl.metrics.rundir import RunDirectory, typed_command
 from megatron_rl.preflight import preflight
 from megatron_rl.preflight.inputs import open_tokenizer, vocabulary
 from megatron_rl.preflight.locks import lock
-from megatron_rl.preflight.machine import backend_problems, recipe_problems
+from megatron_rl.preflight.machine import (
+    backend_problems,
+    is_for_other_machines,
+    recipe_problems,
+    transformer_engine_problems,
+)
 from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
 from megatron_rl.watchdog import Watchdog, describe
 
@@ -118,7 +123,8 @@ def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> 
                 raise ConfigError(found)
             text = report_text(config, estimate(config, world_size, vocabulary(config)))
         else:
-            sys.stdout.writelines(f"note: {note}\n" for note in notes(config))
+            elsewhere = transformer_engine_problems(config) if is_for_other_machines(config) else ()
+            sys.stdout.writelines(f"note: {note}\n" for note in (*notes(config), *elsewhere))
             if found := every_problem(config, problems, world_size):
                 raise ConfigError(found)
             text = "configuration is valid"
