@@ -195,6 +195,7 @@ def test_a_stop_before_the_first_update_is_saved_and_resumed(workshop):
     undisturbed = flags | {"langrl_env_config": quick}
     resumed, other = run_many([workshop.rl("early", **undisturbed, resume=True), workshop.rl("early2", **undisturbed)])
     assert "(step 0)" in resumed.check().output
+    assert f"changed since the checkpoint: --langrl-env-config {quick} (was other content)\n" in resumed.output
     other.check()
     assert rows_of(run_dir) == rows_of(workshop.run_dir("early2"))
 
