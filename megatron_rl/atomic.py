@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from megatron_rl.errors import CheckpointError
 
 TEMPORARY = ".tmp"
 _REPLACED = ".replaced.tmp"
+
+logger = logging.getLogger(__name__)
 
 
 def sync(path: Path) -> None:
@@ -77,6 +80,25 @@ def remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+class Dispensable:
+    """Files that a run can do without: the first one that cannot be written is a warning, and the run goes on."""
+
+    def __init__(self, without: str) -> None:
+        """``without`` says what the run has not, for the warning."""
+        self._without = without
+        self._told = False
+
+    @contextlib.contextmanager
+    def writing(self, path: Path | str) -> Iterator[None]:
+        """The block writes ``path`` and is left where that fails."""
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                logger.warning("%s cannot be written (%s): the run goes on %s", path, error.strerror, self._without)
+            self._told = True
 
 
 @contextlib.contextmanager

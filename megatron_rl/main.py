@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, notes, read_config, typed_settings
 from megatron_rl.config.teacher_model import layout_problems
+from megatron_rl.environments.child import die_with_parent
 from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
 from megatron_rl.estimate import estimate, size_problems
 from megatron_rl.estimate_table import report_text
@@ -24,7 +26,13 @@ from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory, typed_command
 from megatron_rl.preflight import preflight
 from megatron_rl.preflight.inputs import open_tokenizer, vocabulary
-from megatron_rl.preflight.machine import backend_problems, recipe_problems
+from megatron_rl.preflight.locks import lock
+from megatron_rl.preflight.machine import (
+    backend_problems,
+    is_for_other_machines,
+    recipe_problems,
+    transformer_engine_problems,
+)
 from megatron_rl.signals import TORCHRUN_AND_SIGNALS, StopRequest, by_torchrun
 from megatron_rl.watchdog import Watchdog, describe
 
@@ -41,6 +49,7 @@ INTERRUPTED = 130
 
 SIGNS_OF_A_LOST_RANK = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 """In the words of gloo and NCCL."""
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SETTINGS_WIDTH, SETTINGS_LINES = 110, 5
 PATIENCE_WITH_RANK_0_S = 120.0
 PATIENCE_WITH_RUN_DIRECTORY_S = 5.0
@@ -61,6 +70,8 @@ def main(
     0: finished or stopped on request; 1: failed; 2: wrong configuration; 3: finished without a single update;
     130: interrupted twice. torchrun ends with 1 whatever a rank's own code is, and names that in its report.
     """
+    if by_torchrun():
+        die_with_parent(os.getppid())
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     configure_logging(rank)
     config, problems = read_config(argv[1:], world_size)
@@ -81,6 +92,10 @@ def main(
             raise
         where = describe(traceback.extract_tb(error.__traceback__))
         logger.error("another rank has ended, see what it or the launcher says; noticed in %s", where)
+    except OSError as error:
+        if error.errno not in DISK_IS_FULL:
+            raise
+        logger.error("%s; free space there, then --resume goes on from the newest checkpoint", error)
     except KeyboardInterrupt:
         logger.error("interrupted a second time: the steps since the last checkpoint are lost")
         code = INTERRUPTED
@@ -108,7 +123,8 @@ def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> 
                 raise ConfigError(found)
             text = report_text(config, estimate(config, world_size, vocabulary(config)))
         else:
-            sys.stdout.writelines(f"note: {note}\n" for note in notes(config))
+            elsewhere = transformer_engine_problems(config) if is_for_other_machines(config) else ()
+            sys.stdout.writelines(f"note: {note}\n" for note in (*notes(config), *elsewhere))
             if found := every_problem(config, problems, world_size):
                 raise ConfigError(found)
             text = "configuration is valid"
@@ -159,13 +175,16 @@ def _run(
         return refuse(error.problems, rank, alone=rank != 0)
     groups = initialize(config.parallel, platform)
     try:
-        looks = groups.is_main and not is_checked
-        found = every_problem(config, (), groups.world_size) if looks else []
-        if found := broadcast_json([str(problem) for problem in found], source=0):
-            if not groups.is_main:
-                _wait_for_rank_0(stop)
-            raise ConfigError(found)
-        return _build_and_execute(config, platform, groups, command, stop)
+        with contextlib.ExitStack() as held:
+            looks = groups.is_main and not is_checked
+            found = every_problem(config, (), groups.world_size) if looks else []
+            if groups.is_main and not found:
+                found = lock(config, held)
+            if found := broadcast_json([str(problem) for problem in found], source=0):
+                if not groups.is_main:
+                    _wait_for_rank_0(stop)
+                raise ConfigError(found)
+            return _build_and_execute(config, platform, groups, command, stop)
     finally:
         shut_down()
 

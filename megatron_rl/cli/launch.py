@@ -49,7 +49,7 @@ def launch(ranks: Ranks, entry: str, words: Sequence[str], command: Sequence[str
     if "LOGLEVEL" not in os.environ:  # torch's own switch for what its launcher says
         for name in ("torch.distributed.run", "torch.distributed.elastic"):
             _silence(name)
-    arguments = parse_args([*_launcher_flags(ranks), "-m", RANK_MODULE, entry, *words])
+    arguments = parse_args([*_launcher_flags(ranks), "-m", RANK_MODULE, str(os.getpid()), entry, *words])
     with _environment(ranks, command), forwarding_signals() as told:
         try:
             run(arguments)

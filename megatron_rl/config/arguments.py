@@ -19,7 +19,7 @@ from megatron_rl.config.flags import Flag
 from megatron_rl.config.hints import foreign_hint
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, validate
 from megatron_rl.config.saved import saved_model
-from megatron_rl.errors import Problem, collecting, one_line, shorten
+from megatron_rl.errors import MAX_PROBLEMS, MAX_VALUE, Problem, collecting, cut, one_line, shorten
 from megatron_rl.families import read_model
 
 _LONGEST_FLAG = 100
@@ -68,11 +68,13 @@ class Reading:
     failed: set[str] = field(default_factory=set)
     file_is_lost: bool = False
     """Nothing could be read from the --config file."""
+    repeated: tuple[str, ...] = ()
+    """A line for each flag of the command line that has several values."""
 
     @property
     def config(self) -> RLConfig:
         """Defaults where nothing was said; not resolved."""
-        return RLConfig(typed=self.values).with_values(**self.derived | self.values)
+        return RLConfig(typed=self.values, repeated=self.repeated).with_values(**self.derived | self.values)
 
     def refuse(self, flag: str | None, text: str) -> None:
         """Note a problem."""
@@ -96,6 +98,7 @@ def read_flags(argv: Sequence[str]) -> Reading:
                 _apply(setting, reading)
     for setting in typed:  # after the files, so that the command line wins
         _apply(setting, reading)
+    reading.repeated = tuple(_repeated(typed))
     reading.file_is_lost |= "--config" in reading.failed
     _read_directory(reading)
     if reading.values.get("eval_only") and "seed" not in reading.values:
@@ -183,6 +186,19 @@ def _apply(setting: Setting, reading: Reading) -> None:
     except ValueError as error:
         reading.refuse(flag.spelling, f"{setting.where} {error}")
         reading.failed.add(flag.spelling)
+
+
+def _repeated(typed: Sequence[Setting]) -> Iterator[str]:
+    given: dict[str, dict[str, None]] = {}
+    for setting in typed:
+        known = _spellings().get(setting.spelling)
+        if known is not None and known[0].name != "config":  # whose files all count
+            words = given.setdefault(known[0].name, {})
+            written = cut(" ".join((setting.where, *setting.texts)), MAX_VALUE)
+            words.pop(written, None)
+            words[written] = None
+    for *earlier, last in filter(lambda words: len(words) > 1, given.values()):
+        yield f"{last} holds, which comes after {' and '.join(earlier)}"
 
 
 def _hint(setting: Setting, compares: bool) -> str:
@@ -312,10 +328,6 @@ def _contradictions(typed: Mapping[str, Any], settings: Mapping[str, Any], sourc
         if not fits:
             yield Problem(
                 flag.spelling,
-                f"{_as_typed(flag, wanted)} contradicts {source}, which means {_as_typed(flag, found)}; leave the flag "
+                f"{flag.typed(wanted)} contradicts {source}, which means {flag.typed(found)}; leave the flag "
                 "out, or take another model",
             )
-
-
-def _as_typed(flag: Flag, value: Any) -> str:
-    return f"no --{flag.name.replace('_', '-')}" if value is None else flag.typed(value)

@@ -92,7 +92,9 @@ class Flag:
         return spellings
 
     def typed(self, value: Any) -> str:
-        """As one types it: ``--lr 1e-06``, ``--no-bf16``."""
+        """As one types it: ``--lr 1e-06``, ``--no-bf16``; ``no --lr`` of None."""
+        if value is None:
+            return f"no --{self.name.replace('_', '-')}"
         if self.kind is bool:
             return next(f"--{spelling}" for spelling, switches_on in self.spellings.items() if switches_on == value)
         values = value if self.many else (value,)

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 def _run_dir(config: RLConfig, _: int) -> str | None:
-    return config.checkpoint.save and str(Path(config.checkpoint.save))
+    return config.checkpoint.save and str(Path(config.checkpoint.save) / "run")
+
+
+def _run_name(config: RLConfig, _: int) -> str | None:
+    run_dir, of_save = config.logging.run_dir, _run_dir(config, _)
+    named = config.checkpoint.save if run_dir == of_save else run_dir
+    return named and Path(named).name
 
 
 def _in_run_dir(config: RLConfig, name: str) -> str | None:
@@ -61,17 +67,15 @@ class LoggingConfig:
     """The run directory, metric writers and what they report."""
 
     run_dir: str | None = flag(None, path=True, common=True, derived=_run_dir)
-    """Directory of everything this run writes. Without it --save."""
+    """Directory of everything this run writes. Without it the folder run in --save."""
     tensorboard_dir: str | None = flag(None, path=True, derived=lambda config, _: _in_run_dir(config, "tensorboard"))
     """Directory of TensorBoard files. Without it run-dir/tensorboard."""
     wandb_project: str | None = flag(None)
     """Weights & Biases project; without it wandb is off."""
     wandb_entity: str | None = flag(None)
     """Team or user that the wandb run belongs to. Without it the account's own."""
-    wandb_exp_name: str | None = flag(
-        None, derived=lambda config, _: config.logging.run_dir and Path(config.logging.run_dir).name
-    )
-    """Name of the wandb run. Without it the name of the run directory."""
+    wandb_exp_name: str | None = flag(None, derived=_run_name)
+    """Name of the wandb run. Without it the name of the run directory, or of --save."""
     wandb_save_dir: str | None = flag(None, path=True, derived=lambda config, _: _in_run_dir(config, "wandb"))
     """Directory of wandb's files. Without it run-dir/wandb."""
     wandb_mode: Literal["offline", "online", "disabled"] | None = flag(None)

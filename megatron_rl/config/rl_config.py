@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
@@ -99,6 +100,8 @@ class RLConfig:
     compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
     typed: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What the user wrote, by field name: not a section, only there for ``notes``."""
+    repeated: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The same: which value holds of each flag that was written with several."""
 
     def value(self, name: str) -> Any:
         """Of the flag whose field is called ``name``, whatever its section."""
@@ -197,6 +200,12 @@ class RLConfig:
         return (algorithm.grpo_prompts_per_step or 0) * (algorithm.grpo_group_size or 0)
 
     @property
+    def loads_what_it_saves(self) -> bool:
+        """`--load` names `--save`, as in Megatron's own scripts: the same command starts a run and goes on with it."""
+        load, save = self.checkpoint.load, self.checkpoint.save
+        return None not in (load, save) and os.path.realpath(load) == os.path.realpath(save)
+
+    @property
     def wants_reference(self) -> bool:
         """The run needs a reference policy."""
         asked = self.algorithm.grpo_kl_beta > 0 or self.environment.rl_serve_reference
@@ -276,7 +285,7 @@ class RLConfig:
 def section_classes() -> dict[str, type]:
     """Section name -> section class, in the order of ``RLConfig``."""
     hints = get_type_hints(RLConfig)
-    return {f.name: hints[f.name] for f in dataclasses.fields(RLConfig) if f.name != "typed"}
+    return {f.name: hints[f.name] for f in dataclasses.fields(RLConfig) if dataclasses.is_dataclass(hints[f.name])}
 
 
 @functools.cache
@@ -382,13 +391,16 @@ def _absent(config: RLConfig) -> Iterator[Problem]:
 def notes(config: RLConfig) -> list[str]:
     """One line for each flag that the user set and that has no effect, or not the one it promises, with the reason."""
     used = [flag for flag in all_flags() if flag.note and flag.name in config.typed]
-    return [*(f"{flag.spelling} has no effect: {flag.note}" for flag in used), *_notes_on_values(config)]
+    without_effect = (f"{flag.spelling} has no effect: {flag.note}" for flag in used)
+    return [*config.repeated, *without_effect, *_notes_on_values(config)]
 
 
 def _notes_on_values(config: RLConfig) -> Iterator[str]:
     quantization, kernels, seed = config.quantization, config.kernels, config.training.seed
     if "seed" not in config.typed and seed != RLConfig().training.seed:
         yield f"--seed {seed} is that of the run that saved the weights, so the answers are drawn as they were there"
+    if config.typed.get("finetune") and config.loads_what_it_saves and not config.training.eval_only:
+        yield "--finetune has no effect: --load names --save, whose run goes on where it holds one"
     if config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel is off: it needs --tensor-model-parallel-size above 1"
     if config.kv_cache_is_rounded and quantization.rl_evaluate_unquantized:

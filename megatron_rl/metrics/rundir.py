@@ -58,8 +58,7 @@ class RunDirectory:
 
     def create(self, config: Mapping[str, Any], config_diff: Mapping[str, Any], command: Sequence[str]) -> None:
         """Make the layout, or take up an existing run: the start is kept, the new command is added."""
-        for folder in self.folders:
-            folder.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)  # whoever writes into another folder makes it
         for path, values in ((self.config, config), (self.config_diff, config_diff)):
             write_text_atomic(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         earlier = self.command.read_text(encoding="utf-8") if self.command.exists() else ""
@@ -120,7 +119,7 @@ class RunDirectory:
 
     def holds_run(self) -> bool:
         """Whether something would be lost here. A start that failed before its first step is nothing."""
-        if self.last_step() is not None or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+        if self.last_step() is not None or (self.checkpoints.is_dir() and any(self.checkpoints.glob("[!.]*"))):
             return True
         return self.facts.exists() and self.read_facts().get("status") != "failed"
 

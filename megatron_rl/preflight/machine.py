@@ -45,8 +45,10 @@ def output_problems(config: RLConfig) -> Iterator[Problem]:
 
 
 def service_problems(config: RLConfig) -> Iterator[Problem]:
-    """Communication, ports and accounts."""
+    """Communication, ports and accounts; those of other machines cannot be asked."""
     yield from backend_problems(config)
+    if is_for_other_machines(config):
+        return
     for name in ("rl_environment_port", "rl_endpoint_port"):
         fault = port_fault("127.0.0.1", getattr(config.environment, name))
         if fault is not None:
@@ -78,7 +80,7 @@ def port_fault(host: str, port: int) -> str | None:
 
 def backend_problems(config: RLConfig) -> list[Problem]:
     """A communication library that this machine cannot use."""
-    if config.parallel.distributed_backend != "nccl" or _is_for_other_machines(config):
+    if config.parallel.distributed_backend != "nccl" or is_for_other_machines(config):
         return []
     from megatron_rl.platform import current_platform  # brings torch, which most checks need not wait for
 
@@ -86,7 +88,7 @@ def backend_problems(config: RLConfig) -> list[Problem]:
     return [] if current_platform().is_cuda else [config.problem("distributed_backend", text)]
 
 
-def _is_for_other_machines(config: RLConfig) -> bool:
+def is_for_other_machines(config: RLConfig) -> bool:
     """With --check-world-size nobody can ask the run's devices."""
     return config.training.check and config.training.check_world_size is not None
 
@@ -107,26 +109,32 @@ def algorithm_problems(config: RLConfig) -> list[Problem]:
 
 def quantization_problems(config: RLConfig) -> list[Problem]:
     """Recipes, the device and the layers' shapes: everything that would fail once the model is built."""
-    problems: list[Problem] = []
-    asked, name = config.typed.get("transformer_impl"), config.quantization.rl_rollout_quantization
-    if asked == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
-        text = (
-            ", but Transformer Engine is not installed; install it with pip install 'megatron-rl[te]' (GPU machines "
-            "only), or use --transformer-impl local"
-        )
-        problems.append(config.problem("transformer_impl", text))
+    elsewhere, name = is_for_other_machines(config), config.quantization.rl_rollout_quantization
+    problems = [] if elsewhere else transformer_engine_problems(config)
     if name == "none":
         return problems
     with collecting(problems, "--rl-rollout-quantization"):
         recipe = RECIPES.get(name)
         from megatron_rl.platform import current_platform  # brings torch, which wrong names need not wait for
 
-        unfit = recipe.device_problem(current_platform().compute_capability)
+        unfit = None if elsewhere else recipe.device_problem(current_platform().compute_capability)
         if unfit is not None:
             problems.append(config.problem("rl_rollout_quantization", f": {unfit}"))
         if config.model.is_complete:
             problems += layer_problems(config, recipe.shape_problem)
     return problems
+
+
+def transformer_engine_problems(config: RLConfig) -> list[Problem]:
+    """It is asked for and not installed; of a check for other machines a note."""
+    asked = config.typed.get("transformer_impl") == "transformer_engine"
+    if not asked or importlib.util.find_spec("transformer_engine") is not None:
+        return []
+    text = (
+        ", but Transformer Engine is not installed here; install it with pip install 'megatron-rl[te]' (GPU machines "
+        "only), or use --transformer-impl local"
+    )
+    return [config.problem("transformer_impl", text)]
 
 
 def recipe_problems(config: RLConfig) -> list[Problem]:
@@ -148,7 +156,7 @@ def attention_problems(config: RLConfig) -> list[Problem]:
     """
     problems: list[Problem] = []
     asked = any(name in config.typed for name in _ASKED)
-    if not asked or not config.model.is_complete or _is_for_other_machines(config):
+    if not asked or not config.model.is_complete or is_for_other_machines(config):
         return problems
     from megatron_rl.attention import attention_of  # brings torch and megatron-core, which most runs need not wait for
     from megatron_rl.platform import current_platform

@@ -20,17 +20,9 @@ if TYPE_CHECKING:  # megatron-core takes seconds, which --help and wrong flags n
 def resumes(config: RLConfig) -> bool:
     """Whether the run continues what its own directory holds, if it holds something.
 
-    Either that was asked for, or `--load` names `--save`.
+    Either that was asked for, or `--load` names `--save`, with `--finetune` too: that is for the first start.
     """
-    checkpoint = config.checkpoint
-    if checkpoint.resume:
-        return True
-    return not checkpoint.finetune and _loads_what_it_saves(config)
-
-
-def _loads_what_it_saves(config: RLConfig) -> bool:
-    load, save = config.checkpoint.load, config.checkpoint.save
-    return None not in (load, save) and Path(load).resolve() == Path(save).resolve()
+    return config.checkpoint.resume or (config.loads_what_it_saves and not config.training.eval_only)
 
 
 def run_to_continue(config: RLConfig) -> tuple[str, str] | None:
@@ -52,7 +44,7 @@ def first_weights(config: RLConfig) -> tuple[str, Origin]:
 
     checkpoint = config.checkpoint
     load = checkpoint.load
-    if checkpoint.finetune and load is not None and not _loads_what_it_saves(config) and holds_checkpoint(load):
+    if checkpoint.finetune and load is not None and not config.loads_what_it_saves and holds_checkpoint(load):
         return "--load", Origin.at("checkpoint", load)
     if checkpoint.pretrained_checkpoint is not None:
         return "--pretrained-checkpoint", Origin.at("checkpoint", checkpoint.pretrained_checkpoint)
@@ -154,7 +146,7 @@ def _weights_alone(config: RLConfig) -> list[tuple[str, str]]:
         return []
     load = config.checkpoint.load
     # Megatron's habit: the first start of a run names an empty --load, and where else to start from.
-    if load is not None and origin.kind == "drawn" and not _loads_what_it_saves(config):
+    if load is not None and origin.kind == "drawn" and not config.loads_what_it_saves:
         return [("--load", load)]
     return [(flag, origin.given)] if origin.kind == "checkpoint" else []
 

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from megatron_rl.atomic import Dispensable
 from megatron_rl.environments.results import result_from_json, result_to_json
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import broadcast_json
@@ -36,6 +37,7 @@ Record = dict[str, Any]
 _PACKED = {"token_ids": "i", "inference_logprobs": "f"}
 """Fields of a completion that are arrays, and their number types."""
 _FILE_NAME = re.compile(r"step_(\d{7,})\.rank_\d+\.journal")
+_WITHOUT = "without what is missing there: a killed run would generate it again"
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class RolloutJournal:
         self._folder = folder
         self._groups = groups
         self._staged = staged
+        self._dispensable = Dispensable(_WITHOUT)
 
     def open(self, step: int, header: Mapping[str, Any], surplus: Surplus | None = None) -> StepJournal:
         """The journal of ``step``; collective in a model copy.
@@ -65,10 +68,11 @@ class RolloutJournal:
                 graded = all(rollout["grade"]["status"] == "ok" for rollout in record["rollouts"])
                 if graded or record["number"] not in found:
                     found[record["number"]] = record
-            stream = _appending(own, read.get(own, ([], 0))[1], wanted)
+            with self._dispensable.writing(own):
+                stream = _appending(own, read.get(own, ([], 0))[1], wanted)
         if self._groups.model_group.size() > 1:
             found = dict(broadcast_json(list(found.items()), self._groups.model_leader(), self._groups.model_group))
-        return StepJournal(found, stream, surplus, self._staged)
+        return StepJournal(found, stream, surplus, self._staged, self._dispensable)
 
     def forget(self, step: int) -> None:
         """A checkpoint covers ``step``: the files up to it are not needed any more. One rank calls it."""
@@ -91,12 +95,14 @@ class StepJournal:
         stream: BinaryIO | None = None,
         surplus: Surplus | None = None,
         staged: StagedRouting | None = None,
+        dispensable: Dispensable | None = None,
     ) -> None:
         """Without a ``stream`` nothing is written; ``surplus`` are groups of earlier steps."""
         self._found = found
         self._stream = stream
         self._surplus = surplus
         self._staged = staged
+        self._dispensable = dispensable or Dispensable(_WITHOUT)
 
     def group_for(self, request: Request) -> RolloutGroup | None:
         """The finished group of an earlier start or step, if it is the answer to exactly this request.
@@ -121,12 +127,11 @@ class StepJournal:
             group = self._staged.whole(group)
         if self._stream is None:
             return
-        try:
-            self._stream.write(_line({"number": index} | record_of(group)))
-            self._stream.flush()  # to the operating system, which outlives this process
-        except OSError as error:  # a full disk costs a killed run some time, and this one nothing
-            logger.warning("%s cannot be written (%s): this step goes on without", self._stream.name, error.strerror)
-            self._stream = None
+        stream, self._stream = self._stream, None
+        with self._dispensable.writing(stream.name):
+            stream.write(_line({"number": index} | record_of(group)))
+            stream.flush()  # to the operating system, which outlives this process
+            self._stream = stream  # after a record that is cut short none can be read
 
     def close(self) -> None:
         """Close the file; the groups stay on record until a checkpoint covers the step."""

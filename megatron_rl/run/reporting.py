@@ -8,13 +8,15 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import TokenBatch
+from megatron_rl.atomic import Dispensable, remove
 from megatron_rl.config import RLConfig, difference_from_defaults, to_dict
 from megatron_rl.metrics.console import ConsoleWriter
 from megatron_rl.metrics.evaluation import by_environment, result_table, with_average
@@ -60,6 +62,7 @@ class Reporter:
         self._command = command
         self._samples: list[TextSample] = []
         self._live: LiveReport | None = None
+        self._dispensable = Dispensable("without its records of answers, while they do not fit")
         self.log = MetricLog()
 
     def open(self, progress: Progress) -> None:
@@ -133,7 +136,7 @@ class Reporter:
         parts = collect_json(training_rows(step, groups, numbers, use, wanted, decode_raw), replicas)
         if parts is not None:
             rows = sorted((row for part in parts for row in part), key=lambda row: row["group"])
-            write_rows(self._directory.rollouts_path(step), rows)
+            self._write(self._directory.rollouts_path(step), rows)
 
     def evaluation_records(
         self, step: int, groups: Sequence[RolloutGroup], decode_raw: Callable[[Sequence[int]], str]
@@ -143,16 +146,21 @@ class Reporter:
         if self._groups.is_main and wanted:
             by_group = rows_by_group(step, first_of_each(groups, wanted), decode_raw)
             rows = [{**row, "greedy": index % 2 == 1} for index, rows in enumerate(by_group) for row in rows]
-            write_rows(self._directory.evaluation_path(step), rows)
+            self._write(self._directory.evaluation_path(step), rows)
+
+    def _write(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+        with self._dispensable.writing(path):
+            remove(path)  # what an earlier start did in this step
+            write_rows(path, rows)
 
     def dump_batches(self, step: int, updates: Sequence[Sequence[TokenBatch]]) -> None:
         """Keep the batches of a skipped update: they hold the cause of its non-finite gradient."""
         path = self._directory.logs / f"nonfinite_step_{step:06d}_rank_{self._groups.rank}.jsonl"
-        with path.open("w", encoding="utf-8") as stream:
+        logger.warning("step %d: a non-finite gradient, update skipped; its batch is in %s", step, path)
+        with self._dispensable.writing(path), path.open("w", encoding="utf-8") as stream:
             for index, update in enumerate(updates):
                 for batch in update:
                     stream.write(json.dumps(_batch_record(index, batch)) + "\n")
-        logger.warning("step %d: a non-finite gradient, update skipped; its batch is in %s", step, path)
 
     def finish(self, summary: dict[str, object]) -> None:
         """Close the writers, then write the summary and the report; on rank 0."""

@@ -20,6 +20,7 @@ from megatron_rl.rollout.prompt_source import PromptSource
 from megatron_rl.run.base import Run
 from megatron_rl.run.generation import evaluate
 from megatron_rl.run.progress import note_signal
+from megatron_rl.run.settings import Settings
 from megatron_rl.run.weights import start_weights
 from megatron_rl.trainer import Optimization, PolicyTrainer, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
@@ -136,6 +137,7 @@ def start_training(base: Run) -> tuple[TrainingParts, ReferencePolicy | None]:
     start = start_weights(config, base.policy, base.checkpoints, base.groups, quantization)
     base.answers_end_also_at(start.end_token_ids)
     states = StateRegistry(None if start.saved is None else start.saved.components)
+    states.register("settings", Settings(config), optional=True)
     states.register("progress", base.progress)
     states.register("quantization", quantization)
     base.phases.hold_training(start.optimization, start.critic)

@@ -6,6 +6,8 @@ import shlex
 import signal
 import time
 
+import pytest
+
 from tests.support.launches import launched
 from tests.support.runs import facts_of, rows_of, run
 
@@ -82,3 +84,19 @@ def test_a_killed_rank_is_named_and_takes_the_others_along(workshop):
     assert _foreign(launch.output) == []
     assert "rank 1 was ended by SIGKILL" in launch.output
     assert facts_of(run_dir)["status"] == "failed"
+
+
+@pytest.mark.long
+def test_a_killed_launcher_takes_its_ranks_along_and_the_same_command_goes_on(workshop):
+    run_dir = workshop.run_dir("orphans")
+    slow = _slow(workshop, 0.05)
+    argv = workshop.rl("orphans", train_iters=8, langrl_env_config=slow, save_interval=2, resume=True)
+    with launched(argv, run_dir, ranks=2, by_itself=True) as launch:
+        launch.wait_for_step(3)
+        launch.signal(signal.SIGKILL)
+        launch.wait()
+        assert launch.leftovers() == []
+    with launched(argv, run_dir, ranks=2, by_itself=True) as launch:
+        assert launch.wait() == 0, launch.output[-3000:]
+    assert "(step 2)" in launch.output
+    assert rows_of(run_dir)[-1]["step"] == 8

@@ -59,7 +59,7 @@ def test_the_last_save_that_fails_ends_the_run_with_an_error(outcomes) -> None:
 
 
 def test_what_was_saved_before_is_untouched_and_nothing_half_written_stays(outcomes) -> None:
-    assert outcomes["names"] == ["latest", "step_0000001", "step_0000002"]
+    assert outcomes["names"] == [".lock", "latest", "step_0000001", "step_0000002"]
 
 
 def test_with_room_again_the_same_command_ends_as_if_nothing_had_happened(outcomes, workshop) -> None:

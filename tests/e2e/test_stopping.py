@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.environments.client import EnvironmentClient
+from megatron_rl.preflight.locks import lock
 from tests.support.checkpoints import differences, state_of
 from tests.support.launches import launched
 from tests.support.runs import facts_of, rows_of, run, run_many
+from tests.support.tiny import tiny_config
 
 SLOW = "tests.support.e2e_environments:Slow"
 STEPS = 12
@@ -190,6 +195,7 @@ def test_a_stop_before_the_first_update_is_saved_and_resumed(workshop):
     undisturbed = flags | {"langrl_env_config": quick}
     resumed, other = run_many([workshop.rl("early", **undisturbed, resume=True), workshop.rl("early2", **undisturbed)])
     assert "(step 0)" in resumed.check().output
+    assert f"changed since the checkpoint: --langrl-env-config {quick} (was other content)\n" in resumed.output
     other.check()
     assert rows_of(run_dir) == rows_of(workshop.run_dir("early2"))
 
@@ -207,6 +213,13 @@ def test_a_second_run_in_a_used_directory_is_refused(workshop):
     resumed.check()
     assert facts_of(workshop.run_dir("used"))["status"] == "finished"
     assert len(rows_of(workshop.run_dir("used"))) == 4
+    before = (workshop.run_dir("used") / "run.json").read_text()
+    with contextlib.ExitStack() as held:
+        lock(tiny_config(run_dir=workshop.run_dir("used")), held)
+        third = run(workshop.supervised("used", resume=True), ranks=2).check(2)
+    assert f"used is in use by process {os.getpid()} on {socket.gethostname()}; wait until" in third.output
+    assert "Traceback" not in third.output
+    assert (workshop.run_dir("used") / "run.json").read_text() == before
 
 
 def test_a_second_ctrl_c_ends_at_once(workshop):

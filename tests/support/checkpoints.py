@@ -45,10 +45,11 @@ def _rank_files(checkpoint: Path) -> dict[str, Any]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Names of what is not exactly equal in two checkpoints; run_state.json's fields included."""
+    """Names of what is not exactly equal in two checkpoints; run_state.json's fields included, but no settings."""
     left, right = contents(one), contents(other)
-    left |= {f"run_state.{name}": value for name, value in state_of(one).items()}
-    right |= {f"run_state.{name}": value for name, value in state_of(other).items()}
+    for found, state in ((left, state_of(one)), (right, state_of(other))):
+        state.get("components", {}).pop("settings", None)
+        found |= {f"run_state.{name}": value for name, value in state.items()}
     different = [name for name in left.keys() & right.keys() if not _equal(left[name], right[name])]
     return sorted([*different, *(left.keys() ^ right.keys())])
 

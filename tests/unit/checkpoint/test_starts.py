@@ -16,10 +16,11 @@ import torch
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, mode_of, optimizer_form_of
 from megatron_rl.checkpoint.tensors import fingerprints, weights_fingerprint
-from megatron_rl.config import RLConfig
+from megatron_rl.config import RLConfig, notes
 from megatron_rl.errors import CheckpointError
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.preflight.starts import checkpoint_problems
+from megatron_rl.preflight.machine import output_problems
+from megatron_rl.preflight.starts import checkpoint_problems, resumes
 from megatron_rl.run.weights import Start, start_weights
 from tests.support.hugging_face import hf_run, write_model
 from tests.support.samples import all_equal, weights_of
@@ -285,3 +286,20 @@ def test_number_formats_are_compared_where_both_are_known(one_rank: ParallelGrou
     assert not whole.is_of(fingerprints(tiny_policy(seed=2), one_rank))
     assert not whole.is_of({})
     assert not whole.is_of({**whole.weights, "float32": "0"})
+
+
+def test_megatrons_restart_with_finetune_goes_on(runs, warm) -> None:
+    """`--save X --load X --finetune`: the first start takes other weights, the same command goes on with its own."""
+    flags = {"save": runs.checkpoints("A"), "load": runs.checkpoints("A"), "finetune": True}
+    flags |= {"pretrained_checkpoint": runs.folder / "W"}
+    first = runs.start("A", **flags)
+    _is_of(first, warm, warm)
+    trained = runs.train_and_save(first[0])
+    config = runs.config("A", **flags)
+    assert resumes(config) and not list(output_problems(config))
+    assert notes(config) == ["--finetune has no effect: --load names --save, whose run goes on where it holds one"]
+    again = runs.start("A", **flags)
+    _is_of(again, trained, warm)
+    assert again[0].saved.step == 1
+    assert not resumes(runs.config("A", **flags, eval_only=True))
+    assert notes(runs.config("A", load=runs.folder / "W", finetune=True)) == []

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from megatron_rl.cli.launch import _exit_code
+from tests.support.forks import run_python
+
+RANK = "megatron_rl.cli.rank"
+LAUNCHER = f"""
+import os, subprocess, sys
+words = [sys.executable, "-m", "{RANK}", str(os.getpid()), "builtins:input", "ready"]
+print(subprocess.Popen(words).pid, flush=True)
+input()
+"""
+TORCHRUN = """
+import os, signal, time
+from megatron_rl import main
+reader, writer = os.pipe()
+pid = os.fork()
+if pid == 0:
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0"}
+    main._run = lambda *_: (os.write(writer, b"."), time.sleep(60))
+    main.main(["train_rl.py"])
+os.read(reader, 1)
+print(pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A rank that runs, and a launcher that is killed then."""
 
 
 @pytest.mark.parametrize(
@@ -18,3 +46,26 @@ def test_the_exit_code(exitcode: int, stopped: bool, expected: int) -> None:
     """A rank that starts has no handler yet: our SIGTERM ends it, as was asked."""
     failed = SimpleNamespace(get_first_failure=lambda: (1, SimpleNamespace(exitcode=exitcode)))
     assert _exit_code(failed, stopped) == expected
+
+
+def test_a_rank_ends_with_a_launcher_that_is_killed() -> None:
+    reader, writer = os.pipe()  # the rank waits for a line that nobody writes
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdin=reader, stdout=subprocess.PIPE) as launcher:
+        rank = psutil.Process(int(launcher.stdout.readline()))
+        prompt = launcher.stdout.read(len("['ready']"))
+        launcher.kill()
+    os.close(reader)
+    assert prompt == b"['ready']"
+    rank.wait(20)
+    os.close(writer)
+
+
+def test_a_rank_whose_launcher_has_ended_before_it_could_look_ends_too() -> None:
+    words = [sys.executable, "-m", RANK, "1", "builtins:print", "went on"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+
+
+def test_a_rank_ends_with_a_torchrun_that_is_killed() -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        psutil.Process(int(run_python("-c", TORCHRUN).stdout)).wait(20)

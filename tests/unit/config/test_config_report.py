@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from megatron_rl.config import difference_from_defaults, notes, resolve, to_dict
+from tests.support.flags import parse_config
 
 
 def test_to_dict_is_nested_and_survives_json(config):
@@ -70,3 +73,29 @@ def test_notes_do_not_deny_that_layers_of_transformer_engine_are_built(config):
     assert "Transformer Engine's own layers come with --transformer-impl transformer_engine" in products
     for line in (graphs, products):
         assert "layers are always" not in line and "installed or not" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--lr", "1", "--lr", "2"], "--lr 2 holds, which comes after --lr 1"),
+        (["--lr=1", "--seed", "3", "--lr", "2", "--lr", "3"], "--lr 3 holds, which comes after --lr 1 and --lr 2"),
+        (["--lr", "1", "--lr", "2", "--lr", "1"], "--lr 1 holds, which comes after --lr 2"),
+        (["--bf16", "--no-bf16"], "--no-bf16 holds, which comes after --bf16"),
+        (
+            ["--env-config", "a", "--langrl-env-config", "b"],
+            "--langrl-env-config b holds, which comes after --env-config a",
+        ),
+        (["--lr", "2", "--lr", "2"], None),
+    ],
+)
+def test_a_flag_that_is_given_twice_is_noted_with_the_value_that_holds(words, line):
+    assert notes(parse_config(words)) == ([] if line is None else [line])
+    assert notes(resolve(parse_config(words), 1)) == ([] if line is None else [line])
+
+
+def test_a_file_whose_value_the_command_line_replaces_is_no_repetition(tmp_path):
+    (tmp_path / "run.yaml").write_text("lr: 1\n")
+    (tmp_path / "more.yaml").write_text("lr: 2\n")
+    files = ["--config", str(tmp_path / "run.yaml"), "--config", str(tmp_path / "more.yaml")]
+    assert notes(parse_config([*files, "--lr", "3"])) == []

@@ -30,9 +30,13 @@ def test_paths_follow_the_run_directory(config):
     assert resolved.logging.wandb_exp_name == "test"
 
 
-def test_without_a_run_directory_it_is_the_save_directory(config):
+def test_without_a_run_directory_it_is_a_folder_beside_the_checkpoints(config):
+    """Logs, records and TensorBoard's files are not among the checkpoints."""
     resolved = resolve(config(run_dir=None, save="out/mine"), 1)
-    assert (resolved.logging.run_dir, resolved.checkpoint.save) == ("out/mine", "out/mine")
+    assert (resolved.logging.run_dir, resolved.checkpoint.save) == ("out/mine/run", "out/mine")
+    assert resolved.logging.tensorboard_dir == "out/mine/run/tensorboard"
+    assert resolved.logging.wandb_exp_name == "mine"
+    assert resolve(resolved, 1) == resolved
 
 
 def test_typed_values_are_never_overwritten(config):

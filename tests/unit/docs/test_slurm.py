@@ -22,14 +22,14 @@ QWEN2_5_7B = {
 STUBS = {
     "scontrol": 'printf "node7\\nnode8\\n"',
     "srun": 'shift; SLURM_NODEID=1 exec "$@"',
-    "torchrun": 'printf "%s\\0" "$@"',
+    "torchrun": 'printf "%s\\0" "$@" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"',
 }
 """Programs of a cluster that only say what they were asked."""
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
-    """What ``torchrun`` is given on the second node."""
+def printed(tmp_path: Path) -> list[str]:
+    """What ``torchrun`` is given on the second node, and the seconds that it leaves its ranks."""
     for name, line in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
@@ -41,6 +41,11 @@ def words(tmp_path: Path) -> list[str]:
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": str(model), **cluster}
     argv = ["bash", str(SCRIPT), "--train-iters", "70"]
     return subprocess.run(argv, env=environment, check=True, capture_output=True, text=True).stdout.split("\0")[:-1]
+
+
+@pytest.fixture
+def words(printed: list[str]) -> list[str]:
+    return printed[:-1]
 
 
 def test_the_shell_can_read_it() -> None:
@@ -62,3 +67,13 @@ def test_its_flags_are_valid_for_its_ranks_and_further_ones_win(words: list[str]
     config, problems = read_config(words[words.index("train_rl.py") + 1 :], ranks)
     assert problems == validate(config, ranks) == []
     assert (ranks, config.data_parallel_size(ranks), config.total_steps) == (16, 8, 70)
+
+
+def test_torchrun_gives_the_ranks_as_long_to_save_as_slurm_does(
+    printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    (signalled,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", SCRIPT.read_text(), re.MULTILINE)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", printed[-1])
+    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == int(signalled) == 300

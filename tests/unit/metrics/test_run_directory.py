@@ -31,8 +31,7 @@ def write_steps(run: RunDirectory, last: int) -> None:
 
 def test_create_lays_out_the_directory(run: RunDirectory) -> None:
     assert {entry.name for entry in run.path.iterdir()} == {
-        *("run.json", "config.yaml", "config.diff.yaml", "command.txt"),
-        *("tensorboard", "rollouts", "checkpoints", "logs"),
+        *("run.json", "config.yaml", "config.diff.yaml", "command.txt", "logs"),
     }
     assert yaml.safe_load(run.config.read_text()) == {
         "algorithm": {"grpo_group_size": 8, "cap": float("inf"), "names": ["a", "b"]}

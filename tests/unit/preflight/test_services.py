@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.preflight.machine import service_problems
+from megatron_rl import main
+from megatron_rl.errors import Problem
+from megatron_rl.platform import Platform
+from megatron_rl.preflight.machine import quantization_problems, service_problems
 from tests.support.tiny import tiny_config
 
 
@@ -39,3 +42,29 @@ def test_the_flag_wins_over_the_variable(
     assert len(found) == (problem is not None)
     assert problem is None or problem in found[0].text
     assert list(service_problems(tiny_config())) == []
+
+
+def test_what_this_machine_lacks_is_a_note_where_the_run_is_for_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--check --check-world-size 64` on a laptop: no Transformer Engine, no GPU of the right kind, no account."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(Platform, "compute_capability", (8, 6))
+    asked = {"transformer_impl": "transformer_engine", "wandb_project": "p", "wandb_mode": "online"}
+    fp8 = {"rl_rollout_quantization": "fp8"}
+
+    def found(**flags: object) -> list[Problem]:
+        config = tiny_config(world_size=64, check=True, **flags)
+        return [*service_problems(config), *quantization_problems(config)]
+
+    assert [problem.flag for problem in (*found(**asked), *found(**fp8))] == [
+        "--wandb-mode", "--transformer-impl", "--rl-rollout-quantization",
+    ]  # fmt: skip
+    assert found(**asked, check_world_size=64) == found(**fp8, check_world_size=64) == []
+    monkeypatch.setattr(main, "every_problem", lambda *_: [])
+    config = tiny_config(world_size=64, check=True, check_world_size=64, **asked)
+    assert main._tell_of(config, [], 64) == 0
+    note, valid = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: --transformer-impl transformer_engine, but Transformer Engine is not installed here")
+    assert valid == "configuration is valid"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import resource
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,3 +232,38 @@ def test_a_full_disk_costs_the_journal_and_not_the_step(caplog) -> None:
     step.add(1, group(1))
     step.close()
     assert caplog.text.count("No space left") == 1
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel lets no file grow beyond ``size`` bytes meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_when_a_step_begins_is_told_once(tmp_path: Path, one_rank: ParallelGroups, caplog) -> None:
+    """At any byte of the header and of a group; what a later start finds is whole groups of the same header."""
+    record(RolloutJournal(tmp_path / "whole", one_rank), 0)
+    (whole,) = (tmp_path / "whole").iterdir()
+    data = whole.read_bytes()
+    header = data.index(b"\n") + 1
+    for size in (0, 1, header - 1, header, header + 1, len(data) - 1):
+        journal = RolloutJournal(tmp_path / str(size), one_rank)
+        caplog.clear()
+        with largest_file(size):
+            for step in (STEP, STEP + 1):
+                begun = journal.open(step, HEADER)
+                for index in range(2):
+                    begun.add(index, group(index))
+                begun.close()
+        assert caplog.text.count("cannot be written (File too large): the run goes on without") == 1, size
+        later = RolloutJournal(tmp_path / str(size), one_rank)
+        begun = later.open(STEP, HEADER)
+        assert begun.group_for(request(0)) is begun.group_for(request(1)) is None, size
+        begun.add(1, group(1))
+        begun.close()
+        assert later.open(STEP, HEADER).group_for(request(1)) == group(1), size
