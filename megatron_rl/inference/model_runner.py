@@ -31,7 +31,7 @@ from megatron_rl.models import PolicyModel, RolloutForward
 from megatron_rl.parallel.stages import OneStage, StageMessages
 
 if TYPE_CHECKING:
-    from megatron_rl.inference.graphs import DecodeGraphs, Work
+    from megatron_rl.inference.graphs import DecodeGraphs
 
 Pausing = Generator[None, None, None]
 """Work that pauses where another stage has to work first."""
@@ -75,7 +75,7 @@ class ModelRunner:
 
     def prefill(self, chunks: ListOf[Chunk], modes: SamplingModes) -> Pausing:
         """Prompts laid end to end into the cache; the first token of every sequence whose prompt is complete."""
-        self._bring_beginnings(chunks)
+        self._copy_prefixes(chunks)
         for batch in self.passes(chunks):
             ids, positions = self._feed(batch)
             logits = yield from self._through(ids, partial(self._forward.chunk, positions=positions))
@@ -99,7 +99,7 @@ class ModelRunner:
             source, destination, lengths = zip(*copies, strict=True)
             self.context.cache.copy(self._to_device(source), self._to_device(destination), max(lengths))
 
-    def _bring_beginnings(self, chunks: ListOf[Chunk]) -> None:
+    def _copy_prefixes(self, chunks: ListOf[Chunk]) -> None:
         """First of all, for a later pass may write over what is copied; and one by one, for they may build on others.
 
         Rows that are not decoded, but computed, must write behind what they hold now.
@@ -234,18 +234,16 @@ class ModelRunner:
     def _replayed(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Iterator[Compute]:
         """Through the buffers that graphs know."""
         for step in range(steps):
-            yield partial(self._replay, [], step, rows, key_length + step, modes)
+            yield partial(self._replay, step, rows, key_length + step, modes)
 
     def _replay(
-        self, parts: list[Work], step: int, rows: int, key_length: int, modes: SamplingModes,
-        chunk: int, entering: torch.Tensor,
-    ) -> torch.Tensor | Drawn:  # fmt: skip
-        """``parts`` are those of the step, asked for when its first chunk has received what enters."""
-        if not parts:
+        self, step: int, rows: int, key_length: int, modes: SamplingModes, chunk: int, entering: torch.Tensor
+    ) -> torch.Tensor | Drawn:
+        if chunk == 0:
             self._ahead.fill_(step)
-            parts.extend(self.graphs.step(rows, key_length, modes))
+            self._replays = self.graphs.step(rows, key_length, modes)
         self._entry(chunk)[:rows].copy_(entering)
-        parts[chunk]()
+        self._replays[chunk]()
         # Copies: the next replay writes there while a message may still be under way.
         if self._draws(chunk):
             return self.state.token[:rows].clone(), self._logprob[:rows].clone()

@@ -72,80 +72,7 @@ class RolloutEngine(Engine):
         self._paused: Generator[None, None, list[Completed]] | None = None
         self.begin(seed=0, policy_version=0)
 
-    # -- Engine --------------------------------------------------------------------------------
-
-    def begin(self, seed: int, policy_version: int) -> None:
-        self.abort()
-        self.cache.numbers.begin()
-        self._seed, self._policy_version, self._submitted = seed, policy_version, 0
-        self.statistics = EngineStatistics()
-
-    def submit(self, request: Request) -> None:
-        """See `Engine.submit`.
-
-        Raises:
-            EngineError: see `EngineOptions.check`.
-        """
-        self._options.check(request)
-        source, samples = request.source, range(request.first_sample, request.first_sample + request.num_samples)
-        key = self._seed, source.environment, source.task.id, source.epoch
-        branch = (request.branch,) if request.branch else ()
-        group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *branch) for sample in samples])
-        self._groups[group.number] = group
-        self._submitted += 1
-        for sequence in group.sequences:
-            if sequence.status is not SequenceStatus.FINISHED:
-                self._scheduler.add(sequence)
-
-    def cancel(self, calls: Collection[int]) -> None:
-        self._cancelled.update(calls)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._groups)
-
-    @property
-    def expected_tokens(self) -> int:
-        """That the unfinished requests will probably draw."""
-        requests = [group.request for group in self._groups.values()]
-        return sum(r.num_samples * (r.expected_tokens or r.sampling.max_new_tokens) for r in requests)
-
-    @property
-    def is_under_way(self) -> bool:
-        """It is amid a step."""
-        return self._paused is not None
-
-    def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
-        shown = [s for s in self._scheduler.running if s.sample == 0 and wanted(s.request)]
-        return [(s.request, ids) for s, ids in zip(shown, self._outputs.so_far(shown), strict=True)]
-
-    @torch.inference_mode()
-    def interrupt(self) -> list[Request]:
-        running = self._scheduler.running
-        self._outputs.save(running)  # one read: their tokens are on the device alone
-        self.statistics.host_reads += len(running) > 0
-        unfinished = [s for group in self._groups.values() for s in group.sequences if s.finish_reason is None]
-        for sequence in unfinished:
-            if sequence.num_drawn:
-                self.statistics.count_completion(sequence.num_drawn)
-        requests = [group.put_aside(self._policy_version) for group in self._groups.values()]
-        self.abort()
-        return requests
-
-    def abort(self) -> None:
-        self._scheduler.clear()
-        self._groups.clear()
-        self._cancelled.clear()
-        self._paused = None
-        self.runner.state.idle()
-
-    @property
-    def cache_tensors(self) -> list[torch.Tensor]:
-        return self.cache.tensors
-
-    def forget_graphs(self) -> None:
-        if self.runner.graphs is not None:
-            self.runner.graphs.forget()
+    # -- a step: schedule, run, postprocess ----------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[Completed]:
@@ -166,8 +93,6 @@ class RolloutEngine(Engine):
             self._paused = None
             return end.value
         return None
-
-    # -- a step: schedule, run, postprocess ----------------------------------------------------
 
     def _step(self) -> Generator[None, None, list[Completed]]:
         """What `step` does; it pauses where another pipeline stage has to work first."""
@@ -281,3 +206,78 @@ class RolloutEngine(Engine):
         for sequence, known in zip(finished, routing, strict=True):
             unknown = known.new_full((1, *known.shape[1:]), torch.iinfo(known.dtype).max)
             sequence.routing = torch.cat((known, unknown))
+
+    # -- what else an `Engine` does ------------------------------------------------------------
+
+    def begin(self, seed: int, policy_version: int) -> None:
+        self.abort()
+        self.cache.numbers.begin()
+        self._seed, self._policy_version, self._submitted = seed, policy_version, 0
+        self.statistics = EngineStatistics()
+
+    def submit(self, request: Request) -> None:
+        """See `Engine.submit`.
+
+        Raises:
+            EngineError: see `EngineOptions.check`.
+        """
+        self._options.check(request)
+        source, samples = request.source, range(request.first_sample, request.first_sample + request.num_samples)
+        key = self._seed, source.environment, source.task.id, source.epoch
+        branch = (request.branch,) if request.branch else ()
+        group = SequenceGroup(self._submitted, request, [sample_seed(*key, sample, *branch) for sample in samples])
+        self._groups[group.number] = group
+        self._submitted += 1
+        for sequence in group.sequences:
+            if sequence.status is not SequenceStatus.FINISHED:
+                self._scheduler.add(sequence)
+
+    def cancel(self, calls: Collection[int]) -> None:
+        self._cancelled.update(calls)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def expected_tokens(self) -> int:
+        """That the unfinished requests will probably draw."""
+        requests = [group.request for group in self._groups.values()]
+        return sum(r.num_samples * (r.expected_tokens or r.sampling.max_new_tokens) for r in requests)
+
+    @property
+    def is_under_way(self) -> bool:
+        """It is amid a step."""
+        return self._paused is not None
+
+    def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
+        shown = [s for s in self._scheduler.running if s.sample == 0 and wanted(s.request)]
+        return [(s.request, ids) for s, ids in zip(shown, self._outputs.so_far(shown), strict=True)]
+
+    @torch.inference_mode()
+    def interrupt(self) -> list[Request]:
+        running = self._scheduler.running
+        self._outputs.save(running)  # one read: their tokens are on the device alone
+        self.statistics.host_reads += len(running) > 0
+        unfinished = [s for group in self._groups.values() for s in group.sequences if s.finish_reason is None]
+        for sequence in unfinished:
+            if sequence.num_drawn:
+                self.statistics.count_completion(sequence.num_drawn)
+        requests = [group.unfinished(self._policy_version) for group in self._groups.values()]
+        self.abort()
+        return requests
+
+    def abort(self) -> None:
+        self._scheduler.clear()
+        self._groups.clear()
+        self._cancelled.clear()
+        self._paused = None
+        self.runner.state.idle()
+
+    @property
+    def cache_tensors(self) -> list[torch.Tensor]:
+        return self.cache.tensors
+
+    def forget_graphs(self) -> None:
+        if self.runner.graphs is not None:
+            self.runner.graphs.forget()

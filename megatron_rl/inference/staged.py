@@ -90,7 +90,7 @@ class StagedEngine(Engine):
 
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
         """Of lanes between two steps: amid one the rows do not have yet what their sequences count."""
-        return [told for lane in self.lanes if not lane.is_under_way for told in lane.unfinished_tokens(wanted)]
+        return [shown for lane in self.lanes if not lane.is_under_way for shown in lane.unfinished_tokens(wanted)]
 
     @property
     def cache_tensors(self) -> list[torch.Tensor]:
