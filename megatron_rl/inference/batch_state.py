@@ -6,7 +6,7 @@ from collections.abc import Sequence as ListOf
 
 import torch
 
-from megatron_rl.inference.sampler import SamplingKinds, SamplingTensors
+from megatron_rl.inference.sampler import SamplingModes, SamplingTensors
 from megatron_rl.inference.sequence import Sequence
 
 
@@ -57,14 +57,14 @@ class BatchState:
         self.greedy[rows] = column([p.greedy for p in params], torch.bool)
         self.temperature[rows] = column([1.0 if p.greedy else p.temperature for p in params], torch.float32)
 
-    def sampling(self, rows: slice | torch.Tensor, kinds: SamplingKinds) -> SamplingTensors:
+    def sampling(self, rows: slice | torch.Tensor, modes: SamplingModes) -> SamplingTensors:
         """How ``rows`` are sampled."""
         return SamplingTensors(
             seeds=self.seed[rows],
-            temperature=self.temperature[rows] if kinds.tempered else None,
-            greedy=self.greedy[rows] if kinds.greedy else None,
-            top_k=self.top_k[rows] if kinds.filtered else None,
-            top_p=self.top_p[rows] if kinds.filtered else None,
+            temperature=self.temperature[rows] if modes.tempered else None,
+            greedy=self.greedy[rows] if modes.greedy else None,
+            top_k=self.top_k[rows] if modes.filtered else None,
+            top_p=self.top_p[rows] if modes.filtered else None,
         )
 
     def positions_ahead(self, rows: int, steps: int, max_length: int) -> torch.Tensor:

@@ -161,13 +161,13 @@ class RowBlocks(BlockManager):
         for row, known in self._known.items():
             # The cheap test first: most rows do not even have as much in common as the best so far.
             if known[: reused + 1] == token_ids[: reused + 1] and reused < most:
-                best, reused = row, min(_common_beginning(known, token_ids), most)
+                best, reused = row, min(_common_prefix(known, token_ids), most)
             elif best is not None and row in free and best not in free and known[:reused] == token_ids[:reused]:
                 best = row
         return (None, 0) if best is None else (best, reused)
 
 
-def _common_beginning(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """How many tokens two sequences have in common at their beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:

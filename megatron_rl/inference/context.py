@@ -67,7 +67,7 @@ class RolloutContext(BaseInferenceContext):
             self._prompts = PackedPlan.build(*packed, self._rope, self._dtype, self._kernels.packed)
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
-        """The steps of a burst, ``positions`` [k, N] in rows 0..N-1, each one further than the last.
+        """Decode steps without a host read, ``positions`` [k, N] in rows 0..N-1, each one further than the last.
 
         No position of the first step reaches ``key_length``. What the steps need is computed here in one go;
         `next_step` begins each of them, the first too.
@@ -83,7 +83,7 @@ class RolloutContext(BaseInferenceContext):
         self._steps = zip(plans, self.cache.slot_mapping(rows, positions), cells, *tables, strict=True)
 
     def next_step(self) -> None:
-        """Go on to the next step of the burst."""
+        """Go on to the next of these steps."""
         self._plan, self._slots, self._cells, self._cos, self._sin = next(self._steps)
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------

@@ -83,7 +83,7 @@ class EngineStatistics:
         return EngineStatistics(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def count_completion(self, num_tokens: int) -> None:
-        """A sample has drawn ``num_tokens`` tokens, and is finished or was put aside."""
+        """A sample has drawn ``num_tokens`` tokens, and is finished or was interrupted."""
         self.generated_tokens += num_tokens
         self.completions += 1
 

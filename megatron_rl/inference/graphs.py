@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: recorded once for each batch size, replayed ever after.
 
     rows 5 ─► size 8 ─┐
-                      ├─► (linears in use, reach, kinds) ─► recorded? ─► replay, part by part
+                      ├─► (linears in use, keys, modes) ──► recorded? ─► replay, part by part
     keys 300 ► 512 ───┘                                       │ no: record all sizes, the largest first
 
 A step is one graph; on a pipeline stage one for each of its chunks of layers, with messages in between. Weights,
@@ -27,7 +27,7 @@ import torch
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.model_runner import ModelRunner
-from megatron_rl.inference.sampler import SamplingKinds
+from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models import PolicyModel
 from megatron_rl.quantization.linears import parallel_linears
 
@@ -38,7 +38,7 @@ Work = Callable[[], None]
 
 _STEP = 8
 """Sizes between powers of two are multiples of it, but for the last."""
-_SHORTEST_REACH = 256
+_SHORTEST_KEY_LENGTH = 256
 
 
 class CudaRecorder:
@@ -110,32 +110,32 @@ class DecodeGraphs:
         policy: PolicyModel,
         recorder: CudaRecorder,
         sizes: Sequence[int],
-        reaches: Sequence[int],
+        key_lengths: Sequence[int],
     ) -> None:
-        """``sizes`` and ``reaches`` ascend, up to all rows and the longest sequence."""
+        """``sizes`` and ``key_lengths`` ascend, up to all rows and the longest sequence."""
         self.parts = runner.parts
         self._state = runner.state
         self._cache = runner.context.cache
         self._recorder = recorder
         self._sizes = tuple(sizes)
-        self._reaches = tuple(reaches)
+        self._key_lengths = tuple(key_lengths)
         model = torch.nn.ModuleList(policy.chunks)
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._linears = [vars(linear) for linear in dict.fromkeys(parallel_linears(model).values())]
         self._weights = (*model.parameters(), *model.buffers())
         self.recorded: dict[tuple, dict[int, list[Work]]] = {}
-        """(`_variant`, `_addresses`, reach, kinds) -> batch size -> a replay for each part."""
+        """(`_variant`, `_addresses`, key length, modes) -> batch size -> a replay for each part."""
         self._said_observed = self._off = False
 
-    def step(self, rows: int, key_length: int, kinds: SamplingKinds) -> list[Work]:
+    def step(self, rows: int, key_length: int, modes: SamplingModes) -> list[Work]:
         """The parts of one decode step (see `ModelRunner.decode`) in their order; eager where they cannot be replayed.
 
         A capture waits for the device: what this rank is still to receive must have been asked for, or two pipeline
         stages would wait for each other's messages to arrive.
         """
-        reach = min(key_length, self._cache.max_length)
-        replays = None if self._off or self._observed() else self._replays(rows, reach, kinds)
-        return [partial(part, rows, reach, kinds) for part in self.parts] if replays is None else replays
+        key_length = min(key_length, self._cache.max_length)
+        replays = None if self._off or self._observed() else self._replays(rows, key_length, modes)
+        return [partial(part, rows, key_length, modes) for part in self.parts] if replays is None else replays
 
     def forget(self) -> None:
         """Drop all graphs and the memory they hold: the KV cache goes, and comes back at other addresses."""
@@ -149,13 +149,13 @@ class DecodeGraphs:
             self._said_observed = True
         return observed
 
-    def _replays(self, rows: int, key_length: int, kinds: SamplingKinds) -> list[Work] | None:
+    def _replays(self, rows: int, key_length: int, modes: SamplingModes) -> list[Work] | None:
         """None when the capture failed."""
-        reach = self._reaches[bisect.bisect_left(self._reaches, key_length)]
-        key = self._variant(), self._addresses(), reach, kinds
+        key_length = self._key_lengths[bisect.bisect_left(self._key_lengths, key_length)]
+        key = self._variant(), self._addresses(), key_length, modes
         if key not in self.recorded:
             self._drop_stale(*key[:2])
-            replays = self.record(reach, kinds)
+            replays = self.record(key_length, modes)
             if replays is None:
                 return None
             self.recorded[key] = replays
@@ -181,7 +181,7 @@ class DecodeGraphs:
         gone = {key for key in self.recorded if any(owner is not None and owner() is None for owner in key[0])}
         self.recorded = {key: replays for key, replays in self.recorded.items() if key not in moved | gone}
 
-    def record(self, reach: int, kinds: SamplingKinds) -> dict[int, list[Work]] | None:
+    def record(self, key_length: int, modes: SamplingModes) -> dict[int, list[Work]] | None:
         """Every size, the largest first: the smaller ones then fit into its memory. None when a capture failed.
 
         Meanwhile all rows count as ended, and afterwards everything is as it was: a step then only writes a row's next
@@ -193,7 +193,7 @@ class DecodeGraphs:
         replays: dict[int, list[Work]] = {size: [] for size in reversed(self._sizes)}
         try:
             for size, part in product(replays, self.parts):
-                work = partial(part, size, reach, kinds)
+                work = partial(part, size, key_length, modes)
                 self._recorder.warm_up(work)
                 try:
                     replays[size].append(self._recorder.record(work))
@@ -208,7 +208,7 @@ class DecodeGraphs:
         logger.info(
             "decode graphs: %d batch sizes up to %d, captured in %.1f s, %.1f MiB (up to %d keys)",
             len(replays), self._sizes[-1], time.perf_counter() - started,
-            max(0, self._recorder.used_bytes() - before) / 2**20, reach,
+            max(0, self._recorder.used_bytes() - before) / 2**20, key_length,
         )  # fmt: skip
         return replays
 
@@ -242,9 +242,9 @@ def graphs_of(runner: ModelRunner, policy: PolicyModel, most: int | None) -> Dec
     if most is None:
         return None
     longest = runner.context.cache.max_length
-    reaches = graph_reaches(longest) if policy.attention.cache.needs_key_length else (longest,)
+    key_lengths = graph_key_lengths(longest) if policy.attention.cache.needs_key_length else (longest,)
     sizes = graph_sizes(runner.state.alive.shape[0], most)
-    return DecodeGraphs(runner, policy, CudaRecorder(policy.device), sizes, reaches)
+    return DecodeGraphs(runner, policy, CudaRecorder(policy.device), sizes, key_lengths)
 
 
 def graph_sizes(slots: int, most: int) -> tuple[int, ...]:
@@ -265,7 +265,7 @@ def graph_sizes(slots: int, most: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def graph_reaches(max_length: int) -> tuple[int, ...]:
+def graph_key_lengths(max_length: int) -> tuple[int, ...]:
     """Key lengths to record for: doubling from 256 up to ``max_length``."""
-    doublings = (_SHORTEST_REACH << exponent for exponent in range(max_length.bit_length()))
-    return (*(reach for reach in doublings if reach < max_length), max_length)
+    doublings = (_SHORTEST_KEY_LENGTH << exponent for exponent in range(max_length.bit_length()))
+    return (*(length for length in doublings if length < max_length), max_length)

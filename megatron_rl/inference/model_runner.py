@@ -1,11 +1,22 @@
-"""The device work of the engine: prompts into the cache, decode steps, copies. It knows tensors and no queue."""
+"""The device work of the engine: prompts into the cache, decode steps, copies. It knows tensors and no queue.
+
+    receive ─► chunk ─► send ─► pause ─► receive ─► chunk ─► send        the model's last chunk draws
+
+A pipeline stage has one or more chunks of layers, and pauses where another stage has to work first. Without stages the
+model is one chunk, and receives what it has sent itself (`OneStage`).
+
+The decode steps between two reads by the host run eager, with what they have in common computed once; or each step is
+a CUDA graph. On a stage each chunk of it is one that reads and writes static buffers, with the messages between the
+replays. The messages are the same, so a stage whose capture fails runs eager, and no other stage has to know.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as ListOf
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,46 +25,73 @@ from megatron_rl.arithmetic import FEWEST_KEYS
 from megatron_rl.attention.backend import NewTokens
 from megatron_rl.inference.batch_state import BatchState
 from megatron_rl.inference.context import RolloutContext
-from megatron_rl.inference.sampler import Sampler, SamplingKinds
+from megatron_rl.inference.sampler import Sampler, SamplingModes, SamplingTensors
 from megatron_rl.inference.scheduler import Chunk
-from megatron_rl.models import RolloutForward
+from megatron_rl.models import PolicyModel, RolloutForward
+from megatron_rl.parallel.stages import OneStage, StageMessages
 
 if TYPE_CHECKING:
     from megatron_rl.inference.graphs import DecodeGraphs
 
-Part = Callable[[int, int, SamplingKinds], None]
-"""Of a decode step, by its rows, key length and kinds: device work on static buffers."""
+Pausing = Generator[None, None, None]
+"""Work that pauses where another stage has to work first."""
+Drawn = tuple[torch.Tensor, torch.Tensor]
+"""Ids int64 and their log-probs fp32, [N] each."""
+Compute = Callable[[int, torch.Tensor], torch.Tensor | Drawn]
+"""A chunk's number and what enters it, ids [N] or hidden states [N, hidden] -> what leaves it."""
+Part = Callable[[int, int, SamplingModes], None]
+"""Of a decode step, by its rows, key length and sampling modes: device work on static buffers."""
 
 
 class ModelRunner:
     """Forward passes, draws, and what they leave in the cache and in the state of the batch."""
 
-    def __init__(self, context: RolloutContext, model: RolloutForward, state: BatchState, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        policy: PolicyModel,
+        context: RolloutContext,
+        state: BatchState,
+        sampler: Sampler,
+        messages: StageMessages | OneStage,
+    ) -> None:
         self.context = context
-        self.model = model
         self.state = state
-        self.sampler = sampler
         self.graphs: DecodeGraphs | None = None
         """Of `parts`. With them, decode steps are replayed one by one."""
+        self._forward = RolloutForward(policy, context)
+        self._sampler = sampler
+        self._messages, self._is_alone = messages, isinstance(messages, OneStage)
+        self._chunks = policy.chunks
+        # What enters and leaves the parts of a step: hidden states here; ids and draws are in ``state.token``.
+        rows, device = state.token.shape[0], state.device
+        hidden = torch.zeros(2, rows, policy.config.hidden_size, dtype=policy.dtype, device=device)
+        self._entering, self._leaving = hidden
+        self._nothing = torch.zeros_like(hidden[0, :1])
+        self._logprob = torch.zeros(rows, device=device)
+        self._ahead = torch.zeros(1, dtype=torch.int64, device=device)
+        """Decode steps since the last read by the host: the state has what was drawn only when they are done."""
 
     # -- prompts -------------------------------------------------------------------------------
 
-    def prefill(self, chunks: ListOf[Chunk], kinds: SamplingKinds) -> None:
+    def prefill(self, chunks: ListOf[Chunk], modes: SamplingModes) -> Pausing:
         """Prompts laid end to end into the cache; the first token of every sequence whose prompt is complete."""
-        self._bring_beginnings(chunks)
+        self._copy_prefixes(chunks)
         for batch in self.passes(chunks):
-            logits = self.model.forward(*self._feed(batch))
+            ids, positions = self._feed(batch)
+            logits = yield from self._through(ids, partial(self._forward.chunk, positions=positions))
             rows, places = self._begin(batch)
+            if len(rows) and self._messages.is_last:
+                self._messages.tell_all(*self._first_tokens(logits, rows, places, modes))
+            yield
             if len(rows):
-                token, logprob = self._first_tokens(logits, rows, places, kinds)
+                token, logprob = self._messages.told(len(rows))
                 self.state.record(rows, token[None], logprob[None])
 
     @staticmethod
-    def passes(chunks: ListOf[Chunk]) -> Iterator[list[Chunk]]:
+    def passes(chunks: ListOf[Chunk]) -> list[list[Chunk]]:
         """First chunks attend to themselves alone; what begins in the cache takes a second pass."""
-        for batch in ([c for c in chunks if c.start == 0], [c for c in chunks if c.start > 0]):
-            if batch:
-                yield batch
+        batches = [c for c in chunks if c.start == 0], [c for c in chunks if c.start > 0]
+        return [batch for batch in batches if batch]
 
     def copy(self, copies: ListOf[tuple[int, int, int]]) -> None:
         """Carry out `Copies` in the cache."""
@@ -61,7 +99,7 @@ class ModelRunner:
             source, destination, lengths = zip(*copies, strict=True)
             self.context.cache.copy(self._to_device(source), self._to_device(destination), max(lengths))
 
-    def _bring_beginnings(self, chunks: ListOf[Chunk]) -> None:
+    def _copy_prefixes(self, chunks: ListOf[Chunk]) -> None:
         """First of all, for a later pass may write over what is copied; and one by one, for they may build on others.
 
         Rows that are not decoded, but computed, must write behind what they hold now.
@@ -81,19 +119,16 @@ class ModelRunner:
         leaders = self._to_device([chunk.rows[0] for chunk in chunks])
         cached = chunks[0].start > 0
         offsets = self._to_device([i for length in lengths for i in range(length)]) if cached else positions
-        reach = max(FEWEST_KEYS, *(chunk.end for chunk in chunks))
-        self.context.begin_prompts(NewTokens(leaders, lengths, cu_seqlens, offsets, positions, reach), cached)
+        key_length = max(FEWEST_KEYS, *(chunk.end for chunk in chunks))
+        self.context.begin_prompts(NewTokens(leaders, lengths, cu_seqlens, offsets, positions, key_length), cached)
         return self._to_device([token for c in chunks for token in c.token_ids[c.start : c.end]]), positions
-
-    def _hold(self, chunks: ListOf[Chunk]) -> None:
-        """Rows write to the cache while their prompts are computed: where the last token comes, they do no harm."""
-        rows = [row for chunk in chunks for row in chunk.rows]
-        if rows:
-            self.state.idle(rows, [len(chunk.token_ids) - 1 for chunk in chunks for _ in chunk.rows])
 
     def _begin(self, chunks: ListOf[Chunk]) -> tuple[torch.Tensor, list[int]]:
         """After the forward pass: the rows whose sequences draw now, and the place of each one's chunk."""
-        self._hold([chunk for chunk in chunks if not chunk.is_last])
+        # Rows write to the cache while their prompts are computed: where the last token comes, they do no harm.
+        held = [(row, len(chunk.token_ids) - 1) for chunk in chunks if not chunk.is_last for row in chunk.rows]
+        if held:
+            self.state.idle([row for row, _ in held], [position for _, position in held])
         ready = [(place, chunk) for place, chunk in enumerate(chunks) if chunk.is_last]
         self.copy([copy for _, chunk in ready for copy in chunk.after])
         started = [(sequence, place) for place, chunk in ready for sequence in chunk.sequences]
@@ -103,47 +138,139 @@ class ModelRunner:
         return rows, [place for _, place in started]
 
     def _first_tokens(
-        self, logits: torch.Tensor, rows: torch.Tensor, places: ListOf[int], kinds: SamplingKinds
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and log-probs [N] that ``rows`` draw from the ``places`` in ``logits``."""
-        sampling = self.state.sampling(rows, kinds)
+        self, logits: torch.Tensor, rows: torch.Tensor, places: ListOf[int], modes: SamplingModes
+    ) -> Drawn:
+        """What ``rows`` draw from the ``places`` in ``logits``."""
+        sampling = self.state.sampling(rows, modes)
         numbers = uniform(sampling.seeds, self.state.position[rows] + 1)
-        return self.sampler(logits.index_select(0, self._to_device(places)), numbers, sampling)
+        return self._sampler(logits.index_select(0, self._to_device(places)), numbers, sampling)
 
     def _to_device(self, values: ListOf[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.state.device)
 
     # -- decode steps --------------------------------------------------------------------------
 
-    @property
-    def parts(self) -> list[Part]:
-        """What a decode step is made of, in this order, for `DecodeGraphs`."""
-        return [lambda rows, key_length, kinds: self._burst(rows, key_length, 1, kinds)]
-
-    def decode(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
+    def decode(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Pausing:
         """Feed the last tokens of the first rows and draw the next ones, ``steps`` times; the host reads nothing.
 
         No row's position reaches ``key_length`` in the first of the steps, at least one.
         """
         if self.graphs is None:
-            self._burst(rows, key_length, steps, kinds)
-            return
-        for step in range(steps):
-            for part in self.graphs.step(rows, key_length + step, kinds):
-                part()
+            yield from self._decode(rows, steps, self._eager(rows, key_length, steps, modes))
+        elif not self._is_alone:
+            yield from self._decode(rows, steps, self._replayed(rows, key_length, steps, modes))
+        else:
+            for step in range(steps):
+                for part in self.graphs.step(rows, key_length + step, modes):
+                    part()
 
-    def _burst(self, rows: int, key_length: int, steps: int, kinds: SamplingKinds) -> None:
-        """`decode`, with what the steps have in common computed once."""
+    def _decode(self, rows: int, steps: int, computes: Iterator[Compute]) -> Pausing:
+        """`decode`, each step by one of ``computes``; what was drawn is recorded at the end."""
+        messages = self._messages
+        token, drawn = self.state.token[:rows], list[Drawn]()
+        for step, compute in enumerate(computes):
+            if step > 0:
+                yield
+                if messages.is_first:
+                    token = messages.receive(rows, dtype=torch.int64)
+            leaving = yield from self._through(token, compute)
+            if messages.is_last:
+                drawn.append(leaving)
+                if step + 1 < steps:
+                    messages.send(leaving[0])
+        if messages.is_last:
+            messages.tell_all(*(torch.stack(column) for column in zip(*drawn, strict=True)))
+        yield
+        self.state.record(slice(0, rows), *messages.told(steps, rows))
+
+    def join(self, passes: int) -> Pausing:
+        """Take part in as many passes of ranks that share experts, with a token that nobody reads."""
+        for _ in range(passes):
+            for number, chunk in enumerate(self._chunks):
+                if number:
+                    yield
+                for layer in chunk.decoder.layers:
+                    layer.mlp.decode(self._nothing, self.context)
+            yield
+
+    def _through(self, ids: torch.Tensor, compute: Compute) -> Generator[None, None, Any]:
+        """This rank's chunks of the forward pass of ``ids`` [N]; what the model's last one gives, else None."""
+        messages = self._messages
+        for chunk in range(len(self._chunks)):
+            if chunk:
+                yield
+            entering = ids
+            if chunk or not messages.is_first:
+                entering = messages.receive(ids.numel(), self._nothing.shape[1], dtype=self._nothing.dtype)
+            leaving = compute(chunk, entering)
+            if self._draws(chunk):
+                return leaving
+            messages.send(leaving)
+        return None
+
+    def _draws(self, chunk: int) -> bool:
+        """Whether it is the model's last one."""
+        return self._messages.is_last and chunk == len(self._chunks) - 1
+
+    # -- what computes each step: eager, or by graphs ------------------------------------------
+
+    def _eager(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Iterator[Compute]:
+        """With what the steps have in common computed once."""
         state, context = self.state, self.context
         positions = state.positions_ahead(rows, steps, context.max_sequence_length)
-        sampling = state.sampling(slice(0, rows), kinds)
-        numbers = uniform(sampling.seeds, positions + 1)
         context.begin_decode(positions, key_length)
-        token = state.token[:rows]
-        drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sampling = state.sampling(slice(0, rows), modes)
+        numbers = uniform(sampling.seeds, positions + 1) if self._messages.is_last else positions  # which nobody reads
         for at, number in zip(positions, numbers, strict=True):
             context.next_step()
-            drawn.append(self.sampler(self.model.forward(token, at), number, sampling))
-            token = drawn[-1][0]
-        tokens, logprobs = (torch.stack(column) for column in zip(*drawn, strict=True))
-        state.record(slice(0, rows), tokens, logprobs)
+            yield partial(self._compute, at, number, sampling)
+
+    def _compute(
+        self, at: torch.Tensor, numbers: torch.Tensor, sampling: SamplingTensors, chunk: int, entering: torch.Tensor
+    ) -> torch.Tensor | Drawn:
+        leaving = self._forward.chunk(chunk, entering, at)
+        return self._sampler(leaving, numbers, sampling) if self._draws(chunk) else leaving
+
+    def _replayed(self, rows: int, key_length: int, steps: int, modes: SamplingModes) -> Iterator[Compute]:
+        """Through the buffers that graphs know."""
+        for step in range(steps):
+            yield partial(self._replay, step, rows, key_length + step, modes)
+
+    def _replay(
+        self, step: int, rows: int, key_length: int, modes: SamplingModes, chunk: int, entering: torch.Tensor
+    ) -> torch.Tensor | Drawn:
+        if chunk == 0:
+            self._ahead.fill_(step)
+            self._replays = self.graphs.step(rows, key_length, modes)
+        self._entry(chunk)[:rows].copy_(entering)
+        self._replays[chunk]()
+        # Copies: the next replay writes there while a message may still be under way.
+        if self._draws(chunk):
+            return self.state.token[:rows].clone(), self._logprob[:rows].clone()
+        return self._leaving[:rows].clone()
+
+    @property
+    def parts(self) -> list[Part]:
+        """What a decode step is made of, in this order, for `DecodeGraphs`: all of it, or on a stage a chunk each."""
+        return [self._whole] if self._is_alone else [partial(self._part, chunk) for chunk in range(len(self._chunks))]
+
+    def _whole(self, rows: int, key_length: int, modes: SamplingModes) -> None:
+        for _ in self._decode(rows, 1, self._eager(rows, key_length, 1, modes)):
+            pass  # nobody to wait for
+
+    def _part(self, chunk: int, rows: int, key_length: int, modes: SamplingModes) -> None:
+        context, state = self.context, self.state
+        positions = (state.position[:rows] + self._ahead).clamp_max_(context.max_sequence_length - 1)
+        context.begin_decode(positions[None], key_length)
+        context.next_step()
+        leaving = self._forward.chunk(chunk, self._entry(chunk)[:rows], positions)
+        if self._draws(chunk):
+            sampling = state.sampling(slice(0, rows), modes)
+            drawn = self._sampler(leaving, uniform(sampling.seeds, positions + 1), sampling)
+            state.token[:rows], self._logprob[:rows] = drawn
+        else:
+            self._leaving[:rows] = leaving
+
+    def _entry(self, chunk: int) -> torch.Tensor:
+        """The buffer of what enters."""
+        return self.state.token if self._messages.is_first and chunk == 0 else self._entering

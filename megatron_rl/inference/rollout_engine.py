@@ -1,4 +1,4 @@
-"""Continuous batching on the training model: the loop around scheduler, forward passes and output processing.
+"""Continuous batching on the training model: a step is schedule ─► run ─► postprocess.
 
     submit ──► Scheduler ──chunks──► ModelRunner.prefill (a prompt once per group) ──► first tokens
                  ▲  ▲                                                                      │
@@ -11,11 +11,10 @@ Rows are filled again as they become free. Scheduler, `BlockManager` and output 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as ListOf
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_ROWS
 from megatron_rl.inference.batch_state import BatchState
@@ -23,12 +22,15 @@ from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.engine import Engine, EngineOptions, EngineStatistics
 from megatron_rl.inference.graphs import graphs_of, possible_graphs
 from megatron_rl.inference.kv_cache import build_cache
+from megatron_rl.inference.lockstep import Passes, drop_unequal_graphs
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.output_processor import OutputProcessor
-from megatron_rl.inference.sampler import Sampler, SamplingKinds, sample_seed
+from megatron_rl.inference.sampler import Sampler, SamplingModes, sample_seed
 from megatron_rl.inference.scheduler import Chunk, Scheduler
 from megatron_rl.inference.sequence import Sequence, SequenceGroup, SequenceStatus
-from megatron_rl.models import PolicyModel, RolloutForward, RolloutOps
+from megatron_rl.models import PolicyModel, RolloutOps
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel.stages import OneStage, StageMessages
 from megatron_rl.types import Completed, Request
 
 
@@ -41,10 +43,10 @@ class RolloutEngine(Engine):
         options: EngineOptions,
         stop_token_ids: ListOf[int],
         decode_text: Callable[[ListOf[int]], str],
-        tensor_group: dist.ProcessGroup | None = None,
-        make_runner: Callable[..., ModelRunner] = ModelRunner,
+        groups: ParallelGroups | None = None,
+        messages: StageMessages | None = None,
     ) -> None:
-        """``make_runner`` takes what `ModelRunner` takes."""
+        """``groups``: None is one rank. ``messages``: to the other pipeline stages, of which this is a lane."""
         self._options = options = possible_graphs(options, policy)
         self.cache, self._blocks, self.max_batch_size = build_cache(policy, options)
         self.kv_numbers = self.cache.numbers
@@ -56,15 +58,156 @@ class RolloutEngine(Engine):
         paged = policy.attention.cache.layout == "blocks"
         state = BatchState(self.max_batch_size, options.max_sequence_length, is_stop, paged)
         context = RolloutContext(policy, self.cache, RolloutOps(fused=policy.device.type == "cuda"))
-        self.runner = make_runner(context, RolloutForward(policy, context), state, Sampler(tensor_group))
+        sampler = Sampler(None if groups is None else groups.tensor_group)
+        self.runner = ModelRunner(policy, context, state, sampler, messages or OneStage())
         self.runner.graphs = graphs_of(self.runner, policy, options.num_cuda_graphs)
+        self._is_staged = messages is not None
+        self._lockstep_group = groups.lockstep_group if groups is not None and groups.shares_experts else None
+        if self._lockstep_group is not None and not self._is_staged:
+            drop_unequal_graphs([self.runner], self.max_batch_size, self._lockstep_group)
         self._outputs = OutputProcessor(state, stop_token_ids, decode_text)
         self._groups: dict[int, SequenceGroup] = {}
         self._cancelled: set[int] = set()
         """Calls to be dropped when the next step begins; a lane of pipeline stages may be amid one."""
+        self._paused: Generator[None, None, list[Completed]] | None = None
         self.begin(seed=0, policy_version=0)
 
-    # -- Engine --------------------------------------------------------------------------------
+    # -- a step: schedule, run, postprocess ----------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Completed]:
+        """Admit sequences, draw up to k tokens a row, read once which have ended.
+
+        Collective over the ranks that share experts, while one of them has unfinished requests.
+        """
+        while (complete := self.advance()) is None:
+            pass
+        return complete
+
+    def advance(self) -> list[Completed] | None:
+        """Begin a step, or go on with it where it paused; None when it pauses, and what is complete when it ends."""
+        self._paused = self._paused or self._step()
+        try:
+            next(self._paused)
+        except StopIteration as end:
+            self._paused = None
+            return end.value
+        return None
+
+    def _step(self) -> Generator[None, None, list[Completed]]:
+        """What `step` does; it pauses where another pipeline stage has to work first."""
+        chunks, running, own = self._schedule()
+        most = own if self._lockstep_group is None else own.most(self._lockstep_group)
+        decode = own if self.runner.graphs is None else most  # graphs are replayed by all ranks alike
+        for sequence in running:
+            sequence.num_generated += decode.steps
+        if not most.prefills and not most.steps:
+            yield  # no rank has anything here: other lanes go on
+
+        self.runner.context.shared_rows = None
+        yield from self.runner.prefill(chunks, own.modes)
+        yield from self.runner.join(most.prefills - own.prefills)
+        self.runner.context.shared_rows = self._shared_rows(most)
+        if decode.steps:
+            yield from self.runner.decode(decode.rows, decode.key_length, decode.steps, decode.modes)
+        yield from self.runner.join(most.steps - decode.steps)
+
+        return self._postprocess(running) if running else []
+
+    def _schedule(self) -> tuple[list[Chunk], list[Sequence], Passes]:
+        """Make room, admit sequences; what of their prompts is computed now, who decodes, and in which passes."""
+        self._drop_cancelled()
+        preempted = self._scheduler.make_room()
+        self._outputs.save(preempted)
+        self.statistics.host_reads += len(preempted) > 0
+        self.statistics.preemptions += len(preempted)
+        chunks = self._scheduler.plan()
+        table = self._blocks.changed_table()
+        if table is not None:
+            self.cache.set_block_table(table)
+        for chunk in chunks:
+            self.statistics.prefill_tokens += chunk.num_tokens
+            self.statistics.reused_tokens += chunk.reused
+            for sequence in chunk.sequences if chunk.reused and not chunk.sequences[0].preempted else ():
+                sequence.cached_tokens = chunk.reused
+            self.statistics.recomputed_tokens += chunk.sequences[0].preempted * chunk.num_tokens
+        running = self._scheduler.running
+        return chunks, running, self._passes(chunks, running)
+
+    def _passes(self, chunks: ListOf[Chunk], running: ListOf[Sequence]) -> Passes:
+        """Up to k decode steps of the rows ``0 .. n - 1``, of which the last runs; none where all end with a prompt."""
+        prefills = len(self.runner.passes(chunks))
+        modes = SamplingModes.of(group.request.sampling for group in self._groups.values())
+        steps = min(max((sequence.remaining for sequence in running), default=0), self._steps_per_read())
+        if steps == 0:
+            return Passes(prefills, modes=modes)
+        # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see arithmetic.py).
+        rows = max(running[-1].row + 1, min(FEWEST_ROWS, self.max_batch_size))
+        longest = max(sequence.position for sequence in running)
+        self.statistics.decode_steps += steps
+        self.statistics.decode_rows += steps * rows
+        return Passes(prefills, rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps, modes)
+
+    def _shared_rows(self, most: Passes) -> int | None:
+        """See `RolloutPlan`: with graphs all ranks have as many."""
+        if self._lockstep_group is None:
+            return 0 if self._is_staged else None
+        return most.rows if self.runner.graphs is None else 0
+
+    def _drop_cancelled(self) -> None:
+        cancelled = [group for group in self._groups.values() if group.request.call in self._cancelled]
+        self._cancelled.clear()
+        for group in cancelled:
+            del self._groups[group.number]
+        unfinished = [s for g in cancelled for s in g.sequences if s.status is not SequenceStatus.FINISHED]
+        rows = [sequence.row for sequence in unfinished if sequence.status is not SequenceStatus.WAITING]
+        for sequence in unfinished:
+            self._scheduler.drop(sequence)
+        if rows:
+            self.runner.state.idle(rows)
+
+    def _steps_per_read(self) -> int:
+        """How many steps until the host looks for rows that have ended.
+
+        Looking costs little on a CPU, and rows that have ended are computed until then: there it looks as soon
+        as a row in 8 may have ended, going by those that have. Stop strings are looked for in the text, which
+        costs more than the rows.
+        """
+        most, seen = self._options.steps_per_host_read, self.statistics
+        stops = any(group.request.sampling.stop for group in self._groups.values())
+        if self.cache.device.type != "cpu" or stops or seen.completions == 0:
+            return most
+        return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
+
+    def _postprocess(self, running: ListOf[Sequence]) -> list[Completed]:
+        """The one host read; frees the rows that have ended, closes holes, returns the requests that are complete."""
+        self.statistics.host_reads += 1
+        finished = self._outputs.finish(running)
+        self._read_routing([sequence for sequence in finished if sequence.request.wants_routing])
+        for sequence in finished:
+            self._scheduler.free(sequence)
+            self.statistics.count_completion(sequence.num_drawn)
+        complete = [group for group in dict.fromkeys(s.group for s in finished) if group.is_finished]
+        for group in complete:
+            del self._groups[group.number]
+        moves, copies = self._scheduler.compact()
+        if moves:
+            self.runner.state.exchange(moves)
+            self.runner.copy(copies)
+        return [group.completed(self._policy_version) for group in complete]
+
+    def _read_routing(self, finished: ListOf[Sequence]) -> None:
+        """While their rows still hold what was recorded of them; the last token was not fed."""
+        if not finished:
+            return
+        self.statistics.host_reads += 1
+        lengths = [len(sequence.prefill_ids) - 1 for sequence in finished]
+        routing = self.cache.routing_of([sequence.row for sequence in finished], lengths)
+        for sequence, known in zip(finished, routing, strict=True):
+            unknown = known.new_full((1, *known.shape[1:]), torch.iinfo(known.dtype).max)
+            sequence.routing = torch.cat((known, unknown))
+
+    # -- what else an `Engine` does ------------------------------------------------------------
 
     def begin(self, seed: int, policy_version: int) -> None:
         self.abort()
@@ -96,6 +239,17 @@ class RolloutEngine(Engine):
     def has_unfinished(self) -> bool:
         return bool(self._groups)
 
+    @property
+    def expected_tokens(self) -> int:
+        """That the unfinished requests will probably draw."""
+        requests = [group.request for group in self._groups.values()]
+        return sum(r.num_samples * (r.expected_tokens or r.sampling.max_new_tokens) for r in requests)
+
+    @property
+    def is_under_way(self) -> bool:
+        """It is amid a step."""
+        return self._paused is not None
+
     def unfinished_tokens(self, wanted: Callable[[Request], bool]) -> list[tuple[Request, tuple[int, ...]]]:
         shown = [s for s in self._scheduler.running if s.sample == 0 and wanted(s.request)]
         return [(s.request, ids) for s, ids in zip(shown, self._outputs.so_far(shown), strict=True)]
@@ -109,7 +263,7 @@ class RolloutEngine(Engine):
         for sequence in unfinished:
             if sequence.num_drawn:
                 self.statistics.count_completion(sequence.num_drawn)
-        requests = [group.put_aside(self._policy_version) for group in self._groups.values()]
+        requests = [group.unfinished(self._policy_version) for group in self._groups.values()]
         self.abort()
         return requests
 
@@ -117,6 +271,7 @@ class RolloutEngine(Engine):
         self._scheduler.clear()
         self._groups.clear()
         self._cancelled.clear()
+        self._paused = None
         self.runner.state.idle()
 
     @property
@@ -126,106 +281,3 @@ class RolloutEngine(Engine):
     def forget_graphs(self) -> None:
         if self.runner.graphs is not None:
             self.runner.graphs.forget()
-
-    @torch.inference_mode()
-    def step(self) -> list[Completed]:
-        """Admit sequences, draw up to k tokens a row, read once which have ended."""
-        chunks, kinds = self._plan()
-        if chunks:
-            self.runner.prefill(chunks, kinds)
-        running = self._scheduler.running
-        if not running:
-            return []
-        burst = self._next_burst(running)
-        if burst is not None:
-            self.runner.decode(*burst, kinds)
-        return self._finish(running)
-
-    # -- parts of a step -----------------------------------------------------------------------
-
-    def _plan(self) -> tuple[list[Chunk], SamplingKinds]:
-        """Make room, admit sequences; what of their prompts is computed now, and what the sampler must do."""
-        self._drop_cancelled()
-        preempted = self._scheduler.make_room()
-        self._outputs.save(preempted)
-        self.statistics.host_reads += len(preempted) > 0
-        self.statistics.preemptions += len(preempted)
-        chunks = self._scheduler.plan()
-        table = self._blocks.changed_table()
-        if table is not None:
-            self.cache.set_block_table(table)
-        kinds = SamplingKinds.of(group.request.sampling for group in self._groups.values())
-        for chunk in chunks:
-            self.statistics.prefill_tokens += chunk.num_tokens
-            self.statistics.reused_tokens += chunk.reused
-            for sequence in chunk.sequences if chunk.reused and not chunk.sequences[0].preempted else ():
-                sequence.cached_tokens = chunk.reused
-            self.statistics.recomputed_tokens += chunk.sequences[0].preempted * chunk.num_tokens
-        return chunks, kinds
-
-    def _drop_cancelled(self) -> None:
-        cancelled = [group for group in self._groups.values() if group.request.call in self._cancelled]
-        self._cancelled.clear()
-        for group in cancelled:
-            del self._groups[group.number]
-        unfinished = [s for g in cancelled for s in g.sequences if s.status is not SequenceStatus.FINISHED]
-        rows = [sequence.row for sequence in unfinished if sequence.status is not SequenceStatus.WAITING]
-        for sequence in unfinished:
-            self._scheduler.drop(sequence)
-        if rows:
-            self.runner.state.idle(rows)
-
-    def _next_burst(self, running: ListOf[Sequence]) -> tuple[int, int, int] | None:
-        """Rows ``0 .. n - 1``, of which the last runs, the keys that the first step may reach, and up to k steps."""
-        # A few idle rows at the tail keep the arithmetic of the batch's other sizes (see arithmetic.py).
-        rows = max(running[-1].row + 1, min(FEWEST_ROWS, self.max_batch_size))
-        longest = max(sequence.position for sequence in running)
-        steps = min(max(sequence.remaining for sequence in running), self._steps_per_read())
-        if steps == 0:  # all ended with their first token
-            return None
-        for sequence in running:
-            sequence.num_generated += steps
-        self.statistics.decode_steps += steps
-        self.statistics.decode_rows += steps * rows
-        return rows, min(max(longest + 1, FEWEST_KEYS), self.cache.max_length), steps
-
-    def _steps_per_read(self) -> int:
-        """How many steps until the host looks for rows that have ended.
-
-        Looking costs little on a CPU, and rows that have ended are computed until then: there it looks as soon
-        as a row in 8 may have ended, going by those that have. Stop strings are looked for in the text, which
-        costs more than the rows.
-        """
-        most, seen = self._options.steps_per_host_read, self.statistics
-        stops = any(group.request.sampling.stop for group in self._groups.values())
-        if self.cache.device.type != "cpu" or stops or seen.completions == 0:
-            return most
-        return max(1, min(most, seen.decode_rows // (8 * seen.completions)))
-
-    def _finish(self, running: ListOf[Sequence]) -> list[Completed]:
-        """The one host read; frees the rows that have ended, closes holes, returns the requests that are complete."""
-        self.statistics.host_reads += 1
-        finished = self._outputs.finish(running)
-        self._read_routing([sequence for sequence in finished if sequence.request.wants_routing])
-        for sequence in finished:
-            self._scheduler.free(sequence)
-            self.statistics.count_completion(sequence.num_drawn)
-        complete = [group for group in dict.fromkeys(s.group for s in finished) if group.is_finished]
-        for group in complete:
-            del self._groups[group.number]
-        moves, copies = self._scheduler.compact()
-        if moves:
-            self.runner.state.exchange(moves)
-            self.runner.copy(copies)
-        return [group.completed(self._policy_version) for group in complete]
-
-    def _read_routing(self, finished: ListOf[Sequence]) -> None:
-        """While their rows still hold what was recorded of them; the last token was not fed."""
-        if not finished:
-            return
-        self.statistics.host_reads += 1
-        lengths = [len(sequence.prefill_ids) - 1 for sequence in finished]
-        routing = self.cache.routing_of([sequence.row for sequence in finished], lengths)
-        for sequence, known in zip(finished, routing, strict=True):
-            unknown = known.new_full((1, *known.shape[1:]), torch.iinfo(known.dtype).max)
-            sequence.routing = torch.cat((known, unknown))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,7 @@ def sample_seed(*key: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-@dataclass(frozen=True)
-class SamplingKinds:
+class SamplingModes(NamedTuple):
     """What the requests need of the sampler; each that none needs saves a pass over [N, V]."""
 
     greedy: bool = False
@@ -32,7 +32,7 @@ class SamplingKinds:
     tempered: bool = False
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> SamplingKinds:
+    def of(cls, params: Iterable[SamplingParams]) -> SamplingModes:
         """Of all requests under way."""
         params = list(params)
         return cls(

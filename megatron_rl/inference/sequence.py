@@ -57,7 +57,7 @@ class Sequence:
     """See `Completion.cached_tokens`."""
     finish_reason: FinishReason | None = None
     preempted: bool = False
-    """It was in the cache before: it made room for others, or was put aside in an earlier rollout."""
+    """It was in the cache before: it made room for others, or was interrupted in an earlier rollout."""
 
     def __post_init__(self) -> None:
         self.request: Request = self.group.request  # asked for often, so no property
@@ -157,6 +157,6 @@ class SequenceGroup:
         """Of a finished group."""
         return self.request, tuple(sequence.completion(policy_version) for sequence in self.sequences)
 
-    def put_aside(self, policy_version: int) -> Request:
+    def unfinished(self, policy_version: int) -> Request:
         """The request, to go on from what was read of its samples."""
         return replace(self.request, begun=tuple(sequence.completion(policy_version) for sequence in self.sequences))

@@ -168,16 +168,11 @@ class RolloutForward:
         """Whether the short way is taken."""
         return self._policy.config.transformer_impl == "local"
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``[N]`` ids and positions -> ``[rows, V]`` fp32 logits over the real vocabulary."""
-        (_,) = self._policy.chunks
-        return self.chunk(0, token_ids, positions)
-
     def chunk(self, number: int, entering: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The part of `forward` that one of the policy's chunks has.
+        """The forward pass through one of the policy's chunks, at ``positions`` [N].
 
-        The first chunk of the model takes the ids, every other what the one before it gives: ``[N, hidden]``. The last
-        gives the logits.
+        The first chunk of the model takes ids [N], every other what the one before it gives: ``[N, hidden]``. The last
+        gives fp32 logits over the real vocabulary, ``[rows, V]``.
         """
         gpt = self._policy.chunks[number]
         leaving = self._short(gpt, entering) if self.is_short else self._stock(gpt, entering, positions)

@@ -9,7 +9,6 @@ from megatron_rl.attention import numbers_of
 from megatron_rl.config import RLConfig
 from megatron_rl.environments.client import ServedEnvironment
 from megatron_rl.inference.engine import Engine, EngineOptions
-from megatron_rl.inference.lockstep import LockstepEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models import PolicyModel
@@ -102,9 +101,7 @@ def build_engine(
         return McoreEngine(policy, options, ends)
     if config.stages.count > 1:
         return StagedEngine(policy, options, ends, tokenizer.decode, groups)
-    if groups.shares_experts:
-        return LockstepEngine(policy, options, ends, tokenizer.decode, groups)
-    return RolloutEngine(policy, options, ends, tokenizer.decode, groups.tensor_group)
+    return RolloutEngine(policy, options, ends, tokenizer.decode, groups)
 
 
 def build_rollouter(run: Run, engine: Engine, reference: ReferencePolicy | None = None) -> Rollouter:

@@ -12,7 +12,6 @@ import torch
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.inference.engine import Engine, EngineOptions
-from megatron_rl.inference.lockstep import LockstepEngine
 from megatron_rl.inference.staged import StagedEngine
 from megatron_rl.models import rollout_mode
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down
@@ -50,10 +49,8 @@ def complete(
         engine: Engine = rollout_engine(policy, records_routing=True)
         if config.stages.count > 1:
             engine = StagedEngine(policy, sizes, [END], letters, groups)
-        elif groups.shares_experts:
-            engine = LockstepEngine(policy, sizes, [END], letters, groups)
         lanes = engine.lanes if isinstance(engine, StagedEngine) else [engine]
-        recorders = [taped(lane, policy, reaches=(48,)) for lane in lanes if taped_steps]
+        recorders = [taped(lane, policy, key_lengths=(48,)) for lane in lanes if taped_steps]
         wanted = ragged_requests(GROUPS, num_samples=3, longest_prompt=30, max_new_tokens=16)
         wanted += [replace(one, index=one.index + GROUPS, prompt_ids=one.prompt_ids + (1, 2)) for one in wanted]
         mine = [one for one in wanted if deal[one.index % GROUPS] == groups.rollout_group.rank()]

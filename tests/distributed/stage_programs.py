@@ -15,7 +15,7 @@ import torch
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import QuantizationError
 from megatron_rl.inference.engine import Engine, EngineOptions
-from megatron_rl.inference.graphs import DecodeGraphs, graph_reaches, graph_sizes
+from megatron_rl.inference.graphs import DecodeGraphs, graph_key_lengths, graph_sizes
 from megatron_rl.inference.model_runner import Part
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.staged import StagedEngine
@@ -79,12 +79,12 @@ def one_case(config: RLConfig, groups: ParallelGroups, case: Mapping[str, Any]) 
     lanes = engine.lanes if isinstance(engine, StagedEngine) else []
     # Every reach: a mask of more keys than there are may add up in another order.
     reaches = range(1, options.max_sequence_length + 1)
-    recorders = [taped(lane, policy, reaches=reaches) for lane in lanes if case.get("tapes")]
+    recorders = [taped(lane, policy, key_lengths=reaches) for lane in lanes if case.get("tapes")]
     for lane in lanes if case.get("refused") == groups.stage else ():
         graphs = lane.runner.graphs
         graphs.parts = [partial(reading, part) for part in graphs.parts]
     for lane in lanes if case.get("twin") else ():  # of an engine with graphs
-        sizes = graph_sizes(lane.max_batch_size, 16), graph_reaches(options.max_sequence_length)
+        sizes = graph_sizes(lane.max_batch_size, 16), graph_key_lengths(options.max_sequence_length)
         lane.runner.graphs = DecodeGraphs(lane.runner, policy, EagerRecorder(), *sizes)
     wanted = {"count": 6, "num_samples": 3, "max_new_tokens": 16} | dict(case.get("requests", {}))
     # At least `FEWEST_ROWS` tokens: a shorter prompt computed alone adds up in another order, on one rank as well.
@@ -176,7 +176,7 @@ def refuse(parallel: Mapping[str, Any]) -> list[str]:
 def build(policy: PolicyModel, options: EngineOptions, groups: ParallelGroups) -> Engine:
     if groups.pipeline_group.size() > 1:
         return StagedEngine(policy, options, (END,), letters, groups)
-    return RolloutEngine(policy, options, (END,), letters, groups.tensor_group)
+    return RolloutEngine(policy, options, (END,), letters, groups)
 
 
 def drain_cancelling(engine: Engine, requests: list[Request]) -> list[tuple[Completion, ...]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.inference.engine import EngineOptions
-from megatron_rl.inference.graphs import DecodeGraphs, graph_reaches, graph_sizes
+from megatron_rl.inference.graphs import DecodeGraphs, graph_key_lengths, graph_sizes
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel.groups import current_groups
@@ -32,14 +32,14 @@ SAMPLINGS = {"plain": {}, "greedy": {"greedy": True}, "filtered": {"top_k": 5, "
 
 def _engine(policy: PolicyModel, graphs: int | None) -> RolloutEngine:
     options = EngineOptions(SLOTS, LONGEST, num_cuda_graphs=graphs)
-    return RolloutEngine(policy, options, [END], letters, current_groups().tensor_group)
+    return RolloutEngine(policy, options, [END], letters, current_groups())
 
 
 def _pair(policy: PolicyModel) -> tuple[RolloutEngine, RolloutEngine]:
     """With graphs, and its eager twin."""
     graphed, eager = _engine(policy, 16), _engine(policy, None)
     assert isinstance(graphed.runner.graphs, DecodeGraphs)
-    sizes = graph_sizes(SLOTS, 16), graph_reaches(LONGEST)
+    sizes = graph_sizes(SLOTS, 16), graph_key_lengths(LONGEST)
     eager.runner.graphs = DecodeGraphs(eager.runner, policy, EagerRecorder(), *sizes)
     return graphed, eager
 

@@ -52,7 +52,7 @@ def ragged_requests(
 
 def rollout_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **options: object) -> RolloutEngine:
     """Our engine for a tiny model: 8 rows of 48 tokens unless said otherwise."""
-    return RolloutEngine(policy, _sizes(options), stop_ids, letters, current_groups().tensor_group)
+    return RolloutEngine(policy, _sizes(options), stop_ids, letters, current_groups())
 
 
 def mcore_engine(policy: PolicyModel, stop_ids: Sequence[int] = (END,), **options: object) -> McoreEngine:

@@ -109,7 +109,7 @@ def points() -> dict[str, tuple[Any, str, str]]:
     from megatron_rl.trainer.samples import SampleBuilder
 
     return {
-        "rollout": (RolloutEngine, "_finish", "after"),
+        "rollout": (RolloutEngine, "_postprocess", "after"),
         "grade_asked": (EnvironmentClient, "grade", "before"),
         "journal_written": (StepJournal, "add", "after"),
         "journal_closed": (StepJournal, "close", "after"),

@@ -14,7 +14,8 @@ from megatron_rl.inference.context import RolloutContext
 from megatron_rl.inference.kv_cache import PagedCache, RowCache
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.sampler import Sampler
-from megatron_rl.models import PolicyModel, RolloutForward, RolloutOps
+from megatron_rl.models import PolicyModel, RolloutOps
+from megatron_rl.parallel.stages import OneStage
 from megatron_rl.registry import BACKENDS
 from tests.support.tiny import VOCABULARY
 
@@ -43,4 +44,4 @@ def meta_runner(policy: PolicyModel, backend: str) -> ModelRunner:
     """Decode steps in eager torch; takes the model's values."""
     context = meta_context(policy, backend, RolloutOps(fused=False))
     state = BatchState(6, 48, torch.zeros(VOCABULARY, dtype=torch.bool, device=META))
-    return ModelRunner(context, RolloutForward(policy, context), state, Sampler())
+    return ModelRunner(policy, context, state, Sampler(), OneStage())

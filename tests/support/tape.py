@@ -176,12 +176,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def taped(
-    engine: RolloutEngine, policy: PolicyModel, sizes: Sequence[int] = (), reaches: Sequence[int] = (24, 48)
+    engine: RolloutEngine, policy: PolicyModel, sizes: Sequence[int] = (), key_lengths: Sequence[int] = (24, 48)
 ) -> TapeRecorder:
     """Put a tape in front of the engine's decode step, of ``sizes`` or those that a GPU would have."""
     recorder = TapeRecorder()
     sizes = sizes or graph_sizes(engine.max_batch_size, most=16)
-    engine.runner.graphs = DecodeGraphs(engine.runner, policy, recorder, sizes, reaches)
+    engine.runner.graphs = DecodeGraphs(engine.runner, policy, recorder, sizes, key_lengths)
     return recorder
 
 

@@ -11,7 +11,6 @@ from megatron_rl.inference import staged
 from megatron_rl.inference.block_manager import RowBlocks
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.kv_cache import shared_out
-from megatron_rl.inference.lockstep import LockstepEngine
 from megatron_rl.inference.sequence import SequenceStatus
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel import ParallelGroups
@@ -105,11 +104,12 @@ def test_its_row_and_blocks_are_the_next_one_s(either: PolicyModel) -> None:
     assert engine.statistics.reused_tokens >= 16, "what was computed of its prompt is known"
 
 
-def test_where_ranks_share_experts(policy: PolicyModel, one_rank: ParallelGroups) -> None:
+def test_where_ranks_share_experts(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one rank; several, and stages, are in `tests/distributed`."""
     wanted = as_calls([request(PROMPT, 1, n, max_new_tokens=20) for n in range(4)])
     whole = answers(policy, rollout_engine(policy, stop_ids=()), wanted)
-    engine = LockstepEngine(policy, EngineOptions(2, 48, steps_per_host_read=2), (), letters, one_rank)
+    monkeypatch.setattr(ParallelGroups, "shares_experts", True)
+    engine = rollout_engine(policy, stop_ids=(), max_batch_size=2, steps_per_host_read=2)
     kept = answers(policy, engine, wanted, cancelled=(0, 3), after=2)
     assert {call: answer.token_ids for call, answer in kept.items()} == {n: whole[n].token_ids for n in (1, 2)}
     assert engine.statistics.completions == 2

@@ -51,7 +51,7 @@ def test_grouped_experts_have_graphs(recipe: str, one_rank: object, monkeypatch:
     monkeypatch.setattr(graphs, "CudaRecorder", lambda _: TapeRecorder())
     assert possible_graphs(GRAPHS, on_cuda(policy)) == GRAPHS
     assert isinstance(graphs_of(engine.runner, on_cuda(policy), 16), DecodeGraphs)
-    recorder = taped(engine, policy, reaches=(48,))  # how far a burst reaches depends on who ends when
+    recorder = taped(engine, policy, key_lengths=(48,))  # how far a burst reaches depends on who ends when
     wanted = [dataclasses.replace(one, wants_routing=True) for one in requests_of_a_step()]
     linears = linears_of(policy, recipe)
     found, steps = [], 0

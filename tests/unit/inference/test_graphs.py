@@ -13,8 +13,8 @@ import torch
 from megatron_rl.attention import choose
 from megatron_rl.attention.backend import DeviceFacts
 from megatron_rl.inference.batch_state import BatchState
-from megatron_rl.inference.graphs import graph_reaches, graph_sizes
-from megatron_rl.inference.sampler import SamplingKinds
+from megatron_rl.inference.graphs import graph_key_lengths, graph_sizes
+from megatron_rl.inference.sampler import SamplingModes
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.quantization.audit import observed
 from megatron_rl.run import generation
@@ -62,7 +62,7 @@ def test_sizes_ascend_end_at_the_slots_and_are_no_more_than_allowed() -> None:
     [(48, (48,)), (256, (256,)), (257, (256, 257)), (4096, (256, 512, 1024, 2048, 4096)), (600, (256, 512, 600))],
 )
 def test_reaches(longest: int, reaches: tuple[int, ...]) -> None:
-    assert graph_reaches(longest) == reaches
+    assert graph_key_lengths(longest) == reaches
 
 
 # -- an engine whose decode step is on tape ------------------------------------------------------
@@ -148,7 +148,7 @@ def test_a_capture_in_the_middle_changes_nothing(policy: PolicyModel) -> None:
     wanted = [request((4, 9), 8, max_new_tokens=40)]
     eager = generate(policy, rollout_engine(policy, stop_ids=()), wanted)
     engine = rollout_engine(policy, stop_ids=())
-    recorder = taped(engine, policy, reaches=(16, 20, 24, 32, 48))
+    recorder = taped(engine, policy, key_lengths=(16, 20, 24, 32, 48))
     assert tokens(generate(policy, engine, wanted)) == tokens(eager)
     assert recorder.recorded == 10
 
@@ -164,7 +164,7 @@ def test_recording_writes_at_most_the_next_cell_of_each_row(either: PolicyModel)
         state, cache = copy.deepcopy(vars(engine.runner.state)), engine.cache
         before = [keys.clone() for keys in cache.keys]
         next_slots = cache.slot_mapping(cache.rows, engine.runner.state.position).tolist()
-        engine.runner.graphs.record(48, SamplingKinds())
+        engine.runner.graphs.record(48, SamplingModes())
         for was, now in zip(before, cache.keys, strict=True):
             rows = -1, (now.shape[-1] if not hasattr(cache, "table") else now.shape[-2] * now.shape[-1])
             changed = (was.view(rows) != now.view(rows)).any(-1).nonzero()[:, 0].tolist()
@@ -198,7 +198,7 @@ def test_a_capture_that_fails_leaves_an_eager_run(policy: PolicyModel, caplog: p
     recorder = taped(engine, policy)
     (original,) = engine.runner.graphs.parts
 
-    def reads(rows: int, key_length: int, kinds: SamplingKinds) -> None:
+    def reads(rows: int, key_length: int, kinds: SamplingModes) -> None:
         original(rows, key_length, kinds)
         torch.nonzero(engine.runner.state.alive)
 

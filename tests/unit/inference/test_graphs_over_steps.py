@@ -24,7 +24,7 @@ def test_an_optimizer_step_needs_no_recording(settings: dict[str, bool], one_ran
     policy = tiny_policy(config)
     optimization = Optimization(policy, config)
     engine, twin = rollout_engine(policy), rollout_engine(policy)
-    recorder = taped(engine, policy, reaches=(48,))  # how far a burst reaches depends on who ends when
+    recorder = taped(engine, policy, key_lengths=(48,))  # how far a burst reaches depends on who ends when
     before = generate(policy, engine, requests_of_a_step())
     recorded = recorder.recorded
     for step in range(3):
@@ -45,7 +45,7 @@ def test_a_requantisation_needs_no_recording(recipe: str, one_rank: object) -> N
     policy = quantizable_policy()
     quantization = rollout_quantization(policy, recipe)
     engine, twin = rollout_engine(policy), rollout_engine(policy)
-    recorder = taped(engine, policy, reaches=(48,))  # how far a burst reaches depends on who ends when
+    recorder = taped(engine, policy, key_lengths=(48,))  # how far a burst reaches depends on who ends when
     complete(policy, engine, quantization, requests_of_a_step())  # calibrated and audited: eager
     assert quantization.linears.layers
     before = complete(policy, engine, quantization, requests_of_a_step())

@@ -7,7 +7,7 @@ on the device are invisible there; the tape, which records on a CPU, refuses the
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.inference.sampler import SamplingKinds
+from megatron_rl.inference.sampler import SamplingModes
 from tests.support.meta import META, meta_runner
 from tests.support.tape import TapeRecorder
 from tests.support.tiny import tiny_config, tiny_policy
@@ -49,20 +49,20 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @torch.inference_mode()
 def test_no_host_tensor_in_a_decode_step(one_rank: object, model: str, backend: str) -> None:
-    step = meta_runner(tiny_policy(tiny_config(**MODELS[model])), backend).decode
-    for bits in range(8):
-        kinds = SamplingKinds(*(bool(bits >> i & 1) for i in range(len(dataclasses.fields(SamplingKinds)))))
-        step(6, 48, 1, kinds)  # what is made once and kept is made here
+    decode = meta_runner(tiny_policy(tiny_config(**MODELS[model])), backend).decode
+    for given in itertools.product((False, True), repeat=len(SamplingModes._fields)):
+        modes = SamplingModes(*given)
+        list(decode(6, 48, 1, modes))  # what is made once and kept is made here
         with _HostTensors() as host:
-            step(6, 48, 1, kinds)
-        assert host.seen == [], kinds
+            list(decode(6, 48, 1, modes))
+        assert host.seen == [], modes
 
 
 @torch.inference_mode()
 def test_experts_in_a_loop_do_read_and_so_have_no_graphs(one_rank: object) -> None:
     policy = tiny_policy(tiny_config(num_experts=4, moe_router_topk=2, add_qkv_bias=False, no_moe_grouped_gemm=True))
     with pytest.raises((NotImplementedError, RuntimeError), match="(?i)meta"):
-        meta_runner(policy, "sdpa").decode(6, 48, 1, SamplingKinds())
+        list(meta_runner(policy, "sdpa").decode(6, 48, 1, SamplingModes()))
 
 
 DEVICE = torch.zeros(3, device=META)

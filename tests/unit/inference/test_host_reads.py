@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -61,14 +62,15 @@ def recorded_reads(into: list[str]) -> Iterator[None]:
 
 
 def watch(owner: object, method: str, into: list[str], patch: pytest.MonkeyPatch | None = None) -> list[int]:
-    """Record the reads of every call of ``method``; returns a list that grows by one a call."""
+    """Record the reads of every call of ``method``, run to its end; returns a list that grows by one a call."""
     original = getattr(owner, method)
     calls: list[int] = []
 
     def watched(*args: object) -> Any:
         calls.append(len(into))
         with recorded_reads(into):
-            return original(*args)
+            result = original(*args)
+            return iter(list(result)) if inspect.isgenerator(result) else result
 
     setattr(owner, method, watched) if patch is None else patch.setattr(owner, method, watched)
     return calls

@@ -201,3 +201,18 @@ def test_a_paged_cache_changes_no_token(one_rank: object) -> None:
     by_pages = generate(pages, rollout_engine(pages, block_size=16), requests)
     assert tokens(by_slots) == tokens(by_pages)
     assert largest_gap(by_slots, by_pages) < 1e-5
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode"])
+def test_a_failed_step_is_not_gone_on_with(policy: PolicyModel, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory runs out amid it: the next rollout begins with a step of its own."""
+    engine, wanted = rollout_engine(policy), ragged_requests(4, num_samples=2, max_new_tokens=12)
+    whole = generate(policy, engine, wanted)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(engine.runner, part, fails)
+        generate(policy, engine, wanted)
+    assert generate(policy, engine, wanted) == whole

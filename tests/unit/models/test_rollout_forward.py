@@ -48,14 +48,14 @@ Passes = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 def recorded() -> Iterator[Passes]:
     """Token ids, positions and logits of every forward pass of engines that are made inside."""
     passes: Passes = []
-    own = RolloutForward.forward
+    own = RolloutForward.chunk
 
-    def noted(self: RolloutForward, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = own(self, token_ids, positions)
+    def noted(self: RolloutForward, number: int, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits = own(self, number, token_ids, positions)
         passes.append((token_ids.clone(), positions.clone(), logits.clone()))
         return logits
 
-    with mock.patch.object(RolloutForward, "forward", noted):
+    with mock.patch.object(RolloutForward, "chunk", noted):
         yield passes
 
 

@@ -37,7 +37,7 @@ def launches(layers: int, model: str, recipe: str, stored: torch.dtype | None, o
     with torch.inference_mode(), counted() as seen:
         context.begin_decode(positions, 48)
         context.next_step()
-        forward.forward(token, positions[0])
+        forward.chunk(0, token, positions[0])
     return seen
 
 
