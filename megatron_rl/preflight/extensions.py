@@ -30,8 +30,9 @@ def extension_problems(config: RLConfig) -> tuple[RLConfig, list[Problem]]:
         return config, problems
     arguments = {"values": {flag.name: config.value(flag.name) for flag in all_flags()}, "fields": own}
     seconds = config.environment.rl_environment_load_timeout
-    answer, failures = all_but_failing("call", arguments, seconds, "megatron_rl.preflight.extension_child")
+    answer, failures = all_but_failing("call_own", arguments, seconds, "megatron_rl.preflight.trial")
     found = {name: [line] for name, line in failures.items()} | (answer.result or {})
     problems += [Problem(f"--{name.replace('_', '-')}", line) for name, lines in found.items() for line in lines]
     problems += [Problem(None, line) for line in answer.problems]
-    return config.with_values(**{name: flags[name].default or "none" for name in found if found[name]}), problems
+    broken = [name for name in own if found.get(name, answer.result is None)]  # all where the process had no answer
+    return config.with_values(**{name: flags[name].default or "none" for name in broken}), problems

@@ -1,9 +1,12 @@
-"""One call of an extension on a batch of four tokens; what it returns is checked here and not in the steps of a run."""
+"""One call of an extension on a batch of four tokens; what it returns is checked here and not in the steps of a run.
+
+Run as a program it is the process in which a user's extensions are imported and called (`extensions` starts it).
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -14,8 +17,9 @@ from megatron_rl.algorithms.batch import Aggregation
 from megatron_rl.algorithms.covariance import PicksTokens
 from megatron_rl.algorithms.extension import Baseline, Composed, advantage_of, correction_of, filter_of, loss_of
 from megatron_rl.config import RLConfig
+from megatron_rl.config.rl_config import all_flags
 from megatron_rl.environments.loader import reason_of
-from megatron_rl.errors import ConfigError, Problem, shorten
+from megatron_rl.errors import ConfigError, Problem, collecting, shorten
 from megatron_rl.quantization.recipe import Recipe
 from megatron_rl.registry import ADVANTAGES, LOSSES, PARSERS, RECIPES, Registry
 from megatron_rl.tool_calls.parser import Parser, Unreadable
@@ -23,6 +27,28 @@ from megatron_rl.tool_calls.parser import Parser, Unreadable
 ROWS, COLUMNS = 128, 256
 """Of a weight: whole tiles."""
 _MASK = "put torch.where(batch.in_loss, ..., 0.0) around what you compute with and around what you return"
+
+
+def call_own(
+    report: Callable[[str, str, str], None], values: Mapping[str, Any], fields: Collection[str], skip: Collection[str]
+) -> dict[str, list[str]]:
+    """In the process: the problems of the extensions that ``fields`` name, but those to ``skip``; by field."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    config, found = RLConfig().with_values(**values), {}
+    for flag in (flag for flag in all_flags() if flag.name in fields and flag.name not in skip):
+        problems: list[Problem] = []
+        spelling, name = f"--{flag.name.replace('_', '-')}", values[flag.name]
+        who = f"{spelling} {shorten(name)}"
+        for part in name.split("+") if flag.name == "rl_correction" else [name]:
+            report(flag.name, who, f"{part} was imported")
+            with collecting(problems, spelling):
+                flag.names_of.get(part.strip())
+        with collecting(problems):
+            if not problems:
+                report(flag.name, who, "it was called on four tokens")
+                call_once(config, flag.name, "cuda" if torch.cuda.is_available() else "cpu")
+        found[flag.name] = [str(problem) for problem in problems]
+    return found
 
 
 class _Wrong(Exception):
@@ -197,3 +223,8 @@ _CALLS: dict[str, tuple[Callable[[RLConfig, torch.device], None], str]] = {
     "rl_rollout_quantization": (_recipe, "name an instance of a subclass of megatron_rl.quantization.recipe.Recipe"),
     "rl_tool_call_parser": (_parser, "name an instance of a subclass of megatron_rl.tool_calls.parser.Parser"),
 }
+
+if __name__ == "__main__":
+    from megatron_rl.environments.loading_child import main  # what it imports the caller's checks need not wait for
+
+    main({"call_own": call_own})

@@ -165,20 +165,23 @@ def test_all_of_the_library_pass(field: str, registry: Registry) -> None:
 WILD = {
     "rl_advantage": ("raise SystemExit(3)", "SystemExit: 3"),
     "rl_policy_loss": ("import os; os._exit(0)", "ended the process with status 0 while rl_policy_loss.py:X was imp"),
-    "rl_correction": ("while True: pass", "took more than 2 s while "),
-    "rl_group_filter": ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
-    "rl_rollout_quantization": ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    "rl_correction": ("import time; time.sleep(600)", "took more than 4 s while rl_correction.py:X was imported"),
+    "rl_group_filter": (
+        "import os\ndef X(rewards): os.kill(os.getpid(), 9)",
+        "was killed by SIGKILL, likely for want of memory, while it was called on four tokens",
+    ),
+    "rl_rollout_quantization": ("X = 5", "is 5; name an instance"),
     "rl_tool_call_parser": ("def X(", "SyntaxError"),
 }
 
 
-def test_a_file_that_misbehaves_at_import_costs_a_line(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_whatever_a_file_does_costs_a_line(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """And none of these files is imported into this process."""
     for field, (source, _) in WILD.items():
         (here / f"{field}.py").write_text(source)
     named = {field: f"{field}.py:X" for field in WILD}
-    sound, problems = extension_problems(config_of(**named, rl_environment_load_timeout=2.0))
-    assert sound == config_of(rl_environment_load_timeout=2.0)
+    sound, problems = extension_problems(config_of(**named, rl_environment_load_timeout=4.0))
+    assert sound == config_of(rl_environment_load_timeout=4.0)
     assert len(problems) == len(WILD)
     for field, (_, told) in WILD.items():
         (line,) = [str(problem) for problem in problems if f"{field}.py:X" in str(problem)]
@@ -196,6 +199,4 @@ def test_check_ends_with_2_and_a_run_calls_the_users_own_loss(here: Path, capfd:
     (line,) = [line for line in told.splitlines() if "ending.mine:right" in line]
     assert "ended the process with status 0 while ending.mine:right was imported" in line
     (here / "mine.py").write_text(MINE)
-    own = config_of(rl_policy_loss="mine.py:right")
-    assert extension_problems(own) == (own, [])
-    assert loss_of(own).__name__ == "right", "nothing stands between a step and the loss"
+    assert loss_of(config_of(rl_policy_loss="mine.py:right")).__name__ == "right", "nothing is between it and a step"
