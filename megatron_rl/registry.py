@@ -19,6 +19,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -78,7 +79,7 @@ class Registry(Generic[T]):
             return importlib.import_module(f"{self.package}.{wanted}")
         try:
             return import_reference(name.rpartition(":")[0])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = one_line(f"{type(error).__name__}: {error}")
             raise ConfigError([
                 f"{self.what} {shorten(name)} cannot be imported from {os.getcwd()}: {reason}; write "
@@ -108,13 +109,22 @@ class Registry(Generic[T]):
         where = name.rpartition(":")[0]
         if where and not where.endswith(".py"):
             _look_here()
-            try:
-                spec = importlib.util.find_spec(where)
-            except (ImportError, ValueError):
-                return None
+            spec = _spec(where)
             return Path(spec.origin) if spec is not None and spec.has_location else None
         path = Path(where) if where else self._folder / f"{name.replace('-', '_')}.py"
         return path.resolve() if path.is_file() else None
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Where a module lies; `importlib.util.find_spec` would run the packages that it is in."""
+    first, *others = module.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        return None
+    for part in others:
+        spec = spec and PathFinder.find_spec(part, spec.submodule_search_locations or [])
+    return spec
 
 
 def import_reference(where: str) -> ModuleType:
@@ -156,7 +166,7 @@ def _definitions(path: Path) -> dict[str, ast.expr | None]:
     """Names on the top level of a file, of its classes as ``Loss.name``, with the value of those that are assigned."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:  # nested too deeply
         raise ConfigError([f"{path} is no Python: {one_line(str(error))}"]) from error
     found: dict[str, ast.expr | None] = {}
     for node in body:

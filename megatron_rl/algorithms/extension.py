@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.algorithms.batch import Aggregation, Terms, TokenBatch
 from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import Flag, flags_of
-from megatron_rl.errors import ConfigError, Problem, collecting
+from megatron_rl.errors import ConfigError, Problem, collecting, shorten
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES, Registry
 
 Baseline = Literal["group", "batch", "critic", "teacher"]
@@ -174,6 +174,10 @@ def _chosen(config: RLConfig, field: str, registry: Registry[Any], names: Sequen
     for name in names:
         with collecting(problems, spelling):
             extension = registry.get(name)
+            base = GroupFilter if registry is FILTERS else Extension
+            if not (issubclass(extension, base) if isinstance(extension, type) else callable(extension)):
+                wanted = f"a function, or a subclass of megatron_rl.algorithms.{base.__name__}"
+                raise ConfigError([f"{registry.what} {shorten(name)} is {shorten(extension)}; name {wanted}"])
             found.append((extension, _options(extension)))
     if problems:
         raise ConfigError(problems)

@@ -66,13 +66,15 @@ def _in_long(words: Sequence[str]) -> list[str]:
 
 
 def _other_problems(config: RLConfig) -> list[Problem]:
-    from megatron_rl.preflight import inputs, machine, starts
+    from megatron_rl.preflight import extensions, inputs, machine, starts
 
+    config, wrong = extensions.extension_problems(config)
     tokenizer, problems = inputs.tokenizer_problems(config)
     return [
         *problems,
         *starts.checkpoint_problems(config, tokenizer),
         *inputs.hugging_face_problems(config, tokenizer),
+        *wrong,
         *machine.quantization_problems(config),
         *machine.attention_problems(config),
         *machine.backend_problems(config),

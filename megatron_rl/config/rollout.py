@@ -66,7 +66,9 @@ class EnvironmentConfig:
     rl_harness_processes: int = flag(64, ge=1, le=4096)
     """Most samples of harnesses that run at once on a node, each in a process; the others wait."""
     rl_environment_load_timeout: float = flag(300.0, gt=0, le=86_400)
-    """Longest time in seconds that an environment may take to be imported, to be set up, or to list a split's tasks."""
+    """Longest time in seconds that an environment may take to be imported, to be set up, or to list a split's tasks.
+
+    And an extension of your own, such as a loss, to be imported or called once before the run."""
     rl_grade_timeout_seconds: float = flag(30.0, ge=0.001, le=86_400)
     """Longest wait for the grades of one group; after it they count as failed."""
     rl_max_failed_share: float = flag(0.05, ge=0, le=1)

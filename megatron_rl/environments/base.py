@@ -23,7 +23,25 @@ if TYPE_CHECKING:
 ATTEMPTS = 2000
 """Draws in a row without a new task before there are taken to be no more."""
 LONGEST_NAME = 100
-MAX_RUN_DEADLINE = 86_400.0
+Rule = tuple[tuple[type, ...], Callable[[Any], bool], str]
+"""The types and values that a setting may have, and how to say so."""
+_SWITCH: Rule = (bool,), lambda _: True, "it must be true or false"
+
+
+def whole_number(most: int) -> Rule:
+    """From 1 on."""
+    return (int,), range(1, most + 1).__contains__, f"it must be a whole number from 1 to {most:,}"
+
+
+def _seconds(most: float) -> Rule:
+    return (int, float), lambda value: 0 < value <= most, f"give seconds, above 0 and up to {most:g}"
+
+
+RULES: Mapping[str, Rule] = {
+    "evaluation_only": _SWITCH, "in_process": _SWITCH, "needs_sandbox": _SWITCH, "max_turns": whole_number(1_000_000),
+    "grade_deadline": _seconds(600), "run_deadline": _seconds(86_400),
+}  # fmt: skip
+"""Of a class's attributes; an entry of the list, which may say some of them in its place, has the same."""
 
 
 class Environment(ABC):
@@ -129,10 +147,17 @@ class Environment(ABC):
         if problems:
             raise ConfigError(problems)
         try:
-            return cls(**given)
+            made = cls(**given)
         except (Exception, SystemExit) as error:
             reason = one_line(f"{type(error).__name__}: {error}")
             raise ConfigError([f"{cls.name} cannot be set up with its options: {reason}"]) from error
+        for name, (types, is_right, wanted) in RULES.items():
+            value = getattr(made, name, types[0](1))  # only harnesses have all
+            if not (type(value) in types and is_right(value)):
+                problems.append(f"{cls.name} has {name} {shorten(value)}; {wanted}")
+        if problems:
+            raise ConfigError(problems)
+        return made
 
 
 class ConversationEnvironment(Environment):
@@ -215,10 +240,6 @@ class HarnessEnvironment(Environment):
             problems.append(f"{cls.name} has max_turns {shorten(made.max_turns)}, but {why}; leave it out")
         if made.in_process:
             problems.append(f"{cls.name} has in_process, but a sample of a harness has a process; leave it out")
-        deadline = made.run_deadline
-        if type(deadline) not in (int, float) or not 0 < deadline <= MAX_RUN_DEADLINE:
-            wanted = f"give seconds, above 0 and up to {MAX_RUN_DEADLINE:g}"
-            problems.append(f"{cls.name} has run_deadline {shorten(deadline)}; {wanted}")
         if problems:
             raise ConfigError(problems)
         return made

@@ -28,16 +28,15 @@ from typing import Any
 import yaml
 
 from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
-from megatron_rl.environments.base import MAX_RUN_DEADLINE, Environment, HarnessEnvironment, suggestion
+from megatron_rl.environments.base import RULES as OF_CLASSES
+from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion, whole_number
 from megatron_rl.environments.checks import TaskSurvey, survey_tasks
-from megatron_rl.environments.loader import NAME_PATTERN, find_environment, ignore
+from megatron_rl.environments.loader import MAX_NAME, NAME_PATTERN, find_environment, ignore
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.json_text import check_bounds, dumps
 from megatron_rl.tool_calls import checked_tools
 
-MAX_GRADE_DEADLINE = 600.0
 MAX_WEIGHT = 1e9
-MAX_NAME = 100
 MAX_LIST = 2**20
 """Bytes of the YAML file. The safe loader's time grows faster than the file."""
 MAX_ARGS = 100_000
@@ -47,24 +46,14 @@ MAX_ENTRIES = 1_000
 
 RULES: Mapping[str, tuple[object, tuple[type, ...], Callable[[Any], bool], str]] = {
     "weight": (1.0, (int, float), lambda value: 0 <= value <= MAX_WEIGHT, f"it must be from 0 to {MAX_WEIGHT:g}"),
-    "evaluation_only": (False, (bool,), lambda _: True, "it must be true or false"),
+    "evaluation_only": (False, *OF_CLASSES["evaluation_only"]),
     "name": (
         *(None, (str,), lambda value: NAME_PATTERN.fullmatch(value) and len(value) <= MAX_NAME),
         f"it must match {NAME_PATTERN.pattern} and have at most {MAX_NAME} characters",
     ),
-    "in_process": (None, (bool,), lambda _: True, "it must be true or false"),
-    **{
-        name: (None, (int,), range(1, most + 1).__contains__, f"it must be a whole number from 1 to {most:,}")
-        for name, most in (("eval_prompts", 1_000_000), ("eval_samples", 100_000))
-    },
-    "grade_deadline": (
-        *(None, (int, float), lambda value: 0 < value <= MAX_GRADE_DEADLINE),
-        f"give seconds, above 0 and up to {MAX_GRADE_DEADLINE:g}",
-    ),
-    "run_deadline": (
-        *(None, (int, float), lambda value: 0 < value <= MAX_RUN_DEADLINE),
-        f"give seconds, above 0 and up to {MAX_RUN_DEADLINE:g}",
-    ),
+    **{name: (None, *OF_CLASSES[name]) for name in ("in_process", "grade_deadline", "run_deadline")},
+    "eval_prompts": (None, *whole_number(1_000_000)),
+    "eval_samples": (None, *whole_number(100_000)),
     "chat_template": (None, (str,), lambda _: True, "it must be the path of a file"),
     "system_prompt": (None, (str,), lambda _: True, "it must be a text"),
 }

@@ -34,6 +34,7 @@ PACKAGE = "megatron_rl_environments"
 ENTRY_POINT_GROUP = "megatron_rl.environments"
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 """Names appear in URLs and in metric keys."""
+MAX_NAME = 100
 MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 Begin = Callable[[str], None]
@@ -205,9 +206,9 @@ def _checked_class(value: object, reference: str) -> type[Environment]:
     if inspect.isabstract(value):
         raise ConfigError([f"{reference!r} lacks {', '.join(sorted(value.__abstractmethods__))}"])
     name = getattr(value, "name", None)
-    if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
-        where = f"{value.__module__}:{value.__qualname__}"
-        raise ConfigError([f"{where} has the name {name!r}; set `name` to match {NAME_PATTERN.pattern}"])
+    if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name) or len(name) > MAX_NAME:
+        where, most = f"{value.__module__}:{value.__qualname__}", f"at most {MAX_NAME} characters"
+        raise ConfigError([f"{where} has the name {shorten(name)}; set `name` to match {NAME_PATTERN.pattern}, {most}"])
     return value
 
 

@@ -22,6 +22,7 @@ from megatron_rl.environments.child import LOAD_SECONDS, kill_group, start_child
 from megatron_rl.environments.wire import receive, send
 from megatron_rl.errors import ConfigError, one_line
 
+PROGRAM = "megatron_rl.environments.loading_child"
 MAX_FAILURES = 10
 """Children that may fail before the rest is not looked at: each may take a whole deadline."""
 MAX_OUTPUT = 16 * 2**20
@@ -72,7 +73,7 @@ class Surveyed:
 
 def found(seconds: float = LOAD_SECONDS) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
     """The description of every environment there is by name, and the problem and traceback of each broken one."""
-    answer, failures = _all_but_failing("find_all", {}, seconds)
+    answer, failures = all_but_failing("find_all", {}, seconds)
     if answer.problems:
         raise ConfigError(answer.problems)
     broken = {name: (f"cannot be imported: {why}", trace) for name, (why, trace) in answer.result["broken"].items()}
@@ -90,7 +91,7 @@ def inspected(name: str, options: Sequence[str], limit: int, seconds: float = LO
 
 def surveyed(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bool = False) -> list[Surveyed]:
     """The environments of the list at ``path``; one ``ConfigError`` carries all problems found."""
-    answer, failures = _all_but_failing("survey", {"path": str(path), "demonstrations": demonstrations}, seconds)
+    answer, failures = all_but_failing("survey", {"path": str(path), "demonstrations": demonstrations}, seconds)
     lines = sorted(failures, key=lambda where: int(where.rpartition(":")[2]))
     problems = [*(failures[where] for where in lines), *answer.problems]
     if problems:
@@ -98,11 +99,13 @@ def surveyed(path: str | Path, seconds: float = LOAD_SECONDS, demonstrations: bo
     return [Surveyed(**row | {"chat": ChatFormat(**row["chat"])}) for row in answer.result]
 
 
-def _all_but_failing(work: str, arguments: Mapping[str, Any], seconds: float) -> tuple[Answer, dict[str, str]]:
+def all_but_failing(
+    work: str, arguments: Mapping[str, Any], seconds: float, program: str = PROGRAM
+) -> tuple[Answer, dict[str, str]]:
     """The answer without the modules or entries that ended their child, and the problem of each of those."""
     failures: dict[str, str] = {}
     while True:
-        answer = _run_in_child(work, {**arguments, "skip": list(failures)}, seconds)
+        answer = _run_in_child(work, {**arguments, "skip": list(failures)}, seconds, program)
         if not answer.failed_at or len(failures) >= MAX_FAILURES:
             return answer, failures
         failures[answer.failed_at] = answer.problems[0]
@@ -116,11 +119,10 @@ class _Failed(Exception):
         self.advice = advice
 
 
-def _run_in_child(work: str, arguments: Mapping[str, Any], seconds: float) -> Answer:
-    """The answer of ``loading_child.WORK[work](**arguments)``; each stage it reports may take ``seconds``."""
+def _run_in_child(work: str, arguments: Mapping[str, Any], seconds: float, program: str = PROGRAM) -> Answer:
+    """The answer of ``work(**arguments)`` in the module ``program``; each stage it reports may take ``seconds``."""
     with tempfile.TemporaryFile() as printed:
-        module = "megatron_rl.environments.loading_child"
-        process, channel = start_child(module, os.environ, stdout=printed, stderr=subprocess.STDOUT)
+        process, channel = start_child(program, os.environ, stdout=printed, stderr=subprocess.STDOUT)
         with channel:
             try:
                 send(channel, {"work": work, "arguments": dict(arguments), "parent": os.getpid()})
@@ -140,7 +142,7 @@ class _Child:
 
     def answer(self, seconds: float) -> Answer:
         """Waits for it, stage after stage."""
-        key, who, doing = "", "the process that loads environments", "it started"
+        key, who, doing = "", "the process that loads modules", "it started"
         try:
             message = self._next_message(max(seconds, START_SECONDS), who, doing)
             while "stage" in message:

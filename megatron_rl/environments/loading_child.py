@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -103,11 +103,8 @@ def _values(pairs: Sequence[str]) -> dict[str, object]:
     return values
 
 
-WORK: dict[str, Callable[..., Any]] = {"find_all": find_all, "inspect": inspect, "survey": survey}
-
-
-def main() -> None:
-    """Does the work that the first message asks for, and ends whatever still runs by then."""
+def main(works: Mapping[str, Callable[..., Any]]) -> None:
+    """Does that of the ``works`` which the first message asks for, and ends whatever still runs by then."""
     channel = parent_channel()
     request = receive(channel)
     die_with_parent(request["parent"])
@@ -117,7 +114,7 @@ def main() -> None:
         send(channel, {"stage": [key, who, doing]})
 
     try:
-        answer = {"result": WORK[request["work"]](report, **request["arguments"])}
+        answer = {"result": works[request["work"]](report, **request["arguments"])}
     except ConfigError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
@@ -144,4 +141,4 @@ def _bound_memory() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main({"find_all": find_all, "inspect": inspect, "survey": survey})

@@ -6,11 +6,12 @@ mentions. No process group is needed: `--check` calls this, and rank 0 of every 
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import Problem
-from megatron_rl.preflight import critic, inputs, machine, starts, teacher
+from megatron_rl.preflight import critic, extensions, inputs, machine, starts, teacher
 
 
 def preflight(config: RLConfig) -> list[Problem]:
     """Every problem there is."""
+    config, wrong = extensions.extension_problems(config)
     tokenizer, problems = inputs.tokenizer_problems(config)
     return [
         *machine.output_problems(config),
@@ -20,7 +21,7 @@ def preflight(config: RLConfig) -> list[Problem]:
         *inputs.hugging_face_problems(config, tokenizer),
         *critic.critic_problems(config, tokenizer),
         *teacher.teacher_problems(config, tokenizer),
-        *machine.algorithm_problems(config),
+        *wrong,
         *machine.quantization_problems(config),
         *machine.attention_problems(config),
         *machine.service_problems(config),

@@ -1,4 +1,4 @@
-"""What a run needs of the machine: places to write to, ports, accounts, devices and the names of extensions."""
+"""What a run needs of the machine: places to write to, ports, accounts and devices."""
 
 from __future__ import annotations
 
@@ -91,20 +91,6 @@ def backend_problems(config: RLConfig) -> list[Problem]:
 def is_for_other_machines(config: RLConfig) -> bool:
     """With --check-world-size nobody can ask the run's devices."""
     return config.training.check and config.training.check_world_size is not None
-
-
-def algorithm_problems(config: RLConfig) -> list[Problem]:
-    """Names that are not found, with the nearest ones, and options that an algorithm refuses."""
-    problems: list[Problem] = []
-    if not config.training.perform_rl_step:
-        return problems
-    # imported here: it brings torch, which --help and wrong flags need not wait for
-    from megatron_rl.algorithms.extension import advantage_of, correction_of, filter_of, loss_of
-
-    for chosen in (advantage_of, loss_of, correction_of, filter_of):
-        with collecting(problems):
-            chosen(config)
-    return problems
 
 
 def quantization_problems(config: RLConfig) -> list[Problem]:

@@ -81,12 +81,14 @@ def test_a_reference_names_an_extension_outside_the_library(reference: str, here
         ("absent.py:loss", "'absent.py:loss' cannot be imported from .*absent.py"),
         ("absent_module:loss", "'absent_module:loss' cannot be imported from .*No module named"),
         ("broken.py:loss", "'broken.py:loss' cannot be imported from .*ZeroDivisionError"),
+        ("exits.py:loss", "'exits.py:loss' cannot be imported from .*SystemExit: 3"),
         ("fine.py:los", "its file defines no 'los': did you mean loss"),
         (":loss", "policy loss ':loss' cannot be imported"),
     ],
 )
 def test_what_is_wrong_with_a_reference_is_told_in_one_line(reference: str, told: str, here: Path) -> None:
     (here / "broken.py").write_text("1 / 0\n")
+    (here / "exits.py").write_text("raise SystemExit(3)\n")
     (here / "fine.py").write_text("loss = print\n")
     with pytest.raises(ConfigError, match=told) as refused:
         LOSSES.get(reference)
@@ -99,3 +101,19 @@ def test_a_file_is_read_for_constants_without_running_it(here: Path) -> None:
     assert LOSSES.stated("clipp", "AGGREGATION") is None
     with pytest.raises(ConfigError, match="BOUND must be a literal"):
         LOSSES.stated("own.py:compute", "BOUND")
+
+
+def test_a_package_is_read_for_constants_without_running_it(here: Path) -> None:
+    (here / "packed" / "deep").mkdir(parents=True)
+    for folder in ("packed", "packed/deep"):
+        (here / folder / "__init__.py").write_text("raise SystemExit(3)\n")
+    (here / "packed" / "deep" / "own.py").write_text("LEVEL = 'token'\n")
+    assert LOSSES.stated("packed.deep.own:compute", "LEVEL") == "token"
+    assert LOSSES.stated("packed.nowhere.own:compute", "LEVEL") is None
+
+
+@pytest.mark.parametrize("text", ["x = " + "(" * 100_000, "x = '\0'", "x = " + "-" * 100_000 + "1"])
+def test_a_file_that_python_cannot_read_is_one_line(here: Path, text: str) -> None:
+    (here / "own.py").write_text(text)
+    with pytest.raises(ConfigError, match="own.py is no Python: "):
+        LOSSES.stated("own.py:compute", "LEVEL")

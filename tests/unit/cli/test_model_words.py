@@ -131,3 +131,10 @@ def test_a_file_without_prompts_is_one_line(model: Path, tmp_path: Path, capsys,
         path.write_text(content)
     assert cli.main(["generate", str(model), "--prompts", str(path)]) == 2
     assert f"--prompts {path}" in capsys.readouterr().err
+
+
+def test_a_users_parser_is_called_in_a_process_of_its_own(model: Path, tmp_path: Path):
+    """Its file ended `chat`, `generate` and `serve` without a word."""
+    (tmp_path / "mine.py").write_text("import os; os._exit(0)")
+    with pytest.raises(ConfigError, match=r"mine.py:PARSER' ended the process with status 0 while .* was imported"):
+        model_config(str(model), ["--rl-tool-call-parser", f"{tmp_path}/mine.py:PARSER"], 1, 1)

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config import RLConfig, read_config
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import ConfigError
-from megatron_rl.preflight.machine import algorithm_problems
+from megatron_rl.preflight.extensions import extension_problems
 from tests.support.flags import parse_config
 
 
@@ -175,7 +175,7 @@ def test_an_extension_that_cannot_be_read_is_one_problem(command, tmp_path, flag
     (tmp_path / "broken.py").write_text("def (")
     config, problems = read_config(command(**{flag: f"{tmp_path}/broken.py:mine"}), 1)
     assert problems == []
-    (problem,) = algorithm_problems(config)
+    (problem,) = extension_problems(config)[1]
     assert problem.flag == f"--{flag.replace('_', '-')}"
     assert "SyntaxError" in problem.text
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config import resolve
 from megatron_rl.errors import ConfigError
-from megatron_rl.preflight.machine import algorithm_problems
+from megatron_rl.preflight.extensions import extension_problems
 from tests.support.flags import parse_config
 
 
@@ -48,13 +48,13 @@ def test_a_value_out_of_bounds_is_refused_in_one_line(command, flag, value):
     ],
 )
 def test_a_correction_that_cannot_be_is_refused_in_one_line(config, changes, parts):
-    (problem,) = algorithm_problems(resolve(config(**changes), 1))
+    (problem,) = extension_problems(resolve(config(**changes), 1))[1]
     assert problem.flag == "--rl-correction"
     assert all(part in problem.text for part in parts), problem
 
 
 def test_a_loss_without_dual_clip_refuses_it(config):
-    (problem,) = algorithm_problems(resolve(config(rl_policy_loss="cispo", rl_dual_clip="3"), 1))
+    (problem,) = extension_problems(resolve(config(rl_policy_loss="cispo", rl_dual_clip="3"), 1))[1]
     assert problem.flag == "--rl-policy-loss"
     for part in ("--rl-policy-loss cispo has no option 'dual_clip'", "--rl-dual-clip", "use clip or clip_cov or gspo"):
         assert part in problem.text
@@ -62,4 +62,4 @@ def test_a_loss_without_dual_clip_refuses_it(config):
 
 def test_bounds_are_read_by_a_part_of_a_composition(config):
     changes = {"rl_correction": "token_tis+geometric", "rl_correction_lower": "0.9", "rl_correction_upper": "1.1"}
-    assert algorithm_problems(resolve(config(**changes), 1)) == []
+    assert extension_problems(resolve(config(**changes), 1))[1] == []

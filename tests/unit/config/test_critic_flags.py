@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config import resolve
 from megatron_rl.config.critic import critic_config
-from megatron_rl.preflight.machine import algorithm_problems
+from megatron_rl.preflight.extensions import extension_problems
 from tests.support.tiny import tiny_config
 
 
@@ -49,7 +49,7 @@ def test_outside_0_to_1(flag, value):
 
 def test_options_of_the_advantage(config):
     def told(**flags):
-        return [problem.text for problem in algorithm_problems(resolve(config(**flags), 1))]
+        return [problem.text for problem in extension_problems(resolve(config(**flags), 1))[1]]
 
     assert told(rl_advantage="gae", rl_gae_lambda="0.95", rl_gamma="0.9") == []
     assert "grpo has no option 'gae_lambda' and would ignore --rl-gae-lambda; use gae" in told(rl_gae_lambda="0.95")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config import resolve
-from megatron_rl.preflight.machine import algorithm_problems
+from megatron_rl.preflight.extensions import extension_problems
 
 
 def test_as_many_prompts_are_started_as_are_wanted(config):
@@ -53,7 +53,7 @@ def test_what_can_never_succeed_is_refused(problems, changes, text):
 def test_options_of_the_filter(config):
     def told(*options):
         asked = config(rl_dynamic_sampling=True, rl_group_filter="mean_reward", rl_group_filter_args=" ".join(options))
-        return [problem.text for problem in algorithm_problems(resolve(asked, 1))]
+        return [problem.text for problem in extension_problems(resolve(asked, 1))[1]]
 
     assert told("low=0.1", "high=0.9") == []
     assert "low=0.9 is above high=0.8" in told("low=0.9")[0]

@@ -14,10 +14,12 @@ import yaml
 
 from megatron_rl.attention.backend import Numbers
 from megatron_rl.attention.proof import fault_of_packed
+from megatron_rl.config import RLConfig
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.families import read_model
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.preflight.extensions import extension_problems
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FAMILIES, FILTERS, LOSSES, RECIPES
 from megatron_rl.types import Transcript
 from tests.support.hugging_face import batch_of, hf_run, loaded_policy, packed_logits, reference_logits, write_model
@@ -144,3 +146,15 @@ def test_the_attention_backend() -> None:
     backend = executed("megatron_rl/attention/backends/one_by_one.py").BACKEND
     numbers = Numbers(torch.float32, torch.float32, width=16)
     assert fault_of_packed(backend.packed, numbers, heads=4, groups=2, device=torch.device("cpu")) is None
+
+
+def test_all_of_them_pass_the_check_of_a_run(here: Path) -> None:
+    """Called with their options, in a process of their own."""
+    asked = RLConfig().with_values(
+        perform_rl_step=True, rl_dynamic_sampling=True,
+        rl_advantage="mine.py:Bounded", rl_advantage_args=("limit=0.3",), rl_policy_loss="mine:Reinforce",
+        rl_correction="token_tis + mine.py:Close", rl_correction_args=("nats=0.2",),
+        rl_group_filter="mine.py:Spread", rl_group_filter_args=("gap=1",),
+        rl_rollout_quantization="coarse.py:RECIPE", rl_tool_call_parser="mistral_calls.py:PARSER",
+    )  # fmt: skip
+    assert extension_problems(asked) == (asked, [])

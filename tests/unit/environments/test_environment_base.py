@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from megatron_rl.environments.base import Environment
+from megatron_rl.environments.loader import _checked_class
 from megatron_rl.errors import ConfigError
 
 
@@ -79,3 +82,24 @@ def test_a_refusal_by_the_environment_is_a_config_error():
 def test_description_is_the_first_line():
     assert Plain.description() == "The first line."
     assert Sized.description() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        *(("grade_deadline", value, "give seconds, above 0 and up to 600") for value in (-1, 601, math.nan, "5", None)),
+        *(("max_turns", value, "a whole number from 1 to 1,000,000") for value in (0, -1, 2.0, True, "3", 10**9)),
+        *((name, 1, "it must be true or false") for name in ("in_process", "evaluation_only", "needs_sandbox")),
+    ],
+)
+def test_attributes_of_a_class_have_the_bounds_of_the_list(name, value, wanted):
+    """``grade_deadline = -1`` killed every grade, and ``max_turns = 0`` asked for a turn all the same."""
+    [line] = problems(type("Odd", (Plain,), {name: value}), {})
+    assert line.startswith(f"plain has {name} {value!r}; ") and wanted in line
+    assert getattr(type("Fine", (Plain,), {name: getattr(Plain, name)}).from_options({}), name) == getattr(Plain, name)
+
+
+def test_a_name_of_a_class_has_the_bound_of_the_list():
+    with pytest.raises(ConfigError, match="to match .*, at most 100 characters") as refused:
+        _checked_class(type("Long", (Plain,), {"name": "a" * 5000}), "x")
+    assert len(str(refused.value)) < 500
