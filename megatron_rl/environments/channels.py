@@ -32,7 +32,7 @@ class Channel(HTTPChannel):
         super().__init__(server, *arguments, **options)
 
     def parser_class(self, adjustments: Adjustments) -> HTTPRequestParser:
-        """The parser of the next request; what came in one piece with a refused one's header goes into one of its own."""
+        """The parser of the next request, or of what came in one piece with the header of a refused one."""
         parser = HTTPRequestParser(adjustments)
         if not self._refused:
             self._parser = parser
