@@ -8,6 +8,7 @@ import keyword
 import logging
 import math
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,6 +144,7 @@ def _serve(**options: Any) -> int:
     from megatron_rl.environments.server import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: else the address file would stay
     serve(**options)
     return 0
 

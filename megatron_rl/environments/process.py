@@ -30,7 +30,7 @@ HUNG_SECONDS = 60.0
 """A server that leaves its health route unanswered for so long is ended: a grader in process that stays in one call of
 a C library, such as a regular expression, holds up every route for good."""
 PROBE_SECONDS = 5.0
-FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, 0)
 """Exit statuses of a server that somebody, or the kernel short of memory, has ended."""
 LOG_TAIL_LINES = 15
 

@@ -26,6 +26,7 @@ from flask_restful import Api, Resource, abort
 
 from megatron_rl.environments import wire
 from megatron_rl.environments.base import HarnessEnvironment
+from megatron_rl.environments.channels import MAX_CONNECTIONS, Channel
 from megatron_rl.environments.child import HARNESS_PROCESSES, LOAD_SECONDS, die_with_parent
 from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.results import MAX_MESSAGE, result_to_json
@@ -219,7 +220,7 @@ def serve(
                 **({"unix_socket": path, "unix_socket_perms": "600"} if path else {"host": host, "port": port}),
                 threads=THREADS + (RUN_THREADS if service.harnesses is not None else 0),
                 channel_request_lookahead=1,  # else it does not see that a client has gone while its harnesses run
-                connection_limit=1000,  # its 100 are less than the ranks of a large node send at once
+                connection_limit=MAX_CONNECTIONS + 100,
                 max_request_body_size=2 * MAX_BODY_BYTES,  # a little too large reaches Flask, which answers in JSON
                 recv_bytes=2**16,  # of its 8 KiB a large body takes thousands of turns of the loop that accepts others
                 asyncore_use_poll=True,  # select() stops at 1024 descriptors
@@ -227,6 +228,7 @@ def serve(
         except OSError as error:
             where, why = path or f"{host}:{port}", error.strerror or error
             raise ConfigError([f"cannot listen on {where}: {why}; choose another"]) from error
+        server.channel_class = Channel
         reachable = "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
         url = f"unix:{path}" if path else f"http://{reachable}:{server.effective_port}"
         logger.info("serving %s on %s", ", ".join(environments), url)

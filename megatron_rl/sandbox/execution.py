@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -24,6 +25,9 @@ ADVICE = (
     "allow user namespaces: on the host, sysctl user.max_user_namespaces above 0 and, where there is one, "
     "kernel.apparmor_restrict_unprivileged_userns=0; for a container, --security-opt seccomp=unconfined"
 )
+
+# of a traceback, also of numpy's own error; without one it is only what the program says
+_OUT_OF_MEMORY = re.compile(r"(?:[\w.]+\._Array)?MemoryError(?::.*)?")
 
 
 def execute(plan: Plan, stdin: bytes, limits: Limits) -> Execution:
@@ -119,8 +123,9 @@ def _outcome(watch: _Watch, why: str, limits: Limits) -> Execution:
         return Execution(stdout, stderr, -signal.SIGKILL, why)
     code, seconds = told["ended"].split()
     exit_code, cpu_s = os.waitstatus_to_exitcode(int(code)), float(seconds)
+    last = stderr.rstrip().rpartition("\n")[2]
     if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= limits.cpu_s):
         why = "cpu"
-    elif exit_code != 0 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
+    elif exit_code == 1 and "Traceback (most recent call last):\n" in stderr and _OUT_OF_MEMORY.fullmatch(last):
         why = "memory"
     return Execution(stdout, stderr, exit_code, why, cpu_s)

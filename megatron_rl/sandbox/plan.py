@@ -26,6 +26,8 @@ NAMESPACES = {
 OLDEST_KERNEL = (5, 14)
 """Before it RLIMIT_NPROC counted all processes of a user, wherever they ran, and 5.12 brought ``mount_setattr``."""
 PROGRAM = "main.py"
+MAX_NAME, MAX_PATH = 255, 4000
+"""Bytes of a name and of a path that the kernel takes."""
 ENVIRONMENT = {
     "HOME": "/work",
     "TMPDIR": "/work",
@@ -126,14 +128,21 @@ def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def _check_files(contents: Mapping[str, bytes], limits: Limits) -> None:
+    folders = {str(folder) for name in contents for folder in PurePosixPath(name).parents} - {"."}
     for name in contents:
-        path = PurePosixPath(name)
-        if not name or path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
+        path, data = PurePosixPath(name), name.encode(errors="ignore")
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
             raise ValueError(f"files has the name {name!r:.100}; give a relative path without '..'")
-    size = sum(map(len, contents.values()))
-    if size > limits.disk_mb * 2**20 // 2 or len(contents) > limits.files // 2:
+        if data.decode() != name or len(data) > MAX_PATH or max(map(len, data.split(b"/"))) > MAX_NAME:
+            why = f"no file can have it; give UTF-8 of at most {MAX_NAME} bytes, {MAX_PATH} with its folders"
+            raise ValueError(f"files has the name {name!r:.100}: {why}")
+        if name in folders:
+            raise ValueError(f"files has {name!r:.100} and a file below it; give one of them another name")
+    page = resource.getpagesize()
+    size, count = sum(-(-len(content) // page) * page for content in contents.values()), len(contents) + len(folders)
+    if size > limits.disk_mb * 2**20 // 2 or count > limits.files // 2:
         most = f"half of disk_mb ({limits.disk_mb}) and of files ({limits.files})"
-        raise ValueError(f"the program and its files are {len(contents)} of {size} bytes; at most {most} are taken")
+        raise ValueError(f"the program and its files are {count} with folders, of {size} bytes; {most} is the most")
 
 
 def _kernel() -> tuple[int, ...]:

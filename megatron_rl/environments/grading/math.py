@@ -13,7 +13,14 @@ import logging
 import re
 from typing import Any
 
-from megatron_rl.environments.grading.bounds import has_functions, text_of_short_formulas, text_too_costly, too_costly
+from megatron_rl.environments.grading.bounds import (
+    GRADE_SECONDS,
+    OutOfTime,
+    processor_time,
+    text_of_short_formulas,
+    too_deep,
+    too_large,
+)
 from megatron_rl.environments.grading.text import final_part, last_boxes, marked_line, plain_signs
 from megatron_rl.types import Grade
 
@@ -34,11 +41,16 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+")
 _DIGIT_GROUP = re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,:;]|,\\ )\s?(?=\d{3})")
 _MEMBER = re.compile(r"^\s*[a-zA-Z]\s*(?:\\in(?![a-z])|\u2208)")
 _BRACKETED = re.compile(r"(?<![\\\w(\[])\[\s?(-?[\d./]{1,40})\s?\]")
+_LEADING_PLUS = re.compile(r"(?:^|(?<=[=:])|(?<=\*\*)|(?<=[=:]\s)|(?<=[^\W\d_]{2}\s))\+(?=[\d.])")
+_LAST_TUPLE = re.compile(r"(?<![^\s=:])(?:\\?\{|[(\[])[^()\[\]]{1,120},[^()\[\]]{1,120}[)\]}](?=[\s.]*$)")
+_ENDS = re.compile(r"\d|\\infty|\u221e")
 _TEX_WORD = re.compile(
     r"\\(?:begin|end|text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s?\{[^{}]*\}|\\[a-zA-Z]+"
 )
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_FUNCTIONS = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "mod", "and", "or"])
+_FUNCTIONS = frozenset(
+    ["sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "mod", "and", "or", "dx", "dy", "dt"]
+)
 _MATH = re.compile(r"\$|\\\(|\\\[")
 _AFTER_IDEOGRAPH = re.compile(r"(?<=[\u3040-\u9fff\uff00-\uffef])(?=[-\d\\])")
 _SIGNS = str.maketrans(
@@ -55,20 +67,36 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 def judge(completion: str, gold: str) -> Grade:
     """The verdict on a completion; ``gold`` is an answer, bare or in TeX, or a solution that ends in one."""
-    text = final_part(completion)
-    answer, boxed = _answer(text)
+    from math_verify import parse  # noqa: F401 - its import takes a second, which is no part of the grade's
+
+    answer, boxed = _answer(final_part(completion))
     if not answer:
         return Grade(REWARDS[0], status="no_answer")
+    try:
+        with processor_time(GRADE_SECONDS):
+            status = _status(answer, boxed, gold)
+    except OutOfTime:
+        _forget_what_was_interrupted()
+        status = "timeout"
+    return Grade(REWARDS[status == "correct"], status=status, extracted=answer)
+
+
+def _status(answer: str, boxed: bool, gold: str) -> str:
     parsed = read_answer(answer, boxed)
     if not parsed:
-        return Grade(REWARDS[0], status="unparsable", extracted=answer)
+        return "unparsable"
     wanted = read_gold(gold)
-    beside_functions = any(map(has_functions, wanted))
-    costly = any(too_costly(_compared(found, wanted), beside_functions) for found in parsed)
-    if costly and not _same(wanted, parsed):
-        return Grade(REWARDS[0], status="unparsable", extracted=answer)
-    right = _equal(wanted, parsed)
-    return Grade(REWARDS[right], status="correct" if right else "wrong", extracted=answer)
+    compared = [_compared(found, wanted) for found in parsed]
+    if any(map(too_large, compared)) and not _same(wanted, compared):
+        return "unparsable"
+    return "correct" if _equal(wanted, parsed) else "wrong"
+
+
+def _forget_what_was_interrupted() -> None:
+    """Empties sympy's cache: while it asks whether x is positive, it has noted "unknown" for x, which would stay."""
+    from sympy.core.cache import clear_cache
+
+    clear_cache()
 
 
 def _answer(text: str) -> tuple[str, bool]:
@@ -110,9 +138,22 @@ def read_answer(answer: str, boxed: bool) -> list[Any]:
         return _parsed_tex(answer) + ([] if boxed else number)
     spaced = _AFTER_IDEOGRAPH.sub(" ", answer)
     if not boxed and _is_prose(spaced):
-        prose = text_of_short_formulas(_BRACKETED.sub(r" \1 ", spaced), MAX_ANSWER)
-        return parse(prose, parsing_timeout=None)
+        if found := _last_tuple(spaced):
+            return _parsed_tex(found)
+        plain = _LEADING_PLUS.sub("", _BRACKETED.sub(r" \1 ", spaced))
+        return parse(text_of_short_formulas(plain, MAX_ANSWER), parsing_timeout=None)
     return _parsed_tex(answer)
+
+
+def _last_tuple(prose: str) -> str:
+    """The pair, interval or set of numbers that ends a sentence without formulas; "" where there is none.
+
+    math-verify searches such prose for numbers alone.
+    """
+    found = None if _MATH.search(prose) else _LAST_TUPLE.search(prose)
+    if not found or not _ENDS.search(found[0]) or _NUMBER.fullmatch(found[0][1:-1]) or _has_words(found[0]):
+        return ""
+    return "\\" * (found[0][0] == "{") + found[0][:-1].rstrip("\\") + "\\" * (found[0][-1] == "}") + found[0][-1]
 
 
 def _parsed_tex(answer: str) -> list[Any]:
@@ -129,9 +170,11 @@ def _is_prose(answer: str) -> bool:
     """Whether the answer is a sentence to be searched rather than one expression."""
     if _MATH.search(_without_delimiters(answer)):
         return True
-    bare = _TEX_WORD.sub(" ", answer)
-    words = [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS]
-    return bool(words) and len(bare.split()) > 1
+    return _has_words(answer) and len(_TEX_WORD.sub(" ", answer).split()) > 1
+
+
+def _has_words(answer: str) -> bool:
+    return any(word.lower() not in _FUNCTIONS for word in _WORD.findall(_TEX_WORD.sub(" ", answer)))
 
 
 def _without_delimiters(answer: str) -> str:
@@ -146,7 +189,7 @@ def _without_delimiters(answer: str) -> str:
 
 def _too_large(answer: str) -> bool:
     longest = MAX_PROSE if _is_prose(answer[: MAX_PROSE + 1]) else MAX_ANSWER
-    return len(answer) > longest or text_too_costly(answer) or bool(re.search(rf"\d{{{MAX_DIGITS}}}", answer))
+    return len(answer) > longest or too_deep(answer) or bool(re.search(rf"\d{{{MAX_DIGITS}}}", answer))
 
 
 def _equal(gold: list[Any], parsed: list[Any]) -> bool:
@@ -167,7 +210,7 @@ def _compared(found: Any, wanted: list[Any]) -> Any:
 
 
 def _same(gold: list[Any], parsed: list[Any]) -> bool:
-    """Whether an answer that would cost too much to compare is the gold answer as it stands: nothing is computed."""
+    """Whether an answer that has too large numbers to compare is the gold answer as it stands: nothing is computed."""
     return any(wanted == found for wanted in gold for found in parsed if not isinstance(found, str))
 
 

@@ -60,6 +60,18 @@ MATH = [
     ("<answer> 5 </answer>", "5", "correct"),
     (r"\boxed{42}<|im_end|>", "42", "correct"),
     (r"\boxed{3\sqrt{2}}", "\u221a18", "correct"),
+    ("The answer is +7.", "7", "correct"),
+    ("the answer is: +1,234 degrees", "1234", "correct"),
+    ("so it is **+0.5**", r"\frac{1}{2}", "correct"),
+    ("Add 5 +7 to get 12", "12", "correct"),
+    ("Therefore the point is (3, 4).", "(3,4)", "correct"),
+    (r"So the solution is (x, y) = (\frac{1}{2}, +3)", "(0.5,3)", "correct"),
+    ("Therefore the point is (3, 4).", "4", "wrong"),
+    ("x lies in (-\u221e, 3].", r"(-\infty,3]", "correct"),
+    ("The solution set is {1, 2}.", r"\{1,2\}", "correct"),
+    ("It has 1234 (1,234).", "1234", "correct"),
+    ("The answer is 7 (see 3, 4).", "7", "correct"),
+    ("The value is f(3, 4).", "4", "correct"),
     (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", "correct"),
 ]
 

@@ -223,7 +223,8 @@ def test_a_unix_socket_is_private_and_works_like_a_port(tmp_path):
     refused = subprocess.run(command, capture_output=True, text=True)
     assert (refused.returncode, "Address already in use" in refused.stderr) == (1, True)
     path.unlink()
-    for _ in range(2):  # the second finds what the first, killed, has left
+    for end in (signal.SIGKILL, signal.SIGTERM):  # the second finds what the first, killed, has left
+        address_file.unlink(missing_ok=True)
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         client = EnvironmentClient(address_file)
         assert len(client.fetch_tasks("arithmetic", "train")) == 4
@@ -236,9 +237,9 @@ def test_a_unix_socket_is_private_and_works_like_a_port(tmp_path):
         refused = subprocess.run(command, capture_output=True, text=True)
         assert (refused.returncode, "Address already in use" in refused.stderr) == (1, True)
         assert client.health()
-        server.kill()
+        server.send_signal(end)
         server.wait()
-        address_file.unlink()
+        assert address_file.exists() == (end == signal.SIGKILL)
 
 
 def test_a_socket_path_that_is_too_long_is_one_clear_line(tmp_path):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
+import resource
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -12,6 +17,7 @@ from megatron_rl.environments.base import Environment
 from megatron_rl.environments.server import MAX_BODY_BYTES, create_app
 from megatron_rl.environments.service import Service
 from megatron_rl.types import Task
+from tests.unit.environments.conftest import token_of
 
 GRADE = "/v1/environments/steady/grade"
 N = MAX_BODY_BYTES - 16
@@ -81,6 +87,34 @@ def test_hostile_bodies_are_refused_and_quickly(call, name):
 def test_far_too_large_a_body_is_refused_by_its_header_alone(call):
     status, answer = call("POST", GRADE, b"", {"Content-Length": str(2**30)})
     assert (status, answer["message"][:24]) == (413, "Request Entity Too Large")
+
+
+def parts(count: int) -> Iterator[bytes]:
+    for _ in range(count):
+        yield bytes(2**20)
+
+
+@pytest.mark.parametrize("body", [bytes(40 * 2**20), parts(40)], ids=["whole", "chunked"])
+def test_a_client_that_sends_far_too_large_a_body_hears_why(address, body):
+    """And not that the connection was reset, which comes of closing it over what was not read."""
+    connection = http.client.HTTPConnection(urlsplit(address.url).netloc, timeout=10)
+    connection.request("POST", GRADE, body, token_of(address))
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_idle_connections_keep_nobody_from_an_answer(address, call):
+    """They need no token; the longest silent makes room, and not the one whose request is on its way."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+    place = urlsplit(address.url)
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection((place.hostname, place.port))) for _ in range(1010)]
+        assert call("GET", "/v1/health") == (200, {"status": "ok"})
+        idle[-1].sendall(b"GET /v1/health HTTP/1.0\r\n\r\n")
+        assert idle[-1].recv(15) == b"HTTP/1.0 200 OK"
+        idle[0].settimeout(10)
+        assert idle[0].recv(1) == b""
 
 
 @pytest.fixture

@@ -50,6 +50,9 @@ def test_what_goes_in_and_comes_out():
         ("import os; os.closerange(0, 99); os._exit(4)", 4),
         (KILLS, 5),
         ("syntax error", 1),
+        ("exit('MemoryError')", 1),
+        ("exit('MemoryError: not really')", 1),
+        ("class MemoryErrorIsNear(Exception): pass\nraise MemoryErrorIsNear", 1),
         ("print('\\ud800')", 1),
         ("\x00", 1),
         ("\ud800", 1),
@@ -166,6 +169,28 @@ def test_limits_that_make_no_sense(given, message):
 def test_names_of_files_that_lead_elsewhere(name):
     with pytest.raises(ValueError, match="give a relative path"):
         run_python("", files={name: ""})
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["x" * 300], "no file can have it; give UTF-8 of at most 255 bytes"),
+        (["\u00e9" * 128], "no file can have it"),
+        (["a/" + "x" * 256 + "/b"], "no file can have it"),
+        (["ab/" * 1500 + "c"], "at most 255 bytes, 4000 with its folders"),
+        (["\ud800"], "no file can have it"),
+        (["a", "a/b"], "files has 'a' and a file below it"),
+        (["a/b/c", "a/b"], "files has 'a/b' and a file below it"),
+        (["main.py/x"], "files has 'main.py' and a file below it"),
+        (["."], "give a relative path"),
+        (["a/" * 200 + "b"], "are 202 with folders"),
+        ([f"{number}" for number in range(100)], "half of disk_mb"),
+    ],
+)
+def test_files_that_cannot_be(names, message):
+    """The caller's mistake: a sandbox that is not available would leave the sample out and blame the machine."""
+    with pytest.raises(ValueError, match=message):
+        run_python("", files=dict.fromkeys(names, "x" * 8000), limits=Limits(disk_mb=1))
 
 
 def test_what_else_is_refused_as_a_value():
