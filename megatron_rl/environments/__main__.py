@@ -138,7 +138,7 @@ def _refuse_name(name: str, load_timeout: float) -> None:
         raise ConfigError([f"{name!r} cannot name an environment, because {why}; {advice}"])
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:
-        raise ConfigError([f"{name!r} is a package or module of Python here, and would hide it; choose another name"])
+        raise ConfigError([f"{name!r} is an installed module, which the environment would hide; choose another name"])
     for other in itertools.chain(*found(load_timeout)):
         if canonical(other) == canonical(name):
             raise ConfigError([f"an environment {other!r} exists, and {name!r} would select it; choose another name"])

@@ -177,7 +177,7 @@ class LineLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            said = f"{error}, reading {shorten(node.value)} as {node.tag}"
+            said = f"{shorten(node.value)} is no {node.tag.rpartition(':')[2]} ({error})"
             raise yaml.constructor.ConstructorError(problem=said, problem_mark=node.start_mark) from error
 
 
