@@ -110,9 +110,9 @@ def whole_directory(output: Path, source: Path, overwrite: bool = False) -> Iter
     Raises:
         CheckpointError: ``output`` is there and not empty, is the source or part of it, or cannot be created.
     """
-    output = output.resolve()
+    output = Path(os.path.realpath(output))
     temporary, replaced = (output.with_name(output.name + suffix) for suffix in (TEMPORARY, _REPLACED))
-    _check(output, temporary, replaced, source.resolve(), overwrite)
+    _check(output, temporary, replaced, Path(os.path.realpath(source)), overwrite)
     try:
         remove(temporary)
         temporary.mkdir(parents=True)

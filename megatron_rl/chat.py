@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import one_line, shorten
 from megatron_rl.json_text import check_bounds, dumps, loads
 from megatron_rl.types import Message
+from megatron_rl.user_files import read_text
 
 MAX_TEMPLATE = 2**20
 """Bytes of a template; published ones have 1 to 20 KB."""
@@ -99,15 +99,9 @@ def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
 def read_template(path: str) -> str:
     """The Jinja source in a file; ``ValueError`` says why it cannot be used."""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_TEMPLATE + 1)
-        text = data.decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror}); give a file with a Jinja chat template") from error
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8 text; give a file with a Jinja chat template") from None
-    if len(data) > MAX_TEMPLATE:
-        raise ValueError(f"has more than {MAX_TEMPLATE // 2**20} MiB; give a file with a Jinja chat template")
+        text = read_text(path, MAX_TEMPLATE)
+    except ValueError as error:
+        raise ValueError(f"{error}; give a file with a Jinja chat template") from error
     if not text.strip():
         raise ValueError("is empty; give a file with a Jinja chat template, or leave it out for the tokenizer's own")
     return text

@@ -53,6 +53,8 @@ class Problem:
     """The flag to change, with its dashes; None where no single one is to blame."""
     text: str
     """The whole line for the user: what, why, what instead."""
+    is_unknown: bool = False
+    """It is a word that is no flag, so what it was to set is not known."""
 
     def __str__(self) -> str:
         return self.text

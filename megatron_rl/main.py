@@ -135,7 +135,12 @@ def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> 
 
 
 def every_problem(config: RLConfig, problems: Sequence[Problem], world_size: int) -> list[Problem]:
-    """``problems`` of the flags, and what else can be found before a model is built."""
+    """``problems`` of the flags, and what else can be found before a model is built.
+
+    A misspelt flag is told at once: to look at files as if it had not been given takes seconds, and finds what is not.
+    """
+    if any(each.is_unknown for each in problems):
+        return [*problems]
     return [*problems, *preflight(config)] or size_problems(config, world_size)
 
 
@@ -143,6 +148,8 @@ def refuse(problems: Sequence[Problem], rank: int = 0, alone: bool = False) -> i
     """Every rank finds the same problems and rank 0 names them; one that is ``alone`` with its own does so itself."""
     if rank == 0 or alone:
         where = f", on rank {rank} ({socket.gethostname()}) alone" if alone else ""
+        if any(each.is_unknown for each in problems):
+            where += " (files and names are looked at once every flag is known)"
         sys.stderr.write(f"{len(problems)} problem(s) in the configuration{where}:\n")
         sys.stderr.writelines(f"  {line}\n" for line in problem_lines(problems))
         sys.stderr.flush()
@@ -152,6 +159,12 @@ def refuse(problems: Sequence[Problem], rank: int = 0, alone: bool = False) -> i
 def _run(
     config: RLConfig, problems: Sequence[Problem], command: Sequence[str], stop: StopRequest, is_checked: bool
 ) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    if found := problems or backend_problems(config):  # the process groups cannot even be built
+        if rank != 0:
+            _wait_for_rank_0(stop)
+            return refuse(found, rank, alone=not stop.requested)  # nobody stops the others: rank 0 finds nothing wrong
+        raise ConfigError(every_problem(config, problems, int(os.environ.get("WORLD_SIZE", "1"))))
     import torch
 
     from megatron_rl.parallel import initialize, shut_down
@@ -161,12 +174,6 @@ def _run(
     platform = current_platform()
     if not platform.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    rank = int(os.environ.get("RANK", "0"))
-    if found := [*problems, *backend_problems(config)]:  # the process groups cannot even be built
-        if rank != 0:
-            _wait_for_rank_0(stop)
-            return refuse(found, rank, alone=not stop.requested)  # nobody stops the others: rank 0 finds nothing wrong
-        raise ConfigError([*problems, *preflight(config)])
     try:
         for name in (config.checkpoint.load_hf, config.teacher.rl_teacher_load_hf, config.critic.rl_critic_load_hf):
             if name is not None:  # before the process groups: their timeout may be shorter than a download

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from megatron_rl.errors import ConfigError, one_line, shorten
+from megatron_rl.user_files import read_text
 
 if TYPE_CHECKING:
     from megatron_rl.algorithms import Extension, GroupFilter
@@ -112,7 +113,7 @@ class Registry(Generic[T]):
             spec = _spec(where)
             return Path(spec.origin) if spec is not None and spec.has_location else None
         path = Path(where) if where else self._folder / f"{name.replace('-', '_')}.py"
-        return path.resolve() if path.is_file() else None
+        return Path(os.path.realpath(path)) if os.path.isfile(path) else None
 
 
 def _spec(module: str) -> ModuleSpec | None:
@@ -130,7 +131,7 @@ def _spec(module: str) -> ModuleSpec | None:
 def import_reference(where: str) -> ModuleType:
     """``package.module``, also in the current directory, or ``file.py``. Raises whatever its code raises."""
     _look_here()
-    return _import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
+    return _import_file(Path(os.path.realpath(where))) if where.endswith(".py") else importlib.import_module(where)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -165,8 +166,8 @@ def unknown(name: str, known: Iterable[str]) -> str:
 def _definitions(path: Path) -> dict[str, ast.expr | None]:
     """Names on the top level of a file, of its classes as ``Loss.name``, with the value of those that are assigned."""
     try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:  # nested too deeply
+        body = ast.parse(read_text(path)).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # nested too deeply
         raise ConfigError([f"{path} is no Python: {one_line(str(error))}"]) from error
     found: dict[str, ast.expr | None] = {}
     for node in body:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import CheckpointError, cut, shorten
-from megatron_rl.json_text import parse_json
+from megatron_rl.user_files import read_json
 
 if TYPE_CHECKING:  # headers are read where torch is not wanted
     import torch
@@ -125,9 +125,9 @@ def _only_file(directory: Path) -> Path:
 
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
-        wanted = dict(parse_json(path.read_text(encoding="utf-8"))["weight_map"])
+        wanted = dict(read_json(path)["weight_map"])
         outside = next((name for name in wanted.values() if not _lies_beside(name)), None)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files ({error}); fetch it again") from error
     if outside is not None:
         text = f"{path} names {shorten(outside)}, which is no safetensors file beside it; fetch it again"

@@ -41,13 +41,14 @@ class Arithmetic(Environment):
         shortcut_share: float = 0.6,
         slip_rate: float = 0.1,
     ) -> None:
-        if not 2 <= min_terms <= max_terms:
-            raise ValueError(f"2 <= min_terms <= max_terms must hold, got {min_terms} and {max_terms}")
+        if not 2 <= min_terms <= max_terms <= 100:
+            raise ValueError(f"2 <= min_terms <= max_terms <= 100 must hold, got {min_terms} and {max_terms}")
         if min(max_operand, max_total) < 1 or min(train_tasks, test_tasks, demonstrations) < 0:
             raise ValueError("max_operand and max_total must be at least 1, and counts not negative")
         if not all(0 <= share <= 1 for share in (drill_share, shortcut_start, shortcut_share, slip_rate)):
             raise ValueError("drill_share, shortcut_start, shortcut_share and slip_rate are shares, 0 to 1")
-        self._terms, self._max_operand, self._max_total = (min_terms, max_terms), max_operand, max_total
+        self._terms, self._max_total = (min_terms, max_terms), max_total
+        self._max_operand = min(max_operand, max_total)  # one beyond fits no running total
         self._seed = seed
         self._num_tasks = {"train": train_tasks, "test": test_tasks}
         self._num_demonstrations, self._first_shortcut = demonstrations, shortcut_start * demonstrations
@@ -98,7 +99,7 @@ class Arithmetic(Environment):
     def _draw(self, rng: random.Random, drill: bool = False) -> list[str]:
         """The signed terms of a chain; a drill has two, the first being any running total."""
         count = 2 if drill else rng.randint(*self._terms)
-        total = rng.randint(0, self._max_total if drill else min(self._max_operand, self._max_total))
+        total = rng.randint(0, self._max_total if drill else self._max_operand)
         terms = [str(total)]
         while len(terms) < count:
             operand = rng.randint(0, self._max_operand)
@@ -115,7 +116,7 @@ class Arithmetic(Environment):
 
     def _all_chains(self) -> Iterator[list[str]]:
         """Every chain there is, short ones first."""
-        chains = [[str(first)] for first in range(min(self._max_operand, self._max_total) + 1)]
+        chains = [[str(first)] for first in range(self._max_operand + 1)]
         for count in range(2, self._terms[1] + 1):
             operands = range(self._max_operand + 1)
             chains = [

@@ -48,8 +48,8 @@ class Calculator(ConversationEnvironment):
         demonstrations: int = 24000,
         guess_share: float = 0.6,
     ) -> None:
-        if not 2 <= min_terms <= max_terms:
-            raise ValueError(f"2 <= min_terms <= max_terms must hold, got {min_terms} and {max_terms}")
+        if not 2 <= min_terms <= max_terms <= 100:
+            raise ValueError(f"2 <= min_terms <= max_terms <= 100 must hold, got {min_terms} and {max_terms}")
         if not operators or set(operators) - set("+-*"):
             raise ValueError(f"operators is {operators!r}; use some of + - *")
         if max_turns < 2 or max_operand < 1 or not 0 <= guess_share <= 1:

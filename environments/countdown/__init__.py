@@ -56,6 +56,8 @@ class Countdown(DatasetEnvironment):
         super().__init__(**options)
         if not 2 <= min_numbers <= max_numbers <= 8:
             raise ValueError(f"2 <= min_numbers <= max_numbers <= 8 must hold, got {min_numbers} and {max_numbers}")
+        if max(train_tasks, test_tasks) > 1_000_000:  # they are all made before the first is looked at
+            raise ValueError("train_tasks and test_tasks are at most 1,000,000")
         if min(train_tasks, test_tasks) < 0 or min(max_number, max_target) < 1 or held_out < 2:
             raise ValueError("use held_out of 2 or more, max_number and max_target of 1 or more, no negative counts")
         self._read = published or bool(self._path)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 from megatron_rl.environments.data import DatasetEnvironment, Problem, Row, RowError, Source, held_out, read_rows
 from megatron_rl.environments.data.layouts import CHAT, CODE, MATH, WRITTEN, Layout
@@ -110,8 +110,9 @@ class Dataset(DatasetEnvironment):
 
     def _source(self, path: str, option: str, split: str, config: str, layouts: tuple[Layout, ...]) -> Source:
         """A file, or what ``datasets`` finds under a name: on the hub, or in a folder."""
-        file = Path(path).expanduser()
-        is_file = file.is_file() or (file.suffix.lower() in FILES and not file.is_dir())
+        file = os.path.expanduser(path)
+        is_file = os.path.exists(file) or file.lower().endswith(FILES)
+        is_file &= not os.path.isdir(file)
         found = Source(path, split, layouts, config or None, path if is_file else "", option)
         return replace(found, all_columns=self._function is not None, otherwise=OTHERWISE)
 

@@ -97,7 +97,7 @@ class Verifiers(HarnessEnvironment):
 def _importable(package: str) -> str:
     """The name of a package; of ``file.py`` it is the module's, which is made importable."""
     if package.endswith(".py"):
-        path = Path(package).resolve()
+        path = Path(os.path.realpath(package))
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         return path.stem

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.torch_files import (
     split_of,
 )
 from megatron_rl.errors import CheckpointError, shorten
-from megatron_rl.json_text import parse_json
+from megatron_rl.user_files import read_json
 
 _COMMON, _FORMAT, _PARTS = "common.pt", "metadata.json", ".metadata"
 _ONLY_BUILT: Mapping[str, Any] = {
@@ -55,8 +55,8 @@ def check_files(directory: Path) -> None:
     kind = "fsdp_dtensor or torch_dcp"
     if path.is_file():
         try:
-            kind = parse_json(path.read_text())["sharded_backend"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            kind = read_json(path)["sharded_backend"]
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
     if kind != "torch_dist":
         raise CheckpointError(

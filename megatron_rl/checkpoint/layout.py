@@ -21,7 +21,7 @@ from megatron_rl.atomic import move_into_place, remove, sync_tree, write_text_at
 from megatron_rl.checkpoint.foreign import check_files, is_foreign, pointer_text
 from megatron_rl.checkpoint.torch_files import RELEASE
 from megatron_rl.errors import CheckpointError
-from megatron_rl.json_text import parse_json
+from megatron_rl.user_files import read_json, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -152,9 +152,9 @@ def _pointed_at(entries: Sequence[Path]) -> Path:
     pointer = entries[0].parent / MEGATRON.pointer
     advice = f"name one of them, such as {str(entries[-1])!r}, if it is complete"
     try:
-        named = pointer.read_text(errors="replace").strip()
-    except OSError as error:
-        raise CheckpointError(f"{str(pointer)!r} cannot be read ({error.strerror}); {advice}") from error
+        named = read_text(pointer).strip()
+    except ValueError as error:
+        raise CheckpointError(f"{str(pointer)!r} {error}; {advice}") from error
     for directory in entries:
         if pointer_text(directory) == named:
             check_files(directory)
@@ -202,8 +202,8 @@ def _point(root: Path, name: str, target: str) -> None:
 def best_checkpoint(root: Path) -> Path | None:
     """What ``best`` points at; None without one, or when it is gone."""
     try:
-        name = (root / _BEST).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        name = read_text(root / _BEST).strip()
+    except ValueError:
         return None
     is_one = _STEP_NAME.fullmatch(name) is not None and (root / name).is_dir()
     return root / name if is_one else None
@@ -268,9 +268,9 @@ def _read_manifest(directory: Path) -> dict[str, str]:
     """Name -> sha256, as `write_manifest` wrote them for this very step."""
     path = directory / MANIFEST
     try:
-        manifest = parse_json(path.read_text())
+        manifest = read_json(path)
         files, step = dict(manifest["files"]), int(manifest["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {str(directory)!r} has no readable {MANIFEST} ({error})") from error
     if _STEP_NAME.fullmatch(directory.name) and step_of(directory) != step:
         raise CheckpointError(f"checkpoint file {str(path)!r} is damaged: it is that of step {step}")

@@ -20,7 +20,7 @@ from megatron_rl.config import ModelConfig, RLConfig
 from megatron_rl.config.saved import FILE_NAME
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, model_directory
-from megatron_rl.json_text import parse_json
+from megatron_rl.user_files import read_json
 
 if TYPE_CHECKING:
     from megatron_rl.checkpoint.state import State
@@ -191,12 +191,12 @@ def read_run_state(directory: Path) -> RunState:
         return _foreign_state(directory)
     path = directory / FILE_NAME
     try:
-        values = parse_json(path.read_text())
+        values = read_json(path)
         origin = values.get("origin")
         state = _made_of(RunState, values)
         components = values["components"] if "components" in values else _before_the_registry(values)
         return replace(state, components=components, origin=_made_of(Origin, origin) if origin else None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
 
 

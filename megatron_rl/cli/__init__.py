@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import signal
 import sys
@@ -9,9 +10,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import megatron_rl
+from megatron_rl.errors import shorten
 from megatron_rl.main import CONFIGURATION_ERROR
 
-_COMMANDS = {
+COMMANDS = {
     "train": ("megatron_rl.cli.train:train", "train, on as many ranks as --nproc says"),
     "eval": ("megatron_rl.cli.train:evaluate", "evaluate weights on held-out tasks: train --eval-only"),
     "check": ("megatron_rl.cli.train:check", "look for everything wrong with the flags of train, and stop"),
@@ -37,10 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "--version":
         sys.stdout.write(f"megatron-rl {megatron_rl.__version__}\n")
         return 0
-    if command not in _COMMANDS:
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command[:40], COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "these are the commands:"
+        sys.stderr.write(f"unknown command {shorten(command)}; {hint}\n\n" if command else "")
         sys.stderr.write(_usage())
         return CONFIGURATION_ERROR
-    module, function = _COMMANDS[command][0].split(":")
+    module, function = COMMANDS[command][0].split(":")
     return getattr(importlib.import_module(module), function)(words)
 
 
@@ -55,8 +60,8 @@ def entry() -> NoReturn:
 
 
 def _usage() -> str:
-    width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join([
         "usage: megatron-rl COMMAND ...", "", *lines, "",
         "megatron-rl COMMAND --help says more; megatron-rl --version prints the version.", "",

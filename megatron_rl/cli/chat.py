@@ -1,4 +1,4 @@
-"""``megatron-rl chat MODEL``: talk to a model in the terminal.
+"""megatron-rl chat MODEL: talk to a model in the terminal.
 
     MODEL is a Hugging Face directory or name, a run directory, or a checkpoint.
     /exit or Ctrl-D ends the conversation, Ctrl-C stops the answer.

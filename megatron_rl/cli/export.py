@@ -1,4 +1,4 @@
-"""``megatron-rl export``: writes what a checkpoint of a run holds as a Hugging Face directory.
+"""megatron-rl export: writes what a checkpoint of a run holds as a Hugging Face directory.
 
     megatron-rl export --input-dir RUN_DIR/checkpoints --output-dir NEW_HF_DIR
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.user_files import named_path
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,10 +36,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-rl export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--input-dir", type=Path, required=True, help="a run, its checkpoints, or one of them")
-    parser.add_argument("--output-dir", type=Path, required=True, help="must not exist")
+    parser.add_argument("--input-dir", type=named_path, required=True, help="a run, its checkpoints, or one of them")
+    parser.add_argument("--output-dir", type=named_path, required=True, help="must not exist")
     parser.add_argument(
-        "--origin-hf-dir", type=Path, help="has config.json and the tokenizer's files, if not the model's origin does"
+        "--origin-hf-dir", type=named_path, help="has config.json and the tokenizer, if not the model's origin does"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""``megatron-rl generate MODEL --prompts FILE --output FILE``: answers to the prompts of a file.
+"""megatron-rl generate MODEL --prompts FILE --output FILE: answers to the prompts of a file.
 
     MODEL is a Hugging Face directory or name, a run directory, or a checkpoint. A text file has a prompt a line;
     a .jsonl file has a text, {"prompt": text} or {"messages": [{"role": ..., "content": ...}, ...]} a line.
@@ -23,9 +23,11 @@ from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import flag
 from megatron_rl.errors import ConfigError, shorten
 from megatron_rl.json_text import parse_json
-from megatron_rl.types import Prompt
+from megatron_rl.types import Message, Prompt
+from megatron_rl.user_files import read_text
 
 AT_ONCE = 64
+_LARGEST_FILE = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +78,10 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
         ConfigError: it cannot be read, a line is none of the forms, or there are no prompts.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut at U+2028 in a JSON text
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"--prompts {path} cannot be read: {error}"]) from error
+        # splitlines() would also cut at U+2028 in a JSON text
+        lines = read_text(path, _LARGEST_FILE).replace("\r\n", "\n").split("\n")
+    except ValueError as error:
+        raise ConfigError([f"--prompts {path} {error}; give a text or .jsonl file"]) from error
     if not any(map(str.strip, lines)):
         raise ConfigError([f"--prompts {path} is empty"])
     for number, line in enumerate(lines, start=1):
@@ -90,14 +93,23 @@ def _prompt(line: str, where: str) -> Prompt:
     try:
         value: Any = parse_json(line)
         if isinstance(value, dict):
-            value = value["prompt"] if "prompt" in value else value["messages"]
-        if isinstance(value, str):
-            return value
-        return tuple({"role": str(turn["role"]), "content": str(turn["content"])} for turn in value)
+            [(key, value)] = [(key, value[key]) for key in ("prompt", "messages") if key in value]
+            if isinstance(value, str) != (key == "prompt"):
+                raise TypeError(key)
+        if not value or not isinstance(value, str | list):
+            raise ValueError("it is empty, or no prompt")
+        return value if isinstance(value, str) else tuple(map(_message, value))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError([
-            f'{where}: {shorten(line)} is no prompt; write a text, {{"prompt": text}} or {{"messages": [...]}}'
+            f'{where}: {shorten(line)} is no prompt; write a text, {{"prompt": text}} or else {{"messages": [...]}}'
         ]) from error
+
+
+def _message(turn: dict[str, Any]) -> Message:
+    role, content = turn["role"], turn["content"]
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise TypeError("role and content are texts")
+    return {"role": role, "content": content}
 
 
 def _generate(job: Job) -> int:

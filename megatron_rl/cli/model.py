@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +93,7 @@ def _is_ours(path: Path) -> bool:
 def _of_run(path: Path) -> tuple[list[str], int | None]:
     """Flags for a checkpoint, the checkpoints of a run, or the run: where it is, and what its run was told besides."""
     flags = ["--load", str(path)]
-    folders = (path, *path.resolve().parents[:2])
+    folders = (path, *Path(os.path.realpath(path)).parents[:2])
     run = next((found for found in map(RunDirectory, folders) if found.config.is_file()), None)
     saved = saved_model(str(path))
     if run is None and saved is None:

@@ -1,4 +1,4 @@
-"""``megatron-rl serve MODEL``: answer OpenAI's clients.
+"""megatron-rl serve MODEL: answer OpenAI's clients.
 
     MODEL is a Hugging Face directory or name, a run directory, or a checkpoint. Ctrl-C ends it.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import sys
@@ -21,6 +22,7 @@ from megatron_rl.cli.start import ModelCommand
 from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import flag
 from megatron_rl.errors import ConfigError
+from megatron_rl.user_files import read_text
 
 if TYPE_CHECKING:
     from megatron_rl.endpoint.calls import Endpoint
@@ -73,7 +75,7 @@ def _parse(words: Sequence[str], world_size: int) -> Job:
             f"{world_size} ranks hold {copies} copies of the model, and serve has one; make them "
             "--tensor-model-parallel-size or --pipeline-model-parallel-size, or start one server for each copy"
         ])
-    return Job(config, place, place.served_model_name or Path(words[0]).resolve().name)
+    return Job(config, place, place.served_model_name or os.path.basename(os.path.realpath(words[0])))
 
 
 def _check(place: Place) -> None:
@@ -99,12 +101,12 @@ def _known_token(file: Path) -> str | None:
     Raises:
         ConfigError: it cannot be one.
     """
-    try:
-        token = file.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"--token-file {file} cannot be read: {error}; give a text file"]) from error
+    try:
+        token = read_text(file).strip()
+    except ValueError as error:
+        raise ConfigError([f"--token-file {file} {error}; give a text file"]) from error
     if not TOKEN.fullmatch(token):
         raise ConfigError([f"--token-file {file} has no token: 16 letters, digits or signs at least, in one line"])
     return token

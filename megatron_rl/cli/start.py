@@ -12,6 +12,7 @@ from megatron_rl.cli.ranks import read_ranks
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.main import CONFIGURATION_ERROR, RUN_ERROR, refuse
 from megatron_rl.metrics.logging import configure_logging
+from megatron_rl.user_files import path_refusal
 
 Parsed = TypeVar("Parsed")
 
@@ -38,6 +39,8 @@ class ModelCommand(Generic[Parsed]):
             if not rest or rest[0].startswith("-"):
                 sys.stderr.write(self.usage)
                 return CONFIGURATION_ERROR
+            if refusal := path_refusal(rest[0]):
+                raise ConfigError([f"MODEL {refusal}"])
             parsed = self.parse(rest, ranks.world_size)
         except ConfigError as error:
             return refuse(error.problems)

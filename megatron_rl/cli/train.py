@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from megatron_rl.cli import COMMANDS
 from megatron_rl.cli.ranks import Ranks, read_ranks
 from megatron_rl.config import read_config
 from megatron_rl.config.reference import help_text
@@ -16,6 +17,16 @@ from megatron_rl.main import main as run_here
 from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.preflight.starts import resumes
 from megatron_rl.signals import TYPED_COMMAND, by_torchrun
+
+_OWN_FLAGS = {
+    "eval": (
+        "load", "rl_prompts_per_eval", "rl_samples_per_eval_prompt", "rl_eval_temperature", "rl_eval_top_p",
+        "rl_eval_top_k", "rl_eval_max_new_tokens",
+    ),
+    "check": ("check_world_size",),
+    "estimate": ("check_world_size", "estimate_vocab_size"),
+}  # fmt: skip
+"""What the help of a command shows beside the common flags."""
 
 
 def train(words: Sequence[str]) -> int:
@@ -41,7 +52,8 @@ def estimate(words: Sequence[str]) -> int:
 def _run(name: str, words: Sequence[str], *more: str) -> int:
     if {"-h", "--help", "--help-all"} & set(words):
         usage = f"megatron-rl {name} [--nproc RANKS] [--nnodes N --node-rank R --master-addr HOST]"
-        sys.stdout.write(help_text(common_only="--help-all" not in words, starts=(usage,)))
+        told = {"starts": (usage,), "about": COMMANDS[name][1], "own": _OWN_FLAGS.get(name, ())}
+        sys.stdout.write(help_text(common_only="--help-all" not in words, **told))
         return 0
     try:
         ranks, flags = read_ranks(words)

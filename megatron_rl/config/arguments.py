@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, validate
 from megatron_rl.config.saved import saved_model
 from megatron_rl.errors import MAX_VALUE, Problem, collecting, cut, one_line, shorten
 from megatron_rl.families import read_model
+from megatron_rl.user_files import read_text
 
 _LONGEST_FLAG = 100
 """No flag is that long, and looking for the nearest takes the square of the length."""
@@ -76,9 +78,9 @@ class Reading:
         """Defaults where nothing was said; not resolved."""
         return RLConfig(typed=self.values, repeated=self.repeated).with_values(**self.derived | self.values)
 
-    def refuse(self, flag: str | None, text: str) -> None:
+    def refuse(self, flag: str | None, text: str, is_unknown: bool = False) -> None:
         """Note a problem."""
-        self.problems.append(Problem(flag, text))
+        self.problems.append(Problem(flag, text, is_unknown))
 
 
 def read_flags(argv: Sequence[str]) -> Reading:
@@ -117,8 +119,8 @@ def _read_command_line(argv: Sequence[str], reading: Reading) -> list[Setting]:
             last = settings.pop()
             settings.append(Setting(last.where, last.spelling, (*last.texts, token)))
         else:
-            advice = _translation(*token.partition("=")[::2])  # verl's flags have no dashes
-            reading.refuse(None, f"{shorten(token)} stands before any flag; {advice or 'every value follows its flag'}")
+            advice = _translation(*token.partition("=")[::2]) or "every value follows its flag"  # verl's have no dashes
+            reading.refuse(None, f"{shorten(token)} stands before any flag; {advice}", is_unknown=True)
     return settings
 
 
@@ -157,17 +159,15 @@ def _read_yaml(path: str, reading: Reading) -> list[Setting]:
 def _compose(path: str) -> yaml.MappingNode | None:
     """The document, None where the file is empty; ``ValueError`` says what is wrong with the file."""
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(_LONGEST_FILE + 1)
-        document = yaml.compose(text, Loader=yaml.SafeLoader) if len(text) <= _LONGEST_FILE else None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = read_text(path, _LONGEST_FILE)
+    except ValueError as error:
+        raise ValueError(f"{error}; give a file of flags and values") from error
+    try:
+        document = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
         raise ValueError(f"is not YAML: {one_line(str(error))}") from error
     except RecursionError:
         raise ValueError("is nested too deeply; the file is flat: flag names and their values") from None
-    if len(text) > _LONGEST_FILE:  # a device or a data set would be read until memory is full
-        raise ValueError(f"has more than {_LONGEST_FILE} characters; give a file of flags and values")
     if not isinstance(document, yaml.MappingNode | None):
         raise ValueError("is not a mapping; write one 'flag-name: value' a line")
     return document
@@ -178,7 +178,7 @@ def _apply(setting: Setting, reading: Reading) -> None:
     if known is None:
         # the comparison with every flag would take half a minute for 5000 of them
         hint = _hint(setting, compares=len(reading.problems) < MOST_COMPARED)
-        reading.refuse(None, f"{setting.where} is not a flag; {hint}")
+        reading.refuse(None, f"{setting.where} is not a flag; {hint}", is_unknown=True)
         return
     flag, switches_on = known
     try:
@@ -251,7 +251,7 @@ def _read_directory(reading: Reading) -> None:
     names = {"--load-hf": "load_hf", "--hf-config": "hf_config"}
     given = {flag: reading.values[name] for flag, name in names.items() if reading.values.get(name)}
     problems: list[Problem] = []
-    if len({Path(directory).resolve() for directory in given.values()}) > 1:
+    if len(set(map(os.path.realpath, given.values()))) > 1:
         both = " and ".join(f"{flag} {directory}" for flag, directory in given.items())
         problems.append(Problem("--hf-config", f"{both} both say what the model is; keep one of them"))
     elif given:

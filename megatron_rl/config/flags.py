@@ -18,17 +18,15 @@ import math
 import shlex
 import sys
 import types
-import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_rl.errors import Problem, shorten
 from megatron_rl.registry import Registry
+from megatron_rl.user_files import path_refusal
 
 Finding = tuple[str, str] | Problem
 """A broken rule: the field whose value is wrong and what is, or the whole problem where it is no single value."""
-_LONGEST_NAME, _LONGEST_PATH = 255, 3072
-"""Bytes of one name, and of a whole path that leaves room for the names of files below it; Linux takes 4096."""
 _LARGEST = 2**31 - 1
 """Whole numbers without a bound of their own: what torch and its collectives take as a size."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -118,7 +116,7 @@ class Flag:
         if self.choices and value not in self.choices:
             return f"is not {listed(self.choices)}, got {shorten(value)}"
         if self.path:
-            return _path_refusal(value)
+            return path_refusal(value)
         most = _LARGEST if self.kind is int and self.le is None and self.lt is None else self.le
         for bound, words, broken in (
             (self.ge, "at least", lambda bound: value < bound),
@@ -204,18 +202,3 @@ def _divisors(value: int) -> list[int]:
     """In order; in pairs, because a rollout may have millions of samples."""
     small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
     return sorted({*small, *(value // n for n in small)})
-
-
-def _path_refusal(path: str) -> str | None:
-    if not path.strip():
-        return "is empty; name a path, or leave the flag out"
-    # Cs: bytes that are not UTF-8 arrive as halves of surrogate pairs.
-    if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in path):
-        return f"has a line break, another control character or a broken one, got {shorten(path)}; use another name"
-    longest = max(len(name.encode()) for name in path.split("/"))
-    if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
-        return (
-            f"is too long for a file system, which takes names of {_LONGEST_NAME} bytes and here {_LONGEST_PATH} "
-            f"altogether, got {shorten(path)}; use a shorter one"
-        )
-    return None

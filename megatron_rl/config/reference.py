@@ -29,9 +29,15 @@ are accepted, with a note when used, and have no effect because they have no mea
 """
 
 
-def help_text(*, common_only: bool, starts: Sequence[str] = _STARTS) -> str:
-    """The common flags, or all of them, grouped by section, after what a command ``starts`` with."""
+def help_text(
+    *, common_only: bool, starts: Sequence[str] = _STARTS, about: str = "", own: Sequence[str] = ()
+) -> str:
+    """The common flags, or all of them, by section, after what a command ``starts`` with and is ``about``, and the
+    fields of its ``own`` flags."""
     lines = [f"usage: {start} [--config FILE] [--flag VALUE ...]" for start in starts] + [""]
+    lines += [f"{about[:1].upper()}{about[1:]}.", ""] if about else []
+    if own:
+        lines += ["for this command:", *(line for flag in all_flags() if flag.name in own for line in _entry(flag)), ""]
     for section, cls in section_classes().items():
         shown = [flag for flag in flags_of(cls) if flag.common or not common_only]
         if shown:
@@ -39,7 +45,7 @@ def help_text(*, common_only: bool, starts: Sequence[str] = _STARTS) -> str:
             lines += [*(line for flag in shown for line in _entry(flag)), ""]
     if common_only:
         lines += [f"These are the common flags; --help-all lists all {len(all_flags())}."]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines).rstrip().replace("``", "") + "\n"  # of docstrings; a terminal shows them as they are
 
 
 def _entry(flag: Flag) -> list[str]:

@@ -7,7 +7,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.json_text import parse_json
+from megatron_rl.user_files import read_json
 
 FILE_NAME = "run_state.json"
 _STEP = re.compile(r"(?:step|iter)_(\d{7,})")
@@ -26,9 +26,9 @@ def saved_model(path: str) -> tuple[Path, dict[str, Any], dict[str, Any], int] |
             steps.sort(key=lambda found: int(_STEP.fullmatch(found.parent.name)[1]))
             for file in (root / FILE_NAME, *reversed(steps)):
                 try:
-                    values = parse_json(file.read_text())
+                    values = read_json(file)
                     if values.get("flags"):
                         return file, dict(values["architecture"]), dict(values["flags"]), int(values["seed"])
-                except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # whoever loads it tells what is wrong
     return None

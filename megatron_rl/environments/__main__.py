@@ -1,13 +1,15 @@
-"""``python -m megatron_rl.environments``: list environments, test one, write a new one, serve a YAML list."""
+"""python -m megatron_rl.environments: list environments, test one, write a new one, serve a YAML list."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import keyword
 import logging
 import math
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from megatron_rl.environments.loader import canonical, is_listed
 from megatron_rl.environments.loading import found, inspected
 from megatron_rl.environments.templates import KINDS
 from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.user_files import named_path
 
 _VERDICTS = {True: "ok", False: "FAIL", None: "-"}
 
@@ -58,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     new = commands.add_parser("new", parents=[loading], help="write a working environment and its test")
     new.add_argument("name", help="lower-case letters, digits and _")
     new.add_argument("--kind", choices=KINDS, default="grade", help="what it does with a task (default grade)")
-    new.add_argument("--dir", dest="folder", default="environments", help="where it goes (default environments)")
+    new.add_argument("--dir", dest="folder", type=named_path, default="environments", help="default environments")
     new.set_defaults(run=_new)
     serve = commands.add_parser("serve", parents=[loading], help="serve the environments of a YAML list")
     serve.add_argument("config", help="the YAML list")
@@ -108,9 +111,9 @@ def _test(name: str, option: Sequence[str], limit: int, load_timeout: float) -> 
     return 1 if any(passed is False for _, passed, _ in answer.result["checks"]) else 0
 
 
-def _new(name: str, kind: str, folder: str, load_timeout: float) -> int:
+def _new(name: str, kind: str, folder: Path, load_timeout: float) -> int:
     _refuse_name(name, load_timeout)
-    target = Path(folder) / name
+    target = folder / name
     if target.exists() or target.with_suffix(".py").exists():
         raise ConfigError([f"{target} exists already; choose another name, or remove it"])
     module, test = target / "__init__.py", target / f"test_{name}.py"
@@ -121,10 +124,10 @@ def _new(name: str, kind: str, folder: str, load_timeout: float) -> int:
             file.write_text(text.format(name=name, class_name=class_name, path=test), encoding="utf-8")
     except OSError as error:
         raise ConfigError([f"cannot write {target}: {error.strerror}; choose another --dir"]) from error
-    reference, path = (name, "") if is_listed(module) else (f"{name}:{class_name}", f"PYTHONPATH={folder} ")
+    reference = name if is_listed(module) else f"{module}:{class_name}"
     print(f"wrote {module} and {test}")
-    print(f"check it:  {path}python -m megatron_rl.environments test {reference}")
-    print(f"test it:   python -m pytest {test}")
+    print(f"check it:  {shlex.join(['python', '-m', 'megatron_rl.environments', 'test', reference])}")
+    print(f"test it:   {shlex.join(['python', '-m', 'pytest', str(test)])}")
     return 0
 
 
@@ -134,6 +137,9 @@ def _refuse_name(name: str, load_timeout: float) -> None:
         why = "it becomes a module and a metric name"
         advice = "use lower-case letters, digits and _, beginning with a letter"
         raise ConfigError([f"{name!r} cannot name an environment, because {why}; {advice}"])
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None:
+        raise ConfigError([f"{name!r} is an installed module, which the environment would hide; choose another name"])
     for other in itertools.chain(*found(load_timeout)):
         if canonical(other) == canonical(name):
             raise ConfigError([f"an environment {other!r} exists, and {name!r} would select it; choose another name"])

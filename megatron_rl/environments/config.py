@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,8 +32,9 @@ from megatron_rl.environments.base import Environment, HarnessEnvironment, sugge
 from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.loader import MAX_NAME, NAME_PATTERN, find_environment, ignore
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
-from megatron_rl.json_text import check_bounds, dumps
+from megatron_rl.json_text import MAX_VALUES, check_bounds, dumps
 from megatron_rl.tool_calls import checked_tools
+from megatron_rl.user_files import read_text
 
 MAX_WEIGHT = 1e9
 MAX_LIST = 2**20
@@ -158,12 +158,29 @@ def prepare_environments(
     return prepared
 
 
+class LineLoader(yaml.SafeLoader):
+    """Names the line of a value that is none of its type, such as ``!!int ""``, of which PyYAML raises anything."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """See PyYAML."""
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            said = f"{shorten(node.value)} is no {node.tag.rpartition(':')[2]} ({error})"
+            raise yaml.constructor.ConstructorError(problem=said, problem_mark=node.start_mark) from error
+
+
 def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
     """The entries of the list and the line each starts at."""
-    text = _read_text(path)
     try:
-        loader = yaml.SafeLoader(text)
+        text = read_text(path, MAX_LIST)
+    except ValueError as error:
+        raise ConfigError([f"the environment list {shorten(str(path))} {error}; give a YAML file"]) from error
+    try:
+        loader, repeated = LineLoader(text), []
         node = loader.get_single_node()
+        if node and _values_in(node, {}, repeated) > MAX_VALUES:
+            raise ConfigError([f"{path}: its anchors stand for more than {MAX_VALUES:,} values; use fewer of them"])
         entries = loader.construct_document(node) if node else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -171,7 +188,7 @@ def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
         raise ConfigError([f"{line}: not valid YAML: {one_line(error.problem or error.context)}"]) from error
     except RecursionError:
         raise ConfigError([f"{path}: not valid YAML: nested hundreds of levels deep"]) from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError([f"{path}: not valid YAML: {one_line(str(error))}"]) from error
     if not isinstance(entries, list) or not entries:
         found = "an empty file" if node is None else f"a {type(entries).__name__}"
@@ -179,34 +196,27 @@ def _read_yaml(path: Path) -> tuple[list[Any], list[int]]:
         raise ConfigError([f"{path}: must be a list of environments, not {found}; {advice}"])
     if len(entries) > MAX_ENTRIES:
         raise ConfigError([f"{path}: has {len(entries):,} entries; at most {MAX_ENTRIES:,} are read"])
-    _refuse_repeated_keys(path, node)
+    if repeated:
+        lines = [f"{path}:{key.start_mark.line + 1}: {shorten(key.value)} is given twice" for key in repeated]
+        raise ConfigError(problem_lines(lines))
     return entries, [item.start_mark.line + 1 for item in node.value]
 
 
-def _read_text(path: Path) -> str:
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError([f"cannot read the environment list {path}: it is no file"])
-        with path.open("rb") as file:
-            data = file.read(MAX_LIST + 1)
-        if len(data) > MAX_LIST:
-            raise ConfigError([f"the environment list {path} has more than {MAX_LIST // 2**20} MiB; give a short one"])
-        return data.decode("utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError([f"cannot read the environment list {shorten(str(path))}: {reason}"]) from error
-
-
-def _refuse_repeated_keys(path: Path, node: yaml.SequenceNode) -> None:
-    """PyYAML keeps the last of two equal keys without a word."""
-    problems = []
-    for item in node.value:
-        if isinstance(item, yaml.MappingNode):
-            counts = Counter(key.value for key, _ in item.value if isinstance(key, yaml.ScalarNode))
-            line = item.start_mark.line + 1
-            problems += [f"{path}:{line}: {shorten(key)} is given twice" for key, n in counts.items() if n > 1]
-    if problems:
-        raise ConfigError(problem_lines(problems))
+def _values_in(node: yaml.Node, counts: dict[int, int], repeated: list[yaml.ScalarNode]) -> int:
+    """How many values ``node`` stands for once its anchors and merges are written out: nine of nine of nine ... are
+    more than any memory. PyYAML keeps the last of two equal keys without a word; they are added to ``repeated``."""
+    if id(node) in counts:
+        return counts[id(node)]
+    counts[id(node)] = 1  # of one within itself, which the constructor refuses
+    within = [] if isinstance(node, yaml.ScalarNode) else node.value
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key in (key for key, _ in within if isinstance(key, yaml.ScalarNode)):
+            repeated += [key] if key.value in seen else []
+            seen.add(key.value)
+        within = chain(*within)
+    counts[id(node)] += sum(_values_in(each, counts, repeated) for each in within)
+    return counts[id(node)]
 
 
 def _parse_entry(entry: object, where: str, begin: Callable[[str, str], None]) -> EnvironmentSpec:

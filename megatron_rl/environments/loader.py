@@ -120,7 +120,7 @@ def _module_names() -> list[str]:
 def is_listed(module: Path) -> bool:
     """Whether ``module``, an ``__init__.py``, lies in the folder of environments."""
     package = _environments_package()
-    return package is not None and str(module.resolve().parent.parent) in map(os.path.realpath, package.__path__)
+    return package is not None and os.path.realpath(module.parent.parent) in map(os.path.realpath, package.__path__)
 
 
 def _environments_package() -> ModuleType | None:
@@ -129,7 +129,7 @@ def _environments_package() -> ModuleType | None:
     The folder comes first: with one virtual environment for two checkouts, the installed package is the folder
     of the other.
     """
-    root = Path(megatron_rl.__file__).resolve().parent.parent
+    root = Path(os.path.realpath(megatron_rl.__file__)).parent.parent
     init = root / "environments" / "__init__.py"
     if (root / PACKAGE).is_dir() or not init.is_file():
         return importlib.import_module(PACKAGE) if importlib.util.find_spec(PACKAGE) else None

@@ -17,7 +17,7 @@ import yaml
 
 from megatron_rl.environments.base import Environment, HarnessEnvironment
 from megatron_rl.environments.child import die_with_parent, parent_channel
-from megatron_rl.environments.config import prepare_environments
+from megatron_rl.environments.config import LineLoader, prepare_environments
 from megatron_rl.environments.data import DatasetEnvironment
 from megatron_rl.environments.loader import discover, find_environment, reason_of
 from megatron_rl.environments.loading import Surveyed
@@ -96,7 +96,7 @@ def _values(pairs: Sequence[str]) -> dict[str, object]:
     values = {}
     for key, _, text in (pair.partition("=") for pair in pairs):
         try:
-            values[key] = yaml.safe_load(text)
+            values[key] = yaml.load(text, LineLoader)
         except yaml.YAMLError:
             advice = f"put a text with braces or colons into quotes, as in --option '{key}=\"...\"'"
             raise ConfigError([f"--option {key}={shorten(text)} is no value of YAML; {advice}"]) from None

@@ -58,7 +58,7 @@ class EnvironmentServerProcess:
         ``start_timeout`` bounds the start with all imports, and later the reading of each split; at most
         ``harness_processes`` samples of harnesses run at once, or as many as the server's default says.
         """
-        folder = Path(directory).resolve()
+        folder = Path(os.path.realpath(directory))
         self.address_file, self.log_file = folder / "environment_server.json", folder / "environment_server.log"
         self.restarts = 0
         """Of the whole run."""
@@ -66,7 +66,7 @@ class EnvironmentServerProcess:
         """Why it was given up."""
         self.pid: int | None = None
         """Of the server that answers."""
-        self._config_path, self._port, self._start_timeout = Path(config_path).resolve(), port, start_timeout
+        self._config_path, self._port, self._start_timeout = Path(os.path.realpath(config_path)), port, start_timeout
         self._harness_processes = harness_processes
         # the thread is the server's parent, which the server follows in death: it lasts as long as the process
         self._thread = threading.Thread(target=self._supervise, daemon=True)

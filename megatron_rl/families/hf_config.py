@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, cut, shorten
-from megatron_rl.json_text import parse_json
+from megatron_rl.user_files import read_json
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's --use-rope-scaling has built in: the numbers of Llama 3.1 to 3.3."""
@@ -147,7 +148,7 @@ def end_token_ids(directory: str | Path) -> tuple[int, ...]:
         try:
             value = read_object(path).get("eos_token_id")
         except ConfigError:
-            if name == "generation_config.json" and path.exists():  # of config.json, whoever needs it says so
+            if name == "generation_config.json" and os.path.exists(path):  # of config.json, whoever needs it says so
                 raise
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(number, bool) or not isinstance(number, int) for number in ids):
@@ -159,13 +160,10 @@ def end_token_ids(directory: str | Path) -> tuple[int, ...]:
 def read_object(path: Path, fault: Callable[[str], Exception] = lambda line: ConfigError([line])) -> dict[str, Any]:
     """The JSON object in a file that was published with a model; raises ``fault`` of a line where there is none."""
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise fault(
-            f"{path} cannot be read ({error.strerror}); if it is missing, give a directory in the Hugging Face format"
-        ) from error
+        values = read_json(path)
     except ValueError as error:
-        raise fault(f"{path} is not JSON ({error}); take the file the model was published with") from error
+        advice = "give a directory in the Hugging Face format, with the files that the model was published with"
+        raise fault(f"{path} {error}; {advice}") from error
     if not isinstance(values, dict):
         raise fault(
             f"{path} is {shorten(values)} where a mapping of settings belongs; take the file the model was published "

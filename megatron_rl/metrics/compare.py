@@ -1,4 +1,4 @@
-"""``megatron-rl compare RUN RUN ...``: what runs were told differently, what came of it, and their curves on one page.
+"""megatron-rl compare RUN RUN ...: what runs were told differently, what came of it, and their curves on one page.
 
 Runs that differ in nothing but their seed are one group: it has a mean and a spread.
 """
@@ -21,6 +21,7 @@ from megatron_rl.metrics.evaluation import COUNTS, by_environment, last_evaluati
 from megatron_rl.metrics.jsonl import read_steps
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
+from megatron_rl.user_files import named_path
 
 LAST_STEPS = 10
 """A training reward is the mean over so many steps: one step is a few prompts."""
@@ -136,8 +137,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-rl compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories, two or more")
-    parser.add_argument("--output", type=Path, default=Path("compare.html"), help="the page (default compare.html)")
+    parser.add_argument("runs", type=named_path, nargs="+", metavar="RUN", help="run directories, two or more")
+    parser.add_argument("--output", type=named_path, default=Path("compare.html"), help="the page (compare.html)")
     options = parser.parse_args(words)
     if len(options.runs) < 2:
         parser.error("give two run directories or more")

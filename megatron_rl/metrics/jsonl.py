@@ -11,14 +11,19 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.atomic import write_text_atomic
+from megatron_rl.json_text import parse_json
+from megatron_rl.user_files import read_json
 
 logger = logging.getLogger(__name__)
+
+_NO_METRICS = ("time", "nonfinite")
 
 
 class JsonlWriter:
@@ -89,19 +94,25 @@ def _bytes_to_keep(path: Path, resume_step: int | None) -> int:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A row, or ``None`` for a line that is not one (torn by a kill, or zeroed by a lost disk write)."""
+    """A row, or ``None`` for a line that is not one (torn by a kill, zeroed by a lost disk write, edited by hand)."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("time", ""), str)
+    return row if is_row and all(name in _NO_METRICS or _is_metric(value) for name, value in row.items()) else None
+
+
+def _is_metric(value: object) -> bool:
+    """A number that a float holds, or what stands for NaN."""
+    return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when the file is absent or damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = read_json(path)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 

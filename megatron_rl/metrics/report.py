@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from megatron_rl.metrics.jsonl import read_json_object, read_steps
 from megatron_rl.metrics.page import build_page
 from megatron_rl.metrics.report_rollouts import build_rollouts
 from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.user_files import named_path
 
 MOST_FIGURES = 4
 AVERAGED = 5
@@ -42,7 +44,7 @@ def build_payload(run: RunDirectory) -> dict[str, Any]:
     facts, newest = run.read_facts(), last_evaluation(rows)
     headers, results = result_table(newest)
     return {
-        "name": run.path.resolve().name,
+        "name": os.path.basename(os.path.realpath(run.path)),
         "status": facts.get("status"),
         "error": facts.get("error"),
         "progress": _progress(run, rows),
@@ -60,7 +62,7 @@ def build_payload(run: RunDirectory) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: rebuild the report of a run directory."""
     parser = argparse.ArgumentParser(prog="megatron-rl report", description=main.__doc__)
-    parser.add_argument("run_dir", type=Path, help="directory that holds metrics.jsonl")
+    parser.add_argument("run_dir", type=named_path, help="directory that holds metrics.jsonl")
     run_dir: Path = parser.parse_args(arguments).run_dir
     if not run_dir.is_dir():
         parser.error(f"{run_dir} is not a directory; give the one that holds metrics.jsonl")

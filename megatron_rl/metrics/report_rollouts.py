@@ -5,10 +5,11 @@ What it costs does not grow with the run: the number of steps is bounded, and a 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.json_text import parse_json
 
 MAX_STEPS, FEWEST_STEPS = 40, 4
 MAX_TOKENS_PER_SAMPLE = 2_000
@@ -77,7 +78,7 @@ def read_groups(path: Path, budget: int) -> tuple[list[dict[str, Any]], int]:
             if full:
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 tokens = min(len(row["token_ids"]), MAX_TOKENS_PER_SAMPLE)
             except (ValueError, KeyError, TypeError):
                 recorded -= begins

@@ -30,6 +30,7 @@ from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import ConfigError, one_line
 from megatron_rl.metrics.jsonl import read_json_object, read_rows, write_json_atomic
 from megatron_rl.signals import by_torchrun
+from megatron_rl.user_files import read_text
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "triton", "megatron-rl")
 GIT_TIMEOUT_S = 10.0
@@ -103,14 +104,17 @@ class RunDirectory:
         Raises:
             ConfigError: it is absent, damaged or another program's.
         """
+        not_one = f"{self.path} is no run directory: {self.config.name}"
         try:
-            sections = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            text = read_text(self.config)
+        except ValueError as error:
+            raise ConfigError([f"{not_one} {error}"]) from error
+        try:
+            sections = yaml.safe_load(text)
             flat = {name: value for section in sections.values() for name, value in section.items()}
             return flat | {"run_dir": str(flat["run_dir"])}
-        except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError) as error:
-            reason = one_line(str(error), 200)
-            text = f"{self.path} is no run directory: {self.config.name} cannot be read ({reason})"
-            raise ConfigError([text]) from error
+        except (ValueError, yaml.YAMLError, AttributeError, KeyError, RecursionError) as error:
+            raise ConfigError([f"{not_one} cannot be read ({one_line(str(error), 200)})"]) from error
 
     def last_step(self) -> int | None:
         """Step of the last row of ``metrics.jsonl``."""
@@ -149,13 +153,13 @@ def check_usable(path: Path, resume: bool) -> list[str]:
 
 def unwritable(directory: Path) -> str | None:
     """Why nothing can be written in ``directory``, which need not be there yet; None where it can."""
-    if directory.resolve().parent == directory.resolve():
+    if os.path.realpath(directory) == "/":
         return f"{directory} is the root of the file system; name a directory for this run alone, such as runs/NAME"
     existing = directory
-    while not os.path.exists(existing):  # Path.exists raises below an unsearchable directory
+    while not os.path.lexists(existing):  # Path.exists raises below an unsearchable directory
         existing = existing.parent
     if not existing.is_dir():
-        return f"{existing} is a file, so {directory} cannot be made; choose another directory"
+        return f"{existing} is a file or a broken link, so {directory} cannot be made; choose another directory"
     try:  # permissions promise root too much, and one who may write may still lack the right to search
         if os.access(existing, os.W_OK | os.X_OK):
             with tempfile.TemporaryDirectory(prefix=".writable_", dir=existing):

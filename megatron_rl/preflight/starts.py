@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
@@ -94,6 +95,9 @@ def checkpoint_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[P
 
     Checksums are compared when a checkpoint is loaded: at the size of a large model they take minutes.
     """
+    named = config.checkpoint
+    if named.load is None and named.pretrained_checkpoint is None and not os.path.isdir(named.save or ""):
+        return []  # without seconds of importing megatron-core
     from megatron_rl.checkpoint.layout import find_checkpoint
     from megatron_rl.checkpoint.run_state import architecture_problems, continuation_problems
 

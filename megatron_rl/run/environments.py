@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def open_environments(
         if problem:
             raise EnvironmentFault(problem)
         client = EnvironmentClient(
-            folder.resolve() / "environment_server.json",
+            os.path.realpath(folder / "environment_server.json"),
             timeout=settings.rl_grade_timeout_seconds,
             list_timeout=settings.rl_environment_load_timeout,
         )

@@ -77,7 +77,7 @@ def start_report(run_dir: Path) -> subprocess.Popen:
         OSError: no process can be started.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.metrics.report", str(run_dir.resolve())],
+        [sys.executable, "-m", "megatron_rl.metrics.report", os.path.realpath(run_dir)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -54,7 +54,7 @@ def packages_view(names: Sequence[str]) -> list[tuple[str, str]]:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.origin or spec.origin in ("built-in", "frozen"):
             raise ValueError(f"packages has {name!r:.100}, which is not installed; give names as import has them")
-        origin = Path(spec.origin).resolve()
+        origin = Path(os.path.realpath(spec.origin))
         source = origin.parent if spec.submodule_search_locations else origin
         shown.append((str(source), f"{PACKAGES}/{source.name}"))
         libraries = source.parent / f"{name}.libs"  # of a wheel with libraries of its own

@@ -10,10 +10,11 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -22,6 +23,7 @@ from megatron_rl.environments.grading.text import last_boxes
 from megatron_rl.errors import ConfigError, one_line
 from megatron_rl.json_text import check_bounds, dumps, loads
 from megatron_rl.types import Message
+from megatron_rl.user_files import open_file
 
 T = TypeVar("T")
 NumberedRows = Iterator[tuple[int, Any]]
@@ -31,6 +33,8 @@ MAX_PROBLEMS = 5
 """Bad rows that are shown before the rest is only counted."""
 BATCH = 1024
 """Rows of a parquet file or of the hub that are Python objects at one time."""
+MAX_FILES = 10_000
+"""Of a folder: `datasets` looks at each of them, for minutes where a whole disk is named."""
 
 
 class RowError(ValueError):
@@ -221,9 +225,13 @@ def _names(values: Mapping) -> str:
 
 def _read_file(source: Source) -> NumberedRows:
     path = source.path
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise _bad(path, "is a folder; name the file in it" if file.is_dir() else "does not exist")
+    file = Path(os.path.expanduser(path))
+    if os.path.isdir(file):
+        raise _bad(path, "is a folder; name the file in it")
+    try:
+        open_file(file).close()
+    except ValueError as error:
+        raise _bad(path, str(error)) from error
     kind = Path(file.name.removesuffix(".gz")).suffix.lower()
     readers = {".json": _json, ".jsonl": _jsonl, ".csv": _csv}
     if kind not in readers and file.suffix.lower() != ".parquet":
@@ -244,8 +252,8 @@ def _read_file(source: Source) -> NumberedRows:
 
 def _open(file: Path) -> TextIO:
     if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8", newline="")
-    return file.open(encoding="utf-8", newline="")
+        return gzip.open(file, "rt", encoding="utf-8-sig", newline="")
+    return file.open(encoding="utf-8-sig", newline="")
 
 
 def _jsonl(file: Path) -> NumberedRows:
@@ -313,6 +321,9 @@ def _bad(path: str, problem: str) -> ConfigError:
 
 
 def _read_hub(source: Source) -> NumberedRows:
+    inside = (name for *_, names in os.walk(source.hub) for name in names)
+    if next(islice(inside, MAX_FILES, None), None) is not None:
+        raise _bad(source.hub, f"is a folder with more than {MAX_FILES:,} files; name one of them")
     # imported here: `datasets` takes five seconds, which local files need not pay
     import datasets
 

@@ -125,7 +125,7 @@ def test_every_switch_has_an_opposite():
         (["--num-layers", "1000000000"], "--num-layers must be at most 1000, got 1000000000"),
         (["--grpo-group-size", "1000000000"], "--grpo-group-size must be at most 100000, got 1000000000"),
         (["--train-iters", 20 * "9"], f"--train-iters must be at most 2147483647, got {20 * '9'}"),
-        (["--run-dir", ""], "--run-dir is empty; name a path, or leave the flag out"),
+        (["--run-dir", ""], "--run-dir is empty; name a path, or leave it out"),
         (
             ["--save", "a\nb"],
             "--save has a line break, another control character or a broken one, got 'a\\nb'; use another name",
@@ -155,7 +155,7 @@ def test_every_path_is_looked_at(flag):
 def test_a_model_that_is_lost_is_not_missing_too(command):
     shape = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "tokenizer_model"))
     _, (problem,) = read_config([*command(**shape), "--load-hf", ""], 1)
-    assert problem.text == "--load-hf is empty; name a path, or leave the flag out"
+    assert problem.text == "--load-hf is empty; name a path, or leave it out"
 
 
 def test_all_errors_come_at_once():

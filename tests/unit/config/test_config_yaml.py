@@ -98,8 +98,8 @@ def test_all_problems_with_their_lines(write):
         ("seed: " + 5000 * "[" + 5000 * "]", "--config run.yaml is nested too deeply; the file is flat: "
          "flag names and their values"),
         ("? [a, b]\n: 3\n", "run.yaml line 1 has a sequence where a flag's name belongs; write 'flag-name: value'"),
-        ("# " + 300_000 * "x", "--config run.yaml has more than 262144 characters; give a file of flags and values"),
-        ("load: ''\n", "run.yaml line 1: load is empty; name a path, or leave the flag out"),
+        ("# " + 300_000 * "x", "--config run.yaml has more than 0.25 MiB; give a file of flags and values"),
+        ("load: ''\n", "run.yaml line 1: load is empty; name a path, or leave it out"),
     ],
 )
 def test_files_that_are_refused(write, text, message):
@@ -116,7 +116,7 @@ def test_what_a_lost_file_would_have_set_is_not_missing(tmp_path):
     _, problems = read_config(["--config", str(tmp_path / "no.yaml"), "--lr", "fast"], 1)
     assert [problem.flag for problem in problems] == ["--config", "--lr"]
     _, problems = read_config(["--config", ""], 1)
-    assert list(map(str, problems)) == ["--config is empty; name a path, or leave the flag out"]
+    assert list(map(str, problems)) == ["--config is empty; name a path, or leave it out"]
 
 
 def test_only_so_many_are_compared_with_every_flag(write, monkeypatch):
@@ -130,4 +130,4 @@ def test_only_so_many_are_compared_with_every_flag(write, monkeypatch):
 
 def test_an_absent_file(tmp_path):
     (problem,) = errors_of(str(tmp_path / "no.yaml"))
-    assert problem == "--config no.yaml cannot be read: No such file or directory"
+    assert problem == "--config no.yaml cannot be read (No such file or directory); give a file of flags and values"

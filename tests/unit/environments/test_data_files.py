@@ -114,7 +114,7 @@ def test_a_parquet_file_of_other_columns(tmp_path):
 
 
 def test_a_file_that_is_not_there_or_is_a_folder(tmp_path):
-    assert problems(tmp_path / "x.jsonl") == ["FILE does not exist"]
+    assert problems(tmp_path / "x.jsonl") == ["FILE cannot be read (No such file or directory)"]
     assert problems(tmp_path) == ["FILE is a folder; name the file in it"]
 
 

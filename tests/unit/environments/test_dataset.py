@@ -221,6 +221,10 @@ class TestSplits:
         environment = make(path=folder_of_splits, test_split="test")
         assert [len(list(environment.tasks(split))) for split in ("train", "test")] == [5, 2]
 
+    def test_a_folder_of_a_whole_disk_is_refused_before_it_is_looked_through(self, folder_of_splits, monkeypatch):
+        monkeypatch.setattr("megatron_rl.environments.data.rows.MAX_FILES", 1)
+        assert problems(path=folder_of_splits) == ["cloned is a folder with more than 1 files; name one of them"]
+
     def test_a_split_that_is_not_there(self, folder_of_splits):
         [line] = problems(path=folder_of_splits, split="validation")
         assert line.startswith("cannot read cloned (")
@@ -303,7 +307,7 @@ ROWS = [SUM]
     ("rows", "options", "wanted"),
     [
         (None, {}, "ValueError: path is missing; give a file, or the name of a data set on the Hugging Face hub"),
-        (None, {"path": "none.jsonl"}, "none.jsonl does not exist"),
+        (None, {"path": "none.jsonl"}, "none.jsonl cannot be read (No such file or directory)"),
         (ROWS, {"reward": "maths"}, "there is no grader 'maths': did you mean math?"),
         (ROWS, {"reward": "rewards.py:shares"}, "'rewards.py:shares': its file defines no 'shares': did you mean"),
         (ROWS, {"reward": "reward.py:share"}, "grader 'reward.py:share' cannot be imported from"),

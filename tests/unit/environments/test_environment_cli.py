@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
@@ -70,13 +71,13 @@ def test_the_speed_is_shown(capsys):
     assert int(row.split()[2].replace(",", "")) > selftest.SLOWEST
 
 
-def test_new_writes_an_environment_whose_test_passes(capsys, tmp_path, monkeypatch):
+def test_new_writes_an_environment_whose_test_passes(capsys, tmp_path):
     assert main(["new", "odd_or_even", "--dir", str(tmp_path)]) == 0
-    assert "odd_or_even:OddOrEven" in capsys.readouterr().out
     module = tmp_path / "odd_or_even" / "__init__.py"
+    printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("check it:"))
+    assert shlex.split(printed)[2:] == ["python", "-m", "megatron_rl.environments", "test", f"{module}:OddOrEven"]
     assert len(module.read_text().splitlines()) <= 26
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["test", "odd_or_even:OddOrEven"]) == 0
+    assert main(shlex.split(printed)[5:]) == 0
     assert "FAIL" not in capsys.readouterr().out
     run = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(module.with_name("test_odd_or_even.py"))]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -91,6 +92,9 @@ def test_new_writes_an_environment_whose_test_passes(capsys, tmp_path, monkeypat
         ("arithmetic_agent", "an environment 'arithmetic' exists, and 'arithmetic_agent' would select it"),
         ("there", "there exists already"),
         ("file", "exists already"),
+        ("megatron_rl", "is an installed module"),
+        ("torch", "is an installed module"),
+        ("json", "is an installed module"),
         ("Odd", "cannot name an environment"),
         ("class", "cannot name an environment"),
         ("1st", "cannot name an environment"),

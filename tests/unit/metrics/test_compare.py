@@ -121,7 +121,7 @@ def test_what_is_no_run_is_one_line(runs, tmp_path, capsys):
         read_run(runs[0])
 
 
-@pytest.mark.parametrize("text", ["", "a list: [", "- 1", "lr: 1.0", "training: {lr: 1.0}"])
+@pytest.mark.parametrize("text", ["", "a list: [", "- 1", "lr: 1.0", "training: {lr: 1.0}", "a: " + "[" * 9999])
 def test_another_programs_config_is_one_line(runs, text):
     (runs[0] / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match="is no run directory: config.yaml cannot be read"):

@@ -66,6 +66,27 @@ def test_damaged_line_is_skipped_by_readers(path: Path, caplog: pytest.LogCaptur
     assert "skipped 1 damaged lines" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 9, "loss": ' + "[" * 9999 + "]" * 9999 + "}",
+        '{"step": 9, "loss": ' + "9" * 4000 + "}",
+        '{"step": ' + "9" * 4000 + "}",
+        '{"step": 9, "loss": 1e999}',
+        '{"step": 9, "loss": NaN}',
+        '{"step": 9, "loss": "low"}',
+        '{"step": 9, "time": 3}',
+    ],
+    ids=lambda line: line[:24],
+)
+def test_a_line_that_no_run_wrote_is_skipped(path: Path, caplog: pytest.LogCaptureFixture, line: str) -> None:
+    """The first ended `report` and `compare` with a traceback, as most of the others did."""
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+    assert steps(path) == [1, 2, 3, 4]
+    assert "skipped 1 damaged lines" in caplog.text
+
+
 def test_reading_no_file_gives_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "absent.jsonl") == []
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_rl.metrics.jsonl import read_rows
 from megatron_rl.metrics.rollouts import gold_answer, rows_by_group, training_rows
 from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
 from tests.support.records import write_rollouts
@@ -19,6 +20,10 @@ VOCABULARY = {1: "<bos>", 2: "2+2=", 5: "4", 6: "<eos>"}
 
 def spelled(ids: Sequence[int]) -> str:
     return "".join(map(VOCABULARY.__getitem__, ids))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def make_group(task: str, *grades: Grade) -> RolloutGroup:
@@ -36,7 +41,7 @@ GROUPS = [
 def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000012.jsonl"
     write_rollouts(path, 12, GROUPS)
-    first, second, third = read_rows(path)
+    first, second, third = _rows(path)
     assert first == {
         "step": 12,
         "environment": "arithmetic",
@@ -80,7 +85,7 @@ def test_token_texts_are_decoded_once_per_id(tmp_path: Path) -> None:
         return spelled(ids)
 
     write_rollouts(tmp_path / "rows.jsonl", 1, GROUPS[1:], decode_raw=decode)
-    assert read_rows(tmp_path / "rows.jsonl")[0]["token_texts"] == ["4", "<eos>"]
+    assert _rows(tmp_path / "rows.jsonl")[0]["token_texts"] == ["4", "<eos>"]
     assert decoded == [1, 2, 5, 6]
 
 
@@ -140,5 +145,5 @@ def test_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk gone"):
         write_rollouts(path, 2, GROUPS)
-    assert [row["step"] for row in read_rows(path)] == [1, 1, 1]
+    assert [row["step"] for row in _rows(path)] == [1, 1, 1]
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
