@@ -233,7 +233,7 @@ def _inner_elements(layer: Layer, config: RLConfig) -> int:
     model, cache = config.model, layer.cache
     widths = {linear.name.rpartition(".")[2]: linear.columns for linear in layer.linears}
     query, key, both = widths["linear_proj"], cache.heads * cache.key_width, cache.numbers(1)
-    mlp = (5 if model.swiglu else 2) * widths["linear_fc2"]
+    mlp = (5 if config.architecture().is_gated else 2) * widths["linear_fc2"]
     if model.num_experts is not None:  # each token runs through some experts, and is copied in and out of each
         mlp = model.moe_router_topk * (mlp + 2 * model.hidden_size) + 2 * model.num_experts
         # Whoever has whole experts gets as many fewer tokens: as many as it sends, with experts equally busy.

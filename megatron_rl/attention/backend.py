@@ -40,6 +40,8 @@ class Numbers:
     """Of a head."""
     context_size: int = 1
     """Ranks that share each sequence of a packed batch."""
+    window: int | None = None
+    """Of the layers that attend to the most recent tokens only; None: there are none."""
 
 
 class KVCache(Protocol):
@@ -89,25 +91,39 @@ def anywhere(device: DeviceFacts, numbers: Numbers | None = None) -> None:
 class SpanKernel:
     """Attention of a context-parallel rank's spans, each to its sequence's keys up to its own end; differentiable."""
 
-    prepare: Callable[[ContextShare], Any]
-    """What all layers share."""
+    prepare: Callable[..., Any]
+    """(share, or share and window) -> what all layers of one window share."""
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """(query [W, 1, heads, D], key and value [K, 1, groups, D], prepared) -> [W, 1, heads * D]: K are the keys of each
     span end to end, of which a span's last token sees all, the one before it all but the last."""
+
+    def plan(self, share: ContextShare, window: int | None = None) -> Any:
+        """`prepare`, which is given a ``window`` only where a layer has one."""
+        return self.prepare(share) if window is None else self.prepare(share, window)
 
 
 @dataclass(frozen=True)
 class PackedKernel:
     """Causal self-attention within each sequence of a packed batch; differentiable."""
 
-    prepare: Callable[[Sequence[int], torch.Tensor, torch.Tensor], Any]
-    """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64) -> what all layers share."""
+    prepare: Callable[..., Any]
+    """(lengths, cu_seqlens [B + 1] int32, position_ids [T] int64), and the window where there is one -> what all layers
+    of one window share."""
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
     """(query [T, 1, heads, D], key and value [T, 1, groups, D], prepared) -> [T, 1, heads * D]."""
     unfit: Callable[[DeviceFacts, Numbers], str | None] = anywhere
     """Why it cannot compute with those numbers, in words that follow its name; None if it can."""
     spans: SpanKernel | None = None
     """None: it cannot share sequences over context-parallel ranks."""
+    windows: bool = False
+    """It computes sliding windows; ``spans``, too."""
+
+    def plan(
+        self, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, window: int | None = None
+    ) -> Any:
+        """`prepare`, which is given a ``window`` only where a layer has one."""
+        given = lengths, cu_seqlens, position_ids
+        return self.prepare(*given) if window is None else self.prepare(*given, window)
 
 
 @dataclass(frozen=True)
@@ -116,12 +132,13 @@ class CacheKernel:
 
     layout: Literal["rows", "blocks"]
     """``rows``: a row is a stretch of memory of its own. ``blocks``: a table says where its pieces, pages, lie."""
-    prepare_decode: Callable[[KVCache, torch.Tensor, int], Any]
-    """(cache, positions [N] of the new tokens in rows 0..N-1, key_length above all of them) -> shared by layers."""
+    prepare_decode: Callable[..., Any]
+    """(cache, positions [N] of the new tokens in rows 0..N-1, key_length above all of them), and the window where there
+    is one -> what all layers of one window share."""
     decode: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
     """(query [N, 1, heads, D], cache, index of the layer, prepared) -> [N, 1, heads * D]."""
-    prepare_extend: Callable[[KVCache, NewTokens], Any]
-    """As `prepare_decode`."""
+    prepare_extend: Callable[..., Any]
+    """(cache, new), and the window where there is one, as `prepare_decode`."""
     extend: Callable[[torch.Tensor, KVCache, int, Any], torch.Tensor]
     """As `decode`, with query [T, 1, heads, D]."""
     needs_key_length: bool = True
@@ -135,14 +152,22 @@ class CacheKernel:
     """Tokens a block unless asked otherwise."""
     unfit: Callable[[DeviceFacts, Numbers], str | None] = anywhere
     """As `PackedKernel.unfit`."""
+    windows: bool = False
+    """As `PackedKernel.windows`."""
 
-    def plans(self, cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[Any]:
+    def plan_extend(self, cache: KVCache, new: NewTokens, window: int | None = None) -> Any:
+        """`prepare_extend`, which is given a ``window`` only where a layer has one."""
+        return self.prepare_extend(cache, new) if window is None else self.prepare_extend(cache, new, window)
+
+    def plans(
+        self, cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
+    ) -> Iterator[Any]:
         """What `decode` is given in each of k steps at ``positions`` [k, N]; the first are below ``key_length``."""
-        if self.prepare_burst is not None:
+        if self.prepare_burst is not None and window is None:
             return self.prepare_burst(cache, positions, key_length)
-        longest = cache.max_length
+        longest, given = cache.max_length, () if window is None else (window,)
         return (
-            self.prepare_decode(cache, at, min(key_length + step, longest)) for step, at in enumerate(positions)
+            self.prepare_decode(cache, at, min(key_length + step, longest), *given) for step, at in enumerate(positions)
         )
 
 

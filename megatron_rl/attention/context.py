@@ -8,6 +8,7 @@ no constraint on heads, as an exchange of tokens for heads would, and leaves ker
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.attention.backend import PackedKernel
-from megatron_rl.attention.plan import PackedPlan, RopeTable
+from megatron_rl.attention.plan import PackedPlan, Ropes, turns_at
+from megatron_rl.families import PLAIN, LayerKind
 
 
 @dataclass
@@ -32,36 +34,35 @@ class ContextPlan(PackedPlan):
     def of(
         cls,
         batch: TokenBatch,
-        rope: RopeTable,
+        ropes: Ropes,
         dtype: torch.dtype,
         kernel: PackedKernel,
         context_group: dist.ProcessGroup,
+        windows: Iterable[int | None] = (None,),
     ) -> ContextPlan:
         """``batch`` has a share; tensors of the model are [W, 1, ...]."""
         share, longest = batch.share, max(batch.lengths)
-        cos, sin = rope.at(batch.position_ids[share.local], dtype)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=batch.cu_seqlens,
             cu_seqlens_kv=batch.cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            cos=cos,
-            sin=sin,
+            turns=turns_at(ropes, batch.position_ids[share.local], dtype),
             kernel=kernel,
-            prepared=kernel.spans.prepare(share),
+            prepared={window: kernel.spans.plan(share, window) for window in windows},
             share=share,
             context_group=context_group,
         )
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
     ) -> torch.Tensor:
         """See `AttentionPlan`; T is W. Collective, in the backward pass too."""
         kept = _KeysOfAll(key, value, self.share.keys, self.context_group)
         keys, values = _GatheredKeys.apply(key, value, kept)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-            output = self.kernel.spans.attend(query, keys, values, self.prepared)
+            output = self.kernel.spans.attend(query, keys, values, self.prepared[kind.window])
         return _GatherAgain.apply(output, kept)
 
 

@@ -7,7 +7,7 @@ its library in two places.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,6 +34,13 @@ class Borders:
     cu_seqlens: torch.Tensor
     """[S + 1] int32."""
     longest: int
+
+    window: int | None = field(default=None, kw_only=True)
+
+    @property
+    def causal_window(self) -> tuple[int, int]:
+        """As such kernels take it: keys before the token, and behind it; -1: all."""
+        return (-1 if self.window is None else self.window - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -85,9 +92,9 @@ def flash_backend(
 
     cache = CacheKernel(
         "blocks", _prepare_decode, attend_cached, _prepare_extend, attend_cached, block_multiple=_PAGES,
-        block_size=_PAGES, needs_key_length=False, unfit=_unfit_for_cache,
+        block_size=_PAGES, needs_key_length=False, unfit=_unfit_for_cache, windows=True,
     )  # fmt: skip
-    kernel = PackedKernel(_whole_sequences, attend, _unfit, SpanKernel(_spans, attend))
+    kernel = PackedKernel(_whole_sequences, attend, _unfit, SpanKernel(_spans, attend), windows=True)
     return Backend(name, problem, kernel, cache, *ranks)
 
 
@@ -96,24 +103,29 @@ def borders_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: t
     return Borders(cu_seqlens, max(lengths))
 
 
-def _whole_sequences(lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> Spans:
-    return Spans(cu_seqlens, max(lengths), cu_seqlens, max(lengths))
+def _whole_sequences(
+    lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, window: int | None = None
+) -> Spans:
+    return Spans(cu_seqlens, max(lengths), cu_seqlens, max(lengths), window=window)
 
 
-def _spans(share: ContextShare) -> Spans:
-    return Spans(share.query_borders, max(share.query_lengths), share.key_borders, max(share.key_lengths))
+def _spans(share: ContextShare, window: int | None = None) -> Spans:
+    queries, keys = max(share.query_lengths), max(share.key_lengths)
+    return Spans(share.query_borders, queries, share.key_borders, keys, window=window)
 
 
-def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> Paged:
+def _prepare_decode(
+    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
+) -> Paged:
     rows = positions.shape[0]
     borders = torch.arange(rows + 1, dtype=torch.int32, device=positions.device)
-    return Paged(borders, 1, cache.table[:rows], (positions + 1).int(), cache.max_length)
+    return Paged(borders, 1, cache.table[:rows], (positions + 1).int(), cache.max_length, window=window)
 
 
-def _prepare_extend(cache: KVCache, new: NewTokens) -> Paged:
+def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -> Paged:
     last = new.position_ids.index_select(0, new.cu_seqlens[1:].long() - 1)
     table = cache.table.index_select(0, new.rows)
-    return Paged(new.cu_seqlens, max(new.lengths), table, (last + 1).int(), new.key_length)
+    return Paged(new.cu_seqlens, max(new.lengths), table, (last + 1).int(), new.key_length, window=window)
 
 
 def half_precision_only(device: DeviceFacts, numbers: Numbers) -> str | None:

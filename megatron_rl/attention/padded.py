@@ -84,9 +84,12 @@ class Buckets:
     rows: tuple[PaddedRows, ...]
     tokens: tuple[int, ...]
     """Packed tokens of each bucket."""
+    window: int | None = None
 
     @classmethod
-    def build(cls, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> Buckets:
+    def build(
+        cls, lengths: Sequence[int], cu_seqlens: torch.Tensor, position_ids: torch.Tensor, window: int | None = None
+    ) -> Buckets:
         """See `PackedKernel.prepare`."""
         borders = cheapest_borders(lengths, CUDA_BUCKET_CELLS if position_ids.is_cuda else BUCKET_CELLS)
         first, tokens, rows = 0, [], []
@@ -95,7 +98,7 @@ class Buckets:
             positions = position_ids[first : first + tokens[-1]]
             rows.append(PaddedRows.build(lengths[start:end], cu_seqlens[start : end + 1] - first, positions))
             first += tokens[-1]
-        return cls(tuple(rows), tuple(tokens))
+        return cls(tuple(rows), tuple(tokens), window)
 
 
 def cheapest_borders(lengths: Sequence[int], bucket_cells: int) -> list[int]:

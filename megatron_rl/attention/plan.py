@@ -6,7 +6,7 @@ host. Here a plan gathers the rows once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,10 +16,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.attention.backend import PackedKernel
 from megatron_rl.attention.backends import sdpa
+from megatron_rl.families import PLAIN, LayerKind
+
+Turns = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""Name of a rotation -> cos and sin, [N, 1, 1, R] each, of N tokens."""
 
 
 class RopeTable:
-    """cos and sin of every position up to ``max_length`` for one model, fp32, [max_length, R].
+    """cos and sin of every position up to ``max_length`` for one rotation of a model, fp32, [max_length, R].
 
     ``R`` is the rotated part of a head (`--rotary-percent`). The sign of rotate-half is folded
     into the first half of ``sin``, which saves a negation per layer.
@@ -40,6 +44,15 @@ class RopeTable:
         return cos, sin
 
 
+Ropes = Mapping[str, RopeTable]
+"""The rotations of a model, by name."""
+
+
+def turns_at(ropes: Ropes, positions: torch.Tensor, dtype: torch.dtype) -> Turns:
+    """Of every rotation, for ``positions`` [N] int64."""
+    return {name: rope.at(positions, dtype) for name, rope in ropes.items()}
+
+
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate ``heads`` [N, 1, H, D] by its positions; the part beyond R passes unchanged."""
     rotated = cos.shape[-1]
@@ -53,12 +66,12 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 class AttentionPlan(Protocol):
     """Rotates and attends for one forward pass. Tensors are ``[T, 1, heads, D]``."""
 
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+    def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:
         """Apply rotary embedding at the batch's positions."""
         ...
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
     ) -> torch.Tensor:
         """Causal attention within each sequence -> ``[T, 1, query_heads * D]``.
 
@@ -74,11 +87,10 @@ class PackedPlan(PackedSeqParams):
     A ``PackedSeqParams``, so megatron passes it through `GPTModel` to every layer untouched.
     """
 
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
+    turns: Turns | None = None
     kernel: PackedKernel | None = None
-    prepared: Any = None
-    """What the kernel computed once for all layers."""
+    prepared: Mapping[int | None, Any] | None = None
+    """Window, or None -> what the kernel computed once for all layers that have it."""
     routing: Mapping[int, torch.Tensor] | None = None
     """Of each layer, numbered as in `attend`, the experts [T, k] to send the tokens to; None: the router chooses."""
     balance: Any = None
@@ -90,31 +102,33 @@ class PackedPlan(PackedSeqParams):
         lengths: Sequence[int],
         cu_seqlens: torch.Tensor,
         position_ids: torch.Tensor,
-        rope: RopeTable,
+        ropes: Ropes,
         dtype: torch.dtype,
         kernel: PackedKernel = sdpa.BACKEND.packed,
+        windows: Iterable[int | None] = (None,),
     ) -> PackedPlan:
-        """``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device."""
+        """``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device.
+
+        ``windows`` are those of the layers, None for those without.
+        """
         longest = max(lengths)
-        cos, sin = rope.at(position_ids, dtype)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            cos=cos,
-            sin=sin,
+            turns=turns_at(ropes, position_ids, dtype),
             kernel=kernel,
-            prepared=kernel.prepare(lengths, cu_seqlens, position_ids),
+            prepared={window: kernel.plan(lengths, cu_seqlens, position_ids, window) for window in windows},
         )
 
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+    def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:
         """See `AttentionPlan`."""
-        return rotate(heads, self.cos, self.sin)
+        return rotate(heads, *self.turns[kind.rotation])
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
     ) -> torch.Tensor:
         """See `AttentionPlan`; differentiable."""
-        return self.kernel.attend(query, key, value, self.prepared)
+        return self.kernel.attend(query, key, value, self.prepared[kind.window])

@@ -65,7 +65,7 @@ def numbers_of(config: RLConfig) -> Numbers:
     """bf16 with `--bf16`, otherwise fp32; in the cache `--rl-kv-cache-dtype`, of which ``auto`` is the model's."""
     dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
     stored, context_size = _CACHE_TYPES[config.kv_cache_dtype], config.parallel.context_parallel_size
-    return Numbers(dtype, stored, config.model.kv_channels, context_size)
+    return Numbers(dtype, stored, config.model.kv_channels, context_size, config.layers.window_size)
 
 
 def attention_of(
@@ -104,6 +104,8 @@ def proven_attention(config: RLConfig, platform: Platform, layout: ModelLayout) 
 def _unfit(part: PackedKernel | CacheKernel, device: DeviceFacts, numbers: Numbers) -> str | None:
     if isinstance(part, PackedKernel) and part.spans is None and numbers.context_size > 1:
         return "cannot share sequences over ranks (--context-parallel-size)"
+    if numbers.window is not None and not part.windows:
+        return "has no sliding windows (--window-size)"
     return part.unfit(device, numbers)
 
 

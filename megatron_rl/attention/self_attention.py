@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as functional
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
+
+from megatron_rl.families import PLAIN, LayerKind
 
 
 class PlannedSelfAttention(SelfAttention):
@@ -19,8 +22,14 @@ class PlannedSelfAttention(SelfAttention):
     Without one (megatron's own engine, unpacked batches) the stock forward runs.
     """
 
+    kind: LayerKind = PLAIN
     kv_rounding: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     """What a KV cache of fewer bits does to keys and values; see `kv_numbers.rounded_attention`."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.post_layernorm: torch.nn.Module | None = None
+        """Of the output, where the layer's kind has such norms."""
 
     def forward(
         self,
@@ -43,13 +52,19 @@ class PlannedSelfAttention(SelfAttention):
                 **stock,
             )
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        query, key = plan.rotate(query), plan.rotate(key)
+        query, key = plan.rotate(self.scaled(query), self.kind), plan.rotate(key, self.kind)
         if self.kv_rounding is not None:
             key, value = self.kv_rounding(key, value)
-        attend = functools.partial(plan.attend, self.layer_number)
+        attend = functools.partial(plan.attend, self.layer_number, kind=self.kind)
         if self.training and self.checkpoint_core_attention:
             attend = functools.partial(tensor_parallel.checkpoint, attend, False)
-        return self.linear_proj(attend(query, key, value))
+        output, bias = self.linear_proj(attend(query, key, value))
+        return (output, bias) if self.post_layernorm is None else (self.post_layernorm(output), None)
+
+    def scaled(self, query: torch.Tensor) -> torch.Tensor:
+        """The queries such that kernels, which multiply scores by 1 / sqrt(D), arrive at the layer's own scale."""
+        scale = self.kind.scale
+        return query if scale is None else query * (scale * math.sqrt(query.shape[-1]))
 
     def flash_decode_and_prefill(
         self,

@@ -23,7 +23,7 @@ from megatron_rl.errors import CheckpointError, shorten
 from megatron_rl.user_files import read_json
 
 _COMMON, _FORMAT, _PARTS = "common.pt", "metadata.json", ".metadata"
-_ONLY_BUILT: Mapping[str, Any] = {
+ONLY_BUILT: Mapping[str, Any] = {
     "multi_latent_attention": False, "rotary_interleaved": False, "window_size": None, "softmax_type": "vanilla",
     "qk_l2_norm": False, "no_rope_freq": None, "attention_output_gate": False, "experimental_attention_variant": None,
     "rotary_seq_len_interpolation_factor": None, "apply_layernorm_1p": False, "squared_relu": False,
@@ -88,7 +88,7 @@ def unbuilt(directory: Path) -> Iterator[str]:
     args = read_args(directory)
     frequency = args.get("moe_layer_freq", 1)
     has_dense_layers = any(each != 1 for each in frequency) if isinstance(frequency, list) else frequency != 1
-    wrong = {name: args[name] for name, value in _ONLY_BUILT.items() if args.get(name, value) not in (value, None)}
+    wrong = {name: args[name] for name, value in ONLY_BUILT.items() if args.get(name, value) not in (value, None)}
     if args.get("num_experts") and has_dense_layers:
         wrong["moe_layer_freq"] = frequency
     for name, value in wrong.items():

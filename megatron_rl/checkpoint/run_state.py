@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.foreign import is_foreign, read_args, unbuilt
+from megatron_rl.checkpoint.foreign import ONLY_BUILT, is_foreign, read_args, unbuilt
 from megatron_rl.checkpoint.stored import misfits, open_weights
 from megatron_rl.checkpoint.torch_files import Split, topology_problems
-from megatron_rl.config import ModelConfig, RLConfig
+from megatron_rl.config import RLConfig
 from megatron_rl.config.saved import FILE_NAME
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import Architecture, model_directory
@@ -120,7 +120,7 @@ def run_state_of(
         vocab_size=policy.vocab_size,
         padded_vocab_size=policy.padded_vocab_size,
         end_token_ids=list(end_token_ids),
-        architecture=architecture_of(config.model),
+        architecture=architecture_of(config.architecture()),
         flags=flags_of(config),
         hf_directory=_directory_of(config),
         world={
@@ -136,7 +136,7 @@ def run_state_of(
     )
 
 
-def architecture_of(model: ModelConfig | Architecture) -> dict[str, Any]:
+def architecture_of(model: Architecture) -> dict[str, Any]:
     """The flags two runs must share to share weights."""
     return {name: getattr(model, name) for name in _ARCHITECTURE}
 
@@ -222,7 +222,7 @@ def _before_the_registry(values: Mapping[str, Any]) -> dict[str, State]:
 
 def _foreign_state(directory: Path) -> RunState:
     args = read_args(directory)
-    architecture = {name: args[name] for name in _ARCHITECTURE if name in args}
+    architecture = {name: args[name] for name in _ARCHITECTURE if name in args and name not in ONLY_BUILT}
     for switch, names in _COUNTED_WITH.items():
         if not args.get(switch):  # Megatron has defaults for them that mean nothing then
             architecture = {name: value for name, value in architecture.items() if name not in names}
@@ -246,7 +246,7 @@ def _origin_of(args: Mapping[str, Any]) -> Origin | None:
     return Origin("hugging_face", name, lasting(name))
 
 
-def differences(directory: Path, state: RunState, model: ModelConfig | Architecture, other: str) -> list[str]:
+def differences(directory: Path, state: RunState, model: Architecture, other: str) -> list[str]:
     """One line for every flag in which the checkpoint's model differs from ``model``: ``other``, "this run has"."""
     saved = state.architecture
     return [
@@ -264,7 +264,7 @@ def architecture_problems(config: RLConfig, directory: Path, vocab_size: int | N
         vocab_size: the tokenizer's; None when it could not be loaded, which is reported elsewhere.
     """
     state = read_run_state(directory)
-    problems = differences(directory, state, config.model, "this run has") if config.model.is_complete else []
+    problems = differences(directory, state, config.architecture(), "this run has") if config.model.is_complete else []
     if is_foreign(directory) and config.model.is_complete:
         problems = [*unbuilt(directory), *problems]
         if not problems:  # flags agree, or it has none: names and shapes decide

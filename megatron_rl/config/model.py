@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.flags import Finding, divisors, flag, nearest_multiples
 from megatron_rl.errors import Problem
-from megatron_rl.families.layout import MOST_EXPERTS, MOST_LAYERS
+from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS
 from megatron_rl.registry import PARSERS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.flags import Finding, divisors, flag, listed, nearest_multiples
 from megatron_rl.errors import Problem
-from megatron_rl.families.layout import ONE_STAGE, Stages
+from megatron_rl.families.architecture import ONE_STAGE, Stages
 
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig

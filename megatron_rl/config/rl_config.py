@@ -22,6 +22,7 @@ from megatron_rl.config.algorithm import (
 from megatron_rl.config.compatibility import CompatibilityConfig, megatron_rl_problems
 from megatron_rl.config.critic import CriticConfig, critic_problems
 from megatron_rl.config.flags import Finding, Flag, flags_of
+from megatron_rl.config.layers import LayerConfig, layer_problems
 from megatron_rl.config.model import ModelConfig, TokenizerConfig, expert_problems, shape_problems
 from megatron_rl.config.parallel import (
     KernelConfig,
@@ -58,13 +59,15 @@ from megatron_rl.config.training import (
     schedule_problems,
 )
 from megatron_rl.errors import Problem
-from megatron_rl.families.layout import Architecture, ExpertShare, Head, ModelLayout, Stages, padded_vocabulary
+from megatron_rl.families.architecture import Architecture, ExpertShare, Stages, padded_vocabulary
+from megatron_rl.families.layout import Head, ModelLayout
 
 Rule = Callable[["RLConfig", int], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     record_problems, parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems,
-    expert_problems, batch_problems, length_problems, cache_size_problems, precision_problems, kernel_problems,
-    engine_problems, alignment_problems, cache_problems, optimizer_problems, schedule_problems, sampling_problems,
+    layer_problems, expert_problems, batch_problems, length_problems, cache_size_problems, precision_problems,
+    kernel_problems, engine_problems, alignment_problems, cache_problems, optimizer_problems, schedule_problems,
+    sampling_problems,
     algorithm_problems, dynamic_sampling_problems, partial_rollout_problems, critic_problems, teacher_problems,
     megatron_rl_problems,
 )  # fmt: skip
@@ -82,6 +85,7 @@ class RLConfig:
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    layers: LayerConfig = field(default_factory=LayerConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -144,7 +148,8 @@ class RLConfig:
 
     def architecture(self, vocab_size: int = 1) -> Architecture:
         """The model's shape; see `layout`."""
-        shape = {name: value for name, value in vars(self.model).items() if name in Architecture.__dataclass_fields__}
+        given = vars(self.model) | vars(self.layers)
+        shape = {name: value for name, value in given.items() if name in Architecture.__dataclass_fields__}
         return Architecture(**shape, vocab_size=max(vocab_size, self.tokenizer.vocab_size or 0))
 
     def layout(

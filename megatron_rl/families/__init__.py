@@ -4,22 +4,14 @@ Plain Python, no torch: the configuration reads it to fill in flags, checkpoints
 tensor a rank needs. One file in ``known/`` is one family; `read_model` finds it by ``config.json``.
 """
 
+from megatron_rl.families.architecture import PLAIN, Architecture, ExpertShare, LayerKind, Stages
 from megatron_rl.families.family import Family, HfModel, read_model, weight_problems
 from megatron_rl.families.hub import model_directory
-from megatron_rl.families.layout import (
-    Architecture,
-    ExpertShare,
-    Head,
-    Layer,
-    LayerCache,
-    Linear,
-    ModelLayout,
-    Parameter,
-    Stages,
-)
+from megatron_rl.families.layout import Head, Layer, LayerCache, Linear, ModelLayout, Parameter
 from megatron_rl.families.weights import Entry, Piece, WeightMap
 
 __all__ = [
-    "Architecture", "Entry", "ExpertShare", "Family", "Head", "HfModel", "Layer", "LayerCache", "Linear", "ModelLayout",
-    "Parameter", "Piece", "Stages", "WeightMap", "model_directory", "read_model", "weight_problems",
+    "PLAIN", "Architecture", "Entry", "ExpertShare", "Family", "Head", "HfModel", "Layer", "LayerCache", "LayerKind",
+    "Linear", "ModelLayout", "Parameter", "Piece", "Stages", "WeightMap", "model_directory", "read_model",
+    "weight_problems",
 ]  # fmt: skip

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.families.architecture import MOST_EXPERTS, MOST_LAYERS, Architecture
 from megatron_rl.families.hf_config import HfConfig, read_object
 from megatron_rl.families.hub import model_directory
-from megatron_rl.families.layout import MOST_EXPERTS, MOST_LAYERS, Architecture
 from megatron_rl.families.weights import WeightMap, decoder_weights
 from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import stored_tensors
@@ -45,16 +45,27 @@ SMALL: Mapping[str, Any] = {
 """A model for examples."""
 
 
-def read_decoder(config: HfConfig, **settings: Any) -> Architecture:
-    """What all families derived from Llama write alike; ``settings`` are the rest."""
+def _llama_rotation(config: HfConfig) -> dict[str, Any]:
+    base, factor = config.rope()
+    scaling = {} if factor is None else {"use_rope_scaling": True, "rope_scaling_factor": factor}
+    return {"rotary_base": base, **scaling}
+
+
+def read_decoder(
+    config: HfConfig, *, activation: str = "silu", rotation: Mapping[str, Any] | None = None, **settings: Any
+) -> Architecture:
+    """What all families derived from Llama write alike; ``settings`` are the rest.
+
+    ``activation`` is the one that is built of the family's MLP; ``rotation`` the settings of its rotary positions,
+    where they are not written as Llama's.
+    """
     if not settings.get("add_qkv_bias"):
         config.expect("attention_bias", False, why="it would put a bias on the output projection too")
-    config.expect("hidden_act", "silu", why="the MLP's gate is silu")
+    for key in ("hidden_act", "hidden_activation"):
+        config.expect(key, activation, why=f"the MLP's gate is {activation}")
     config.expect("attention_dropout", 0, why="attention kernels here have no dropout")
     config.expect("quantization_config", why="weights are read as they were trained; take the unquantised model")
     heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
-    base, factor = config.rope()
-    scaling = {} if factor is None else {"use_rope_scaling": True, "rope_scaling_factor": factor}
     architecture = Architecture(
         **{
             "num_layers": config.whole("num_hidden_layers"),
@@ -65,15 +76,15 @@ def read_decoder(config: HfConfig, **settings: Any) -> Architecture:
             "kv_channels": config.whole("head_dim", max(1, hidden // heads)),
             "vocab_size": config.whole("vocab_size"),
             "max_position_embeddings": config.whole("max_position_embeddings"),
-            "rotary_base": base,
             "norm_epsilon": config.number("rms_norm_eps", 1e-6),
             "untie_embeddings_and_output_weights": not config.switch("tie_word_embeddings", False),
             "init_method_std": config.number("initializer_range", 0.02),
-            **scaling,
+            **(rotation or _llama_rotation(config)),
             **settings,
         }
     )
-    config.layer_types(architecture.num_layers)
+    if architecture.window_size is None:
+        config.layer_types(architecture.num_layers)
     if architecture.num_layers > MOST_LAYERS:
         config.refuse("num_hidden_layers", architecture.num_layers, f"at most {MOST_LAYERS} layers are")
     elif architecture.num_layers * (architecture.num_experts or 0) > MOST_EXPERTS:

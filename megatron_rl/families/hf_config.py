@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, cut, shorten
+from megatron_rl.families.architecture import MOST_LAYERS
 from megatron_rl.user_files import read_json
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -23,10 +24,19 @@ class HfConfig:
     What is there but cannot be built is collected: `check` raises it all at once.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+        """``prefix`` is put before the keys in messages, where ``values`` are part of another mapping."""
         self.path = path
-        self._values = values
+        self._values, self._prefix = values, prefix
         self._problems: list[str] = []
+
+    def within(self, key: str) -> HfConfig:
+        """The mapping in ``key``, empty where it is absent; `check` covers what is refused there."""
+        values = self.get(key, {})
+        self._valid(key, values, isinstance(values, Mapping), "a mapping")
+        part = HfConfig(self.path, values, f"{self._prefix}{key}.")
+        part._problems = self._problems
+        return part
 
     def get(self, key: str, default: Any = None) -> Any:
         """As it stands there; ``null`` counts as absent."""
@@ -57,7 +67,8 @@ class HfConfig:
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """Note that ``key`` asks for something that is not built."""
-        self._problems.append(f"{self.path}: {key} {cut(json.dumps(value), _LONGEST_VALUE)} is not built here: {why}")
+        shown = cut(json.dumps(value), _LONGEST_VALUE)
+        self._problems.append(f"{self.path}: {self._prefix}{key} {shown} is not built here: {why}")
 
     def rope(self) -> tuple[int, float | None]:
         """Base of the rotary frequencies, and the factor of Llama 3's scaling or None.
@@ -89,11 +100,40 @@ class HfConfig:
             self.refuse(f"{key}.rope_type", kind, "positions are unscaled, or scaled as in Llama 3 (llama3)")
         return int(base), None
 
+    def base(self, key: str, default: float | None = None) -> int:
+        """The base of rotary frequencies: a whole number, however it is written."""
+        base = self.number(key, default)
+        return int(self._valid(key, base, base >= 1 and base == int(base), "a whole number above 0"))
+
+    def windows(self, num_layers: int, every: int) -> dict[str, Any]:
+        """Settings of layers with a sliding window, which ``layer_types`` lists; else one in ``every`` has none."""
+        if num_layers > MOST_LAYERS:
+            return {}  # refused elsewhere, before anything is as long
+        kinds = self._layer_types(num_layers)
+        has_window = [number % every != 0 for number in range(1, num_layers + 1)]
+        if kinds is not None:
+            has_window = [kind == "sliding_attention" for kind in kinds]
+            for kind in sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+                self.refuse("layer_types", kind, "layers attend to the whole sequence, or to a sliding window")
+        if not any(has_window):
+            return {}
+        size = {"window_size": self.whole("sliding_window")}
+        if all(has_window):
+            return size
+        first = has_window.index(False) + 1
+        if first == 1 or has_window != [number % first != 0 for number in range(1, num_layers + 1)]:
+            self.refuse("layer_types", kinds, "one layer in every few attends to the whole sequence")
+        return size | {"window_attn_skip_freq": max(2, first)}
+
     def layer_types(self, num_layers: int) -> None:
         """Where layers are listed by kind, there is one for each, and all attend to the whole sequence."""
+        for kind in sorted(set(self._layer_types(num_layers) or ()) - {"full_attention"}):
+            self.refuse("layer_types", kind, "every layer attends to the whole sequence")
+
+    def _layer_types(self, num_layers: int) -> list[str] | None:
         kinds = self.get("layer_types")
         if kinds is None:
-            return
+            return None
         are_names = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
         self._valid("layer_types", kinds, are_names, "a list of names")
         if len(kinds) != num_layers:
@@ -101,8 +141,7 @@ class HfConfig:
                 f"{self.path}: layer_types names {len(kinds)} layers where num_hidden_layers is {num_layers}; "
                 "take the config.json that the model was published with"
             ])
-        for kind in sorted(set(kinds) - {"full_attention"}):
-            self.refuse("layer_types", kind, "every layer attends to the whole sequence")
+        return kinds
 
     def check(self) -> None:
         """Raise everything that was refused."""
@@ -120,12 +159,13 @@ class HfConfig:
     def _present(self, key: str, default: Any) -> Any:
         value = self.get(key, default)
         if value is None:
-            raise ConfigError([f"{self.path} lacks {key}; take the config.json that the model was published with"])
+            absent = f"{self.path} lacks {self._prefix}{key}"
+            raise ConfigError([f"{absent}; take the config.json that the model was published with"])
         return value
 
     def _valid(self, key: str, value: Any, fits: bool, what: str) -> Any:
         if not fits:
-            raise ConfigError([f"{self.path}: {key} must be {what}, got {shorten(value)}"])
+            raise ConfigError([f"{self.path}: {self._prefix}{key} must be {what}, got {shorten(value)}"])
         return value
 
 

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-MOST_LAYERS = 1000
-MOST_EXPERTS = 100_000
-"""Of a model, in all its layers: each tensor is listed by name, so more would fill the memory before any check."""
+from megatron_rl.families.architecture import ALL_EXPERTS, ONE_STAGE, Architecture, ExpertShare, LayerKind, Stages
+
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 Head = Literal["vocabulary", "value"]
@@ -24,110 +22,6 @@ def own_name(name: str) -> str:
     """Transformer Engine's fused layers hold the norm before them; without it, norms have names of their own."""
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A decoder with rotary positions, RMSNorm and a gated SiLU MLP. Fields are named like their flags."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    vocab_size: int
-    """Rows of the embedding, without Megatron's padding."""
-    max_position_embeddings: int
-    rotary_base: int
-    use_rope_scaling: bool = False
-    rope_scaling_factor: float = 8.0
-    norm_epsilon: float
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    num_experts: int | None = None
-    """None: dense layers."""
-    moe_ffn_hidden_size: int | None = None
-    moe_router_topk: int = 2
-    moe_router_pre_softmax: bool = False
-    untie_embeddings_and_output_weights: bool
-    init_method_std: float
-    normalization: str = "RMSNorm"
-    swiglu: bool = True
-    add_bias_linear: bool = False
-    position_embedding_type: str = "rope"
-    rotary_percent: float = 1.0
-
-    def settings(self) -> dict[str, Any]:
-        """Flag's name -> value."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-
-def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int = 1) -> int:
-    """Megatron's rule: rows of the embedding are a multiple of ``divisible_by * tensor_size``."""
-    multiple = divisible_by * tensor_size
-    return -(-vocab_size // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class Stages:
-    """How pipeline stages share the layers.
-
-    8 layers on two stages with two chunks each (Megatron's virtual stages): 0 1 and 4 5, 2 3 and 6 7.
-    """
-
-    count: int = 1
-    first: int | None = None
-    """Layers of the first stage; None: as many as others."""
-    last: int | None = None
-    chunks: int = 1
-    """Parts of a stage's layers, with those of the other stages in between."""
-
-    def sizes(self, num_layers: int) -> list[int]:
-        """Layers of each stage; nothing where they cannot be shared like this.
-
-        Example: 7 layers on 3 stages with 3 on the first are 3, 2 and 2.
-        """
-        ends = [size for size in (self.first, self.last) if size is not None]
-        between = self.count - len(ends)
-        sizes = [max(0, num_layers - sum(ends)) // max(between, 1)] * self.count
-        if self.first is not None:
-            sizes[0] = self.first
-        if self.last is not None:
-            sizes[-1] = self.last
-        are_whole = all(size >= self.chunks and size % self.chunks == 0 for size in sizes)
-        return sizes if are_whole and sum(sizes) == num_layers else []
-
-    def layers_of(self, stage: int, num_layers: int) -> list[range]:
-        """The layers of each chunk of ``stage``, counted over the whole model."""
-        sizes = [size // self.chunks for size in self.sizes(num_layers)]
-        starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(self.chunks)]
-        return [range(start, start + sizes[stage]) for start in starts]
-
-
-ONE_STAGE = Stages()
-
-
-@dataclass(frozen=True)
-class ExpertShare:
-    """What one rank has of the experts of each layer.
-
-    Of 4 experts on 2 expert-parallel ranks the second, `rank` 1, has experts 2 and 3.
-    """
-
-    ranks: int = 1
-    """Expert-parallel ranks: each has equally many experts."""
-    rank: int = 0
-    tensor_size: int | None = None
-    """Ranks that cut each of their experts; None: as many as cut the other linears."""
-
-    def of(self, num_experts: int) -> range:
-        """Experts of this rank, counted over the whole layer."""
-        count = num_experts // self.ranks
-        return range(self.rank * count, (self.rank + 1) * count)
-
-
-ALL_EXPERTS = ExpertShare()
 
 
 @dataclass(frozen=True)
@@ -234,6 +128,7 @@ class Layer:
     parts: tuple[Parameter | Linear, ...]
     """In megatron's order."""
     cache: LayerCache
+    kind: LayerKind
 
     @property
     def linears(self) -> list[Linear]:
@@ -276,6 +171,7 @@ class ModelLayout:
         is_first, is_last = stage == 0, stage == stages.count - 1
         rows = padded_vocab_size or model.vocab_size
         table, chunks = (rows, model.hidden_size), stages.layers_of(stage, model.num_layers)
+        kinds = model.kinds
         after = list(_norm("decoder.final_layernorm", model.hidden_size, model))
         is_untied = model.untie_embeddings_and_output_weights
         if head == "value":
@@ -286,7 +182,7 @@ class ModelLayout:
             architecture=model,
             padded_vocab_size=rows,
             tensor_size=tensor_size,
-            layers=tuple(_layer(index, model, tensor_size, experts) for chunk in chunks for index in chunk),
+            layers=tuple(_layer(i, kinds[i], model, tensor_size, experts) for chunk in chunks for i in chunk),
             most_layers=max(stages.sizes(model.num_layers)),
             before=(Parameter(EMBEDDING, table, "rows", tensor_size),) if is_first else (),
             after=tuple(after) if is_last else (),
@@ -336,7 +232,7 @@ class ModelLayout:
         return self.cache_numbers(tokens) // len(self.layers) * self.most_layers
 
 
-def _layer(index: int, model: Architecture, ranks: int, experts: ExpertShare) -> Layer:
+def _layer(index: int, kind: LayerKind, model: Architecture, ranks: int, experts: ExpertShare) -> Layer:
     name, hidden = f"layers.{index}", model.hidden_size
     query, key = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     attention, bias = f"{name}.self_attention", model.add_bias_linear
@@ -349,11 +245,15 @@ def _layer(index: int, model: Architecture, ranks: int, experts: ExpertShare) ->
     if model.qk_layernorm:
         parts += _norm(f"decoder.{attention}.q_layernorm", model.kv_channels, model)
         parts += _norm(f"decoder.{attention}.k_layernorm", model.kv_channels, model)
+    if kind.post_norms:
+        parts += _norm(f"decoder.{attention}.post_layernorm", hidden, model)
     parts += _norm(f"decoder.{name}.pre_mlp_layernorm", hidden, model)
     parts += _mlp(f"{name}.mlp", model, ranks, experts)
+    if kind.post_norms:
+        parts += _norm(f"decoder.{name}.mlp.post_layernorm", hidden, model)
     # With fewer groups than ranks a rank stores part of one, which megatron gathers, and caches all of it.
     heads = max(1, model.num_query_groups // ranks)
-    return Layer(index, tuple(parts), LayerCache(heads, model.kv_channels, model.kv_channels))
+    return Layer(index, tuple(parts), LayerCache(heads, model.kv_channels, model.kv_channels), kind)
 
 
 def _mlp(name: str, model: Architecture, ranks: int, experts: ExpertShare) -> Iterator[Parameter | Linear]:
@@ -362,7 +262,7 @@ def _mlp(name: str, model: Architecture, ranks: int, experts: ExpertShare) -> It
         yield Parameter(f"decoder.{name}.router.weight", (model.num_experts, model.hidden_size))
         names = [f"{name}.experts.local_experts.{expert}" for expert in experts.of(model.num_experts)]
         width, ranks = model.moe_ffn_hidden_size, experts.tensor_size or ranks
-    halves = 2 if model.swiglu else 1
+    halves = 2 if model.is_gated else 1
     for mlp in names:
         yield Linear(
             f"{mlp}.linear_fc1", "column", halves * width, model.hidden_size, ranks, halves, model.add_bias_linear

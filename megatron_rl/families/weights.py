@@ -10,10 +10,12 @@ a parameter consists of, from top to bottom. Worked example, a gated MLP of widt
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from megatron_rl.families.layout import Architecture, ModelLayout, Parameter
+from megatron_rl.families.architecture import Architecture
+from megatron_rl.families.layout import ModelLayout, Parameter
 
 Rows = tuple[int, int]
 
@@ -97,18 +99,21 @@ _THEIRS = {
     "linear_proj": "o_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm",
     "router": "gate", "experts.local_experts": "experts", "linear_fc2": "down_proj",
 }  # fmt: skip
-_WORDS = re.compile(rf"\b({'|'.join(map(re.escape, _THEIRS))})\b")
 _SEVERAL = {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_fc1": ("gate_proj", "up_proj")}
 """Parameters made of several tensors."""
 
 
-def decoder_weights(model: Architecture) -> WeightMap:
-    """In Llama's naming, which all families derived from it share."""
-    return WeightMap({parameter.name: _entry(parameter, model) for parameter in ModelLayout.of(model).parameters})
+def decoder_weights(model: Architecture, renamed: Mapping[str, str] = MappingProxyType({})) -> WeightMap:
+    """In Llama's naming, which all families derived from it share; ``renamed`` are parts that are called otherwise."""
+    words = _THEIRS | renamed
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})\b")
+    return WeightMap({
+        parameter.name: _entry(parameter, pattern.sub(lambda found: words[found[0]], parameter.name), model)
+        for parameter in ModelLayout.of(model).parameters
+    })
 
 
-def _entry(parameter: Parameter, model: Architecture) -> Entry:
-    name = _WORDS.sub(lambda found: _THEIRS[found[0]], parameter.name)
+def _entry(parameter: Parameter, name: str, model: Architecture) -> Entry:
     module = name.split(".")[-2]
     if module not in _SEVERAL:
         return Entry({name: parameter.shape})

@@ -10,7 +10,8 @@ from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron_rl.arithmetic import FEWEST_ROWS
 from megatron_rl.attention import PackedPlan
 from megatron_rl.attention.backend import NewTokens
-from megatron_rl.attention.plan import rotate
+from megatron_rl.attention.plan import rotate, turns_at
+from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.inference.kv_cache import Cache
 from megatron_rl.models import PolicyModel, RolloutOps
 from megatron_rl.platform.megatron import last_logits_only
@@ -33,7 +34,7 @@ class RolloutContext(BaseInferenceContext):
         self.max_sequence_length = cache.max_length
         self.cache = cache
         self._kernels = policy.attention
-        self._rope = policy.rope
+        self._ropes, self._windows = policy.ropes, policy.windows
         self._place = {layer.layer_number: place for place, layer in enumerate(policy.layers)}
         """Of a layer of this rank in the cache."""
         self._dtype = policy.dtype
@@ -59,12 +60,14 @@ class RolloutContext(BaseInferenceContext):
         self._last_tokens = torch.cat((last, last[-1:].expand(max(0, FEWEST_ROWS - last.numel()))))
         if cached:
             self._prompts = None
-            self._cos, self._sin = self._rope.at(new.position_ids, self._dtype)
+            self._turns = turns_at(self._ropes, new.position_ids, self._dtype)
             self._attend = self._kernels.cache.extend
-            self._plan = self._kernels.cache.prepare_extend(self.cache, new)
+            self._plans = {window: self._kernels.cache.plan_extend(self.cache, new, window) for window in self._windows}
         else:
             packed = new.lengths, new.cu_seqlens, new.position_ids
-            self._prompts = PackedPlan.build(*packed, self._rope, self._dtype, self._kernels.packed)
+            self._prompts = PackedPlan.build(
+                *packed, self._ropes, self._dtype, self._kernels.packed, self._windows
+            )
 
     def begin_decode(self, positions: torch.Tensor, key_length: int) -> None:
         """Decode steps without a host read, ``positions`` [k, N] in rows 0..N-1, each one further than the last.
@@ -75,34 +78,40 @@ class RolloutContext(BaseInferenceContext):
         self._prompts = self._last_tokens = None
         steps, count = positions.shape
         rows = self.cache.rows[:count]
-        cos, sin = self._rope.at(positions.view(-1), self._dtype)
-        tables = (table.view(steps, count, 1, 1, -1) for table in (cos, sin))
-        plans = self._kernels.cache.plans(self.cache, positions, key_length)
+        turns = {
+            name: [table.view(steps, count, 1, 1, -1) for table in tables]
+            for name, tables in turns_at(self._ropes, positions.view(-1), self._dtype).items()
+        }
+        plans = [self._kernels.cache.plans(self.cache, positions, key_length, window) for window in self._windows]
         self._attend = self._kernels.cache.decode
         cells = self.cache.cells(rows, positions) if self._records else itertools.repeat(None, steps)
-        self._steps = zip(plans, self.cache.slot_mapping(rows, positions), cells, *tables, strict=True)
+        each = ({name: (cos[step], sin[step]) for name, (cos, sin) in turns.items()} for step in range(steps))
+        self._steps = zip(zip(*plans, strict=True), self.cache.slot_mapping(rows, positions), cells, each, strict=True)
 
     def next_step(self) -> None:
         """Go on to the next of these steps."""
-        self._plan, self._slots, self._cells, self._cos, self._sin = next(self._steps)
+        plans, self._slots, self._cells, self._turns = next(self._steps)
+        self._plans = dict(zip(self._windows, plans, strict=True))
 
     # -- asked by PlannedSelfAttention ---------------------------------------------------------
 
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+    def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:
         """See `AttentionPlan`."""
         if self._prompts is not None:
-            return self._prompts.rotate(heads)
-        return rotate(heads, self._cos, self._sin)
+            return self._prompts.rotate(heads, kind)
+        return rotate(heads, *self._turns[kind.rotation])
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN
+    ) -> torch.Tensor:
         """See `AttentionPlan`; also stores the keys and values."""
         index, numbers = self._place[layer], self.cache.numbers
         if self._last_tokens is not None:
             numbers.calibrate(index, key, value)
         self.cache.write(index, self._slots, key, value)
         if self._prompts is not None:
-            return self._prompts.attend(layer, query, *numbers.round_trip(index, key, value))
-        return self._attend(query, self.cache, index, self._plan)
+            return self._prompts.attend(layer, query, *numbers.round_trip(index, key, value), kind)
+        return self._attend(query, self.cache, index, self._plans[kind.window])
 
     # -- asked by RolloutLayer -----------------------------------------------------------------
 
@@ -112,15 +121,20 @@ class RolloutContext(BaseInferenceContext):
         return self.ops.fused and self._last_tokens is None and self._kernels.cache.layout == "blocks"
 
     def attend_mixed(
-        self, layer: int, mixed: torch.Tensor, query_norm: torch.nn.Module | None, key_norm: torch.nn.Module | None
+        self,
+        layer: int,
+        mixed: torch.Tensor,
+        query_norm: torch.nn.Module | None,
+        key_norm: torch.nn.Module | None,
+        kind: LayerKind,
     ) -> torch.Tensor:
         """See `RolloutPlan`."""
         from megatron_rl.models.kernels import rotate_store
 
         cache, index = self.cache, self._place[layer]
         stored = cache.keys[index], cache.values[index], self._slots, *cache.numbers.scales(index)
-        query = rotate_store(mixed, self._cos, self._sin, query_norm, key_norm, *stored)
-        return self._attend(query, cache, index, self._plan)
+        query = rotate_store(mixed, *self._turns[kind.rotation], query_norm, key_norm, *stored)
+        return self._attend(query, cache, index, self._plans[kind.window])
 
     def record_routing(self, layer: int, experts: torch.Tensor) -> None:
         """See `RolloutPlan`."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.attention import Attention, RopeTable, numbers_of, proven_attention
+from megatron_rl.attention import Attention, Ropes, RopeTable, numbers_of, proven_attention
 from megatron_rl.config import RLConfig
-from megatron_rl.families import Head, ModelLayout
+from megatron_rl.families import Architecture, Head, ModelLayout
+from megatron_rl.models.embedding import scale_embedding
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters
 from megatron_rl.models.spec import block_spec, fp8_settings
 from megatron_rl.models.value import ValueHead
@@ -49,7 +50,7 @@ class PolicyModel:
     chunks: tuple[GPTModel, ...]
     """This rank's parts in the order of the forward pass: one, or one for each of its virtual pipeline stages."""
     config: TransformerConfig
-    rope: RopeTable
+    ropes: Ropes
     attention: Attention
     layout: ModelLayout
     vocab_size: int
@@ -77,6 +78,11 @@ class PolicyModel:
         return named_parameters(self.chunks)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different ones of the layers that this rank holds; None is of those that attend to everything."""
+        return tuple(dict.fromkeys(layer.kind.window for layer in self.layout.layers))
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding over all tensor-parallel ranks."""
         return self.layout.padded_vocab_size
@@ -92,7 +98,8 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
 
     Fused kernels stay off where there is no CUDA to run them.
     """
-    model, kernels, known = config.model, config.kernels, {f.name for f in dataclasses.fields(TransformerConfig)}
+    model, kernels, shape = config.model, config.kernels, config.architecture()
+    known = {f.name for f in dataclasses.fields(TransformerConfig)}
     given = {name: value for name, value in {**vars(model), **vars(config.parallel)}.items() if name in known}
     # megatron's own would be weighed otherwise: see `BalanceLosses`.
     given |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
@@ -101,8 +108,9 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
         return TransformerConfig(
             **given,
             layernorm_epsilon=model.norm_epsilon,
-            gated_linear_unit=model.swiglu,
-            activation_func=functional.silu if model.swiglu else functional.gelu,
+            layernorm_zero_centered_gamma=shape.apply_layernorm_1p,
+            gated_linear_unit=shape.is_gated,
+            activation_func=_activation(shape),
             num_moe_experts=model.num_experts,
             moe_router_dtype=None if model.num_experts is None else "fp32",  # so that near ties fall alike
             moe_token_dispatcher_type="alltoall",  # the other one wants as many tokens on every rank
@@ -129,6 +137,17 @@ def build_transformer_config(config: RLConfig, platform: Platform) -> Transforme
             bias_dropout_fusion=False,
             apply_rope_fusion=False,
         )
+
+
+def _activation(shape: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
+    if shape.swiglu:
+        return functional.silu
+    return gelu_tanh if shape.geglu else functional.gelu
+
+
+def gelu_tanh(values: torch.Tensor) -> torch.Tensor:
+    """GELU in the approximation that Gemma was trained with."""
+    return functional.gelu(values, approximate="tanh")
 
 
 def build_model(
@@ -161,7 +180,7 @@ def build_model(
     policy = PolicyModel(
         chunks=chunks,
         config=transformer_config,
-        rope=RopeTable(chunks[0].rotary_pos_emb, reach),
+        ropes=_ropes(chunks[0], layout.architecture, reach),
         attention=proven_attention(config, platform, layout),
         layout=layout,
         vocab_size=vocab_size,
@@ -179,17 +198,33 @@ def build_model(
     return policy
 
 
+def _ropes(gpt: GPTModel, shape: Architecture, reach: int) -> Ropes:
+    """The table of each rotation; the main one is made of megatron's module."""
+    ropes = {"main": RopeTable(gpt.rotary_pos_emb, reach)}
+    for name, (base, factor) in shape.rotations.items():
+        if name not in ropes:
+            module = RotaryEmbedding(
+                shape.kv_channels, shape.rotary_percent, seq_len_interpolation_factor=factor, rotary_base=base,
+                use_cpu_initialization=True,
+            )  # fmt: skip
+            ropes[name] = RopeTable(module.to(gpt.rotary_pos_emb.inv_freq.device), reach)
+    return ropes
+
+
 def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLayout, chunk: int) -> GPTModel:
     model, chunks = config.model, config.stages.chunks
     number = chunk if chunks > 1 else None
+    size = len(layout.layers) // chunks
+    kinds = [layer.kind for layer in layout.layers[chunk * size : (chunk + 1) * size]]
     gpt = GPTModel(
         settings,
-        block_spec(settings, number),
+        block_spec(settings, kinds),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=max(model.max_position_embeddings, config.training.seq_length),
         position_embedding_type=model.position_embedding_type,
         rotary_base=model.rotary_base,
         rotary_percent=model.rotary_percent,
+        seq_len_interpolation_factor=layout.architecture.rotary_seq_len_interpolation_factor,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         pre_process=layout.is_first and chunk == 0,
@@ -197,6 +232,8 @@ def _build_chunk(config: RLConfig, settings: TransformerConfig, layout: ModelLay
         share_embeddings_and_output_weights=layout.is_tied,
         vp_stage=number,
     )
+    if gpt.pre_process and layout.architecture.scale_embedding:
+        scale_embedding(gpt, settings)
     if gpt.post_process and layout.head == "value":
         gpt.output_layer = ValueHead(settings)
     return gpt

@@ -17,9 +17,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.attention import AttentionPlan
+from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.balance import BalancedRouter
+from megatron_rl.models.embedding import ScaledEmbedding
 from megatron_rl.models.experts import ExpertLayer
-from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, is_rms
+from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, TorchNorm, is_rms
 from megatron_rl.models.routing import Routing
 from megatron_rl.platform.megatron import inference_flag
 
@@ -41,7 +43,12 @@ class RolloutPlan(AttentionPlan, Protocol):
         ...
 
     def attend_mixed(
-        self, layer: int, mixed: torch.Tensor, query_norm: torch.nn.Module | None, key_norm: torch.nn.Module | None
+        self,
+        layer: int,
+        mixed: torch.Tensor,
+        query_norm: torch.nn.Module | None,
+        key_norm: torch.nn.Module | None,
+        kind: LayerKind,
     ) -> torch.Tensor:
         """Norms, rotation, cache and attention of ``mixed`` [T, groups, share + 2, D] -> ``[T, 1, heads * D]``.
 
@@ -58,21 +65,38 @@ class RolloutPlan(AttentionPlan, Protocol):
         ...
 
 
+class NormedMLP(MLP):
+    """megatron's MLP and a norm of its output."""
+
+    post_layernorm: TorchNorm
+
+    def forward(self, *args: Any, **settings: Any) -> tuple[torch.Tensor, None]:
+        """As megatron's, without a bias that is left to the caller."""
+        output, _ = super().forward(*args, **settings)
+        return self.post_layernorm(output), None
+
+
 class RolloutLayer(TransformerLayer):
     """megatron's layer; `decode` is its evaluation-mode forward with a `RolloutPlan`."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args: Any, kind: LayerKind = PLAIN, **settings: Any) -> None:
         super().__init__(*args, **settings)
         attention, config = self.self_attention, self.config
+        attention.kind = kind
         self._has_plain_mlp = isinstance(self.mlp, MLP)
+        if kind.post_norms:
+            attention.post_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.mlp.__class__ = NormedMLP
+            self.mlp.post_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
         if not self._has_plain_mlp:  # a class of our own in the specification would have megatron warn of it
             self.mlp.__class__, self.mlp.router.__class__ = ExpertLayer, BalancedRouter
         # So are norms of query and key, and fewer groups than ranks, which then exchange their parts.
         has_whole_groups = config.num_query_groups >= attention.world_size
-        self._has_plain_heads = not config.qk_layernorm and has_whole_groups
+        self._has_plain_heads = not config.qk_layernorm and has_whole_groups and kind.scale is None
         self._head_norms = (attention.q_layernorm, attention.k_layernorm) if config.qk_layernorm else (None, None)
         # A kernel knows everything between the projection and the cache.
-        self._has_storable_heads = has_whole_groups and (not config.qk_layernorm or all(map(is_rms, self._head_norms)))
+        has_known_norms = not config.qk_layernorm or all(map(is_rms, self._head_norms))
+        self._has_storable_heads = has_whole_groups and has_known_norms and kind.scale is None
         self._groups = attention.num_query_groups_per_partition
         self._head_width = attention.hidden_size_per_attention_head
         self._routing: Routing | None = None
@@ -101,15 +125,21 @@ class RolloutLayer(TransformerLayer):
         attention, ops = self.self_attention, plan.ops
         hidden, normed = ops.add_norm(hidden, pending, self.input_layernorm, attention.linear_qkv)
         attended = self._attended(normed, plan).view(hidden.shape[0], -1)
-        pending = Pending(*call_linear(attention.linear_proj, attended))
+        pending = self._normed(Pending(*call_linear(attention.linear_proj, attended)), attention)
         if self._has_plain_mlp:
             hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, self.mlp.linear_fc1)
-            return hidden, Pending(*self._plain_mlp(normed, ops))
+            return hidden, self._normed(Pending(*self._plain_mlp(normed, ops)), self.mlp)
         hidden, normed = ops.add_norm(hidden, pending, self.pre_mlp_layernorm, None)
         output = self.mlp.decode(normed, plan)
         if self._routing is not None:
             plan.record_routing(self.layer_number, self._routing.chosen)
         return hidden, Pending(output, None)
+
+    def _normed(self, pending: Pending, block: torch.nn.Module) -> Pending:
+        """What attention or the MLP adds, through its norm where it has one."""
+        if not self.self_attention.kind.post_norms:
+            return pending
+        return Pending(block.post_layernorm.forward(pending.output), None)
 
     def _attended(self, normed: LinearInput, plan: RolloutPlan) -> torch.Tensor:
         """The normed ``[T, hidden]`` -> ``[T, 1, heads * D]``."""
@@ -117,8 +147,8 @@ class RolloutLayer(TransformerLayer):
         if plan.stores_heads and self._has_storable_heads:
             mixed, _ = call_linear(attention.linear_qkv, normed)
             heads = mixed.view(mixed.shape[0], self._groups, -1, self._head_width)
-            return plan.attend_mixed(self.layer_number, heads, *self._head_norms)
-        return plan.attend(self.layer_number, *self._heads(normed, plan))
+            return plan.attend_mixed(self.layer_number, heads, *self._head_norms, attention.kind)
+        return plan.attend(self.layer_number, *self._heads(normed, plan), attention.kind)
 
     def _heads(
         self, normed: LinearInput, plan: RolloutPlan
@@ -127,11 +157,11 @@ class RolloutLayer(TransformerLayer):
         attention = self.self_attention
         if not self._has_plain_heads:
             query, key, value = attention.get_query_key_value_tensors(normed[:, None])
-            return plan.rotate(query), plan.rotate(key), value
+            return plan.rotate(attention.scaled(query), attention.kind), plan.rotate(key, attention.kind), value
         mixed, _ = call_linear(attention.linear_qkv, normed)
         # A group's queries, its key and its value lie side by side: the first two are rotated in one go.
         parts = mixed.view(mixed.shape[0], self._groups, -1, self._head_width)
-        turned = plan.rotate(parts[:, :, :-1])
+        turned = plan.rotate(parts[:, :, :-1], attention.kind)
         query = turned[:, :, :-1].reshape(mixed.shape[0], 1, -1, self._head_width)
         return query, turned[:, :, -1].unsqueeze(1), parts[:, :, -1].unsqueeze(1)
 
@@ -183,6 +213,8 @@ class RolloutForward:
         if gpt.pre_process:
             embedding = gpt.embedding.word_embeddings
             hidden = functional.embedding(entering, embedding.weight) if self._is_whole else embedding(entering)
+            if isinstance(gpt.embedding, ScaledEmbedding):
+                hidden = hidden * gpt.embedding.factor
         for layer in gpt.decoder.layers:
             hidden, pending = layer.decode(hidden, pending, plan)
         if not gpt.post_process:

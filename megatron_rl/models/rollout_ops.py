@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.quantization.copies import packing_for
@@ -25,7 +26,7 @@ class Pending(NamedTuple):
     bias: torch.Tensor | None
 
 
-class TorchNorm(torch.nn.Module):
+class TorchNorm(MegatronModule):
     """RMSNorm or LayerNorm whose parameters are marked for sequence parallelism.
 
     megatron's own torch norm refuses sequence parallelism. The mark makes ``finalize_model_grads``
@@ -35,9 +36,12 @@ class TorchNorm(torch.nn.Module):
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
-        super().__init__()
+        super().__init__(config=config)
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        """What is added to the weight in the product. It is never stored so: bf16 would lose bits of a small weight."""
+        first = torch.zeros if self.centre else torch.ones
+        self.weight = torch.nn.Parameter(first(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
         self.bias: torch.nn.Parameter | None = None
         if config.normalization == "LayerNorm":
@@ -47,6 +51,9 @@ class TorchNorm(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
         shape = (hidden_states.shape[-1],)
+        if self.centre:
+            weight = self.weight.float() + self.centre
+            return functional.rms_norm(hidden_states.float(), shape, weight, self.eps).type_as(hidden_states)
         if self.bias is None:
             return functional.rms_norm(hidden_states, shape, self.weight, self.eps)
         return functional.layer_norm(hidden_states, shape, self.weight, self.bias, self.eps)
@@ -96,4 +103,4 @@ class RolloutOps:
 
 def is_rms(norm: torch.nn.Module) -> bool:
     """Whether the kernels know it."""
-    return type(norm) is TorchNorm and norm.bias is None
+    return type(norm) is TorchNorm and norm.bias is None and not norm.centre

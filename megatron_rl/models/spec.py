@@ -8,6 +8,7 @@ linears here are the product and nothing around it; the forward pass gives the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.attention import PlannedSelfAttention
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.families import PLAIN, LayerKind
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.rollout import RolloutLayer
 from megatron_rl.models.rollout_ops import TorchNorm
@@ -31,7 +33,7 @@ _ENGINE = "transformer_engine"
 WIDE, STRIP = 2048, 384
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, kind: LayerKind = PLAIN) -> ModuleSpec:
     """One decoder layer."""
     if config.transformer_impl == _ENGINE:
         return _engine_layer_spec(config)
@@ -41,7 +43,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
         # megatron skips a gradient all-reduce when only one of spec and config says so.
         qk_layernorm=config.qk_layernorm,
     )
-    spec.module = RolloutLayer
+    spec.module, spec.params = RolloutLayer, {"kind": kind}
     layer = spec.submodules
     layer.input_layernorm = TorchNorm
     layer.pre_mlp_layernorm = TorchNorm
@@ -65,12 +67,10 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def block_spec(config: TransformerConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
-    """All decoder layers of this pipeline stage, or of one ``chunk`` of them, and the final norm."""
-    return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config)] * get_num_layers_to_build(config, vp_stage=chunk),
-        layer_norm=TorchNorm,
-    )
+def block_spec(config: TransformerConfig, kinds: Sequence[LayerKind]) -> TransformerBlockSubmodules:
+    """The decoder layers of this pipeline stage, or of one of its chunks, and the final norm."""
+    specs = {kind: layer_spec(config, kind) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=TorchNorm)
 
 
 class WholeColumnLinear(ColumnParallelLinear):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.context import ContextShare
-from megatron_rl.families.layout import ONE_STAGE, Stages
+from megatron_rl.families.architecture import ONE_STAGE, Stages
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors, max_over
 from megatron_rl.trainer.packing import balance, collate, pack, without_loss

@@ -59,11 +59,13 @@ class PackedForward:
         takes. ``model`` is one of the policy's chunks or its DDP wrapper.
         """
         policy = self._policy
-        kernel, token_ids, position_ids = policy.attention.packed, batch.token_ids, batch.position_ids
+        token_ids, position_ids = batch.token_ids, batch.position_ids
+        common = policy.ropes, policy.dtype, policy.attention.packed
         if batch.share is None:
-            plan = PackedPlan.build(batch.lengths, batch.cu_seqlens, position_ids, policy.rope, policy.dtype, kernel)
+            packed = batch.lengths, batch.cu_seqlens, position_ids
+            plan = PackedPlan.build(*packed, *common, windows=policy.windows)
         else:
-            plan = ContextPlan.of(batch, policy.rope, policy.dtype, kernel, self._context_group)
+            plan = ContextPlan.of(batch, *common, self._context_group, policy.windows)
             token_ids, position_ids = token_ids[batch.share.local], position_ids[batch.share.local]
         if batch.routing is not None:
             plan.routing = self._routing(batch)

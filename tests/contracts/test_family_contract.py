@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import filecmp
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron_rl.families import ModelLayout, read_model, weight_problems
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.registry import FAMILIES
 from megatron_rl.tensor_files import stored_tensors
+from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import generate, request, rollout_engine
 from tests.support.hugging_face import (
     EXAMPLES,
@@ -94,6 +96,30 @@ class TestExample:
         assert expected.std() > 0.5, "too flat to tell a difference"
         assert (logits[:, :vocabulary] - expected).abs().max() <= TOLERANCE
         assert read == sum(tensor.num_bytes for tensor in stored_tensors(directory).values())
+
+    def test_gradients_are_those_of_transformers(self, one_rank: ParallelGroups, written, example, tmp_path) -> None:
+        """Of a weighted sum of log-probs; written back as if they were weights, so each is compared by its name."""
+        directory, reference = written(example)
+        model = read_model(directory)
+        vocabulary = model.architecture.vocab_size
+        policy, _ = loaded_policy(hf_run(directory), vocabulary)
+        batch = batch_of(vocabulary, (100, 3, 41), first=1)  # not token 0: transformers may take it for padding
+        weights = torch.randn(sum(batch.lengths), vocabulary, generator=torch.Generator().manual_seed(1))
+        logits = Scorer(policy, one_rank, 1.0).forward(policy.gpt, batch)[:, :vocabulary]
+        (logits.log_softmax(-1) * weights).sum().backward()
+        expected = torch.cat([reference(ids[None]).logits[0] for ids in batch.token_ids.split(list(batch.lengths))])
+        gradients = torch.autograd.grad((expected.log_softmax(-1) * weights).sum(), tuple(reference.parameters()))
+        filled = copy.deepcopy(reference)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.copy_(parameter.grad)
+            for parameter, gradient in zip(filled.parameters(), gradients, strict=True):
+                parameter.copy_(gradient)
+        write_back(policy, model, tmp_path / "ours")
+        filled.save_pretrained(tmp_path / "theirs")
+        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+        assert ours.keys() == theirs.keys()
+        assert max((ours[name] - gradient).norm() / gradient.norm() for name, gradient in theirs.items()) <= TOLERANCE
 
     def test_the_rollout_engine_says_what_transformers_says(self, one_rank: ParallelGroups, written, example) -> None:
         directory, reference = written(example)

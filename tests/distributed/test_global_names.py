@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 
-SHAPES = ["grouped, gated, untied", "tied", "all biases", "experts", "odd widths"]
+SHAPES = ["grouped, gated, untied", "tied", "all biases", "experts", "odd widths", "windows"]
 """Of the last the vocabulary is padded further on two tensor-parallel ranks than on one."""
 LAYOUTS = {
     "tensor": (2, {"tensor_model_parallel_size": 2}),

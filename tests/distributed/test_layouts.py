@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from tests.support.tiny import WINDOWS
 
 TIED = {"untie_embeddings_and_output_weights": False}
 UNEVEN = {"num_layers": 5}
@@ -44,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, taught": EXPERTS | TAUGHT | {"rl_router_replay": True},
     "taught in the loss": TAUGHT | {"rl_teacher_as": "loss", "rl_fused_output_layer": True},
     "more on the last": UNEVEN | {"parallel": {"decoder_first_pipeline_num_layers": 2}},
+    "windows": WINDOWS,
+    "windows, recomputed": WINDOWS | RECOMPUTED,
     "odd bins": {"rl_sequence_packing_bin_size": 49},
     "few": FEW,
     "few, tied": FEW | TIED,
@@ -70,13 +73,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         2, STAGES,
         [
             "plain", "tied", "fused", "recomputed", "experts", "balanced", "balanced by batch", "replayed",
-            "more on the last", "few", "taught",
+            "more on the last", "few", "taught", "windows",
         ],
     ),
-    "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught"]),
+    "PP2 x VPP2": (2, VIRTUAL, ["plain", "tied", "recomputed", "few", "replayed", "taught", "windows"]),
     "PP2 x DP2": (4, STAGES, ["distributed", "overlaps", "overlaps, few, tied", "few, tied"]),
     "TP2 x PP2, sequence-parallel": (
-        4, STAGES | TENSOR, ["tied", "replayed", "taught in the loss", "odd bins"],
+        4, STAGES | TENSOR, ["tied", "replayed", "taught in the loss", "odd bins", "windows"],
     ),
     "PP2 x VPP2 x DP2": (4, VIRTUAL, ["overlaps", "overlaps, few", "overlaps, few, tied"]),
     "PP4": (4, {"pipeline_model_parallel_size": 4}, ["plain", "tied"]),
@@ -104,7 +107,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         4, TENSOR | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
         ["experts", "experts, few", "experts, overlaps"],
     ),
-    "CP2": (2, CONTEXT, ["plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few", "taught"]),
+    "CP2": (
+        2, CONTEXT,
+        [
+            "plain", "tied", "fused", "recomputed", "attention recomputed", "overlaps", "few", "taught", "windows",
+            "windows, recomputed",
+        ],
+    ),
     "CP2 x TP2, sequence-parallel": (
         4, CONTEXT | TENSOR, ["tied", "fused", "replayed", "balanced by batch", "odd bins"],
     ),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
+from tests.support.tiny import WINDOWS
 
 STAGES = {"pipeline_model_parallel_size": 2}
 PAGES = {"attention_backend": "paged"}
@@ -46,6 +47,12 @@ CASES: dict[str, dict[str, Any]] = {
     "interrupted": {"pauses": True, "options": {"steps_per_host_read": 3}},
     "int8": {"recipe": "int8"},
     "int8 on the last stage": {"recipe": "int8", "skip": ["first:2"]},
+    "windows": {"flags": WINDOWS, "requests": {"longest_prompt": 20}},
+    "windows, int8": {"flags": WINDOWS, "recipe": "int8"},
+    "windows, prefixes in pages": {
+        "flags": WINDOWS | PAGES, "options": {"max_sequence_length": 96, "block_size": 16},
+        "requests": {"longest_prompt": 24}, "turns": True,
+    },
     "experts": {"flags": EXPERTS},
     "experts, recorded": {"flags": EXPERTS | {"rl_router_replay": True}, "turns": True,
                           "options": {"max_sequence_length": 96}},
@@ -56,7 +63,9 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"cache_budget_gb": 10 * (3 * 128 + 2 * 2) * 64 / 2**30},
     },
 }  # fmt: skip
-TAPED = ["plain", "biases, filtered, tempered", "pages", "prefixes", "interrupted", "int8", "experts, recorded"]
+TAPED = [
+    "plain", "biases, filtered, tempered", "pages", "prefixes", "interrupted", "int8", "windows", "experts, recorded",
+]  # fmt: skip
 CASES |= {f"{name}, taped": CASES[name] | {"tapes": True} for name in TAPED}
 """On stages, a tape in the place of each graph; on one rank as without."""
 CASES["plain, taped, refused on the first"] = CASES["plain, taped"] | {"refused": 0}
@@ -65,7 +74,7 @@ TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "one": (1, {}, list(CASES)),
-    "TP2": (2, TENSOR, ["plain", "tied", "pages, taped", "int8, taped"]),
+    "TP2": (2, TENSOR, ["plain", "tied", "pages, taped", "int8, taped", "windows", "windows, int8"]),
     "PP2": (2, STAGES, list(CASES)),
     "PP2 x VPP2": (
         2, VIRTUAL,

@@ -54,7 +54,7 @@ def _save_checkpoint(root: Path, config: RLConfig, policy: PolicyModel, groups: 
     if groups.is_main:
         state = RunState(
             step=1, padded_vocab_size=policy.padded_vocab_size,
-            architecture=architecture_of(config.model),
+            architecture=architecture_of(config.architecture()),
         )  # fmt: skip
         write_run_state(target, state)
         commit(root, 1)

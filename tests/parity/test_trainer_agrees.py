@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.generation import (
@@ -12,7 +14,7 @@ from tests.support.generation import (
     rollout_engine,
 )
 from tests.support.scoring import gaps, packed
-from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tiny import WINDOWS, tiny_config, tiny_policy
 
 BF16_MEAN_GAP, BF16_MAX_GAP = 0.02, 0.15
 """Two bf16 passes may round differently. Measured: megatron-core's engine mean 0.009 and largest 0.06 nats; ours
@@ -31,6 +33,22 @@ def test_rollout_engine_in_fp32(one_rank, temperature: float, tied: bool) -> Non
     assert gaps(policy, one_rank, batch, temperature).max() < 1e-5
     # The comparison can fail: another temperature is seen.
     assert gaps(policy, one_rank, batch, temperature + 0.1).max() > 1e-2
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "paged"])
+@pytest.mark.parametrize("turns", [False, True], ids=["single", "turns"])
+def test_windows_in_fp32(one_rank, backend: str, turns: bool) -> None:
+    """Layers that attend to six tokens, and others to all; prompts beyond the window, in chunks and from the cache."""
+    policy = tiny_policy(tiny_config(**WINDOWS, num_layers=4, attention_backend=backend, seq_length=96))
+    randomise_vectors(policy)
+    engine = rollout_engine(policy, prefill_token_budget=8, max_sequence_length=96)
+    requests = ragged_requests(6, num_samples=3, longest_prompt=20, max_new_tokens=24)
+    groups = generate(policy, engine, requests)
+    if turns:
+        answered = zip(requests, groups, strict=True)
+        requests = [replace(one, prompt_ids=one.prompt_ids + group[0].token_ids[:5]) for one, group in answered]
+        groups = generate(policy, engine, requests)
+    assert gaps(policy, one_rank, packed(requests, groups), 1.0).max() < 1e-5
 
 
 @pytest.mark.parametrize("divisible_by", [8, 40], ids=["exact_vocabulary", "padded_vocabulary"])

@@ -42,7 +42,7 @@ def random_policy(config: RLConfig, seed: int = 1) -> PolicyModel:
 
 def args_of(config: RLConfig, **changes: Any) -> argparse.Namespace:
     """Some of the flags that Megatron-LM saves, of the model's shape and of other kinds."""
-    given = {**architecture_of(config.model), "group_query_attention": True, "padded_vocab_size": VOCABULARY,
+    given = {**architecture_of(config.architecture()), "group_query_attention": True, "padded_vocab_size": VOCABULARY,
              "attention_backend": AttnBackend.auto, "params_dtype": torch.float32, "moe_router_topk": 2,
              "model_type": ModelType.encoder_or_decoder, "moe_router_score_function": "softmax", "window_size": None,
              "moe_layer_freq": 1, "save": Path("somewhere")}  # fmt: skip

@@ -70,12 +70,12 @@ def hf_run(directory: Path, world_size: int = 1, **changes: object) -> RLConfig:
     return config
 
 
-def batch_of(vocabulary: int, lengths: Sequence[int] = LENGTHS) -> TokenBatch:
-    """Random sequences laid end to end."""
+def batch_of(vocabulary: int, lengths: Sequence[int] = LENGTHS, first: int = 0) -> TokenBatch:
+    """Random sequences laid end to end, of tokens from ``first`` on."""
     draw = torch.Generator().manual_seed(3)
     samples = [
         Sample(
-            token_ids=torch.randint(vocabulary, (length,), generator=draw),
+            token_ids=torch.randint(first, vocabulary, (length,), generator=draw),
             prompt_length=1,
             reward=0.0,
             inference_logprobs=torch.zeros(length),

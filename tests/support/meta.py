@@ -27,7 +27,7 @@ def meta_context(
 ) -> RolloutContext:
     """For 6 rows of 48 tokens; takes the model's values. ``stored``: what the cache holds, if not the model's."""
     policy.gpt.to(META).eval()
-    rope = copy.copy(policy.rope)
+    rope = copy.copy(policy.ropes["main"])
     rope.cos, rope.sin = rope.cos.to(META), rope.sin.to(META)
     layers = [layer.cache for layer in policy.layout.layers]
     cache_kernel = BACKENDS.get(backend).cache
@@ -37,7 +37,7 @@ def meta_context(
         PagedCache(layers, 6, 48, 16, policy.dtype, META, stored) if paged
         else RowCache(layers, 6, 48, policy.dtype, META, stored)
     )  # fmt: skip
-    return RolloutContext(dataclasses.replace(policy, attention=attention, rope=rope), cache, ops)
+    return RolloutContext(dataclasses.replace(policy, attention=attention, ropes={"main": rope}), cache, ops)
 
 
 def meta_runner(policy: PolicyModel, backend: str) -> ModelRunner:

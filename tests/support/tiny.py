@@ -37,6 +37,13 @@ FLAGS = {
     "micro-batch-size": 4,
 }
 
+WINDOWS = {
+    "window_size": 6, "window_attn_skip_freq": 2, "rotary_base_local": 100, "rotary_seq_len_interpolation_factor": 2,
+    "softmax_scale": 0.4, "swiglu": False, "geglu": True, "apply_layernorm_1p": True, "sandwich_norm": True,
+    "scale_embedding": True, "qk_layernorm": True, "add_qkv_bias": False, "untie_embeddings_and_output_weights": False,
+}  # fmt: skip
+"""Changes to `FLAGS`: layers of two kinds, with all that Gemma's have beyond Llama's."""
+
 SHAPES = {
     "grouped, gated, untied": {},
     "tied": {"untie_embeddings_and_output_weights": False},
@@ -48,6 +55,7 @@ SHAPES = {
     "gelu": {"swiglu": False, "ffn_hidden_size": 40},
     "layer norms": {"normalization": "LayerNorm", "qk_layernorm": True},
     "wide heads": {"kv_channels": 12},
+    "windows": WINDOWS,
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
     "odd widths": {"hidden_size": 40, "ffn_hidden_size": 52, "make_vocab_size_divisible_by": 24},
 }

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_rl.attention.flash_library import Paged, Spans, flash_backend
+from megatron_rl.attention.flash_library import Borders, Paged, Spans, flash_backend
 
 _THIRD, _SECOND = "flash_attn_interface", "flash_attn"
 
@@ -27,7 +27,8 @@ def _library() -> ModuleType:
 def _packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Spans) -> torch.Tensor:
     return _alone(
         _library().flash_attn_varlen_func(
-            query, key, value, plan.cu_seqlens, plan.key_cu_seqlens, plan.longest, plan.key_longest, causal=True
+            query, key, value, plan.cu_seqlens, plan.key_cu_seqlens, plan.longest, plan.key_longest, causal=True,
+            **_windowed(plan),
         )
     )
 
@@ -40,14 +41,20 @@ def _paged(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: 
         out = _alone(
             _library().flash_attn_with_kvcache(
                 query if lengths else query[:, None], keys, values, cache_seqlens=plan.key_lengths, causal=True,
-                **lengths, **table,
+                **_windowed(plan), **lengths, **table,
             )
         )  # fmt: skip
         return out if lengths else out[:, 0]
     key_borders = torch.nn.functional.pad(plan.key_lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return _library().flash_attn_varlen_func(
-        query, keys, values, plan.cu_seqlens, key_borders, plan.longest, plan.key_length, causal=True, **table
+        query, keys, values, plan.cu_seqlens, key_borders, plan.longest, plan.key_length, causal=True,
+        **_windowed(plan), **table,
     )
+
+
+def _windowed(plan: Borders) -> dict[str, tuple[int, int]]:
+    """Nothing where there is no window, which early releases do not take."""
+    return {} if plan.window is None else {"window_size": plan.causal_window}
 
 
 def _alone(out: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -12,14 +12,16 @@ from megatron_rl.attention.backend import Backend, CacheKernel, KVCache, NewToke
 from megatron_rl.attention.backends.sdpa import CachePlan, plan_decode, plan_extend
 
 
-def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> CachePlan:
+def _prepare_decode(
+    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
+) -> CachePlan:
     pages = _pages(cache, cache.table[: positions.shape[0]], key_length)
-    return plan_decode(pages, positions, pages.shape[1] * cache.block_size, cache.dtype)
+    return plan_decode(pages, positions, pages.shape[1] * cache.block_size, cache.dtype, window)
 
 
-def _prepare_extend(cache: KVCache, new: NewTokens) -> CachePlan:
+def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -> CachePlan:
     pages = _pages(cache, cache.table.index_select(0, new.rows), new.key_length)
-    return plan_extend(pages, new, pages.shape[1] * cache.block_size, cache.dtype)
+    return plan_extend(pages, new, pages.shape[1] * cache.block_size, cache.dtype, window)
 
 
 def _pages(cache: KVCache, table: torch.Tensor, key_length: int) -> torch.Tensor:
@@ -32,4 +34,6 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) ->
     return plan.attend(query, *cache.numbers.unpack(layer, *kept))
 
 
-BACKEND = Backend("paged", anywhere, None, CacheKernel("blocks", _prepare_decode, _attend, _prepare_extend, _attend))
+BACKEND = Backend(
+    "paged", anywhere, None, CacheKernel("blocks", _prepare_decode, _attend, _prepare_extend, _attend, windows=True)
+)

@@ -34,14 +34,14 @@ def packed_attention(
 ) -> torch.Tensor:
     """See `PackedKernel.attend`."""
     if len(buckets.rows) == 1:
-        return padded_attention(query, key, value, buckets.rows[0])
+        return padded_attention(query, key, value, buckets.rows[0], buckets.window)
     # split and cat: the gradient of a slice would be a zeroed copy of the whole for every bucket.
     parts = (packed.split(buckets.tokens) for packed in (query, key, value))
-    return torch.cat([padded_attention(*part) for part in zip(*parts, buckets.rows, strict=True)])
+    return torch.cat([padded_attention(*part, buckets.window) for part in zip(*parts, buckets.rows, strict=True)])
 
 
 def padded_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PaddedRows
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PaddedRows, window: int | None = None
 ) -> torch.Tensor:
     """One bucket, ``[T, 1, heads, D]`` -> ``[T, 1, heads * D]``.
 
@@ -50,10 +50,34 @@ def padded_attention(
     """
     padded = rows.pad(query), rows.pad(key), rows.pad(value)
     if query.device.type == "cpu" and rows.longest <= EXPLICIT_LENGTH:
-        mask = torch.full((rows.longest, rows.longest), float("-inf"), dtype=query.dtype).triu(1)
-        return rows.unpad(attend_heads(*padded, mask))
+        return rows.unpad(attend_heads(*padded, causal_mask(rows.longest, query.dtype, window)))
+    if window is not None and window < rows.longest:
+        return rows.unpad(_windowed_attention(*padded, window))
     output = functional.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
     return rows.unpad(output)
+
+
+def causal_mask(length: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+    """Additive mask [length, length]: -inf where a key lies behind the token or out of its window, else 0."""
+    hidden = torch.full((length, length), float("-inf"), dtype=dtype)
+    return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
+
+
+def _windowed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+) -> torch.Tensor:
+    """``[B, heads, L, D]`` -> the same: some queries at a time, against no more keys than they see."""
+    parts, length = [], query.shape[2]
+    for start in range(0, length, QUERIES_AT_ONCE):
+        end, first = min(start + QUERIES_AT_ONCE, length), max(0, start - window + 1)
+        positions = torch.arange(start - first, end - first, device=query.device)
+        mask = hide_keys(positions, end - first, query.dtype, window)
+        parts.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], attn_mask=mask, enable_gqa=True
+            )
+        )
+    return torch.cat(parts, 2)
 
 
 def attend_one_token(
@@ -97,11 +121,17 @@ def attend_heads(
     return torch.matmul(weights, value).view(count, heads, length, width)
 
 
-def hide_later_keys(positions: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [N, keys]: -inf where a key lies beyond the token at ``positions`` [N], else 0."""
+def hide_keys(
+    positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None
+) -> torch.Tensor:
+    """Additive mask [N, keys]: -inf where a key lies behind the token at ``positions`` [N] or out of its window."""
     columns = torch.arange(keys, device=positions.device)
     mask = torch.zeros(positions.shape[0], keys, dtype=dtype, device=positions.device)
-    return mask.masked_fill_(columns > positions[:, None], float("-inf"))
+    mask.masked_fill_(columns > positions[:, None], float("-inf"))
+    if window is not None:
+        # Idle rows may lie beyond all keys. If none were left to them, the cache would get NaN, which a mask keeps.
+        mask.masked_fill_(columns <= positions.clamp_max(keys - 1)[:, None] - window, float("-inf"))
+    return mask
 
 
 @dataclass(frozen=True)
@@ -121,15 +151,19 @@ class CachePlan:
         return self.rows.unpad(attend_heads(self.rows.pad(query), keys, values, self.mask))
 
 
-def plan_decode(where: Any, positions: torch.Tensor, keys: int, dtype: torch.dtype) -> CachePlan:
-    """For new tokens at ``positions`` [N], of which each sees the keys up to its own."""
-    return CachePlan(where, hide_later_keys(positions, keys, dtype)[:, None, None])
+def plan_decode(
+    where: Any, positions: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None = None
+) -> CachePlan:
+    """For new tokens at ``positions`` [N], of which each sees the keys up to its own, the last ``window`` at most."""
+    return CachePlan(where, hide_keys(positions, keys, dtype, window)[:, None, None])
 
 
-def plan_extend(where: Any, new: NewTokens, keys: int, dtype: torch.dtype) -> CachePlan:
+def plan_extend(
+    where: Any, new: NewTokens, keys: int, dtype: torch.dtype, window: int | None = None
+) -> CachePlan:
     """The same for several tokens a sequence."""
     rows = PaddedRows.build(new.lengths, new.cu_seqlens, new.offsets)
-    mask = hide_later_keys(new.position_ids.index_select(0, rows.gather), keys, dtype)
+    mask = hide_keys(new.position_ids.index_select(0, rows.gather), keys, dtype, window)
     return CachePlan(where, mask.view(rows.count, 1, rows.longest, keys), rows)
 
 
@@ -164,29 +198,31 @@ class _Spans:
         return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
 
 
-def prepare_spans(share: ContextShare) -> list[_Spans]:
+def prepare_spans(share: ContextShare, window: int | None = None) -> list[_Spans]:
     """Long spans one by one, short ones of similar length together, padded."""
     device, spans = share.keys.device, list(zip(share.query_lengths, share.key_lengths, strict=True))
     longest = max(share.key_lengths)
     height = min(QUERIES_AT_ONCE, max(share.query_lengths))
-    corner = hide_later_keys(torch.arange(longest - height, longest, device=device), longest, torch.float32)
+    corner = hide_keys(torch.arange(longest - height, longest, device=device), longest, torch.float32, window)
     found, cells = [], CUDA_BUCKET_CELLS if share.keys.is_cuda else BUCKET_CELLS
     for are_short, run in itertools.groupby(spans, lambda span: span[1] <= EXPLICIT_LENGTH):
         queries, keys = zip(*run, strict=True)
         if are_short:
             borders = cheapest_borders(keys, cells)
             parts = zip(borders, borders[1:], strict=False)
-            found += [_short_spans(queries[first:end], keys[first:end], device) for first, end in parts]
+            found += [_short_spans(queries[first:end], keys[first:end], device, window) for first, end in parts]
         else:
             found += [_Spans(*sizes, mask=corner) for sizes in zip(queries, keys, strict=True)]
     return found
 
 
-def _short_spans(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> _Spans:
+def _short_spans(
+    queries: Sequence[int], keys: Sequence[int], device: torch.device, window: int | None
+) -> _Spans:
     rows, key_rows = (_rows_of(lengths, device) for lengths in (queries, keys))
     seen_by_first = torch.tensor([key - query for query, key in zip(queries, keys, strict=True)], device=device)
     positions = seen_by_first[:, None] + torch.arange(rows.longest, device=device)
-    mask = hide_later_keys(positions.view(-1), key_rows.longest, torch.float32)
+    mask = hide_keys(positions.view(-1), key_rows.longest, torch.float32, window)
     mask = mask.view(rows.count, 1, rows.longest, key_rows.longest)
     return _Spans(sum(queries), sum(keys), CachePlan(None, mask, rows), key_rows)
 
@@ -206,12 +242,14 @@ def attend_spans(
     return torch.cat([part.attend(*own) for part, *own in zip(spans, queries, keys, values, strict=True)])
 
 
-def _prepare_decode(cache: KVCache, positions: torch.Tensor, key_length: int) -> CachePlan:
-    return plan_decode(positions.shape[0], positions, key_length, cache.dtype)
+def _prepare_decode(
+    cache: KVCache, positions: torch.Tensor, key_length: int, window: int | None = None
+) -> CachePlan:
+    return plan_decode(positions.shape[0], positions, key_length, cache.dtype, window)
 
 
-def _prepare_extend(cache: KVCache, new: NewTokens) -> CachePlan:
-    return plan_extend(new.rows, new, new.key_length, cache.dtype)
+def _prepare_extend(cache: KVCache, new: NewTokens, window: int | None = None) -> CachePlan:
+    return plan_extend(new.rows, new, new.key_length, cache.dtype, window)
 
 
 def _prepare_burst(cache: KVCache, positions: torch.Tensor, key_length: int) -> Iterator[CachePlan]:
@@ -239,8 +277,10 @@ def _attend(query: torch.Tensor, cache: KVCache, layer: int, plan: CachePlan) ->
 BACKEND = Backend(
     name="sdpa",
     problem=anywhere,
-    packed=PackedKernel(Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans)),
-    cache=CacheKernel("rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_burst=_prepare_burst),
+    packed=PackedKernel(Buckets.build, packed_attention, spans=SpanKernel(prepare_spans, attend_spans), windows=True),
+    cache=CacheKernel(
+        "rows", _prepare_decode, _attend, _prepare_extend, _attend, prepare_burst=_prepare_burst, windows=True
+    ),
     packed_rank=1,
     cache_rank=1,
 )

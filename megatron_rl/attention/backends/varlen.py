@@ -12,7 +12,6 @@ import torch
 from megatron_rl.attention.flash_library import Paged, Spans, flash_backend
 
 _MODULE = "torch.nn.attention.varlen"
-_CAUSAL = (-1, 0)
 
 
 def _varlen_attn() -> Callable[..., torch.Tensor]:
@@ -29,8 +28,8 @@ def is_paged() -> bool:
 
 def _packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Spans) -> torch.Tensor:
     return _varlen_attn()(
-        query, key, value, plan.cu_seqlens, plan.key_cu_seqlens, plan.longest, plan.key_longest, window_size=_CAUSAL,
-        enable_gqa=True,
+        query, key, value, plan.cu_seqlens, plan.key_cu_seqlens, plan.longest, plan.key_longest,
+        window_size=plan.causal_window, enable_gqa=True,
     )  # fmt: skip
 
 
@@ -38,7 +37,8 @@ def _paged(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: 
     """One split: how keys are cut would otherwise depend on the batch."""
     return _varlen_attn()(
         query, keys, values, plan.cu_seqlens, None, plan.longest, plan.table.shape[1] * keys.shape[1],
-        window_size=_CAUSAL, enable_gqa=True, seqused_k=plan.key_lengths, block_table=plan.table, num_splits=1,
+        window_size=plan.causal_window, enable_gqa=True, seqused_k=plan.key_lengths, block_table=plan.table,
+        num_splits=1,
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from megatron_rl.checkpoint.layout import commit, step_directory, temporary_dire
 from megatron_rl.checkpoint.run_state import Origin, RunState, architecture_of, lasting, write_run_state
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import HfModel, ModelLayout, Parameter, Piece
+from megatron_rl.families.architecture import padded_vocabulary
 from megatron_rl.families.hf_config import end_token_ids
-from megatron_rl.families.layout import padded_vocabulary
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.tensor_files import TensorReader

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_rl.families.architecture import Architecture
 from megatron_rl.families.family import SMALL, Family, read_decoder
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.families.layout import Architecture
 
 
 def _read(config: HfConfig) -> Architecture:

@@ -45,14 +45,14 @@ def one_case(lengths: list[int], heads: int, groups: int, group: Any, rank: int,
     borders = torch.tensor([0, *lengths]).cumsum(0).int()
     positions = torch.cat([torch.arange(length) for length in lengths])
     kernel = sdpa.BACKEND.packed
-    one_rank = PackedPlan(qkv_format="thd", kernel=kernel, prepared=kernel.prepare(lengths, borders, positions))
+    one_rank = PackedPlan(qkv_format="thd", kernel=kernel, prepared={None: kernel.prepare(lengths, borders, positions)})
     expected = one_rank.attend(1, *whole)
     (expected * weights).sum().backward()
 
     share = ContextShare.of(lengths, rank, size)
     own = [tensor.detach()[share.local].requires_grad_() for tensor in whole]
     plan = ContextPlan(
-        qkv_format="thd", kernel=kernel, prepared=kernel.spans.prepare(share), share=share, context_group=group
+        qkv_format="thd", kernel=kernel, prepared={None: kernel.spans.prepare(share)}, share=share, context_group=group
     )
     actual = plan.attend(1, *own)
     (actual * weights[share.local]).sum().backward()
@@ -82,7 +82,7 @@ def test_the_keys_that_were_gathered_are_not_kept(one_rank: ParallelGroups, keep
     own = [torch.randn(1000, 1, 2, WIDTH, requires_grad=True) for _ in range(3)]
     plan = ContextPlan(
         qkv_format="thd", kernel=replace(sdpa.BACKEND.packed, spans=SpanKernel(spans.prepare, attend)),
-        prepared=spans.prepare(share), share=share, context_group=one_rank.tensor_group,
+        prepared={None: spans.prepare(share)}, share=share, context_group=one_rank.tensor_group,
     )  # fmt: skip
     output = plan.attend(1, *own)
     assert [seen.expired() for seen in gathered] == [not keeps] * 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.attention.backend import Backend, DeviceFacts, Numbers
 from megatron_rl.attention.backends import flash, te, varlen
 from megatron_rl.attention.kv_numbers import FP8
+from megatron_rl.attention.proof import fault_of_cache, fault_of_packed
 from megatron_rl.attention.selection import choose
 from megatron_rl.errors import ConfigError
 from megatron_rl.registry import BACKENDS
@@ -88,6 +90,29 @@ def test_cache(backend: Backend, lengths: list[int]) -> None:
     torch.testing.assert_close(*pages.decoded(backend.cache), rtol=1e-5, atol=1e-5)
     starts = [max(0, length - 5) for length in lengths]
     torch.testing.assert_close(*pages.extended(backend.cache, starts), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_windows(backend: Backend, window: int) -> None:
+    """The self-check of a run with windows passes, in bf16; what has none is not chosen."""
+    numbers, cpu = replace(BF16, width=16, window=window, context_size=2), torch.device("cpu")
+    if not backend.packed.windows:
+        assert backend.name == "te"
+        return
+    assert fault_of_packed(backend.packed, numbers, 4, 2, cpu) is None
+    assert fault_of_cache(backend.cache, numbers, 4, 2, cpu) is None
+    assert fault_of_packed(replace(backend.packed, attend=_forgets_the_window(backend)), numbers, 4, 2, cpu)
+
+
+def test_a_backend_without_windows_is_refused_by_name_and_passed_over() -> None:
+    with pytest.raises(ConfigError, match="triton_paged has no sliding windows"):
+        choose("triton_paged", HOPPER, replace(BF16, window=512))
+    assert choose("auto", HOPPER, BF16, {"flash": "is absent"}).cache_name == "triton_paged"
+    assert choose("auto", HOPPER, replace(BF16, window=512), {"flash": "is absent"}).cache_name != "triton_paged"
+
+
+def _forgets_the_window(backend: Backend):
+    return lambda query, key, value, plan: backend.packed.attend(query, key, value, replace(plan, window=None))
 
 
 def test_the_stand_in_has_the_signature_of_torch() -> None:

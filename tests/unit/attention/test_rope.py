@@ -20,7 +20,7 @@ def test_equals_megatron(one_rank: ParallelGroups, changes: dict[str, float]) ->
     heads = torch.randn(6, 1, 4, 8)
     angles = policy.gpt.rotary_pos_emb.get_emb(48)[positions]
     expected = _apply_rotary_pos_emb_bshd(heads, angles)
-    actual = rotate(heads, *policy.rope.at(positions, torch.float32))
+    actual = rotate(heads, *policy.ropes["main"].at(positions, torch.float32))
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(actual, heads)
 
@@ -28,13 +28,13 @@ def test_equals_megatron(one_rank: ParallelGroups, changes: dict[str, float]) ->
 def test_the_part_beyond_the_rotary_share_passes_unchanged(one_rank: ParallelGroups) -> None:
     policy = tiny_policy(tiny_config(rotary_percent=0.5))
     heads = torch.randn(3, 1, 4, 8)
-    rotated = rotate(heads, *policy.rope.at(torch.tensor([7, 8, 9]), torch.float32))
+    rotated = rotate(heads, *policy.ropes["main"].at(torch.tensor([7, 8, 9]), torch.float32))
     assert torch.equal(rotated[..., 4:], heads[..., 4:])
     assert not torch.allclose(rotated[..., :4], heads[..., :4])
 
 
 def test_scores_depend_on_distance_alone(one_rank: ParallelGroups) -> None:
-    rope = tiny_policy().rope
+    rope = tiny_policy().ropes["main"]
     query, key = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
 
     def score(query_at: int, key_at: int) -> float:

@@ -21,8 +21,8 @@ from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, split_of
 from megatron_rl.errors import CheckpointError
 from megatron_rl.families import ExpertShare, HfModel, ModelLayout, Parameter, Stages, read_model
+from megatron_rl.families.architecture import ALL_EXPERTS
 from megatron_rl.families.family import SMALL
-from megatron_rl.families.layout import ALL_EXPERTS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.tensor_files import TensorEntry, TensorReader, TensorWriter, plan_files, stored_tensors
 from tests.support.hugging_face import hf_run, loaded_policy, write_back, write_model
@@ -143,7 +143,7 @@ def _checkpoint(groups: ParallelGroups, model: HfModel, root: Path) -> Path:
     save_tensors(target, policy, None)
     state = RunState(
         step=1, padded_vocab_size=policy.padded_vocab_size,
-        architecture=architecture_of(config.model),
+        architecture=architecture_of(config.architecture()),
     )  # fmt: skip
     write_run_state(target, state)
     return commit(root, 1)

@@ -24,7 +24,8 @@ from tests.support.tiny import tiny_config
 def _state(**changes: object) -> RunState:
     config = tiny_config()
     state = RunState(
-        step=4, vocab_size=16, architecture=architecture_of(config.model), optimizer_form=optimizer_form_of(config),
+        step=4, vocab_size=16, architecture=architecture_of(config.architecture()),
+        optimizer_form=optimizer_form_of(config),
         components={"progress": {"updates": 7, "logprob_gap_max": 0.25}, "lengths": {"digits": {"mean": 1 / 3}}},
     )  # fmt: skip
     return replace(state, **changes)

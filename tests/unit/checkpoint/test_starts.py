@@ -68,7 +68,7 @@ class Runs:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         state = RunState(
             step=step, mode=mode_of(config), has_optimizer=False, seed=config.training.seed,
-            architecture=architecture_of(config.model), optimizer_form=optimizer_form_of(config),
+            architecture=architecture_of(config.architecture()), optimizer_form=optimizer_form_of(config),
             padded_vocab_size=policy.padded_vocab_size, end_token_ids=[0, 5],
             origin=None if forget_origin else start.origin,
         )  # fmt: skip

@@ -65,7 +65,7 @@ def _update(optimization: Optimization, number: int) -> None:
 def _state(config: RLConfig, step: int, updates: int) -> RunState:
     return RunState(
         step=step, components={"progress": {"updates": updates}}, padded_vocab_size=VOCABULARY,
-        architecture=architecture_of(config.model), world={"ranks": 1, "tensor_model_parallel_size": 1},
+        architecture=architecture_of(config.architecture()), world={"ranks": 1, "tensor_model_parallel_size": 1},
     )  # fmt: skip
 
 

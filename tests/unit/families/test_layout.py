@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl.config import RLConfig
 from megatron_rl.families import ModelLayout
+from megatron_rl.families.architecture import padded_vocabulary
 from megatron_rl.families.hf_config import HfConfig
-from megatron_rl.families.layout import padded_vocabulary
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.quantization.linears import parallel_linears

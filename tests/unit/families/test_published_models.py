@@ -35,6 +35,13 @@ LLAMA3 = {
 SCALING = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3",
 }  # fmt: skip
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": False,
+    "attention_dropout": 0.0, "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000.0,
+    "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": 512, "vocab_size": 262144,
+}  # fmt: skip
 
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "Qwen2.5-32B": (
@@ -78,6 +85,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
          "rope_scaling": {**SCALING, "factor": 32.0}},
         1_235_814_400,
         {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "untie_embeddings_and_output_weights": False}),
+    "Gemma-3-270M": (
+        {**GEMMA3, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18,
+         "max_position_embeddings": 32768, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3},
+        268_098_176,
+        {"kv_channels": 256, "window_size": 512, "window_attn_skip_freq": 6, "softmax_scale": 0.0625, "geglu": True,
+         "rotary_base": 1_000_000, "rotary_base_local": 10_000, "rotary_seq_len_interpolation_factor": None}),
+    "Gemma-3-1B": (  # layers are not listed: every sixth has no window
+        {**GEMMA3, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+         "sliding_window_pattern": 6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        999_885_952,
+        {"window_attn_skip_freq": 6, "rotary_seq_len_interpolation_factor": 8.0,
+         "untie_embeddings_and_output_weights": False}),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.models import rollout_mode
-from megatron_rl.models.rollout_ops import TorchNorm
+from megatron_rl.models.rollout_ops import TorchNorm, is_rms
 from megatron_rl.parallel import ParallelGroups
 from tests.support.samples import tiny_optimization
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
@@ -45,7 +45,7 @@ def test_flags_reach_the_model(one_rank: ParallelGroups) -> None:
     assert gpt.share_embeddings_and_output_weights
     assert policy.num_parameters == sum(parameter.numel() for parameter in gpt.parameters())
     plain = tiny_policy()
-    assert not torch.equal(plain.rope.cos, policy.rope.cos[: plain.rope.cos.shape[0]])
+    assert not torch.equal(plain.ropes["main"].cos, policy.ropes["main"].cos[: plain.ropes["main"].cos.shape[0]])
 
 
 def test_the_seed_fixes_the_weights(one_rank: ParallelGroups) -> None:
@@ -63,8 +63,9 @@ def test_bf16_holds_parameters_in_bf16(one_rank: ParallelGroups) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_norm(normalization: str, sequence_parallel: bool) -> None:
     settings = SimpleNamespace(
-        params_dtype=torch.float32, sequence_parallel=sequence_parallel, normalization=normalization
-    )
+        params_dtype=torch.float32, sequence_parallel=sequence_parallel, normalization=normalization,
+        layernorm_zero_centered_gamma=False,
+    )  # fmt: skip
     norm = TorchNorm(settings, hidden_size=4, eps=0.5)
     with torch.no_grad():
         norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -80,6 +81,21 @@ def test_norm(normalization: str, sequence_parallel: bool) -> None:
         assert norm.bias.sequence_parallel == sequence_parallel
     torch.testing.assert_close(norm(values), expected)
     assert norm.weight.sequence_parallel == sequence_parallel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_stores_its_weight_less_1(dtype: torch.dtype) -> None:
+    settings = SimpleNamespace(
+        params_dtype=dtype, sequence_parallel=False, normalization="RMSNorm", layernorm_zero_centered_gamma=True
+    )
+    norm = TorchNorm(settings, hidden_size=4, eps=0.5)
+    values = torch.tensor([[1.0, -1.0, 3.0, 1.0]], dtype=dtype)
+    torch.testing.assert_close(norm(values), (values.float() / 3.5**0.5).to(dtype))
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([2**-10, 0.0, 1.0, -1.0]))  # 1 + 2^-10 would be 1 in bf16
+    expected = torch.tensor([[(1 + 2**-10) / 3.5**0.5, -1 / 3.5**0.5, 6 / 3.5**0.5, 0.0]])
+    torch.testing.assert_close(norm(values), expected.to(dtype))
+    assert not is_rms(norm), "the kernels multiply by the weight as it is stored"
 
 
 @pytest.mark.parametrize("changes", [{}, OVERLAP])

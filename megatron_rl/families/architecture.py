@@ -1,0 +1,172 @@
+"""The shape of a model in Megatron's words, what kind each of its layers is, and how ranks share the layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+MOST_LAYERS = 1000
+MOST_EXPERTS = 100_000
+"""Of a model, in all its layers: each tensor is listed by name, so more would fill the memory before any check."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What one decoder layer does beyond a layer of Llama's, whose kind is `PLAIN`."""
+
+    rotation: str = "main"
+    """Which of the model's rotations turns queries and keys: see `Architecture.rotations`."""
+    window: int | None = None
+    """The most recent tokens that a token attends to, itself included; None: all."""
+    scale: float | None = None
+    """Factor of the attention scores; None: 1 / sqrt(width of a head)."""
+    post_norms: bool = False
+    """Attention's and the MLP's outputs are normalised before they are added to the residual stream."""
+
+
+PLAIN = LayerKind()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A decoder with rotary positions. Fields are named like their flags; `kinds` says what they make of each layer."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    """Rows of the embedding, without Megatron's padding."""
+    max_position_embeddings: int
+    rotary_base: int
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    norm_epsilon: float
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    num_experts: int | None = None
+    """None: dense layers."""
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int = 2
+    moe_router_pre_softmax: bool = False
+    untie_embeddings_and_output_weights: bool
+    init_method_std: float
+    normalization: str = "RMSNorm"
+    swiglu: bool = True
+    add_bias_linear: bool = False
+    position_embedding_type: str = "rope"
+    rotary_percent: float = 1.0
+    rotary_seq_len_interpolation_factor: float | None = None
+    rotary_base_local: int | None = None
+    window_size: int | None = None
+    window_attn_skip_freq: int | None = None
+    softmax_scale: float | None = None
+    geglu: bool = False
+    apply_layernorm_1p: bool = False
+    sandwich_norm: bool = False
+    scale_embedding: bool = False
+
+    @property
+    def is_gated(self) -> bool:
+        """The MLP has a gate: ``activation(gate) x up``."""
+        return self.swiglu or self.geglu
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer.
+
+        Example: 6 layers with --window-size 512 and --window-attn-skip-freq 3 attend to 512 tokens, but the third and
+        the sixth to all.
+        """
+        every, window = self.window_attn_skip_freq, self.window_size
+        windowed = [window is not None and (every is None or number % every != 0) for number in self._numbers]
+        local = "main" if self.rotary_base_local is None else "local"
+        return tuple(
+            LayerKind(local if here else "main", window if here else None, self.softmax_scale,
+                      self.sandwich_norm)
+            for here in windowed
+        )  # fmt: skip
+
+    @property
+    def rotations(self) -> dict[str, tuple[int, float | None]]:
+        """Name -> base of the frequencies, and the factor that positions are divided by, if any."""
+        main = {"main": (self.rotary_base, self.rotary_seq_len_interpolation_factor)}
+        return main if self.rotary_base_local is None else main | {"local": (self.rotary_base_local, None)}
+
+    @property
+    def _numbers(self) -> range:
+        return range(1, self.num_layers + 1)
+
+    def settings(self) -> dict[str, Any]:
+        """Flag's name -> value."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def padded_vocabulary(vocab_size: int, divisible_by: int, tensor_size: int = 1) -> int:
+    """Megatron's rule: rows of the embedding are a multiple of ``divisible_by * tensor_size``."""
+    multiple = divisible_by * tensor_size
+    return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How pipeline stages share the layers.
+
+    8 layers on two stages with two chunks each (Megatron's virtual stages): 0 1 and 4 5, 2 3 and 6 7.
+    """
+
+    count: int = 1
+    first: int | None = None
+    """Layers of the first stage; None: as many as others."""
+    last: int | None = None
+    chunks: int = 1
+    """Parts of a stage's layers, with those of the other stages in between."""
+
+    def sizes(self, num_layers: int) -> list[int]:
+        """Layers of each stage; nothing where they cannot be shared like this.
+
+        Example: 7 layers on 3 stages with 3 on the first are 3, 2 and 2.
+        """
+        ends = [size for size in (self.first, self.last) if size is not None]
+        between = self.count - len(ends)
+        sizes = [max(0, num_layers - sum(ends)) // max(between, 1)] * self.count
+        if self.first is not None:
+            sizes[0] = self.first
+        if self.last is not None:
+            sizes[-1] = self.last
+        are_whole = all(size >= self.chunks and size % self.chunks == 0 for size in sizes)
+        return sizes if are_whole and sum(sizes) == num_layers else []
+
+    def layers_of(self, stage: int, num_layers: int) -> list[range]:
+        """The layers of each chunk of ``stage``, counted over the whole model."""
+        sizes = [size // self.chunks for size in self.sizes(num_layers)]
+        starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(self.chunks)]
+        return [range(start, start + sizes[stage]) for start in starts]
+
+
+ONE_STAGE = Stages()
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """What one rank has of the experts of each layer.
+
+    Of 4 experts on 2 expert-parallel ranks the second, `rank` 1, has experts 2 and 3.
+    """
+
+    ranks: int = 1
+    """Expert-parallel ranks: each has equally many experts."""
+    rank: int = 0
+    tensor_size: int | None = None
+    """Ranks that cut each of their experts; None: as many as cut the other linears."""
+
+    def of(self, num_experts: int) -> range:
+        """Experts of this rank, counted over the whole layer."""
+        count = num_experts // self.ranks
+        return range(self.rank * count, (self.rank + 1) * count)
+
+
+ALL_EXPERTS = ExpertShare()
