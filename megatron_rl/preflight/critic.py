@@ -38,7 +38,7 @@ def critic_problems(config: RLConfig, tokenizer: Tokenizer | None) -> list[Probl
 
 def _differences(directory: str, found: Architecture, config: RLConfig) -> list[str]:
     """The first flag of the shape that differs, and how many more do."""
-    own = {name: getattr(config.model, name) for name in found.settings() if name not in _FREE}
+    own = {name: config.value(name) for name in found.settings() if name not in _FREE}
     differ = [name for name, value in own.items() if getattr(found, name) != value]
     more = f" (and {len(differ) - 1} more settings differ)" if len(differ) > 1 else ""
     return [
