@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_rl.endpoint.answers import AnswerReader, Choice
 from megatron_rl.endpoint.fields import ApiError, refuse
@@ -23,8 +23,6 @@ from megatron_rl.endpoint.sessions import Planned, Session, SessionEnd
 from megatron_rl.errors import MegatronRLError, TextTooLong, one_line, shorten
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Desk:
         self._aborted: ApiError | None = None
         self._reader = ThreadPoolExecutor(1, "endpoint-texts")
 
-    def aside(self, do: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    def aside(self, do: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         """What ``do`` returns in the thread for texts, after all that was asked of it before."""
         return asyncio.get_running_loop().run_in_executor(self._reader, do, *arguments)
 

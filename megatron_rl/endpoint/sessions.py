@@ -58,24 +58,15 @@ class SessionEnd:
 @dataclass
 class _Node:
     planned: Planned
-    asked: _Asked
-    is_edited: bool
+    asked: str | blake2b | None
+    """A text, or the fingerprint of messages so far; None: ids."""
+    is_edited: bool = False
     completion: Completion | None = None
     """None while the call waits for its answer."""
     followers: int = 0
     """Calls that go on from its answer."""
     texts: tuple[str, ...] = ()
     """Of a text prompt with its answer: as returned, and with the stop string that ended it."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What one request asks all its choices."""
-
-    prompt: str | tuple[int, ...] | None
-    """None: messages."""
-    history: blake2b | None
-    """Of messages, to go on with the answer."""
 
 
 class Session:
@@ -124,7 +115,7 @@ class Session:
             return self._tokenizer.encode_reply(before, new, ended, self.environment, tools)
 
         try:
-            planned = self._begin(numbers, answered, encode, _Asked(None, sofar))
+            planned = self._begin(numbers, answered, encode, sofar)
         except MegatronRLError:
             raise
         except Exception as error:  # a template raises whatever its author chose
@@ -151,12 +142,12 @@ class Session:
             rest = prompt[longest:]
             return self._tokenizer.encode(self._tokenizer.without_end_token(rest) if self._has_ended(after) else rest)
 
-        return self._begin(numbers, answered, encode, _Asked(prompt, None))
+        return self._begin(numbers, answered, encode, prompt if isinstance(prompt, str) else None)
 
     def _known_text(self, prompt: str) -> dict[int, int]:
         """Characters of prompt and answer of the calls that ``prompt`` begins with."""
         # An answer without text leaves the prompt as it was: who asks the same once more does not go on from it.
-        others = ((call, node.texts) for call, node in self._nodes.items() if node.asked.prompt != prompt)
+        others = ((call, node.texts) for call, node in self._nodes.items() if node.asked != prompt)
         return {call: max((len(t) for t in texts if prompt.startswith(t)), default=0) for call, texts in others}
 
     def _known_ids(self, prompt: tuple[int, ...]) -> dict[int, int]:
@@ -165,13 +156,9 @@ class Session:
         for call, node in self._nodes.items():
             after = node.planned.after
             if node.completion is not None and (after is None or after in found):
-                end = begin = 0 if after is None else found[after]
-                for part in (node.planned.ids, node.completion.token_ids):
-                    begin, end = end, end + len(part)
-                    if prompt[begin:end] != part:
-                        break
-                else:
-                    found[call] = end
+                begin, part = found.get(after, 0), node.planned.ids + node.completion.token_ids
+                if prompt[begin : begin + len(part)] == part:
+                    found[call] = begin + len(part)
         return found
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -186,7 +173,7 @@ class Session:
         numbers: Sequence[int],
         answered: Sequence[int],
         encode: Callable[[int | None], Sequence[int]],
-        asked: _Asked,
+        asked: str | blake2b | None,
     ) -> list[Planned]:
         """Each goes on from one of ``answered``, calls with one history, if there are any; it is encoded once."""
 
@@ -197,7 +184,6 @@ class Session:
             # By their prompts: the order in which they come differs from run to run where several come at once.
             return ids, blake2b(array("q", whole).tobytes(), digest_size=16).digest(), len(whole)
 
-        begun = []
         for number in numbers:
             # The first that nothing goes on from, so that equal answers keep their own.
             after = min(answered, key=lambda call: (self._nodes[call].followers > 0, call), default=None)
@@ -207,22 +193,20 @@ class Session:
             taken.add(branch)
             if after is not None:
                 self._nodes[after].followers += 1
-            planned = Planned(after, ids, branch, num_read, fingerprint)
-            self._nodes[number] = _Node(planned, asked, is_edited=False)
-            begun.append(planned)
-        return begun
+            self._nodes[number] = _Node(Planned(after, ids, branch, num_read, fingerprint), asked)
+        return [self._nodes[number].planned for number in numbers]
 
     # -- its answer ------------------------------------------------------------------------------
 
     def answered(self, number: int, message: Message, completion: Completion) -> None:
         """What was sampled, and the assistant's message that the caller gets for it; of a text prompt its content."""
         node = self._nodes[number]
-        node.completion, asked = completion, node.asked
-        if isinstance(asked.prompt, str):
+        node.completion = completion
+        if isinstance(node.asked, str):
             whole = self._tokenizer.decode(completion.token_ids)
-            node.texts = tuple(asked.prompt + said for said in dict.fromkeys((message["content"], whole)))
-        elif asked.history is not None:
-            said, history = _canonical(message), asked.history.copy()
+            node.texts = tuple(node.asked + said for said in dict.fromkeys((message["content"], whole)))
+        elif node.asked is not None:
+            said, history = _canonical(message), node.asked.copy()
             history.update(_line(said))
             self._histories.setdefault(history.digest(), []).append(number)
             self._known.add(said)
