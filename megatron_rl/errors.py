@@ -121,6 +121,10 @@ class EnvironmentFault(MegatronRLError):
     """An environment (not a single sample) failed: its server, its data or its code."""
 
 
+class TextTooLong(MegatronRLError):
+    """A text has more characters than the tokens that there is room for; nothing of it was encoded."""
+
+
 class EngineError(MegatronRLError):
     """The rollout engine cannot go on."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.chat import ChatFormat
-from megatron_rl.errors import ConfigError, EnvironmentFault, one_line, shorten
+from megatron_rl.errors import ConfigError, EnvironmentFault, TextTooLong, one_line, shorten
 from megatron_rl.families.hf_config import end_token_ids, read_object
 from megatron_rl.registry import PARSERS
 from megatron_rl.tool_calls import parser_for
@@ -17,6 +18,7 @@ from megatron_rl.types import Message, Prompt
 
 Tools = Sequence[Mapping[str, Any]]
 MOST_TOKENS = 100_000_000
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _SPOKEN = "THEMODELSTURN"
 """Stands for what the model said while a template is rendered; templates strip and split, so no spaces."""
 
@@ -50,6 +52,8 @@ class Tokenizer:
         """Asked for, but no special tokens: a ``config.json`` may have the default of its class, an ordinary word."""
         self._chat: ChatFormat = ChatFormat()
         self._chats: Mapping[str, ChatFormat] = {}
+        self._most: tuple[int, int] | None = None
+        """Tokens and characters of the longest text, see `reading_at_most`."""
 
     def ending_also_at(self, token_ids: Iterable[int]) -> Tokenizer:
         """The same with further end tokens."""
@@ -64,6 +68,12 @@ class Tokenizer:
         formatting._chat = self._chat if chat is None else chat
         formatting._chats = self._chats if by_environment is None else by_environment
         return formatting
+
+    def reading_at_most(self, tokens: int) -> Tokenizer:
+        """The same for texts that anybody may send: `encode` refuses one that ``tokens`` tokens cannot hold unread."""
+        reading = copy(self)
+        reading._most = tokens, tokens * max(map(len, self._backend.get_vocab()))
+        return reading
 
     def chat_format(self, environment: str = "") -> ChatFormat:
         """What becomes of the chats of an environment: its own settings, the run's, and the tokenizer's template."""
@@ -100,7 +110,14 @@ class Tokenizer:
         return [bos] if self._backend.encode("a", add_special_tokens=True)[:1] == [bos] else []
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; no special tokens are added."""
+        """Ids of plain text; no special tokens are added.
+
+        Raises:
+            ConfigError: the tokenizer has no tokens for it.
+            TextTooLong: see `reading_at_most`.
+        """
+        if self._most is not None and len(text) > self._most[1]:
+            raise TextTooLong(f"{len(text):,} characters, and {self._most[0]:,} tokens have at most {self._most[1]:,}")
         try:
             return self._backend.encode(text, add_special_tokens=False)
         except Exception as error:  # tokenizers raises a plain Exception where neither text nor [UNK] is a token
@@ -206,13 +223,22 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], calls_of: str = "") -> str:
         """Text of the ids, special tokens left out but for those that the parser ``calls_of`` reads calls by."""
-        kept = PARSERS.get(calls_of).markers if calls_of else ()
-        left_out = {number for text, number in self.special_tokens.items() if text not in kept} if kept else set()
+        left_out = self.left_out(calls_of) if calls_of else ()
         return self._backend.decode(
             [number for number in token_ids if number not in left_out],
-            skip_special_tokens=not kept,
+            skip_special_tokens=not (calls_of and PARSERS.get(calls_of).markers),
             clean_up_tokenization_spaces=False,
         )
+
+    def left_out(self, calls_of: str = "") -> frozenset[int]:
+        """The ids that `decode` leaves out."""
+        kept = PARSERS.get(calls_of).markers if calls_of else ()
+        return frozenset(number for text, number in self.special_tokens.items() if text not in kept)
+
+    @cached_property
+    def byte_tokens(self) -> frozenset[int]:
+        """Ids of ``<0x00>`` to ``<0xFF>``: what a run of them means is known when it has ended."""
+        return frozenset(number for text, number in self._backend.get_vocab().items() if _BYTE.fullmatch(text))
 
     def decode_raw(self, token_ids: Sequence[int]) -> str:
         """Text of the ids as the model sees them, special tokens by name; for records."""

@@ -5,6 +5,8 @@
 #
 # PYTHON=python3.12 picks the interpreter. One that has everything already (setup.py's versions, on PYTHONPATH too) is
 # used as it is: nothing is installed, no network is needed, and .venv/bin only leads to it. INSTALL=1 installs anyway.
+# PIP_EXTRA_INDEX_URL with the index of PyTorch's CPU builds (pytorch.org, "Get started") brings a small torch for a
+# machine without a GPU; else pip takes the CUDA build, 2.8 GB with its libraries.
 # TORCH="" keeps a torch that is already importable (for example in an NGC container, with
 # VENV_FLAGS=--system-site-packages) while the rest is installed.
 set -euo pipefail
@@ -54,7 +56,8 @@ if [ ! -x .venv/bin/python ] || [ -f .venv/as-it-is ]; then
     rm -rf .venv
     "${found[0]}" -m venv ${VENV_FLAGS:-} .venv
 fi
-echo "installing into .venv (about a minute) ..." >&2
+echo "installing into .venv: some minutes. On Linux pip brings the CUDA build of torch, 2.8 GB with its libraries, unless" >&2
+echo "PIP_EXTRA_INDEX_URL has the index of PyTorch's CPU builds (pytorch.org, \"Get started\", CPU)." >&2
 pip_install() { .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile "$@"; }
 # torch first and alone: on a machine without a GPU nothing later may replace it by a CUDA build.
 TORCH=${TORCH-$(grep '^torch==' constraints.txt)}

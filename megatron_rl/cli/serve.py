@@ -12,7 +12,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from megatron_rl.cli.start import ModelCommand
 from megatron_rl.config import RLConfig
 from megatron_rl.config.flags import flag
 from megatron_rl.errors import ConfigError
+from megatron_rl.estimate import slot_bytes
 from megatron_rl.user_files import read_text
 
 if TYPE_CHECKING:
@@ -75,7 +76,22 @@ def _parse(words: Sequence[str], world_size: int) -> Job:
             f"{world_size} ranks hold {copies} copies of the model, and serve has one; make them "
             "--tensor-model-parallel-size or --pipeline-model-parallel-size, or start one server for each copy"
         ])
-    return Job(config, place, place.served_model_name or os.path.basename(os.path.realpath(words[0])))
+    return Job(_with_cache(config), place, place.served_model_name or os.path.basename(os.path.realpath(words[0])))
+
+
+def _with_cache(config: RLConfig) -> RLConfig:
+    """With a bound of the KV cache unless the user gave one, or how many answers are decoded at once.
+
+    `AT_ONCE` sequences of full length would be ten times a small model, and few are that long. As much as the weights
+    is enough: at least 1 GiB, and two sequences of full length.
+    """
+    rollout = config.rollout
+    flags = {"inference_dynamic_batching_buffer_size_gb", "rl_rollout_memory_fraction"}
+    if flags & config.typed.keys() or rollout.inference_max_batch_size != AT_ONCE:
+        return config
+    numbers = sum(parameter.size for parameter in config.layout().parameters)
+    size = max(2**30, numbers * (2 if config.precision.bf16 else 4), 2 * slot_bytes(config))
+    return replace(config, rollout=replace(rollout, inference_dynamic_batching_buffer_size_gb=size / 2**30))
 
 
 def _check(place: Place) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from megatron_rl.endpoint.growing import GrowingText
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.tool_calls import END_OF_THOUGHT, THOUGHT, Tools, parse
 from megatron_rl.types import Completion, Message
@@ -70,9 +71,13 @@ class AnswerReader:
         found = [index for index in map(text.find, self._stop) if index >= 0]
         return text[: min(found)] if found else text
 
-    def so_far(self, token_ids: Sequence[int]) -> str:
-        """What stays whatever comes: without half a character, or what may be the beginning of a stop string."""
-        text = self._cut(self._tokenizer.decode(token_ids, self._parser).rstrip(HALF))
+    def growing(self) -> GrowingText:
+        """What `certain` is asked of, for one answer."""
+        return GrowingText(self._tokenizer, self._parser)
+
+    def certain(self, text: str) -> str:
+        """What of a text stays whatever comes: not half a character, or what may be the beginning of a stop string."""
+        text = self._cut(text.rstrip(HALF))
         held = max((_begun(text, string) for string in self._stop), default=0)
         text = text[: len(text) - held]
         return _before_calls(text) if self._parser else text
@@ -120,31 +125,33 @@ class Envelope:
             "choices": choices, **more,
         }  # fmt: skip
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any], logprobs: Tokenizer | None) -> dict[str, Any]:
-        """The answer to a request that does not stream; ``logprobs`` decodes tokens where they are wanted."""
-        shown = []
-        for index, choice in enumerate(choices):
-            said = {"message": choice.message} if self.is_chat else {"text": choice.text}
-            shown.append({"index": index, **said, **self.ending(choice, logprobs)})
-        policy = f"policy-{choices[0].completion.policy_version}"
-        return self.around(shown, usage=usage, system_fingerprint=policy)
+    def whole(self, shown: Sequence[str], usage: dict[str, Any], policy_version: int) -> str:
+        """The JSON answer to a request that does not stream, of its choices as `shown`."""
+        rest = self.around([], usage=usage, system_fingerprint=f"policy-{policy_version}")
+        del rest["choices"]
+        return f'{json.dumps(rest)[:-1]}, "choices": [{", ".join(shown)}]}}'
 
-    def delta(self, index: int, text: str, first: bool) -> dict[str, Any]:
-        """A chunk with more text of a choice."""
+    def shown(self, index: int, choice: Choice, logprobs: Tokenizer | None) -> str:
+        """JSON of one choice; ``logprobs`` decodes tokens where they are wanted."""
+        said = {"message": choice.message} if self.is_chat else {"text": choice.text}
+        return json.dumps({"index": index, **said, **self.ending(choice, logprobs)})
+
+    def delta(self, index: int, text: str, first: bool) -> bytes:
+        """The event of a chunk with more text of a choice."""
         if not self.is_chat:
             said: dict[str, Any] = {"text": text}
         else:
             said = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
-        return self.around([{"index": index, **said, "logprobs": None, "finish_reason": None}], chunk=True)
+        return event(self.around([{"index": index, **said, "logprobs": None, "finish_reason": None}], chunk=True))
 
-    def last(self, index: int, choice: Choice, rest: str, logprobs: Tokenizer | None) -> dict[str, Any]:
-        """The last chunk of a choice: the rest of its text, its calls of tools, its log-probs."""
+    def last(self, index: int, choice: Choice, rest: str, logprobs: Tokenizer | None) -> bytes:
+        """The event of a choice's last chunk: the rest of its text, its calls of tools, its log-probs."""
         if not self.is_chat:
             said: dict[str, Any] = {"text": rest}
         else:
             calls = [{"index": number, **call} for number, call in enumerate(choice.tool_calls)]
             said = {"delta": {**({"content": rest} if rest else {}), **({"tool_calls": calls} if calls else {})}}
-        return self.around([{"index": index, **said, **self.ending(choice, logprobs)}], chunk=True)
+        return event(self.around([{"index": index, **said, **self.ending(choice, logprobs)}], chunk=True))
 
     def ending(self, choice: Choice, logprobs: Tokenizer | None) -> dict[str, Any]:
         """Why it ended, and its log-probs."""

@@ -55,7 +55,7 @@ class Endpoint:
         self._streams: set[int] = set()
         """Calls that want to be shown."""
         limits = Limits(models, max_sequence_length, max_new_tokens, sampling or SamplingParams())
-        self._desk = Desk(tokenizer, limits, self._inbox.put, self._inbox.drop)
+        self._desk = Desk(tokenizer.reading_at_most(max_sequence_length), limits, self._inbox.put, self._inbox.drop)
         self._http = HttpThread(self._desk, self.token, host, port)
 
     def start(self) -> None:
@@ -83,11 +83,11 @@ class Endpoint:
 
     def open_session(self, environment: str) -> str:
         """A session for a sample of ``environment``; its id, see `base_url`."""
-        return self._http.ask(self._desk.open_session, environment)
+        return self._http.result(self._desk.open_session(environment))
 
     def close_session(self, session: str) -> SessionEnd:
         """The sample has its reward: calls of it that wait, and later ones, get 410."""
-        return self._http.ask(self._desk.close_session, session)
+        return self._http.result(self._desk.close_session(session))
 
     # -- calls -----------------------------------------------------------------------------------
 

@@ -1,11 +1,17 @@
-"""What waits for answers: open sessions and calls. All of it belongs to the HTTP thread, so there are no locks."""
+"""What waits for answers: open sessions and calls.
+
+All of it belongs to the HTTP thread, and what is in the sessions to a second one. Whatever reads texts runs there, job
+by job in the order asked, so that no text keeps others from being heard. So there are no locks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +20,7 @@ from megatron_rl.endpoint.answers import AnswerReader, Choice
 from megatron_rl.endpoint.fields import ApiError, refuse
 from megatron_rl.endpoint.protocol import Asked, ChatRequest, TextRequest
 from megatron_rl.endpoint.sessions import Planned, Session, SessionEnd
-from megatron_rl.errors import MegatronRLError, one_line, shorten
+from megatron_rl.errors import MegatronRLError, TextTooLong, one_line, shorten
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
 
@@ -47,6 +53,8 @@ class Call:
     """One of `Limits.models`."""
 
 
+Aside = Callable[..., Awaitable[Any]]
+"""`Desk.aside`."""
 Shower = Callable[[int, tuple[int, ...]], None]
 """Takes the number of a choice and all its tokens so far."""
 
@@ -101,19 +109,29 @@ class Desk:
         """Of calls of tools, by environment."""
         self._waiting: dict[int, Waiting] = {}
         self._numbers = itertools.count()
+        self._aborted: ApiError | None = None
+        self._reader = ThreadPoolExecutor(1, "endpoint-texts")
+
+    def aside(self, do: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        """What ``do`` returns in the thread for texts, after all that was asked of it before."""
+        return asyncio.get_running_loop().run_in_executor(self._reader, do, *arguments)
+
+    def close(self) -> None:
+        """End that thread; the event loop must still run, and nobody asks any more."""
+        self._reader.shutdown(cancel_futures=True)
 
     # -- sessions --------------------------------------------------------------------------------
 
-    def open_session(self, environment: str) -> str:
+    async def open_session(self, environment: str) -> str:
         """Its id."""
         session = secrets.token_urlsafe(12)
         self._sessions[session] = Session(environment, self.tokenizer)
         return session
 
-    def close_session(self, session: str) -> SessionEnd:
+    async def close_session(self, session: str) -> SessionEnd:
         """Calls of it that wait get 410."""
         self._fail(_over(), lambda waiting: waiting.call.session == session)
-        return self._sessions.pop(session).end()
+        return await self.aside(self._sessions.pop(session).end)
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -125,59 +143,70 @@ class Desk:
             known = f"there is no model {shorten(name)}{'' if session is None else ' in a session'}; here is {here}"
             raise ApiError(404, "model_not_found", known, "model")
 
-    def ask_chat(self, session: str | None, request: ChatRequest, show: Shower | None) -> list[Waiting]:
+    async def ask_chat(self, session: str | None, request: ChatRequest, show: Shower | None) -> list[Waiting]:
         """The calls of ``request``, one a choice; ``show`` wants to see them meanwhile.
 
         Raises:
             ApiError: the session is over, the template refuses the messages, or there is no room for an answer.
         """
         among = self._session(session)
-        parser = self._parser(among.environment) if request.tools else ""
+        parser = await self.aside(self._parser, among.environment) if request.tools else ""
         # No other call of its conversation has these ids, and they are the same in each run.
         prefix = f"call_{len(request.messages)}"
         reads = parser if request.reads_calls else ""
         reader = AnswerReader(self.tokenizer, request.asked.stop, reads, request.tools, prefix)
         plan = partial(among.begin_chat, messages=request.messages, tools=request.tools)
-        return self._ask(session, among, request.asked, [("messages", plan)], reader, show)
+        return await self._ask(session, among, request.asked, [("messages", plan)], reader, show)
 
-    def ask_text(self, session: str | None, request: TextRequest, show: Shower | None) -> list[Waiting]:
+    async def ask_text(self, session: str | None, request: TextRequest, show: Shower | None) -> list[Waiting]:
         """The same for prompts: the choices of the first one first."""
         among, reader = self._session(session), AnswerReader(self.tokenizer, request.asked.stop)
         plans = [("prompt", partial(among.begin_text, prompt=prompt)) for prompt in request.prompts]
-        return self._ask(session, among, request.asked, plans, reader, show)
+        return await self._ask(session, among, request.asked, plans, reader, show)
 
-    def _ask(
+    async def _ask(
         self,
         session: str | None,
         among: Session,
         asked: Asked,
-        plans: list[tuple[str, Callable[[int], Planned]]],
+        plans: list[tuple[str, Callable[[Sequence[int]], list[Planned]]]],
         reader: AnswerReader,
         show: Shower | None,
     ) -> list[Waiting]:
         """All are planned before one is handed over: of a request that is refused nothing is answered."""
         self.check_model(asked.model, session)
-        begun: list[tuple[int, Planned]] = []
-        try:
+        numbers: list[int] = []
+        begun: list[Planned] = []
+        with ExitStack() as refused:  # or hung up meanwhile
+            refused.callback(lambda: self._reader.submit(among.forget, numbers))
             for param, plan in plans:
-                for _ in range(asked.n):
-                    number = next(self._numbers)
-                    begun.append((number, plan(number)))
-                    self._check_room(begun[-1][1], param)
-        except (ApiError, MegatronRLError) as error:
-            for number, _ in begun:
-                among.forget(number)
-            if isinstance(error, ApiError):
-                raise
-            refuse(param, f"cannot be put to this model: {one_line(str(error))}")
+                new = list(itertools.islice(self._numbers, asked.n))
+                numbers += new
+                begun += await self._planned(partial(plan, new), param)
+            if self._aborted is not None:
+                raise self._aborted
+            if session is not None and session not in self._sessions:
+                raise _over()
+            refused.pop_all()
         waiting = []
-        for index, (number, planned) in enumerate(begun):
+        for index, (number, planned) in enumerate(zip(numbers, begun, strict=True)):
             call = self._call(number, session, planned, asked, index % asked.n)
             answer = asyncio.get_running_loop().create_future()
             self._waiting[number] = Waiting(call, planned.num_read, reader, answer, show and partial(show, index))
             self._put(call)
             waiting.append(self._waiting[number])
         return waiting
+
+    async def _planned(self, plan: Callable[[], list[Planned]], param: str) -> list[Planned]:
+        try:
+            planned = await self.aside(plan)
+        except TextTooLong as error:
+            raise _beyond(self.limits.max_sequence_length, str(error), param) from error
+        except MegatronRLError as error:
+            refuse(param, f"cannot be put to this model: {one_line(str(error))}")
+        for each in planned:
+            self._check_room(each, param)
+        return planned
 
     def _parser(self, environment: str) -> str:
         """Which one reads calls in this model's answers; raises ApiError where tools are of no use to it."""
@@ -194,11 +223,7 @@ class Desk:
         if planned.num_read == 0:
             refuse(param, "is empty; give the model a word to go on from")
         if planned.num_read >= self.limits.max_sequence_length:
-            raise ApiError(
-                400, "context_length_exceeded",
-                f"the maximum context length is {self.limits.max_sequence_length} tokens for prompt and answer, and "
-                f"the prompt has {planned.num_read}; shorten it", param,
-            )  # fmt: skip
+            raise _beyond(self.limits.max_sequence_length, str(planned.num_read), param)
 
     def _call(self, number: int, session: str | None, planned: Planned, asked: Asked, choice: int) -> Call:
         limits = self.limits
@@ -225,10 +250,8 @@ class Desk:
         waiting = self._waiting.pop(number, None)
         if waiting is None:
             return
-        choice = waiting.reader.choice(completion)
-        if waiting.call.session is not None:
-            self._sessions[waiting.call.session].answered(number, choice.message, completion)
-        waiting.answer.set_result(choice)
+        session = None if waiting.call.session is None else self._sessions[waiting.call.session]
+        self.aside(_read, waiting, session, completion).add_done_callback(partial(_settle, waiting.answer))
 
     def progress(self, number: int, token_ids: tuple[int, ...]) -> None:
         """All tokens of a call so far."""
@@ -244,7 +267,8 @@ class Desk:
 
     def abort(self, why: str) -> None:
         """All calls that wait get 503."""
-        self._fail(ApiError(503, "no_rollout", why), lambda waiting: True)
+        self._aborted = ApiError(503, "no_rollout", why)
+        self._fail(self._aborted, lambda waiting: True)
 
     def _fail(self, error: ApiError, concerned: Callable[[Waiting], bool]) -> None:
         for waiting in [waiting for waiting in self._waiting.values() if concerned(waiting)]:
@@ -252,14 +276,29 @@ class Desk:
             waiting.answer.set_exception(error)
             waiting.answer.exception()  # one choice of several tells the client; asyncio would log the others
 
-
     def _forget(self, waiting: Waiting) -> None:
         number = waiting.call.number
         del self._waiting[number]
         self._drop(number)
         session = self._sessions.get(waiting.call.session or "")
         if session is not None:
-            session.forget(number)
+            self._reader.submit(session.forget, [number])
+
+
+def _read(waiting: Waiting, session: Session | None, completion: Completion) -> Choice:
+    choice = waiting.reader.choice(completion)
+    if session is not None:
+        session.answered(waiting.call.number, choice.message, completion)
+    return choice
+
+
+def _settle(answer: asyncio.Future[Choice], read: asyncio.Future[Choice]) -> None:
+    if read.cancelled():  # the endpoint has closed
+        answer.cancel()
+    elif (error := read.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(read.result())
 
 
 def sampling_of(asked: Asked, default: SamplingParams, max_new_tokens: int) -> SamplingParams:
@@ -274,6 +313,14 @@ def sampling_of(asked: Asked, default: SamplingParams, max_new_tokens: int) -> S
         max_new_tokens=max_new_tokens,
         stop=tuple(dict.fromkeys((*default.stop, *asked.stop))),
     )
+
+
+def _beyond(longest: int, has: str, param: str) -> ApiError:
+    return ApiError(
+        400, "context_length_exceeded",
+        f"the maximum context length is {longest} tokens for prompt and answer, and the prompt has {has}; shorten it",
+        param,
+    )  # fmt: skip
 
 
 def _over() -> ApiError:

@@ -17,7 +17,10 @@ from megatron_rl.types import Message
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
 MAX_PROMPTS = 256
+MAX_ANSWERS = 256
+"""Choices of all prompts together."""
 LEAST_TEMPERATURE = 1e-3
 """Logits divided by less have log-probs that are no numbers."""
 HARMLESS = frozenset({
@@ -110,6 +113,8 @@ def read_text(body: Any, vocab_size: int) -> TextRequest:
         refuse("logprobs", f"is {shorten(logprobs)}; 0 gives those of the sampled tokens, others are not known")
     best_of = fields.number("best_of", int, 1)
     asked = _asked(fields, logprobs is not None, fields.number("max_tokens", int, 1))
+    if len(prompts) * asked.n > MAX_ANSWERS:
+        refuse("n", f"is {asked.n} for each of {len(prompts)} prompts; ask for at most {MAX_ANSWERS} answers at once")
     if best_of not in (None, asked.n):
         refuse("best_of", f"is {best_of}, which is not supported; ask for 'n' answers and choose among them")
     return TextRequest(asked, prompts)
@@ -163,6 +168,8 @@ def _stop(value: Any) -> tuple[str, ...]:
     for index, text in enumerate(strings):
         if not typed(text, str, f"stop[{index}]"):
             refuse(f"stop[{index}]", "is empty; every answer would stop before it begins")
+        if len(text) > MAX_STOP_CHARACTERS:
+            refuse(f"stop[{index}]", f"has {len(text):,} characters; give at most {MAX_STOP_CHARACTERS}")
     return tuple(dict.fromkeys(strings))
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's routes over HTTP, in a thread with an event loop of its own.
+"""OpenAI's routes over HTTP, in a thread with an event loop of its own; what takes long is done aside (`Desk.aside`).
 
     GET  /health                       without a token
     GET  /v1/models, /v1/models/{model}
@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import uvloop
@@ -23,7 +24,7 @@ from megatron_rl.endpoint.fields import ApiError
 from megatron_rl.endpoint.protocol import ChatRequest, TextRequest, read_chat, read_text
 from megatron_rl.endpoint.streaming import Stream
 from megatron_rl.errors import ConfigError, one_line
-from megatron_rl.json_text import check_bounds, loads
+from megatron_rl.json_text import MAX_VALUES, check_bounds, loads
 
 MAX_BODY_BYTES = 16 * 2**20
 _SHUTDOWN_SECONDS = 1.0
@@ -51,13 +52,14 @@ class HttpThread:
             ConfigError: the address cannot be had.
         """
         self._thread.start()
-        self._result(self._listen())
+        self.result(self._listen())
 
     def close(self) -> None:
         """Calls that wait get 503, and nothing listens afterwards. Safe to call again."""
         if not self._thread.is_alive():
             return
-        self._result(self._stop())
+        self.result(self._stop())
+        self._desk.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -66,15 +68,8 @@ class HttpThread:
         """``do`` in the thread; in the order asked."""
         self._loop.call_soon_threadsafe(do, *arguments)
 
-    def ask(self, do: Callable[..., T], *arguments: Any) -> T:
-        """What ``do`` returns in the thread, after all that was asked of it before."""
-
-        async def run() -> T:
-            return do(*arguments)
-
-        return self._result(run())
-
-    def _result(self, work: Coroutine[Any, Any, T]) -> T:
+    def result(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` returns in the thread, after all that was asked of it before."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _listen(self) -> None:
@@ -131,19 +126,25 @@ class Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """An answer to messages."""
-        return await self._answer(request, "chat.completion", read_chat(await _body(request)), self._desk.ask_chat)
+        wanted = await self._desk.aside(_wanted, await request.read(), read_chat)
+        return await self._answer(request, "chat.completion", wanted, self._desk.ask_chat)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answers to prompts."""
-        wanted = read_text(await _body(request), self._desk.tokenizer.vocab_size)
+        read = partial(read_text, vocab_size=self._desk.tokenizer.vocab_size)
+        wanted = await self._desk.aside(_wanted, await request.read(), read)
         return await self._answer(request, "text_completion", wanted, self._desk.ask_text)
 
     async def _answer(
-        self, request: web.Request, kind: str, wanted: Wanted, ask: Callable[[str | None, Wanted, Any], list[Waiting]]
+        self,
+        request: web.Request,
+        kind: str,
+        wanted: Wanted,
+        ask: Callable[[str | None, Wanted, Any], Awaitable[list[Waiting]]],
     ) -> web.StreamResponse:
-        asked = wanted.asked
-        stream, envelope = Stream(asked.include_usage) if asked.stream else None, Envelope(kind, asked.model)
-        waiting = ask(request.match_info.get("session"), wanted, stream and stream.show)
+        asked, aside = wanted.asked, self._desk.aside
+        stream, envelope = Stream(asked.include_usage, aside) if asked.stream else None, Envelope(kind, asked.model)
+        waiting = await ask(request.match_info.get("session"), wanted, stream and stream.show)
         decoder = self._desk.tokenizer if asked.logprobs else None
         try:
             if stream is not None:
@@ -152,22 +153,28 @@ class Routes:
         finally:
             self._desk.leave(waiting)
         choices = [each.answer.result() for each in waiting]
-        return web.json_response(envelope.whole(choices, usage_of(waiting, asked.n), decoder))
+        # One by one: nobody is heard while JSON is made of a value.
+        shown = [await aside(envelope.shown, index, choice, decoder) for index, choice in enumerate(choices)]
+        version = choices[0].completion.policy_version
+        text = envelope.whole(shown, usage_of(waiting, asked.n), version)
+        return web.Response(text=text, content_type="application/json")
 
 
 async def _health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-async def _body(request: web.Request) -> Any:
-    """The JSON of the request; raises ApiError."""
-    data = await request.read()
+def _wanted(data: bytes, read: Callable[[Any], Wanted]) -> Wanted:
+    """The request in the bytes of a body; raises ApiError."""
+    # Nobody is heard while JSON is read, and ten million empty lists take seconds.
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ApiError(413, "too_large", f"the body has more than {MAX_VALUES:,} commas and brackets; send less")
     try:
         body = loads(data)
         check_bounds(body)
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON: {one_line(str(error), 200)}") from error
-    return body
+    return read(body)
 
 
 def _asking_for(token: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:

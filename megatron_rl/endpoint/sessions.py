@@ -8,21 +8,22 @@ time: other tokens may come of it. So the history is looked for among the answer
     call 2   system, user, ANSWER 0, other tool    goes on from call 0, too: a branch
     call 3   system, summary                       a root: another branch
 
-Pure bookkeeping without I/O; the endpoint's HTTP thread owns it.
+Pure bookkeeping without I/O, in the endpoint's thread for texts alone, see `Desk`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from typing import Any
 
-from megatron_rl.errors import EnvironmentFault
+from megatron_rl.errors import EnvironmentFault, MegatronRLError
 from megatron_rl.json_text import parse_json
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, Message
@@ -40,6 +41,8 @@ class Planned:
     """The lowest number that no other call of the sample with the very same prompt has, see `Request.branch`."""
     num_read: int
     """Tokens of the whole prompt."""
+    prompt: bytes
+    """Fingerprint of them."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,13 @@ class SessionEnd:
 @dataclass
 class _Node:
     planned: Planned
-    prompt: bytes
-    """Fingerprint of its tokens."""
-    asked: tuple[Message, ...] | str | tuple[int, ...]
-    """What the caller sent: messages, text, or ids."""
-    tools: tuple[Mapping[str, Any], ...]
-    is_edited: bool
+    asked: str | blake2b | None
+    """A text, or the fingerprint of messages so far; None: ids."""
+    is_edited: bool = False
     completion: Completion | None = None
     """None while the call waits for its answer."""
+    followers: int = 0
+    """Calls that go on from its answer."""
     texts: tuple[str, ...] = ()
     """Of a text prompt with its answer: as returned, and with the stop string that ended it."""
 
@@ -78,87 +80,121 @@ class Session:
         """By number of the call, in the order asked."""
         self._histories: dict[bytes, list[int]] = {}
         """Fingerprint of messages up to and with an answer -> the calls that gave it."""
+        self._branches: dict[bytes, set[int]] = {}
+        """Fingerprint of a prompt -> the branches of its calls."""
         self._known: set[str] = set()
         """The assistant messages that are no news: sampled ones, and those that an earlier call had."""
 
     def end(self) -> SessionEnd:
         """The sample has its reward."""
-        answered = tuple(number for number, node in self._nodes.items() if node.completion is not None)
-        return SessionEnd(sum(node.is_edited for node in self._nodes.values()), answered)
+        answered = [(number, node) for number, node in self._nodes.items() if node.completion is not None]
+        return SessionEnd(sum(node.is_edited for _, node in answered), tuple(number for number, _ in answered))
 
     # -- a call comes ----------------------------------------------------------------------------
 
     def begin_chat(
-        self, number: int, messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...] = ()
-    ) -> Planned:
-        """A call with a chat: it goes on from the longest history that was answered. Contents are text or None.
+        self, numbers: Sequence[int], messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...] = ()
+    ) -> list[Planned]:
+        """Calls with one chat: they go on from the longest history that was answered. Contents are text or None.
 
         Raises:
             EnvironmentFault: the chat template refuses the messages; there was no call then.
+            TextTooLong: see `Tokenizer.reading_at_most`.
         """
-        after, known = None, 0
-        for count, fingerprint in enumerate(_fingerprints(messages, tools), start=1):
-            if fingerprint in self._histories:
-                after, known = self._pick(self._histories[fingerprint]), count
-        new, before = messages[known:], messages[: known - 1]
-        try:
+        said = [_canonical(message) for message in messages]
+        sofar, answered, known = blake2b(_sorted(list(tools)).encode(), digest_size=16), [], 0
+        for count, text in enumerate(said, start=1):
+            sofar.update(_line(text))
+            if found := self._histories.get(sofar.digest()):
+                answered, known = found, count
+
+        def encode(after: int | None) -> Sequence[int]:
             if after is None:
-                ids = self._tokenizer.encode_prompt(messages, self.environment, tools)
-            else:
-                ids = self._tokenizer.encode_reply(before, new, self._has_ended(after), self.environment, tools)
-        except EnvironmentFault:
+                return self._tokenizer.encode_prompt(messages, self.environment, tools)
+            before, new, ended = messages[: known - 1], messages[known:], self._has_ended(after)
+            return self._tokenizer.encode_reply(before, new, ended, self.environment, tools)
+
+        try:
+            planned = self._begin(numbers, answered, encode, sofar)
+        except MegatronRLError:
             raise
         except Exception as error:  # a template raises whatever its author chose
             raise EnvironmentFault(f"the chat template refuses the messages: {error}") from error
-        unsampled = {_canonical(message) for message in new if message["role"] == "assistant"}
-        is_edited = bool(self._nodes and unsampled - self._known)
+        new = zip(messages[known:], said[known:], strict=True)
+        unsampled = {text for message, text in new if message["role"] == "assistant"}
+        # The calls before these may be none, and the choices of one request are edited together: the first counts.
+        self._nodes[numbers[0]].is_edited = len(self._nodes) > len(numbers) and bool(unsampled - self._known)
         self._known |= unsampled
-        return self._begin(number, after, ids, messages, tools, is_edited)
+        return planned
 
-    def begin_text(self, number: int, prompt: str | tuple[int, ...]) -> Planned:
-        """A call with a text or ids: it goes on from the longest prompt with its answer that it begins with."""
-        found = {call: known for call in self.end().calls if (known := self._known_of(prompt, call))}
-        if not found:
-            ids = self._tokenizer.encode_prompt(prompt, self.environment) if isinstance(prompt, str) else prompt
-            return self._begin(number, None, ids, prompt)
-        longest = max(found.values())
-        after, rest = self._pick([call for call, known in found.items() if known == longest]), prompt[longest:]
-        if isinstance(rest, str):
+    def begin_text(self, numbers: Sequence[int], prompt: str | tuple[int, ...]) -> list[Planned]:
+        """Calls with a text or ids: they go on from the longest prompt with its answer that it begins with."""
+        found = self._known_text(prompt) if isinstance(prompt, str) else self._known_ids(prompt)
+        longest = max(found.values(), default=0)
+        answered = [call for call, known in found.items() if known == longest > 0]
+
+        def encode(after: int | None) -> Sequence[int]:
+            if not isinstance(prompt, str):
+                return prompt[longest:]
+            if after is None:
+                return self._tokenizer.encode_prompt(prompt, self.environment)
             # Texts are returned without the end token; one that the caller has put there stands for it.
-            rest = self._tokenizer.without_end_token(rest) if self._has_ended(after) else rest
-            rest = self._tokenizer.encode(rest)
-        return self._begin(number, after, rest, prompt)
+            rest = prompt[longest:]
+            return self._tokenizer.encode(self._tokenizer.without_end_token(rest) if self._has_ended(after) else rest)
 
-    def _known_of(self, prompt: str | tuple[int, ...], number: int) -> int:
-        """Characters or ids of a call's prompt with its answer, if ``prompt`` begins with them; else 0."""
-        if not isinstance(prompt, str):
-            ids = self._history(number)
-            return len(ids) if prompt[: len(ids)] == ids else 0
-        node = self._nodes[number]
+        return self._begin(numbers, answered, encode, prompt if isinstance(prompt, str) else None)
+
+    def _known_text(self, prompt: str) -> dict[int, int]:
+        """Characters of prompt and answer of the calls that ``prompt`` begins with."""
         # An answer without text leaves the prompt as it was: who asks the same once more does not go on from it.
-        return max((len(t) for t in node.texts if prompt.startswith(t) and prompt != node.asked), default=0)
+        others = ((call, node.texts) for call, node in self._nodes.items() if node.asked != prompt)
+        return {call: max((len(t) for t in texts if prompt.startswith(t)), default=0) for call, texts in others}
 
-    def forget(self, number: int) -> None:
-        """The call began, and has no answer: it was refused, or its client hung up."""
-        del self._nodes[number]
+    def _known_ids(self, prompt: tuple[int, ...]) -> dict[int, int]:
+        """The same in ids; a call stands behind the one that it goes on from."""
+        found: dict[int, int] = {}
+        for call, node in self._nodes.items():
+            after = node.planned.after
+            if node.completion is not None and (after is None or after in found):
+                begin, part = found.get(after, 0), node.planned.ids + node.completion.token_ids
+                if prompt[begin : begin + len(part)] == part:
+                    found[call] = begin + len(part)
+        return found
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """They have no answer: they were refused, perhaps before they began, or their client hung up."""
+        for node in [self._nodes.pop(number) for number in numbers if number in self._nodes]:
+            self._branches[node.planned.prompt].remove(node.planned.branch)
+            if node.planned.after is not None:
+                self._nodes[node.planned.after].followers -= 1
 
     def _begin(
         self,
-        number: int,
-        after: int | None,
-        ids: Sequence[int],
-        asked: tuple[Message, ...] | str | tuple[int, ...],
-        tools: tuple[Mapping[str, Any], ...] = (),
-        is_edited: bool = False,
-    ) -> Planned:
-        prompt_ids = (() if after is None else self._history(after)) + tuple(ids)
-        # By their prompts: the order in which they come differs from run to run where several come at once.
-        prompt = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).digest()
-        taken = {node.planned.branch for node in self._nodes.values() if node.prompt == prompt}
-        branch = next(number for number in itertools.count() if number not in taken)
-        planned = Planned(after, tuple(ids), branch, len(prompt_ids))
-        self._nodes[number] = _Node(planned, prompt, asked, tools, is_edited)
-        return planned
+        numbers: Sequence[int],
+        answered: Sequence[int],
+        encode: Callable[[int | None], Sequence[int]],
+        asked: str | blake2b | None,
+    ) -> list[Planned]:
+        """Each goes on from one of ``answered``, calls with one history, if there are any; it is encoded once."""
+
+        @cache
+        def prompt(after: int | None) -> tuple[tuple[int, ...], bytes, int]:
+            ids = tuple(encode(after))
+            whole = (() if after is None else self._history(after)) + ids
+            # By their prompts: the order in which they come differs from run to run where several come at once.
+            return ids, blake2b(array("q", whole).tobytes(), digest_size=16).digest(), len(whole)
+
+        for number in numbers:
+            # The first that nothing goes on from, so that equal answers keep their own.
+            after = min(answered, key=lambda call: (self._nodes[call].followers > 0, call), default=None)
+            ids, fingerprint, num_read = prompt(after)
+            taken = self._branches.setdefault(fingerprint, set())
+            branch = next(branch for branch in itertools.count() if branch not in taken)
+            taken.add(branch)
+            if after is not None:
+                self._nodes[after].followers += 1
+            self._nodes[number] = _Node(Planned(after, ids, branch, num_read, fingerprint), asked)
+        return [self._nodes[number].planned for number in numbers]
 
     # -- its answer ------------------------------------------------------------------------------
 
@@ -169,17 +205,13 @@ class Session:
         if isinstance(node.asked, str):
             whole = self._tokenizer.decode(completion.token_ids)
             node.texts = tuple(node.asked + said for said in dict.fromkeys((message["content"], whole)))
-        elif node.asked and isinstance(node.asked[0], Mapping):
-            *_, fingerprint = _fingerprints((*node.asked, message), node.tools)
-            self._histories.setdefault(fingerprint, []).append(number)
-            self._known.add(_canonical(message))
+        elif node.asked is not None:
+            said, history = _canonical(message), node.asked.copy()
+            history.update(_line(said))
+            self._histories.setdefault(history.digest(), []).append(number)
+            self._known.add(said)
 
     # -- parts -----------------------------------------------------------------------------------
-
-    def _pick(self, numbers: Sequence[int]) -> int:
-        """Of calls with one history: the first that nothing goes on from, so that equal answers keep their own."""
-        gone_on = {node.planned.after for node in self._nodes.values()}
-        return min(numbers, key=lambda number: (number in gone_on, number))
 
     def _has_ended(self, number: int) -> bool:
         """By an end token, not by a limit or a stop string."""
@@ -197,12 +229,9 @@ class Session:
         return tuple(token for part in reversed(parts) for token in part)
 
 
-def _fingerprints(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-    """One after each message: of the tools and of all messages up to it."""
-    sofar = hashlib.blake2b(_sorted(list(tools)).encode(), digest_size=16)
-    for message in messages:
-        sofar.update(b"\n" + _canonical(message).encode())
-        yield sofar.digest()
+def _line(canonical: str) -> bytes:
+    """A message in the fingerprint of a history."""
+    return b"\n" + canonical.encode()
 
 
 def _canonical(message: Message) -> str:

@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 
 from megatron_rl.endpoint.answers import Envelope, event
-from megatron_rl.endpoint.desk import Waiting, usage_of
+from megatron_rl.endpoint.desk import Aside, Waiting, usage_of
 from megatron_rl.endpoint.fields import ApiError
 from megatron_rl.tokenizer import Tokenizer
 
@@ -15,12 +15,12 @@ from megatron_rl.tokenizer import Tokenizer
 class Stream:
     """The events of one request: chunks of all its choices as they come, in any order between choices."""
 
-    def __init__(self, include_usage: bool) -> None:
-        self._include_usage = include_usage
+    def __init__(self, include_usage: bool, aside: Aside) -> None:
+        self._include_usage, self._aside = include_usage, aside
         self._changed: asyncio.Queue[int] = asyncio.Queue()
         """Numbers of choices that have more tokens, or their answer."""
         self._drawn: dict[int, tuple[int, ...]] = {}
-        """All tokens of a choice so far, unless they were read: what came meanwhile is decoded once."""
+        """All tokens of a choice so far, unless they were read."""
 
     def show(self, index: int, token_ids: tuple[int, ...]) -> None:
         """All tokens so far of choice ``index``."""
@@ -56,17 +56,18 @@ class Stream:
     ) -> None:
         for index, each in enumerate(waiting):
             each.answer.add_done_callback(lambda _, index=index: self._changed.put_nowait(index))
-        shown, open_choices = [""] * len(waiting), len(waiting)
+        shown, open_choices, drawn = [""] * len(waiting), len(waiting), [each.reader.growing() for each in waiting]
         while open_choices:
             index = await self._changed.get()
             token_ids, before = self._drawn.pop(index, None), shown[index]
             if token_ids is None:
                 choice, open_choices = waiting[index].answer.result(), open_choices - 1
                 chunks = [] if before else [envelope.delta(index, "", first=True)]
-                chunks.append(envelope.last(index, choice, choice.text[len(before) :], logprobs))
+                chunks.append(await self._aside(envelope.last, index, choice, choice.text[len(before) :], logprobs))
             else:
-                shown[index] = max(before, waiting[index].reader.so_far(token_ids), key=len)
+                certain = waiting[index].reader.certain(drawn[index].read(token_ids))
+                shown[index] = max(before, certain, key=len)
                 more = shown[index][len(before) :]
                 chunks = [envelope.delta(index, more, first=not before)] if more else []
             for chunk in chunks:
-                await response.write(event(chunk))
+                await response.write(chunk)

@@ -93,4 +93,4 @@ def post(endpoint: Endpoint, body: object, path: str = "/v1/chat/completions", t
     """A request as it is, of bytes or of what becomes JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     authorization = token or f"Bearer {endpoint.token}".encode()
-    return httpx.post(endpoint.url + path, content=content, headers={"Authorization": authorization})
+    return httpx.post(endpoint.url + path, content=content, headers={"Authorization": authorization}, timeout=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,16 @@ import torch
 
 from megatron_rl import cli
 from megatron_rl.checkpoint.hf.load import import_hf
+from megatron_rl.cli import serve
 from megatron_rl.cli.generate import read_prompts
 from megatron_rl.cli.model import model_config
 from megatron_rl.cli.options import take
 from megatron_rl.cli.serve import Place
 from megatron_rl.errors import ConfigError
+from megatron_rl.estimate import slot_bytes
 from megatron_rl.families import read_model
 from megatron_rl.families.family import SMALL
+from megatron_rl.inference.kv_cache import blocks_within, rows_within
 from tests.support.hugging_face import write_model
 from tests.support.tiny import write_tokenizer
 
@@ -53,6 +57,43 @@ def test_a_converted_model_needs_no_run(model: Path, tmp_path: Path):
     assert converted.checkpoint.load == str(tmp_path / "converted")
     assert converted.architecture() == given.architecture()
     assert converted.tokenizer.tokenizer_model == str(model)
+
+
+SMOLLM2 = {
+    "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+"""135 million weights: 0.5 GB in fp32, and 64 sequences of 4,096 tokens would be 12."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "rows", "most_gib"),
+    [
+        ("", {}, 5, 1.0),
+        ("--bf16", {}, 11, 1.0),
+        ("--seq-length 8192", {}, 2, 1.0),
+        ("--seq-length 512 --max-new-tokens 100", {}, 45, 1.0),
+        ("--seq-length 65536", {"max_position_embeddings": 65536}, 2, 6.0),
+        ("--bf16", {"hidden_size": 4608, "intermediate_size": 12288, "head_dim": 64}, 64, 12.0),
+        ("--inference-max-batch-size 16", {}, 16, 3.0),
+        ("--inference-dynamic-batching-buffer-size-gb 3", {}, 17, 3.0),
+        ("--rl-rollout-memory-fraction 0.5", {}, 64, 12.0),
+    ],
+)
+def test_a_server_takes_no_more_than_it_needs(tmp_path: Path, monkeypatch, flags, changes, rows, most_gib):
+    """By arithmetic: of the model there is only its config.json, and nothing is allocated."""
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | changes))
+    monkeypatch.setattr("megatron_rl.cli.model._other_problems", lambda config: [])
+    monkeypatch.setattr("megatron_rl.cli.serve._check", lambda place: None)
+    config = serve.COMMAND.parse([str(tmp_path), "--tokenizer-model", "any", *flags.split()], 1).config
+    rollout, sequence = config.rollout, slot_bytes(config)
+    budget = rollout.inference_dynamic_batching_buffer_size_gb
+    length = rollout.inference_max_seq_length
+    assert rows_within(budget, sequence, length, rollout.inference_max_batch_size) == rows
+    assert rows * sequence <= most_gib * 2**30
+    for size in (64, 256):
+        assert blocks_within(budget, sequence, length, size, rollout.inference_max_batch_size) * size >= length
 
 
 @pytest.mark.parametrize("text", ["", "- 1", "training: {lr: 1.0}"])

@@ -41,6 +41,16 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+def ask_chat(session: Session, number: int, messages: tuple[Message, ...], tools: tuple[Any, ...] = ()) -> Planned:
+    (planned,) = session.begin_chat([number], messages, tools)
+    return planned
+
+
+def ask_text(session: Session, number: int, prompt: str | tuple[int, ...]) -> Planned:
+    (planned,) = session.begin_text([number], prompt)
+    return planned
+
+
 @pytest.fixture
 def session(tokenizer: Tokenizer) -> Session:
     return Session("", tokenizer)
@@ -78,11 +88,11 @@ def test_what_was_sampled_is_not_encoded_again(session: Session, tokenizer: Toke
     """Three turns: around the sampled tokens stands what the template would have written, to the letter."""
     history, planned, answers = [SYSTEM, USER], {}, {}
     for number, text in enumerate(["It is 4.", "Very sure."]):
-        planned[number] = session.begin_chat(number, tuple(history))
+        planned[number] = ask_chat(session, number, tuple(history))
         answers[number] = spelled(tokenizer, text)
         session.answered(number, said(text), answers[number])
         history += [said(text), AGAIN]
-    planned[2] = session.begin_chat(2, tuple(history))
+    planned[2] = ask_chat(session, 2, tuple(history))
     assert [p.after for p in planned.values()] == [None, 0, 1]
     assert [p.branch for p in planned.values()] == [0, 0, 0]
     prompt = tokens(planned, answers, 2)
@@ -96,18 +106,18 @@ def test_what_was_sampled_is_not_encoded_again(session: Session, tokenizer: Toke
 def test_thoughts_stay_as_they_were_sampled(session: Session, tokenizer: Tokenizer) -> None:
     """Qwen3's template would leave them out of earlier turns; what was sampled then would not be what is trained on."""
     text = "<think>\nhm\n</think>\n\n4"
-    session.begin_chat(0, (USER,))
+    ask_chat(session, 0, (USER,))
     session.answered(0, said(text), spelled(tokenizer, text))
-    later = session.begin_chat(1, (USER, said(text), AGAIN))
+    later = ask_chat(session, 1, (USER, said(text), AGAIN))
     end = tokenizer.decode_raw([tokenizer.end_token_id])
     expected = f"\n<|im_start|>user\n{AGAIN['content']}{end}\n<|im_start|>assistant\n"
     assert (later.after, tokenizer.decode_raw(later.ids)) == (0, expected)
 
 
 def test_a_turn_that_was_cut_is_closed(session: Session, tokenizer: Tokenizer) -> None:
-    session.begin_chat(0, (USER,))
+    ask_chat(session, 0, (USER,))
     session.answered(0, said("It is"), spelled(tokenizer, "It is", ended=False))
-    later = session.begin_chat(1, (USER, said("It is"), AGAIN))
+    later = ask_chat(session, 1, (USER, said("It is"), AGAIN))
     assert later.ids[0] == tokenizer.end_token_id
 
 
@@ -121,9 +131,9 @@ def test_a_turn_that_was_cut_is_closed(session: Session, tokenizer: Tokenizer) -
     ids=["as it was", "null calls", "all fields of the client"],
 )
 def test_fields_that_clients_echo_do_not_count(session: Session, tokenizer: Tokenizer, echo: Message) -> None:
-    session.begin_chat(0, (USER,))
+    ask_chat(session, 0, (USER,))
     session.answered(0, said("4"), spelled(tokenizer, "4"))
-    assert session.begin_chat(1, (USER, echo, AGAIN)).after == 0
+    assert ask_chat(session, 1, (USER, echo, AGAIN)).after == 0
 
 
 def test_calls_of_tools(session: Session, tokenizer: Tokenizer) -> None:
@@ -132,125 +142,129 @@ def test_calls_of_tools(session: Session, tokenizer: Tokenizer) -> None:
         pytest.skip("this template knows no tools")
     call = said(None, ("add", '{"a": 2, "b": [1]}'))
     result = {"role": "tool", "tool_call_id": "call_0", "content": "4"}
-    root = session.begin_chat(0, (USER,), TOOLS)
+    root = ask_chat(session, 0, (USER,), TOOLS)
     assert '"name": "add"' in tokenizer.decode_raw(root.ids)
     session.answered(0, call, spelled(tokenizer, "<tool_call>"))
     echo = said("", ("add", '{"b":[1],"a":2}')) | {"tool_calls": [
         {"id": "other", "function": {"name": "add", "arguments": '{"b":[1],"a":2}'}}
     ]}  # fmt: skip
-    later = session.begin_chat(1, (USER, echo, result, result), TOOLS)
+    later = ask_chat(session, 1, (USER, echo, result, result), TOOLS)
     shown = "<tool_response>\n4\n</tool_response>"
     end = tokenizer.decode_raw([tokenizer.end_token_id])
     expected = f"\n<|im_start|>user\n{shown}\n{shown}{end}\n<|im_start|>assistant\n"
     assert (later.after, tokenizer.decode_raw(later.ids)) == (0, expected)
     session.answered(1, said("4"), spelled(tokenizer, "4"))
-    assert session.begin_chat(4, (USER, call, result, result, said("4"), AGAIN), TOOLS).after == 1
-    assert session.begin_chat(2, (USER, echo, result)).after is None, "with other tools it is another prompt"
+    assert ask_chat(session, 4, (USER, call, result, result, said("4"), AGAIN), TOOLS).after == 1
+    assert ask_chat(session, 2, (USER, echo, result)).after is None, "with other tools it is another prompt"
     changed = said(None, ("add", '{"a": 3, "b": [1]}'))
-    assert session.begin_chat(3, (USER, changed, result), TOOLS).after is None
+    assert ask_chat(session, 3, (USER, changed, result), TOOLS).after is None
+    session.answered(3, said("4"), spelled(tokenizer, "4"))
     assert session.end().edited == 1
 
 
 def test_histories_that_were_edited(session: Session, tokenizer: Tokenizer) -> None:
-    session.begin_chat(0, (SYSTEM, USER))
+    ask_chat(session, 0, (SYSTEM, USER))
     session.answered(0, said("4"), spelled(tokenizer, "4"))
     mine = said("five")
-    edited = session.begin_chat(1, (SYSTEM, USER, mine, AGAIN))
-    assert (edited.after, session.end().edited) == (None, 1)
+    edited = ask_chat(session, 1, (SYSTEM, USER, mine, AGAIN))
+    assert (edited.after, session.end().edited) == (None, 0), "it has no answer yet"
     assert list(edited.ids) == tokenizer.encode_prompt((SYSTEM, USER, mine, AGAIN))
     session.answered(1, said("5!"), spelled(tokenizer, "5!"))
-    later = session.begin_chat(2, (SYSTEM, USER, mine, AGAIN, said("5!"), AGAIN))
+    assert session.end().edited == 1
+    later = ask_chat(session, 2, (SYSTEM, USER, mine, AGAIN, said("5!"), AGAIN))
     assert later.after == 1
-    repeated = session.begin_chat(3, (USER, mine, USER))
+    repeated = ask_chat(session, 3, (USER, mine, USER))
     assert repeated.after is None
+    session.answered(3, said("7"), spelled(tokenizer, "7"))
     assert session.end().edited == 1, "it was counted when it came"
-    both = session.begin_chat(4, (SYSTEM, USER, said("4"), AGAIN, said("six"), USER))
+    both = ask_chat(session, 4, (SYSTEM, USER, said("4"), AGAIN, said("six"), USER))
     assert both.after == 0, "what was not edited stays as it was sampled"
+    session.answered(4, said("8"), spelled(tokenizer, "8"))
     assert session.end().edited == 2
 
 
 def test_what_is_no_edit(session: Session, tokenizer: Tokenizer) -> None:
     """Examples in the first call, a summary in place of the history, an answer that moves to another place."""
     shot = (USER, said("4"), AGAIN)
-    session.begin_chat(0, shot)
+    ask_chat(session, 0, shot)
     session.answered(0, said("Yes"), spelled(tokenizer, "Yes"))
-    assert session.begin_chat(1, (*shot, said("Yes"), USER)).after == 0
-    assert session.begin_chat(2, (SYSTEM, {"role": "user", "content": "So far: 4."})).after is None
-    assert session.begin_chat(3, (SYSTEM, AGAIN, said("Yes"), AGAIN)).after is None
-    assert session.begin_chat(4, (SYSTEM, USER, said("4"), USER)).after is None
+    assert ask_chat(session, 1, (*shot, said("Yes"), USER)).after == 0
+    assert ask_chat(session, 2, (SYSTEM, {"role": "user", "content": "So far: 4."})).after is None
+    assert ask_chat(session, 3, (SYSTEM, AGAIN, said("Yes"), AGAIN)).after is None
+    assert ask_chat(session, 4, (SYSTEM, USER, said("4"), USER)).after is None
     assert session.end().edited == 0
 
 
 def test_equal_prompts_are_told_apart_and_others_are_not(session: Session, tokenizer: Tokenizer) -> None:
     """The branch is part of the seed: two samples of one prompt differ, and no call's seed tells when it came."""
-    assert [session.begin_chat(number, (USER,)).branch for number in (0, 1, 2)] == [0, 1, 2]
-    assert session.begin_chat(7, (AGAIN,)).branch == 0
+    assert [ask_chat(session, number, (USER,)).branch for number in (0, 1, 2)] == [0, 1, 2]
+    assert ask_chat(session, 7, (AGAIN,)).branch == 0
     session.answered(0, said("4"), spelled(tokenizer, "4"))
     session.answered(1, said("4"), spelled(tokenizer, "4"))
     session.answered(2, said("4"), spelled(tokenizer, "4", ended=False))
-    later = [session.begin_chat(number, (USER, said("4"), AGAIN)) for number in (3, 4, 5, 6)]
+    later = [ask_chat(session, number, (USER, said("4"), AGAIN)) for number in (3, 4, 5, 6)]
     assert [p.after for p in later] == [0, 1, 2, 0], "equal answers keep their own"
     assert [p.branch for p in later] == [0, 1, 2, 3], "the same tokens, whichever answer they go on from"
     assert later[0].ids == later[1].ids != later[2].ids, "one of them had not ended"
-    session.forget(4)
-    anew = [session.begin_chat(number, (USER, said("4"), AGAIN)).branch for number in (8, 9)]
+    session.forget([4])
+    anew = [ask_chat(session, number, (USER, said("4"), AGAIN)).branch for number in (8, 9)]
     assert anew == [1, 4], "never that of another"
 
 
 def test_a_refused_call_leaves_nothing(session: Session, tokenizer: Tokenizer) -> None:
-    session.begin_chat(0, (USER,))
+    ask_chat(session, 0, (USER,))
     session.answered(0, said("4"), spelled(tokenizer, "4"))
-    assert session.begin_chat(1, (USER, said("4"), AGAIN)).branch == 0
-    session.forget(1)
-    assert session.begin_chat(2, (USER, said("4"), USER)).branch == 0
+    assert ask_chat(session, 1, (USER, said("4"), AGAIN)).branch == 0
+    session.forget([1])
+    assert ask_chat(session, 2, (USER, said("4"), USER)).branch == 0
     assert session.end().calls == (0,)
 
 
 def test_a_template_that_refuses(tokenizer: Tokenizer) -> None:
     session = Session("", tokenizer.formatting(ChatFormat("{{ raise_exception('roles must alternate') }}")))
     with pytest.raises(EnvironmentFault, match="the chat template refuses the messages: roles must alternate"):
-        session.begin_chat(0, (USER,))
+        ask_chat(session, 0, (USER,))
     assert session.end().calls == ()
 
 
 def test_a_prompt_asked_again_after_an_answer_without_text_is_a_prompt(session: Session, tokenizer: Tokenizer) -> None:
-    first = session.begin_text(0, "2+2=")
+    first = ask_text(session, 0, "2+2=")
     session.answered(0, said(""), spelled(tokenizer, "", ended=True))
-    again = session.begin_text(1, "2+2=")
+    again = ask_text(session, 1, "2+2=")
     assert (again.after, again.ids, again.branch) == (None, first.ids, 1)
-    assert session.begin_text(2, "2+2=four").after == 0
+    assert ask_text(session, 2, "2+2=four").after == 0
 
 
 def test_texts_go_on(session: Session, tokenizer: Tokenizer) -> None:
-    first = session.begin_text(0, "2+2=")
+    first = ask_text(session, 0, "2+2=")
     assert list(first.ids) == tokenizer.encode_prompt("2+2=")
     session.answered(0, said("four, "), spelled(tokenizer, "four, "))
-    later = session.begin_text(1, "2+2=four, next")
+    later = ask_text(session, 1, "2+2=four, next")
     assert (later.after, list(later.ids), later.branch) == (0, tokenizer.encode("next"), 0)
     end = tokenizer.decode_raw([tokenizer.end_token_id])
-    closed = session.begin_text(2, f"2+2=four, {end}next")
+    closed = ask_text(session, 2, f"2+2=four, {end}next")
     assert closed.ids == later.ids, "the end token is there once, whoever writes it"
-    assert session.begin_text(3, "2+2=five").after is None
+    assert ask_text(session, 3, "2+2=five").after is None
 
 
 def test_a_stop_string_is_not_read_twice(session: Session, tokenizer: Tokenizer) -> None:
     """The text is returned without it, and callers write it again before they go on."""
-    session.begin_text(0, "Q")
+    ask_text(session, 0, "Q")
     session.answered(0, said("look up X\n"), spelled(tokenizer, "look up X\nResult:", ended=False))
-    again = session.begin_text(1, "Qlook up X\nResult: 42")
+    again = ask_text(session, 1, "Qlook up X\nResult: 42")
     assert (again.after, list(again.ids)) == (0, tokenizer.encode(" 42"))
-    other = session.begin_text(2, "Qlook up X\nDone")
+    other = ask_text(session, 2, "Qlook up X\nDone")
     assert (other.after, list(other.ids)) == (0, tokenizer.encode("Done"))
 
 
 def test_ids_go_on(session: Session, tokenizer: Tokenizer) -> None:
     answer = spelled(tokenizer, "four")
-    assert session.begin_text(0, (5, 6, 7)).ids == (5, 6, 7)
+    assert ask_text(session, 0, (5, 6, 7)).ids == (5, 6, 7)
     session.answered(0, said("four"), answer)
-    later = session.begin_text(1, (5, 6, 7, *answer.token_ids, 8, 9))
+    later = ask_text(session, 1, (5, 6, 7, *answer.token_ids, 8, 9))
     assert (later.after, later.ids, later.num_read) == (0, (8, 9), 5 + len(answer.token_ids))
-    assert session.begin_text(2, (5, 6, 7, 8)).after is None
-    chat = session.begin_chat(3, (USER,))
+    assert ask_text(session, 2, (5, 6, 7, 8)).after is None
+    chat = ask_chat(session, 3, (USER,))
     session.answered(3, said("4"), spelled(tokenizer, "4"))
-    after_chat = session.begin_text(4, (*chat.ids, *spelled(tokenizer, "4").token_ids, 9))
+    after_chat = ask_text(session, 4, (*chat.ids, *spelled(tokenizer, "4").token_ids, 9))
     assert (after_chat.after, after_chat.ids) == (3, (9,))

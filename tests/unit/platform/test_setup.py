@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from tools.has_everything import wanted
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,6 +25,25 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, copy / name)
     (copy / "of_the_checkout.py").write_text("")
     return copy
+
+
+def test_requirements_end_where_the_tests_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install .` knows no constraints.txt: what it may take includes the tested versions and ends behind them."""
+    monkeypatch.setitem(sys.modules, "setuptools", sys.modules.get("setuptools"))
+    asked = [Requirement(line) for line in wanted(ROOT / "setup.py", ["agents", "verifiers", "export"])]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = {(pin := Requirement(line)).name.lower(): pin for line in lines}
+    for requirement in asked:
+        (pin,) = pins[requirement.name].specifier
+        assert requirement.specifier.contains(pin.version), requirement
+        assert any(clause.operator == "<" for clause in requirement.specifier), f"{requirement} has no end"
+    (torch,) = [requirement for requirement in asked if requirement.name == "torch"]
+    assert torch.specifier.contains("2.13.0+cpu") and not torch.specifier.contains("2.15.0")
+    cores = {str(Requirement(line).marker): Requirement(line) for line in lines if line.startswith("megatron-core")}
+    (core,) = [requirement for requirement in asked if requirement.name == "megatron-core"]
+    versions = {pin.version for each in cores.values() for pin in each.specifier}
+    assert versions == {"0.16.1", "0.19.2"}, "on Python 3.11 and 3.12"
+    assert all(core.specifier.contains(version) for version in versions)
 
 
 def set_up(checkout: Path, *extras: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -48,10 +70,11 @@ def test_an_interpreter_that_has_everything_is_used_as_it_is(checkout: Path) -> 
 
 def test_one_that_lacks_something_is_not(checkout: Path) -> None:
     setup = checkout / "setup.py"
-    setup.write_text(setup.read_text().replace('"torch>=2.11"', '"torch>=99"'))
+    setup.write_text(setup.read_text().replace('"torch>=2.11,<2.14"', '"torch>=99"'))
     done = subprocess.run([sys.executable, checkout / "tools/has_everything.py"], capture_output=True, text=True)
     assert done.returncode == 1
     assert [line.partition(": ")[0] for line in done.stderr.splitlines()] == ["torch>=99"]
     done = set_up(checkout, TORCH="torch>=99", VENV_FLAGS="--without-pip")
     assert done.returncode != 0
     assert "installing" in done.stderr
+    assert "PIP_EXTRA_INDEX_URL has the index of PyTorch's CPU builds" in done.stderr
