@@ -45,20 +45,6 @@ def test_partial(tmp_path: Path) -> None:
     assert 1 <= found["lag_max"] <= 3
 
 
-def test_sessions(tmp_path: Path) -> None:
-    """Of six sessions two have faults; the other four are whole."""
-    record = tmp_path / "s.json"
-    sizes = ("--shape", "32x1", "--sessions", "6", "--turns", "3", "--new-tokens", "4", "--faulty", "0.34")
-    result = run_python(
-        "-m", "tools.benchmark.sessions", *sizes, "--deadline", "0.5", "--rounds", "1", "--json", record
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(record.read_text())["found"]
-    assert (found["whole"]["finished"], found["faulty"]["finished"]) == (6, 4)
-    assert 0 < found["whole"]["prefix reuse"] < 1
-    assert 0 < found["whole"]["useful rows"] <= 1
-
-
 def test_update(tmp_path: Path) -> None:
     record = benchmark("update", tmp_path / "u.json", "--samples", "12", "--micro-batch", "4")
     assert set(record["ratio"]) == {"ours/plain"}
@@ -68,19 +54,11 @@ def test_update(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["rollout", "partial", "update", "grading", "checkpoint", "gpu", "memory", "sessions"]
+    "module", ["rollout", "partial", "update", "checkpoint", "context", "stages", "gpu", "memory"]
 )
 def test_every_benchmark_runs_by_its_path(module: str) -> None:
     result = run_python(f"tools/benchmark/{module}.py", "--help")
     assert result.returncode == 0 and "--json" in result.stdout
-
-
-def test_dispatch(tmp_path: Path) -> None:
-    record = tmp_path / "d.json"
-    sizes = ("--shape", "32x1", "--rounds", "1", "--experts", "8", "--rows", "3", "--calls", "1")
-    result = run_python("-m", "tools.benchmark.dispatch", *sizes, "--json", record)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert set(json.loads(record.read_text())["found"]["3"]["median"]) == {"dispatcher", "device"}
 
 
 def test_experts(tmp_path: Path) -> None:
