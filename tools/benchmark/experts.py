@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
+from megatron_rl.config import RLConfig
 from megatron_rl.inference.engine import EngineOptions
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import build_model
 from megatron_rl.parallel import ParallelGroups, seed_everything
-from megatron_rl.platform import Platform
+from megatron_rl.platform import current_platform
 from tools.benchmark.common import (
+    SPEED,
     benchmark_config,
     command_line,
     compete,
-    one_rank,
     random_prompts,
-    record_of,
-    speed_table,
+    ranks_of,
+    report,
     summarise,
     tokens_per_cpu_second,
-    write_record,
 )
 from tools.benchmark.rollout import Workload, engine_contender
 from tools.benchmark.update import make_samples, our_update
@@ -37,18 +38,20 @@ Work = Callable[[int], int]
 """Takes the number of the round; returns its tokens."""
 
 
-def contender(
-    arguments: argparse.Namespace, extra: list[str], platform: Platform, groups: ParallelGroups
-) -> dict[str, Work]:
-    """An update and a rollout of one model."""
-    shape, vocab = arguments.shape, arguments.vocab
-    config = benchmark_config(
-        shape, PROMPT + ANSWER, "--micro-batch-size=32", "--use-distributed-optimizer", "--qk-layernorm",
-        f"--num-experts={arguments.experts}", f"--moe-router-topk={CHOSEN}",
-        f"--moe-ffn-hidden-size={shape.ffn // CHOSEN}", *extra,
+def flags(arguments: argparse.Namespace, *extra: str) -> RLConfig:
+    """Of a model with experts."""
+    sizes = ("num-experts", arguments.experts), ("moe-router-topk", CHOSEN), ("micro-batch-size", 32)
+    return benchmark_config(
+        arguments.shape, PROMPT + ANSWER, "--use-distributed-optimizer", "--qk-layernorm",
+        f"--moe-ffn-hidden-size={arguments.shape.ffn // CHOSEN}", *(f"--{name}={size}" for name, size in sizes), *extra,
     )  # fmt: skip
+
+
+def contender(arguments: argparse.Namespace, config: RLConfig, groups: ParallelGroups) -> dict[str, Work]:
+    """An update and a rollout of one model."""
+    vocab = arguments.vocab
     seed_everything(arguments.seed)
-    policy = build_model(config, platform, vocab)
+    policy = build_model(config, current_platform(), vocab)
     samples = make_samples(arguments.rows, vocab, PROMPT, ANSWER, equal=False)
     prompts = random_prompts(arguments.rows // 8, PROMPT, vocab, arguments.seed)
     engine = RolloutEngine(policy, EngineOptions(arguments.rows, PROMPT + ANSWER), [], str)
@@ -68,20 +71,15 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--rows", type=int, default=64, help="samples of an update, and rows of a decode step")
     arguments = parser.parse_args()
-    with one_rank(arguments.seed) as (platform, groups):
-        pair = {
-            name: contender(arguments, extra, platform, groups)
-            for name, extra in (("grouped", []), ("loop", ["--no-moe-grouped-gemm"]))
-        }
+    configs = {"grouped": flags(arguments), "loop": flags(arguments, "--no-moe-grouped-gemm")}
+    with ranks_of(configs["grouped"], arguments.seed) as groups:
+        works = {name: contender(arguments, config, groups) for name, config in configs.items()}
         found = {}
         for kind in ("update", "rollout"):
-            turns = {
-                name: lambda index, work=works[kind]: tokens_per_cpu_second(work, index) for name, works in pair.items()
-            }
-            rounds = compete(turns, arguments.rounds)
-            print(speed_table(kind, "tokens / CPU s", rounds))
-            found[kind] = summarise(rounds)
-    write_record(arguments.json, record_of("experts", arguments, **found))
+            turns = {name: partial(tokens_per_cpu_second, work[kind]) for name, work in works.items()}
+            found[kind] = summarise(compete(turns, arguments.rounds))
+    rows = [[kind, *row["median"].values(), *row["ratio"].values()] for kind, row in found.items()]
+    report("experts", arguments, [SPEED, *configs, "grouped / loop"], rows, **found)
 
 
 if __name__ == "__main__":

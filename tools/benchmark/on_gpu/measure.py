@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import ConfigError
 from megatron_rl.inference.graphs import CudaRecorder
 from megatron_rl.parallel import ParallelGroups
@@ -146,18 +145,6 @@ def one_line(error: BaseException) -> str:
     """The kind and the first line that says something, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
-
-
-def without_effect(flags: tuple[str, ...]) -> str | None:
-    """Why this version cannot do what ``flags`` (``--name`` or ``--name=value``) ask for; None if it can."""
-    known = {spelling: flag for flag in all_flags() for spelling in flag.spellings}
-    for text in flags:
-        name = text.removeprefix("--").partition("=")[0]
-        if name not in known:
-            return f"--{name} does not exist in this version"
-        if known[name].note is not None:
-            return f"--{name} has no effect: {known[name].note}"
-    return None
 
 
 def roofline(bench: Bench) -> Iterator[Row]:
