@@ -33,6 +33,7 @@ from megatron_rl.platform import current_platform
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
 SPEED = "tokens / CPU s"
+LOOP = "--no-moe-grouped-gemm"
 Round = Mapping[Any, float]
 """What each contender reached in one round: a speed, or seconds."""
 
@@ -47,12 +48,9 @@ class Shape:
     layers: int
     heads: int
     groups: int
-    vocab: int = 0
-    """0 where the command line says it."""
-    tied: bool = False
-    """One matrix for the embedding and the head."""
-    whole_layers: int = 0
-    """Of the model this one was cut from; 0 where nothing was cut."""
+    vocab: int = 0  # 0 where the command line says it
+    tied: bool = False  # one matrix for the embedding and the head
+    whole_layers: int = 0  # of the model this one was cut from; 0 where nothing was cut
 
     @classmethod
     def parse(cls, text: str) -> Shape:
@@ -152,6 +150,13 @@ def rollout_flags(parser: argparse.ArgumentParser, group: int) -> None:
     parser.add_argument("--group", type=int, default=group, help="sequences that share a prompt")
 
 
+def expert_flags(arguments: argparse.Namespace, *more: str) -> list[str]:
+    """Of a model with ``--experts``: four a token, together as wide as the shape's MLP; none without."""
+    width = f"--moe-ffn-hidden-size={arguments.shape.ffn // 4}"
+    flags = [f"--num-experts={arguments.experts}", "--moe-router-topk=4", width, "--qk-layernorm", *more]
+    return flags if arguments.experts else []
+
+
 def report(module: str, arguments: argparse.Namespace, headers: Sequence[str], rows: Any, **found: Any) -> None:
     """Print the table; write what was found with the settings and `provenance` as JSON, if a file was asked for."""
     print(format_table(headers, rows))
@@ -166,11 +171,15 @@ def report_rounds(
     """A line a contender: its median, the extremes, and how often the first one's figure is as large."""
     summary, first = summarise(rounds), next(iter(rounds[0]))
     rows = [
-        [name, f"{median:.4g}", " .. ".join(f"{value:.4g}" for value in summary["spread"][name]),
+        [name, _digits(median), " .. ".join(map(_digits, summary["spread"][name])),
          summary["ratio"].get(f"{first}/{name}")]
         for name, median in summary["median"].items()
     ]  # fmt: skip
     report(module, arguments, [module, unit, "spread", f"{first} / it"], rows, **summary, **found)
+
+
+def _digits(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def compete(contenders: Mapping[Any, Callable[[int], float]], rounds: int) -> list[Round]:

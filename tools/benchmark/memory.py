@@ -60,8 +60,6 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "PP2 recomputed": (2, f"{PP2} {FULL}"),
     "PP2 of 2 chunks": (2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "TP2 PP2": (4, f"{TP2} {PP2}"),
-    "PP2 DP2": (4, PP2),
-    "experts DP2": (2, EXPERTS),
     "experts EP2": (2, f"{EXPERTS} --expert-model-parallel-size 2"),
     "experts EP2 PP2": (4, f"{EXPERTS} {PP2} --expert-model-parallel-size 2"),
     "CP2": (2, "--context-parallel-size 2"),

@@ -54,17 +54,16 @@ class Lengths:
         drawn = random.Random(f"{self.seed} {task} {sample}").lognormvariate(math.log(self.median), self.sigma)
         return max(1, min(self.most, round(drawn)))
 
+    def limit(self, scheduler: Scheduler) -> None:
+        """Every sample that is added gets the limit of its own, which stands for its end token."""
+        add = scheduler.add
 
-def with_lengths(scheduler: Scheduler, lengths: Lengths) -> None:
-    """Every sample that is added gets the limit of its own, which stands for its end token."""
-    add = scheduler.add
+        def limited(sample: Sample) -> None:
+            add(sample)
+            limit = self.of(sample.group.request.source.task.id, sample.sample)
+            sample.request = replace(sample.request, sampling=replace(sample.request.sampling, max_new_tokens=limit))
 
-    def limited(sample: Sample) -> None:
-        add(sample)
-        limit = lengths.of(sample.group.request.source.task.id, sample.sample)
-        sample.request = replace(sample.request, sampling=replace(sample.request.sampling, max_new_tokens=limit))
-
-    scheduler.add = limited
+        scheduler.add = limited
 
 
 @dataclass
@@ -77,17 +76,15 @@ class Rollouts:
     group: int
     wanted: int
     sampling: SamplingParams
-    settings: PartialRollouts | None
-    """None: a step waits for all its groups."""
+    settings: PartialRollouts | None  # None: a step waits for all its groups
     version: int = 0
     begun: list[Request] = field(default_factory=list)
     drawn: int = 0
-    lags: list[int] = field(default_factory=list)
-    """Of every useful token."""
+    lags: list[int] = field(default_factory=list)  # of every useful token
     work: EngineStatistics = field(default_factory=EngineStatistics)
 
     def step(self) -> int:
-        """Useful tokens of one step."""
+        """Return the useful tokens of one step."""
         at_once = self.wanted if self.settings is None else self.settings.at_once
         while len(self.begun) < at_once:
             source = SourcedTask("benchmark", Task(str(self.drawn), ""))
@@ -136,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, way in (("partial", PartialRollouts(arguments.at_once, arguments.lag, finishes=True)),
                           ("waiting", None)):  # fmt: skip
             engine = RolloutEngine(policy, EngineOptions(rows, length), (), str)
-            with_lengths(engine._scheduler, lengths)
+            lengths.limit(engine._scheduler)
             sampling = SamplingParams(max_new_tokens=most)
             contenders[name] = Rollouts(engine, policy, prompts, arguments.group, arguments.prompts, sampling, way)
 

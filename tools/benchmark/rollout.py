@@ -1,6 +1,7 @@
 """Rollout tokens per CPU second: our engine, Hugging Face ``generate``, megatron-core's own engine.
 
     python -m tools.benchmark.rollout --shape 64x3 --batch 64 --new-tokens 64 --against hf,stock
+    python -m tools.benchmark.rollout --experts 32          grouped products against megatron's loop over experts
 
 One process, one thread, the same weights, the contenders in turns. Without ``--ragged`` there is no end token, so
 every sequence runs to its limit; with it so many random tokens end a sequence that the mean length is about half the
@@ -24,13 +25,16 @@ from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
+from megatron_rl.parallel import seed_everything
 from megatron_rl.platform import current_platform
 from megatron_rl.types import SamplingParams
 from tools.benchmark.common import (
+    LOOP,
     SPEED,
     benchmark_config,
     command_line,
     compete,
+    expert_flags,
     random_prompts,
     ranks_of,
     report_rounds,
@@ -48,14 +52,11 @@ Tokens = list[tuple[int, ...]]
 class Workload:
     """What everybody has to generate."""
 
-    prompts: list[tuple[int, ...]]
-    """One a group."""
+    prompts: list[tuple[int, ...]]  # one a group
     group: int
-    longest: int
-    """New tokens a sequence at most."""
+    longest: int  # new tokens a sequence at most
     greedy: bool
-    end_ids: frozenset[int] = frozenset()
-    """Tokens that end a sequence; none unless ragged."""
+    end_ids: frozenset[int] = frozenset()  # tokens that end a sequence; none unless ragged
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
@@ -145,11 +146,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ragged", action="store_true", help="end tokens: sequences half as long, on average")
     parser.add_argument("--greedy", action="store_true", help="likeliest token instead of temperature 1")
     parser.add_argument("--against", default="hf,stock", help="comma-separated: hf, stock")
+    parser.add_argument("--experts", type=int, default=0, help="in each layer: against megatron's loop over them")
     arguments = parser.parse_args(argv)
     if arguments.batch % arguments.group:
         parser.error(f"--batch {arguments.batch} is not a multiple of --group {arguments.group}")
     length = arguments.prompt_tokens + arguments.new_tokens
-    config = benchmark_config(arguments.shape, length)
+    config = benchmark_config(arguments.shape, length, *expert_flags(arguments))
     with ranks_of(config, arguments.seed):
         policy = build_model(config, current_platform(), arguments.vocab)
         groups = arguments.batch // arguments.group
@@ -158,12 +160,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = EngineOptions(arguments.batch, length)
         if arguments.ragged:
             workload = with_end_ids(workload, policy, options, arguments.vocab, arguments.seed)
-        ends, names = sorted(workload.end_ids), arguments.against.split(",")
+        ends, names = sorted(workload.end_ids), ["loop"] if arguments.experts else arguments.against.split(",")
         contenders = {"ours": engine_contender(RolloutEngine(policy, options, ends, str), policy, workload)}
         if "hf" in names:
             contenders["hf"] = hugging_face_contender(policy, workload, length)
         if "stock" in names:
             contenders["stock"] = engine_contender(McoreEngine(policy, options, ends), policy, workload)
+        if "loop" in names:
+            looped = benchmark_config(arguments.shape, length, *expert_flags(arguments, LOOP))
+            seed_everything(arguments.seed)
+            other = build_model(looped, current_platform(), arguments.vocab)
+            contenders["loop"] = engine_contender(RolloutEngine(other, options, ends, str), other, workload)
         greedy = {name: generate(0, True) for name, generate in contenders.items()}
         same = {
             name: sum(map(operator.eq, greedy["ours"], answers)) / arguments.batch

@@ -1,6 +1,7 @@
 """Trained tokens per CPU second: our policy update against one in plain PyTorch.
 
     python -m tools.benchmark.update --shape 64x3 --samples 256
+    python -m tools.benchmark.update --experts 32           grouped products against megatron's loop over experts
 
 Both start from the same samples and end at moved weights. Ours packs them, runs megatron's
 GPTModel under DDP with the distributed optimizer, and also makes the step's statistics (entropy,
@@ -24,17 +25,19 @@ from megatron_rl.config import RLConfig
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel import ParallelGroups, seed_everything
 from megatron_rl.platform import current_platform
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Sample
 from tools.benchmark.common import (
+    LOOP,
     SPEED,
     benchmark_config,
     command_line,
     compete,
+    expert_flags,
     random_prompts,
     ranks_of,
     report_rounds,
@@ -150,22 +153,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=44)
     parser.add_argument("--equal", action="store_true", help="all samples of one length: no padding for anybody")
+    parser.add_argument("--experts", type=int, default=0, help="in each layer: against megatron's loop over them")
     arguments = parser.parse_args(argv)
     length = arguments.prompt_tokens + arguments.new_tokens
-    config = benchmark_config(
-        arguments.shape, length, f"--micro-batch-size={arguments.micro_batch}", "--lr-decay-style=constant",
-        "--use-distributed-optimizer", "--rl-correction=none", "--weight-decay=0", "--clip-grad=1.0",
-    )  # fmt: skip
+    flags = [f"--micro-batch-size={arguments.micro_batch}", "--lr-decay-style=constant", "--use-distributed-optimizer",
+             "--rl-correction=none", "--weight-decay=0", "--clip-grad=1.0"]  # fmt: skip
+    config = benchmark_config(arguments.shape, length, *flags, *expert_flags(arguments))
     with ranks_of(config, arguments.seed) as groups:
         policy = build_model(config, current_platform(), arguments.vocab)
-        plain = PlainUpdate(policy, config, length)
-        updates: dict[str, Update] = {"ours": our_update(policy, config, groups), "plain": plain}
+        if arguments.experts:
+            looped = benchmark_config(arguments.shape, length, *flags, *expert_flags(arguments, LOOP))
+            seed_everything(arguments.seed)
+            other: Update = our_update(build_model(looped, current_platform(), arguments.vocab), looped, groups)
+        else:
+            other = PlainUpdate(policy, config, length)
+        name = "loop" if arguments.experts else "plain"
+        updates: dict[str, Update] = {"ours": our_update(policy, config, groups), name: other}
         samples = make_samples(
             arguments.samples, arguments.vocab, arguments.prompt_tokens, arguments.new_tokens,
             equal=arguments.equal, seed=arguments.seed,
         )  # fmt: skip
         first = {name: update(samples) for name, update in updates.items()}
-        if any(abs(a - b) > 1e-3 * max(abs(b), 1e-2) for a, b in zip(first["ours"], first["plain"], strict=True)):
+        if any(abs(a - b) > 1e-3 * max(abs(b), 1e-2) for a, b in zip(*first.values(), strict=True)):
             raise MegatronRLError(f"loss and gradient norm differ, {first}: speeds mean nothing")
 
         def work(name: str, _: int) -> int:

@@ -56,15 +56,19 @@ def test_update(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module", ["rollout", "partial", "update", "checkpoint", "context", "stages", "gpu", "memory"]
 )
-def test_every_benchmark_runs_by_its_path(module: str) -> None:
-    result = run_python(f"tools/benchmark/{module}.py", "--help")
+def test_every_benchmark_says_its_flags(module: str) -> None:
+    result = run_python("-m", f"tools.benchmark.{module}", "--help")
     assert result.returncode == 0 and "--json" in result.stdout
 
 
-def test_experts(tmp_path: Path) -> None:
-    record = tmp_path / "e.json"
-    sizes = ("--shape", "32x1", "--vocab", "16", "--rounds", "1", "--experts", "4", "--rows", "8")
-    result = run_python("-m", "tools.benchmark.experts", *sizes, "--json", record)
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(record.read_text())
-    assert all(set(found[kind]["median"]) == {"grouped", "loop"} for kind in ("update", "rollout"))
+@pytest.mark.parametrize(
+    ("module", "sizes"),
+    [("update", ("--samples", "8", "--micro-batch", "4")), ("rollout", ("--batch", "8", "--group", "4"))],
+)
+def test_experts(tmp_path: Path, module: str, sizes: tuple[str, ...]) -> None:
+    record = benchmark(module, tmp_path / "e.json", "--experts", "4", *sizes)
+    assert set(record["ratio"]) == {"ours/loop"}
+    if module == "rollout":
+        assert record["greedy_agreement"] == {"loop": 1.0}
+    else:
+        assert record["first_update"]["ours"] == pytest.approx(record["first_update"]["loop"], rel=1e-4)

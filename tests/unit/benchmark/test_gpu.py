@@ -93,8 +93,8 @@ def test_every_attention_backend_is_measured_or_says_why_not(rehearsal: dict[str
 
 @on_cpu
 def test_the_command(tmp_path: Path) -> None:
-    """In a process of its own, by its path."""
-    result = run_python("tools/benchmark/gpu.py", "requantise", "--json", tmp_path / "g.json")
+    """In a process of its own."""
+    result = run_python("-m", "tools.benchmark.gpu", "requantise", "--json", tmp_path / "g.json")
     assert result.returncode == 0, result.stderr[-3000:]
     assert "mean nothing" in result.stdout and "measured, " in result.stdout
     record = json.loads((tmp_path / "g.json").read_text())
