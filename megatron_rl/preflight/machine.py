@@ -118,6 +118,7 @@ def quantization_problems(config: RLConfig) -> list[Problem]:
     if name == "none":
         return problems
     with collecting(problems, "--rl-rollout-quantization"):
+        storage_of(name)  # says what is wrong with one that is given by its path
         recipe = RECIPES.get(name)
         from megatron_rl.platform import current_platform  # brings torch, which wrong names need not wait for
 

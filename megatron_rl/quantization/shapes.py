@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import ClassVar, Literal
 
 from megatron_rl.config import RLConfig
-from megatron_rl.errors import Problem
+from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.registry import RECIPES
 
 Split = Literal["columns", "rows"]
@@ -57,9 +57,17 @@ class Storage:
 
 
 def storage_of(name: str) -> Storage | None:
-    """What the recipe keeps, None for ``none``; only one that is given by its path is imported, and torch with it."""
+    """What the recipe keeps, None for ``none``; only one that is given by its path is imported, and torch with it.
+
+    Raises:
+        ConfigError: there is none at the path.
+    """
     if ":" in name or name == "none":
-        return RECIPES.get(name)
+        recipe = RECIPES.get(name)
+        if recipe is not None and not isinstance(recipe, Storage):
+            kind = "a class" if isinstance(recipe, type) else type(recipe).__name__
+            raise ConfigError([f"quantisation recipe {name} is {kind}; name an instance: RECIPE = YourRecipe()"])
+        return recipe
     storage = Storage()
     for constant in ("bits", "scale_bytes", "tile", "needs_calibration"):
         stated = RECIPES.stated(name, constant)

@@ -145,6 +145,9 @@ def test_a_recipe_by_its_path_says_which_tiles_it_wants(
     assert "linear_proj: a rank's part of 1024 is no multiple of 48" in capsys.readouterr().err
     assert main(["train_rl.py", "--estimate", *flags[:-1], "absent.py:RECIPE"]) == 2
     assert "absent.py:RECIPE' cannot be imported" in capsys.readouterr().err
+    for asked in ("--estimate", "--check"):
+        assert main(["train_rl.py", asked, *flags[:-1], "wide.py:Wide"]) == 2
+        assert "wide.py:Wide is a class; name an instance" in capsys.readouterr().err
 
 
 def test_a_shape_that_is_absent_is_named(capsys: pytest.CaptureFixture[str]) -> None:
