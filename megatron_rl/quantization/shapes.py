@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import ClassVar, Literal
 
 from megatron_rl.config import RLConfig
@@ -51,17 +51,13 @@ class Storage:
     def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
         """Why a rank's part [rows, columns] of a weight cannot be quantised like the whole; None if it can."""
         size, tile = (columns, self.tile[1]) if split == "rows" else (rows, self.tile[0])
-        if split is None or tile == 0 or size % tile == 0:
-            return None
-        return f"a rank's part of {size} is no multiple of {tile}, so its tiles would not be those of one rank"
+        if split is not None and tile and size % tile:
+            return f"a rank's part of {size} is no multiple of {tile}, so its tiles would not be those of one rank"
+        return None
 
 
 def storage_of(name: str) -> Storage | None:
-    """What the recipe keeps, None for ``none``; only one that is given by its path is imported, and torch with it.
-
-    Raises:
-        ConfigError: there is none at the path.
-    """
+    """What the recipe keeps, None for ``none``; only one that is given by its path is imported, and torch with it."""
     if ":" in name or name == "none":
         recipe = RECIPES.get(name)
         if recipe is not None and not isinstance(recipe, Storage):
@@ -69,10 +65,8 @@ def storage_of(name: str) -> Storage | None:
             raise ConfigError([f"quantisation recipe {name} is {kind}; name an instance: RECIPE = YourRecipe()"])
         return recipe
     storage = Storage()
-    for constant in ("bits", "scale_bytes", "tile", "needs_calibration"):
-        stated = RECIPES.stated(name, constant)
-        if stated is not None:
-            setattr(storage, constant, stated)
+    stated = {constant: RECIPES.stated(name, constant) for constant in Storage.__annotations__}
+    vars(storage).update({constant: value for constant, value in stated.items() if value is not None})
     return storage
 
 
@@ -84,9 +78,8 @@ def skipped(name: str, patterns: Sequence[str], num_layers: int) -> bool:
     return any(_matches(name, pattern, num_layers) for pattern in patterns)
 
 
-def unmatched_patterns(patterns: Sequence[str], names: Iterable[str], num_layers: int) -> list[str]:
+def unmatched_patterns(patterns: Sequence[str], names: Sequence[str], num_layers: int) -> list[str]:
     """The patterns that name none of the layers."""
-    names = list(names)
     return [p for p in patterns if not any(_matches(name, p, num_layers) for name in names)]
 
 
@@ -125,14 +118,13 @@ def layer_problems(
     if config.model.moe_grouped_gemm:
         quantised = {linear.name for linear in kept}
         problems += [config.problem("rl_quantization_skip", text) for text in _cut_stacks(names, quantised)]
-    parts = config.parallel.tensor_model_parallel_size
     for linear in kept:
         split: Split | None = None if linear.ranks == 1 else "rows" if linear.kind == "row" else "columns"
         problem = shape_problem(linear.rows // linear.blocks, linear.columns, split)
         if problem is not None:
-            text = f"with --tensor-model-parallel-size {parts}: {linear.name}: {problem}"
-            advice = "use fp8 or int8, or another tensor-parallel size"
-            problems.append(config.problem("rl_rollout_quantization", f"{text}; {advice}"))
+            flag = f"--tensor-model-parallel-size {config.parallel.tensor_model_parallel_size}"
+            text = f"with {flag}: {linear.name}: {problem}; use fp8 or int8, or another tensor-parallel size"
+            problems.append(config.problem("rl_rollout_quantization", text))
             break  # the other layers have the same shapes
     return problems
 
