@@ -14,7 +14,7 @@ from megatron_rl.config.teacher_model import teacher_of
 from megatron_rl.errors import Problem
 from megatron_rl.estimate_state import NO_STATE, training_state
 from megatron_rl.families import Layer, Linear, ModelLayout, Stages
-from megatron_rl.quantization.shapes import skipped, stored_bytes
+from megatron_rl.quantization.shapes import skipped, storage_of
 
 MOST_BYTES = 4 * 2**40
 """Of one rank. Beyond the memory of any device there is, and of all but a few hosts."""
@@ -128,7 +128,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         rollout.rl_offload_optimizer_during_inference, "gradients" in rollout.rl_keep_in_rollouts
     )
     read = _read_in_rollouts(config, layout)
-    recipe = config.quantization.rl_rollout_quantization.replace("-", "_")
+    storage, linears = storage_of(config.quantization.rl_rollout_quantization), _quantized(config, layout)
     teacher, teacher_pass = _teacher(config, world_size, vocab_size, stage, number)
     teacher_stays = "teacher" in rollout.rl_keep_in_rollouts
     logits = 3 + int(rollout.rl_temperature != 1.0)  # of a decode step: raw, log-probs, cumulative; tempered
@@ -147,7 +147,7 @@ def estimate(config: RLConfig, world_size: int, vocab_size: int, stage: int | No
         gradients_in_rollouts=own.gradients if keeps_gradients else 0,
         optimizer=own.optimizer,
         optimizer_in_rollouts=0 if offloaded else own.optimizer,
-        quantized=sum(stored_bytes(recipe, linear.rows, linear.columns) for linear in _quantized(config, layout)),
+        quantized=0 if storage is None else sum(storage.stored_bytes(each.rows, each.columns) for each in linears),
         kv_cache=slots * slot_bytes(config) // layout.most_layers * len(layout.layers),
         rollout_logits=slots * padded * logits * _FP32,
         activations=activation_elements(config, layout, stage) * number,

@@ -90,7 +90,7 @@ class Registry(Generic[T]):
     def stated(self, name: str, constant: str) -> Any:
         """The literal that the extension's class or file assigns to ``constant``; None where there is no such thing.
 
-        Of a call, ``option(0.2, gt=0)``, it is the first argument.
+        What a class inherits is not seen. Of a call, ``option(0.2, gt=0)``, it is the first argument.
 
         Raises:
             ConfigError: the file is no Python, or assigns something else than a literal.
@@ -98,6 +98,9 @@ class Registry(Generic[T]):
         path = self._file(name)
         found = {} if path is None else _definitions(path)
         owner = name.rpartition(":")[2] if ":" in name else self.defines
+        made = found.get(owner)
+        if isinstance(made, ast.Call) and isinstance(made.func, ast.Name):  # RECIPE = Fp8()
+            owner = made.func.id
         value = found.get(f"{owner}.{constant}", found.get(constant))
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "option":
             value = value.args[0]

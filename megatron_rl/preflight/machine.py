@@ -13,7 +13,7 @@ from megatron_rl.errors import Problem, collecting
 from megatron_rl.metrics.rundir import check_usable, unwritable
 from megatron_rl.metrics.writers import Mode, knows_wandb, wandb_mode
 from megatron_rl.preflight.starts import resumes
-from megatron_rl.quantization.shapes import layer_problems, tile_problem
+from megatron_rl.quantization.shapes import layer_problems, storage_of
 from megatron_rl.registry import RECIPES
 
 _ASKED = ("attention_backend", "rl_kv_cache_dtype", "inference_dynamic_batching_block_size", "rl_kv_overcommit")
@@ -100,6 +100,7 @@ def quantization_problems(config: RLConfig) -> list[Problem]:
     if name == "none":
         return problems
     with collecting(problems, "--rl-rollout-quantization"):
+        storage_of(name)  # says what is wrong with one that is given by its path
         recipe = RECIPES.get(name)
         from megatron_rl.platform import current_platform  # brings torch, which wrong names need not wait for
 
@@ -124,15 +125,13 @@ def transformer_engine_problems(config: RLConfig) -> list[Problem]:
 
 
 def recipe_problems(config: RLConfig) -> list[Problem]:
-    """What an estimate asks: names and shapes, as far as they are known without torch."""
-    name = config.quantization.rl_rollout_quantization.replace("-", "_")
-    if ":" not in name and name not in RECIPES.names():
+    """What an estimate asks: names and shapes."""
+    name = config.quantization.rl_rollout_quantization
+    if ":" not in name and name.replace("-", "_") not in RECIPES.names():
         text = f": there is no such recipe; use one of {', '.join(RECIPES.names())}"
         return [config.problem("rl_rollout_quantization", text)]
-    if name == "none":
-        return []
-    has_tiles = name.startswith("fp8_block")
-    return layer_problems(config, tile_problem if has_tiles else lambda *_: None)
+    storage = storage_of(name)
+    return [] if storage is None else layer_problems(config, storage.shape_problem)
 
 
 def attention_problems(config: RLConfig) -> list[Problem]:

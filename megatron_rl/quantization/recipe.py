@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.arithmetic import TILE
 from megatron_rl.errors import QuantizationError
-from megatron_rl.quantization.shapes import Split
+from megatron_rl.quantization.shapes import Split, Storage
 
 
 def maximum_over(values: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
@@ -40,7 +40,7 @@ class QuantizedWeight:
     """
 
     codes: torch.Tensor
-    """[N, K] rounded up to what the kernels want (``shapes.stored_shape``); the padding is 0."""
+    """[N, K] rounded up to what the kernels want (`Storage.stored_shape`); the padding is 0."""
     scales: torch.Tensor
     """fp32; its shape is the recipe's: [N, 1], [1, 1], or one number a 128 x 128 tile."""
     rows: int
@@ -99,7 +99,7 @@ class PackedActivations:
     """Of the activations, and of the product."""
 
 
-class Recipe(ABC):
+class Recipe(Storage, ABC):
     """One number format for weights and activations of a linear layer, without state."""
 
     name: ClassVar[str]
@@ -107,15 +107,9 @@ class Recipe(ABC):
     """Weights and activations in words, for the audit's table."""
     safer: ClassVar[str] = "none"
     """What `--rl-mismatch-action fallback` goes on with."""
-    needs_calibration: ClassVar[bool] = False
-    """True if it wants the largest activation of every input channel."""
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
         """Why a CUDA device of this compute capability (None: a CPU) cannot run it."""
-        return None
-
-    def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
-        """Why a rank's part [rows, columns] of a weight cannot be quantised like the whole; None if it can."""
         return None
 
     def shares_amax(self, split: Split) -> bool:

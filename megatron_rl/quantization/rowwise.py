@@ -18,7 +18,7 @@ import torch.nn.functional as functional
 
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, maximum_over, sum_over
-from megatron_rl.quantization.shapes import Split, stored_shape
+from megatron_rl.quantization.shapes import Split
 
 EXACT_COLUMNS = 1024
 """127 x 127 x 1040 is the last sum below 2^24."""
@@ -54,7 +54,7 @@ class RowRecipe(Recipe):
 
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
         *stack, rows, columns = shape
-        stored = *stack, *stored_shape(self.name, rows, columns)
+        stored = *stack, *self.stored_shape(rows, columns)
         q = QuantizedWeight(
             torch.zeros(stored, dtype=self.code_type, device=device), torch.ones(*stored[:-1], 1, device=device),
             rows, columns,

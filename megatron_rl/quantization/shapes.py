@@ -5,47 +5,69 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import ClassVar, Literal
 
-from megatron_rl.arithmetic import TILE
 from megatron_rl.config import RLConfig
-from megatron_rl.errors import Problem
+from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.registry import RECIPES
 
 Split = Literal["columns", "rows"]
 """How tensor-parallel ranks share a weight: its outputs (``ColumnParallelLinear``), or its inputs
 (``RowParallelLinear``), where each rank's product is a part of the sum."""
-_ALIGNED = 16
-"""Products of 8-bit codes want both dimensions in multiples of this."""
 _NUMBER = re.compile(r"(?<=\.local_experts\.)\d+")
 """Of an expert."""
 _EDGE = re.compile(r"(first|last):(\d+)")
 
 
-def stored_shape(recipe: str, rows: int, columns: int) -> tuple[int, int]:
-    """The shape of the codes of a weight [rows, columns]: rounded up to what the kernels want."""
-    multiple = TILE if recipe.startswith("fp8_block") else _ALIGNED
-    return -(-rows // multiple) * multiple, -(-columns // multiple) * multiple
+class Storage:
+    """What a recipe keeps of a weight [rows, columns]: its codes, padded to whole tiles, and the scales of these.
 
+    The constants are literals: `storage_of` reads those of the library's recipes off their files. A recipe that keeps
+    something else has `stored_bytes` of its own.
+    """
 
-def stored_bytes(recipe: str, rows: int, columns: int) -> int:
-    """Bytes of the codes, a byte each, and the fp32 scales of a weight [rows, columns]; 0 for ``none``."""
-    if recipe == "none":
-        return 0
-    stored_rows, stored_columns = stored_shape(recipe, rows, columns)
-    codes = stored_rows * stored_columns
-    if recipe.startswith("fp8_block"):
-        return codes + 4 * (stored_rows // TILE) * (stored_columns // TILE)
-    smoothing = 4 * columns if recipe == "int8_smooth" else 0
-    return codes + 4 * stored_rows + smoothing
+    bits: ClassVar[int] = 8
+    """Of a code."""
+    scale_bytes: ClassVar[int] = 4
+    tile: ClassVar[tuple[int, int]] = (1, 0)
+    """Rows and columns that share a scale; 0 columns: the whole row. In NVFP4 (1, 16)."""
+    needs_calibration: ClassVar[bool] = False
+    """True if it wants the largest activation of every input channel; it keeps an fp32 number of each."""
 
+    def stored_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of the codes: rounded up to what the kernels want, 16 or a tile."""
+        height, width = (max(16, size) for size in self.tile)
+        return -(-rows // height) * height, -(-columns // width) * width
 
-def tile_problem(rows: int, columns: int, split: Split | None) -> str | None:
-    """Why tiles of a rank's part [rows, columns] of a weight would be other tiles than one rank's, if they would."""
-    size = columns if split == "rows" else rows
-    if split is None or size % TILE == 0:
+    def stored_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of codes, scales and smoothing."""
+        stored_rows, stored_columns = self.stored_shape(rows, columns)
+        height, width = self.tile
+        scales = stored_rows // height * (stored_columns // width if width else 1)
+        smoothing = 4 * columns if self.needs_calibration else 0
+        return stored_rows * stored_columns * self.bits // 8 + scales * self.scale_bytes + smoothing
+
+    def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
+        """Why a rank's part [rows, columns] of a weight cannot be quantised like the whole; None if it can."""
+        size, tile = (columns, self.tile[1]) if split == "rows" else (rows, self.tile[0])
+        if split is not None and tile and size % tile:
+            return f"a rank's part of {size} is no multiple of {tile}, so its tiles would not be those of one rank"
         return None
-    return f"a rank's part of {size} is no multiple of {TILE}, so its tiles would not be those of one rank"
+
+
+def storage_of(name: str) -> Storage | None:
+    """What the recipe keeps, None for ``none``; only one that is given by its path is imported, and torch with it."""
+    if ":" in name or name == "none":
+        recipe = RECIPES.get(name)
+        if recipe is not None and not isinstance(recipe, Storage):
+            kind = "a class" if isinstance(recipe, type) else type(recipe).__name__
+            raise ConfigError([f"quantisation recipe {name} is {kind}; name an instance: RECIPE = YourRecipe()"])
+        return recipe
+    storage = Storage()
+    stated = {constant: RECIPES.stated(name, constant) for constant in Storage.__annotations__}
+    vars(storage).update({constant: value for constant, value in stated.items() if value is not None})
+    return storage
 
 
 def skipped(name: str, patterns: Sequence[str], num_layers: int) -> bool:
@@ -56,9 +78,8 @@ def skipped(name: str, patterns: Sequence[str], num_layers: int) -> bool:
     return any(_matches(name, pattern, num_layers) for pattern in patterns)
 
 
-def unmatched_patterns(patterns: Sequence[str], names: Iterable[str], num_layers: int) -> list[str]:
+def unmatched_patterns(patterns: Sequence[str], names: Sequence[str], num_layers: int) -> list[str]:
     """The patterns that name none of the layers."""
-    names = list(names)
     return [p for p in patterns if not any(_matches(name, p, num_layers) for name in names)]
 
 
@@ -97,14 +118,13 @@ def layer_problems(
     if config.model.moe_grouped_gemm:
         quantised = {linear.name for linear in kept}
         problems += [config.problem("rl_quantization_skip", text) for text in _cut_stacks(names, quantised)]
-    parts = config.parallel.tensor_model_parallel_size
     for linear in kept:
         split: Split | None = None if linear.ranks == 1 else "rows" if linear.kind == "row" else "columns"
         problem = shape_problem(linear.rows // linear.blocks, linear.columns, split)
         if problem is not None:
-            text = f"with --tensor-model-parallel-size {parts}: {linear.name}: {problem}"
-            advice = "use fp8 or int8, or another tensor-parallel size"
-            problems.append(config.problem("rl_rollout_quantization", f"{text}; {advice}"))
+            flag = f"--tensor-model-parallel-size {config.parallel.tensor_model_parallel_size}"
+            text = f"with {flag}: {linear.name}: {problem}; use fp8 or int8, or another tensor-parallel size"
+            problems.append(config.problem("rl_rollout_quantization", text))
             break  # the other layers have the same shapes
     return problems
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_rl.errors import QuantizationError
 from megatron_rl.quantization.recipe import QuantizedWeight, Recipe, Split
-from megatron_rl.quantization.shapes import stored_bytes
+from megatron_rl.quantization.shapes import storage_of
 from megatron_rl.registry import RECIPES
 
 SHAPES = [(64, 64), (96, 192), (200, 130), (1, 1), (100, 1500)]
@@ -41,7 +41,7 @@ def relative(values: Tensor, reference: Tensor) -> float:
 
 def test_without_a_recipe_nothing_is_kept() -> None:
     assert RECIPES.get("none") is None
-    assert stored_bytes("none", 24, 40) == 0
+    assert storage_of("none") is None
 
 
 @each_recipe
@@ -116,8 +116,12 @@ class TestProduct:
         assert torch.equal(recipe.matmul(x, q), recipe.matmul(x, quantized(recipe, weight)))
 
     def test_its_bytes_are_those_of_the_estimate(self, name: str, rows: int, columns: int) -> None:
-        q = RECIPES.get(name).quantize(gaussian(rows, columns, seed=0))
-        assert q.stored_bytes == stored_bytes(name, rows, columns)
+        recipe, read = RECIPES.get(name), storage_of(name)
+        q = recipe.quantize(gaussian(rows, columns, seed=0))
+        assert q.stored_bytes == recipe.stored_bytes(rows, columns) == read.stored_bytes(rows, columns)
+        parts = [(part, split) for part in ((rows, columns), (128, 192)) for split in (None, "rows", "columns")]
+        for part, split in parts:
+            assert recipe.shape_problem(*part, split) == read.shape_problem(*part, split)
         assert (q.rows, q.columns) == (rows, columns)
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import random
+import re
 import shlex
 import statistics
 import sys
@@ -28,9 +29,11 @@ from megatron_rl.families import ModelLayout
 from megatron_rl.metrics.rundir import git_commit, package_versions
 from megatron_rl.metrics.table import format_table
 from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
-from megatron_rl.platform import Platform, current_platform
+from megatron_rl.platform import current_platform
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 
+SPEED = "tokens / CPU s"
+LOOP = "--no-moe-grouped-gemm"
 Round = Mapping[Any, float]
 """What each contender reached in one round: a speed, or seconds."""
 
@@ -45,12 +48,9 @@ class Shape:
     layers: int
     heads: int
     groups: int
-    vocab: int = 0
-    """0 where the command line says it."""
-    tied: bool = False
-    """One matrix for the embedding and the head."""
-    whole_layers: int = 0
-    """Of the model this one was cut from; 0 where nothing was cut."""
+    vocab: int = 0  # 0 where the command line says it
+    tied: bool = False  # one matrix for the embedding and the head
+    whole_layers: int = 0  # of the model this one was cut from; 0 where nothing was cut
 
     @classmethod
     def parse(cls, text: str) -> Shape:
@@ -111,76 +111,87 @@ def benchmark_config(shape: Shape, seq_length: int, *extra: str, world_size: int
 
 
 @contextlib.contextmanager
-def one_rank(seed: int = 1) -> Iterator[tuple[Platform, ParallelGroups]]:
-    """The platform and the groups of a job of one rank, gone afterwards.
+def ranks_of(config: RLConfig, seed: int = 1) -> Iterator[ParallelGroups]:
+    """The process groups of a job of all ranks that were started, gone afterwards.
 
-    One thread: its CPU seconds are comparable between contenders, and on a machine that others use too.
+    One thread a rank: its CPU seconds are comparable between contenders, and on a machine that others use too.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # deprecations inside torch and megatron would drown the table
-    platform = current_platform()
-    groups = initialize(benchmark_config(Shape.parse("64x1"), 16).parallel, platform)
+    groups = initialize(config.parallel, current_platform())
     try:
         seed_everything(seed)
-        yield platform, groups
+        yield groups
     finally:
         shut_down()
 
 
-def command_line(module: str, *, shape: str | None = None, vocab: int = 0, rounds: int) -> argparse.ArgumentParser:
-    """What every benchmark is asked, with its own defaults; without ``shape`` it has no model."""
+def ranks_started() -> int:
+    """By torchrun; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def command_line(module: str, *, shape: str, vocab: int, rounds: int) -> argparse.ArgumentParser:
+    """What every benchmark of a model is asked, with its own defaults."""
     parser = argparse.ArgumentParser(prog=f"python -m tools.benchmark.{module}")
-    if shape is not None:
-        parser.add_argument("--shape", type=Shape.parse, default=Shape.parse(shape), help="hidden size x layers: 64x3")
-        parser.add_argument("--vocab", type=int, default=vocab)
+    parser.add_argument("--shape", type=Shape.parse, default=Shape.parse(shape), help="hidden size x layers: 64x3")
+    parser.add_argument("--vocab", type=int, default=vocab)
     parser.add_argument("--rounds", type=int, default=rounds, help="in each of which every contender has a turn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the record here")
     return parser
 
 
-def report(module: str, unit: str, arguments: argparse.Namespace, rounds: Sequence[Round], **found: Any) -> None:
-    """Print a line a contender and write the record."""
-    print(speed_table(module, unit, rounds))
-    write_record(arguments.json, record_of(module, arguments, **summarise(rounds), **found))
+def rollout_flags(parser: argparse.ArgumentParser, group: int) -> None:
+    """What is generated."""
+    parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--group", type=int, default=group, help="sequences that share a prompt")
 
 
-def record_of(module: str, arguments: argparse.Namespace, **found: Any) -> dict[str, Any]:
-    """What was found, the settings it was found with, and `provenance`."""
+def expert_flags(arguments: argparse.Namespace, *more: str) -> list[str]:
+    """Of a model with ``--experts``: four a token, together as wide as the shape's MLP; none without."""
+    width = f"--moe-ffn-hidden-size={arguments.shape.ffn // 4}"
+    flags = [f"--num-experts={arguments.experts}", "--moe-router-topk=4", width, "--qk-layernorm", *more]
+    return flags if arguments.experts else []
+
+
+def report(module: str, arguments: argparse.Namespace, headers: Sequence[str], rows: Any, **found: Any) -> None:
+    """Print the table; write what was found with the settings and `provenance` as JSON, if a file was asked for."""
+    print(format_table(headers, rows))
     settings = {name: value.name if isinstance(value, Shape) else value for name, value in vars(arguments).items()}
     settings = {name: value for name, value in settings.items() if not isinstance(value, Path)}
-    return {**found, "settings": settings, **provenance(module)}
+    write_record(arguments.json, {**found, "settings": settings, **provenance(module)})
 
 
-def speed_table(what: str, unit: str, rounds: Sequence[Round]) -> str:
+def report_rounds(
+    module: str, unit: str, arguments: argparse.Namespace, rounds: Sequence[Round], **found: Any
+) -> None:
     """A line a contender: its median, the extremes, and how often the first one's figure is as large."""
-    found, first = summarise(rounds), next(iter(rounds[0]))
+    summary, first = summarise(rounds), next(iter(rounds[0]))
     rows = [
-        [name, _digits(median), " .. ".join(map(_digits, found["spread"][name])), found["ratio"].get(f"{first}/{name}")]
-        for name, median in found["median"].items()
-    ]
-    return format_table([what, unit, "spread", f"{first} / it"], rows)
+        [name, _digits(median), " .. ".join(map(_digits, summary["spread"][name])),
+         summary["ratio"].get(f"{first}/{name}")]
+        for name, median in summary["median"].items()
+    ]  # fmt: skip
+    report(module, arguments, [module, unit, "spread", f"{first} / it"], rows, **summary, **found)
 
 
 def _digits(figure: float) -> str:
-    return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
-
-
-def turn_order(names: Sequence[str], round_index: int) -> list[str]:
-    """Who goes when: the list rotates, so that nobody always runs on a cold or a warm cache."""
-    start = round_index % len(names)
-    return [*names[start:], *names[:start]]
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def compete(contenders: Mapping[Any, Callable[[int], float]], rounds: int) -> list[Round]:
-    """Every contender has a turn a round, after one round that does not count.
+    """Every contender has a turn a round, after one round that does not count; each goes first in its turn.
 
-    A contender takes the number of the round and returns what it reached: see `tokens_per_cpu_second`, `seconds_of`.
+    A contender takes the number of the round and returns what it reached: see `tokens_per_cpu_second`.
     """
     results: list[Round] = []
+    names = list(contenders)
     for index in range(rounds + 1):
-        reached = {}
-        for name in turn_order(list(contenders), index):
+        reached, start = {}, index % len(names)
+        for name in names[start:] + names[:start]:  # nobody always runs on a cold or a warm cache
             gc.collect()  # one contender's garbage must not be paid for by the next
             reached[name] = contenders[name](index)
         results.append({name: reached[name] for name in contenders})
@@ -197,13 +208,6 @@ def tokens_per_cpu_second(work: Callable[[int], int], round_index: int, at_least
             return tokens / seconds
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """By the clock on the wall."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
     """Medians, extremes, and the first contender's figure divided by each other's.
 
@@ -212,13 +216,11 @@ def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
     first, *others = rounds[0]
     columns = {name: [reached[name] for reached in rounds] for name in (first, *others)}
     ratios = {f"{first}/{other}": [reached[first] / reached[other] for reached in rounds] for other in others}
-    return {
-        "median": {name: statistics.median(values) for name, values in columns.items()},
-        "spread": {name: [min(values), max(values)] for name, values in columns.items()},
-        "ratio": {pair: statistics.median(values) for pair, values in ratios.items()},
-        "ratio_spread": {pair: [min(values), max(values)] for pair, values in ratios.items()},
-        "rounds": list(rounds),
-    }
+    found: dict[str, Any] = {"rounds": list(rounds)}
+    for median, spread, values in (("median", "spread", columns), ("ratio", "ratio_spread", ratios)):
+        found[median] = {name: statistics.median(column) for name, column in values.items()}
+        found[spread] = {name: [min(column), max(column)] for name, column in values.items()}
+    return found
 
 
 def provenance(module: str) -> dict[str, Any]:
@@ -234,12 +236,9 @@ def provenance(module: str) -> dict[str, Any]:
 
 def hardware() -> str:
     """Processor, cores, vector instructions and GPU; no host name."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
-                 if line.startswith("model name")]  # fmt: skip
-        model = names[0] if names else model
+    cpuinfo = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    named = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
+    model = named[1] if named else platform.processor() or platform.machine()
     # What torch's CPU kernels may use: AVX2, say, and whether there are 8-bit and matrix instructions.
     present = {"VNNI": torch.cpu._is_vnni_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
     instructions = [name if there else f"no {name}" for name, there in present.items()]

@@ -9,26 +9,22 @@ needs, once the forward pass is through, and the most at any time.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from megatron_rl.algorithms import TokenBatch
-from megatron_rl.metrics.table import format_table
 from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_json
 from megatron_rl.platform import current_platform
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.scoring import Scorer
-from tools.benchmark.common import benchmark_config, command_line, record_of, write_record
+from tools.benchmark.common import benchmark_config, command_line, ranks_of, ranks_started, report
 from tools.benchmark.update import make_samples
 
 MIB = 2**20
@@ -59,20 +55,19 @@ def one_pass(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> 
     }
 
 
-def run(arguments: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Every rank measures; the largest of each figure is shown."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    parser = command_line("context", shape="256x4", vocab=256, rounds=3)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384], help="of the sequence")
+    arguments = parser.parse_args(argv)
     # Freed memory goes back at once, so that what the process has is what is alive.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
-    size, platform = int(os.environ.get("WORLD_SIZE", "1")), current_platform()
+    size = ranks_started()
     config = benchmark_config(
         arguments.shape, max(arguments.tokens), f"--context-parallel-size={size}", world_size=size
     )
-    groups = initialize(config.parallel, platform)
-    try:
-        seed_everything(arguments.seed)
-        policy = build_model(config, platform, arguments.vocab)
+    with ranks_of(config, arguments.seed) as groups:
+        policy = build_model(config, current_platform(), arguments.vocab)
         found: dict[int, list[dict[str, float]]] = {tokens: [] for tokens in arguments.tokens}
         for index in range(arguments.rounds + 1):
             for tokens in arguments.tokens if index else (256,):  # the first pass makes what stays
@@ -82,22 +77,11 @@ def run(arguments: argparse.Namespace) -> None:
                 if index:
                     found[tokens].append({name: max(rank[name] for rank in ranks) for name in ranks[0]})
         if groups.is_main:
-            medians = {
-                tokens: {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-                for tokens, rows in found.items()
-            }
-            rows = [[f"{tokens:,}", *(f"{value:.1f}" for value in row.values())] for tokens, row in medians.items()]
-            print(format_table(["tokens", *next(iter(medians.values()))], rows))
-            write_record(arguments.json, record_of("context", arguments, ranks=size, median=medians, rounds=found))
-    finally:
-        shut_down()
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write the record."""
-    parser = command_line("context", shape="256x4", vocab=256, rounds=3)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384], help="of the sequence")
-    run(parser.parse_args(argv))
+            rows = [
+                [f"{tokens:,}", *(f"{statistics.median(row[name] for row in rounds):.1f}" for name in rounds[0])]
+                for tokens, rounds in found.items()
+            ]
+            report("context", arguments, ["tokens", *found[arguments.tokens[0]][0]], rows, ranks=size, rounds=found)
 
 
 if __name__ == "__main__":

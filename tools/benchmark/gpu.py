@@ -23,17 +23,13 @@ from typing import NamedTuple
 import torch
 
 from megatron_rl.metrics.table import format_table
-from tools.benchmark.common import one_rank, provenance, write_record
+from megatron_rl.platform import current_platform
+from tools.benchmark.common import Shape, benchmark_config, provenance, ranks_of, write_record
 from tools.benchmark.on_gpu import engines, kernels, training
 from tools.benchmark.on_gpu.measure import FULL, REHEARSAL, Bench, Row, guarded, roofline
 
 SECONDS = 690.0
 NO_MEANING = "rehearsal on tiny models: these figures mean nothing"
-ROOFLINE_RATIO = 1.3
-GRAPH_SPEEDUP = {"decode_0.5B": 2.0, "decode_7B": 1.2}
-"""A 7B's step of 4 ms leaves the host little to wait for; a 0.5B's is shorter than its launches."""
-REQUANTISE_MS = 7.0
-BATCH = 32
 Sections = Mapping[str, Sequence[Row]]
 
 
@@ -74,46 +70,6 @@ def measured(section: Section, bench: Bench, until: float) -> Iterator[Row]:
     yield {"skipped": "its time was over"}
 
 
-def _target(claim: str, of: str, measured: float | None, limit: float, *, at_least: bool = False) -> Row:
-    met = measured is not None and (measured >= limit if at_least else measured <= limit)
-    verdict = "not measured" if measured is None else "pass" if met else "FAIL"
-    return {"verdict": verdict, "target": claim, "of": of, "measured": measured, "limit": limit}
-
-
-def targets(sections: Sections) -> list[Row]:
-    """All of them, with ``pass``, ``FAIL`` or ``not measured``."""
-    claims = []
-    middle = _steps(sections, "decode_7B")
-    for kind in _formats(middle):
-        ratios = [row["ratio"] for row in middle if row["format"] == kind and row["batch"] == BATCH and row["ratio"]]
-        claim = f"7B decode at batch {BATCH}, context 1k: times the roofline"
-        claims.append(_target(claim, kind, min(ratios, default=None), ROOFLINE_RATIO))
-    for name, speedup in GRAPH_SPEEDUP.items():
-        rows = _steps(sections, name)
-        for kind in _formats(rows):
-            of = f"{name.removeprefix('decode_')} {kind}"
-            claim = f"CUDA graphs over eager, the least at batch <= {BATCH}"
-            claims.append(_target(claim, of, _graph_speedup(rows, kind), speedup, at_least=True))
-    times = [row["ms"] for row in sections.get("requantise", ()) if row.get("recipe") == "fp8" and "ms" in row]
-    return [*claims, _target("re-quantisation of the 7B: ms", "fp8", min(times, default=None), REQUANTISE_MS)]
-
-
-def _steps(sections: Sections, name: str) -> list[Row]:
-    return [row for row in sections.get(name, ()) if "step_ms" in row]
-
-
-def _formats(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["format"] for row in rows)) or ["bf16"]
-
-
-def _graph_speedup(rows: Sequence[Row], kind: str) -> float | None:
-    """Of the batch size where it is smallest; None where none was measured both ways."""
-    of_kind = [row for row in rows if row["format"] == kind and row["batch"] <= BATCH]
-    eager = {row["batch"]: row["step_ms"] for row in of_kind if not row["graphs"]}
-    graphs = {row["batch"]: row["step_ms"] for row in of_kind if row["graphs"]}
-    return min((eager[batch] / graphs[batch] for batch in eager.keys() & graphs.keys()), default=None)
-
-
 def show(name: str, rows: Sequence[Row]) -> None:
     """The measurements as a table, then what was not measured and why."""
     print(f"\n{name}", flush=True)
@@ -137,8 +93,8 @@ def tally(sections: Sections) -> tuple[str, int]:
     return f"{len(rows) - errors - skipped} measured, {skipped} skipped, {errors} failed", errors
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print tables, write the record."""
     parser = argparse.ArgumentParser(prog="python -m tools.benchmark.gpu")
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all without one")
     parser.add_argument("--rehearse", action="store_true", help="tiny models; always so without a CUDA device")
@@ -149,12 +105,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = [name for name in arguments.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"there is no section {unknown[0]!r}; use one of {', '.join(SECTIONS)}")
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print tables, write the record."""
-    arguments = parse(argv)
     rehearse = arguments.rehearse or not torch.cuda.is_available()
     if rehearse:
         print(NO_MEANING + ("" if torch.cuda.is_available() else " (no CUDA device)"))
@@ -163,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = {"rehearsal": rehearse, "settings": asdict(sizes), "flags": arguments.flag, **provenance("gpu")}
     wanted = arguments.sections or list(SECTIONS)
     until, sections = time.time() + arguments.seconds, {}
-    with one_rank() as (platform, groups):
-        bench = Bench(platform, groups, sizes, tuple(arguments.flag))
+    with ranks_of(benchmark_config(Shape.parse("64x1"), 16)) as groups:
+        bench = Bench(current_platform(), groups, sizes, tuple(arguments.flag))
         for name in (name for name in SECTIONS if name == "roofline" or name in wanted):  # the others divide by it
             sections[name] = []
             for row in measured(SECTIONS[name], bench, until):
@@ -172,9 +122,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 write_record(arguments.json, record | {"sections": sections})
             bench.forget()
             show(name, sections[name])
-    claims = targets({} if rehearse else sections)
-    show("targets", claims)
-    write_record(arguments.json, record | {"sections": sections, "targets": claims})
     line, errors = tally(sections)
     print(f"\n{line}")
     if errors and not rehearse:

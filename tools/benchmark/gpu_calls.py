@@ -20,9 +20,8 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from megatron_rl.metrics.table import format_table
 
@@ -35,15 +34,12 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_
 """One GPU: ranks talk over the loopback interface. What the user has set counts."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One process."""
 
     name: str
-    command: tuple[str, ...]
-    """Behind the interpreter, or a whole command where it does not begin with ``-m``. ``{out}`` is the folder."""
-    limit: float
-    """Seconds."""
+    command: tuple[str, ...]  # behind the interpreter, or a whole one without ``-m``; ``{out}`` is the folder
+    limit: float  # seconds
 
 
 def _tests(name: str) -> Step:
@@ -80,16 +76,13 @@ CALLS: dict[str, tuple[Step, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """What became of a step."""
 
     step: Step
-    verdict: str
-    """``ok``, ``FAIL``, ``out of time`` or ``not begun``."""
+    verdict: str  # ``ok``, ``FAIL``, ``out of time`` or ``not begun``
     seconds: float
-    said: str
-    """Its last line."""
+    said: str  # its last line
 
 
 def run_call(steps: Sequence[Step], log: Path, until: float, places: Mapping[str, str]) -> Iterator[Ended]:

@@ -17,7 +17,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,13 @@ from megatron_rl.metrics.rundir import git_commit
 from megatron_rl.metrics.table import format_table
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import build_model
-from megatron_rl.parallel import ParallelGroups, initialize, seed_everything, shut_down
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform import current_platform
 from megatron_rl.trainer import Optimization, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Sample
+from tools.benchmark.common import ranks_of
 
 TOKENS = 1024
 VOCABULARY = 512
@@ -60,8 +60,6 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "PP2 recomputed": (2, f"{PP2} {FULL}"),
     "PP2 of 2 chunks": (2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "TP2 PP2": (4, f"{TP2} {PP2}"),
-    "PP2 DP2": (4, PP2),
-    "experts DP2": (2, EXPERTS),
     "experts EP2": (2, f"{EXPERTS} --expert-model-parallel-size 2"),
     "experts EP2 PP2": (4, f"{EXPERTS} {PP2} --expert-model-parallel-size 2"),
     "CP2": (2, "--context-parallel-size 2"),
@@ -74,26 +72,23 @@ def measure(config: RLConfig, groups: ParallelGroups) -> dict[str, int]:
     """Bytes of this rank; collective."""
     optimization = Optimization(build_model(config, current_platform(), VOCABULARY), config)
     policy, count = optimization.policy, 2 * MICRO_BATCHES
-    samples = [_sample(number, TOKENS // 2 + (1 if number % 2 else -1)) for number in range(count)]
+    lengths = [TOKENS // 2 + (1 if number % 2 else -1) for number in range(count)]
+    ids = [torch.arange(length) * 7 % VOCABULARY for length in lengths]
+    samples = [Sample(each, 1, 0.0, torch.zeros(len(each)), number) for number, each in enumerate(ids)]
     builder = BatchBuilder(TOKENS, config.sequence_shares, policy.device, groups, config.stages)
     scorer = Scorer(policy, groups, 1.0)
     trainer = SupervisedTrainer(optimization, scorer, groups.loss_group, PhaseTimer())
     batches = builder.pack(samples, seed=1)
     trainer.step(batches)
     gc.collect()
+    optimizers = [part.optimizer for part in optimization.optimizer.chained_optimizers]
+    states = [state.items() for optimizer in optimizers for state in optimizer.state.values()]
+    buffers = [each for chunk in optimization.wrapped for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     found = {
         "weights": _held([parameter.data for parameter in policy.parameters()]),
-        "gradients": sum(
-            buffer.grad_data.nbytes for chunk in optimization.wrapped for buffer in _buffers(chunk)
-        ),
-        "optimizer": _held([
-            value
-            for part in optimization.optimizer.chained_optimizers
-            for state in part.optimizer.state.values()
-            for name, value in state.items()
-            if name != "step"
-        ]),
-    }  # fmt: skip
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": _held([value for state in states for name, value in state if name != "step"]),
+    }
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer.step(batches)
     allocated = most = 0
@@ -102,15 +97,6 @@ def measure(config: RLConfig, groups: ParallelGroups) -> dict[str, int]:
             allocated += event.nbytes()
             most = max(most, allocated)
     return found | {"peak": most}
-
-
-def _buffers(chunk: Any) -> list[Any]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
-def _sample(number: int, length: int) -> Sample:
-    ids = torch.arange(length) * 7 % VOCABULARY
-    return Sample(ids, 1, 0.0, torch.zeros(length), number)
 
 
 def _held(tensors: Sequence[torch.Tensor]) -> int:
@@ -135,16 +121,11 @@ def _read(name: str) -> tuple[RLConfig, list[Problem]]:
 
 def _rank(name: str, folder: Path) -> None:
     """What each rank of a layout does."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     config, _ = _read(name)
-    groups = initialize(config.parallel, current_platform())
-    seed_everything(1)
-    measured = measure(config, groups)
-    row = {"rank": groups.rank, "stage": groups.stage, "measured": measured}
-    row["estimated"] = _estimated(config, groups.world_size, groups.stage)
-    (folder / f"{groups.rank}.json").write_text(json.dumps(row))
-    shut_down()
+    with ranks_of(config) as groups:
+        estimated = _estimated(config, groups.world_size, groups.stage)
+        row = {"rank": groups.rank, "stage": groups.stage, "measured": measure(config, groups), "estimated": estimated}
+        (folder / f"{groups.rank}.json").write_text(json.dumps(row))
 
 
 def measured_layout(name: str) -> list[dict[str, Any]]:

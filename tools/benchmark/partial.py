@@ -24,16 +24,18 @@ from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.sequence import Sequence as Sample
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
+from megatron_rl.platform import current_platform
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.partial import PartialRollouts, Share, is_generated, share_of
 from megatron_rl.types import Request, SamplingParams, SourcedTask, Task
 from tools.benchmark.common import (
+    SPEED,
     benchmark_config,
     command_line,
     compete,
-    one_rank,
     random_prompts,
-    report,
+    ranks_of,
+    report_rounds,
     tokens_per_cpu_second,
 )
 
@@ -52,17 +54,16 @@ class Lengths:
         drawn = random.Random(f"{self.seed} {task} {sample}").lognormvariate(math.log(self.median), self.sigma)
         return max(1, min(self.most, round(drawn)))
 
+    def limit(self, scheduler: Scheduler) -> None:
+        """Every sample that is added gets the limit of its own, which stands for its end token."""
+        add = scheduler.add
 
-def with_lengths(scheduler: Scheduler, lengths: Lengths) -> None:
-    """Every sample that is added gets the limit of its own, which stands for its end token."""
-    add = scheduler.add
+        def limited(sample: Sample) -> None:
+            add(sample)
+            limit = self.of(sample.group.request.source.task.id, sample.sample)
+            sample.request = replace(sample.request, sampling=replace(sample.request.sampling, max_new_tokens=limit))
 
-    def limited(sample: Sample) -> None:
-        add(sample)
-        limit = lengths.of(sample.group.request.source.task.id, sample.sample)
-        sample.request = replace(sample.request, sampling=replace(sample.request.sampling, max_new_tokens=limit))
-
-    scheduler.add = limited
+        scheduler.add = limited
 
 
 @dataclass
@@ -75,17 +76,15 @@ class Rollouts:
     group: int
     wanted: int
     sampling: SamplingParams
-    settings: PartialRollouts | None
-    """None: a step waits for all its groups."""
+    settings: PartialRollouts | None  # None: a step waits for all its groups
     version: int = 0
     begun: list[Request] = field(default_factory=list)
     drawn: int = 0
-    lags: list[int] = field(default_factory=list)
-    """Of every useful token."""
+    lags: list[int] = field(default_factory=list)  # of every useful token
     work: EngineStatistics = field(default_factory=EngineStatistics)
 
     def step(self) -> int:
-        """Useful tokens of one step."""
+        """Return the useful tokens of one step."""
         at_once = self.wanted if self.settings is None else self.settings.at_once
         while len(self.begun) < at_once:
             source = SourcedTask("benchmark", Task(str(self.drawn), ""))
@@ -120,63 +119,62 @@ class Rollouts:
                 taken = share.take(engine.step(), engine)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Build, measure and report."""
-    most = arguments.longest * arguments.median
-    length = arguments.prompt_tokens + most
-    rows = arguments.rows or arguments.prompts * arguments.group
+    arguments = parse(argv)
+    most, size = arguments.longest * arguments.median, arguments.prompts * arguments.group
+    length, rows = arguments.prompt_tokens + most, arguments.rows or size
     lengths = Lengths(arguments.median, arguments.sigma, most, arguments.seed)
-    with one_rank(arguments.seed) as (platform, _):
-        policy = build_model(benchmark_config(arguments.shape, length), platform, arguments.vocab)
+    config = benchmark_config(arguments.shape, length)
+    with ranks_of(config, arguments.seed):
+        policy = build_model(config, current_platform(), arguments.vocab)
         prompts = random_prompts(1000, arguments.prompt_tokens, arguments.vocab, arguments.seed)
         contenders = {}
-        settings = PartialRollouts(arguments.at_once, arguments.lag, finishes=True)
-        for name, way in (("partial", settings), ("waiting", None)):
+        for name, way in (("partial", PartialRollouts(arguments.at_once, arguments.lag, finishes=True)),
+                          ("waiting", None)):  # fmt: skip
             engine = RolloutEngine(policy, EngineOptions(rows, length), (), str)
-            with_lengths(engine._scheduler, lengths)
+            lengths.limit(engine._scheduler)
             sampling = SamplingParams(max_new_tokens=most)
-            contenders[name] = Rollouts(
-                engine, policy, prompts, arguments.group, arguments.prompts, sampling, way
-            )
+            contenders[name] = Rollouts(engine, policy, prompts, arguments.group, arguments.prompts, sampling, way)
 
         def work(name: str, _: int) -> int:
             return sum(contenders[name].step() for _ in range(arguments.steps))
 
-        rounds = compete(
-            {name: bound(tokens_per_cpu_second, bound(work, name), at_least=0.0) for name in contenders},
-            arguments.rounds,
-        )
+        turns = {name: bound(tokens_per_cpu_second, bound(work, name), at_least=0.0) for name in contenders}
+        rounds = compete(turns, arguments.rounds)
     lags = contenders["partial"].lags
     seen = [lengths.of(str(task), sample) for task in range(1000) for sample in range(arguments.group)]
+    steps = [seen[at : at + size] for at in range(0, len(seen), size)]
     found = {
         f"{name}_{what}": getattr(contenders[name].work, what) / len(contenders[name].lags)
         for name in contenders for what in ("decode_steps", "decode_rows", "prefill_tokens")
     }  # fmt: skip
     found |= {
         "stale_share": sum(lag > 0 for lag in lags) / len(lags), "lag_max": max(lags),
-        "mean_length": statistics.mean(seen), "longest_of_a_step": statistics.median(
-            max(seen[at : at + arguments.prompts * arguments.group]) / arguments.median
-            for at in range(0, len(seen), arguments.prompts * arguments.group)
-        ),
+        "mean_length": statistics.mean(seen),
+        "longest_of_a_step": statistics.median(max(step) / arguments.median for step in steps),
     }  # fmt: skip
-    report("partial", "useful tokens / CPU s", arguments, rounds, **found)
+    report_rounds("partial", f"useful {SPEED}", arguments, rounds, **found)
     print(", ".join(f"{name} {value:.3g}" for name, value in found.items()))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write the record."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = command_line("partial", shape="64x3", vocab=512, rounds=8)
-    parser.add_argument("--prompts", type=int, default=8, help="groups of a step")
-    parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
-    parser.add_argument("--at-once", type=int, default=16, help="groups in flight with partial rollouts")
-    parser.add_argument("--lag", type=int, default=3, help="updates that the oldest token may be behind")
-    parser.add_argument("--rows", type=int, default=0, help="samples decoded at once; 0: as many as a step has")
-    parser.add_argument("--median", type=int, default=64, help="tokens")
-    parser.add_argument("--sigma", type=float, default=0.75, help="of the logarithm of a length")
-    parser.add_argument("--longest", type=int, default=8, help="lengths are cut at so many times the median")
-    parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=3, help="of a turn")
-    run(parser.parse_args(argv))
+    for name, default, what in (
+        ("--prompts", 8, "groups of a step"),
+        ("--group", 8, "samples of a prompt"),
+        ("--at-once", 16, "groups in flight with partial rollouts"),
+        ("--lag", 3, "updates that the oldest token may be behind"),
+        ("--rows", 0, "samples decoded at once; 0: as many as a step has"),
+        ("--median", 64, "tokens"),
+        ("--sigma", 0.75, "of the logarithm of a length"),
+        ("--longest", 8, "lengths are cut at so many times the median"),
+        ("--prompt-tokens", 16, "of a prompt"),
+        ("--steps", 3, "of a turn"),
+    ):
+        parser.add_argument(name, type=type(default), default=default, help=what)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

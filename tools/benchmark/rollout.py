@@ -1,6 +1,7 @@
 """Rollout tokens per CPU second: our engine, Hugging Face ``generate``, megatron-core's own engine.
 
     python -m tools.benchmark.rollout --shape 64x3 --batch 64 --new-tokens 64 --against hf,stock
+    python -m tools.benchmark.rollout --experts 32          grouped products against megatron's loop over experts
 
 One process, one thread, the same weights, the contenders in turns. Without ``--ragged`` there is no end token, so
 every sequence runs to its limit; with it so many random tokens end a sequence that the mean length is about half the
@@ -10,7 +11,7 @@ and the stock engine also return the log-prob of every token; ``generate`` does 
 
 from __future__ import annotations
 
-import argparse
+import operator
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,15 +25,21 @@ from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.mcore import McoreEngine
 from megatron_rl.inference.rollout_engine import RolloutEngine
 from megatron_rl.models import PolicyModel, build_model, rollout_mode
+from megatron_rl.parallel import seed_everything
+from megatron_rl.platform import current_platform
 from megatron_rl.types import SamplingParams
 from tools.benchmark.common import (
+    LOOP,
+    SPEED,
     benchmark_config,
     command_line,
     compete,
-    one_rank,
+    expert_flags,
     random_prompts,
-    report,
+    ranks_of,
+    report_rounds,
     requests_of,
+    rollout_flags,
     tokens_per_cpu_second,
 )
 from tools.benchmark.twin import hugging_face_twin
@@ -45,14 +52,11 @@ Tokens = list[tuple[int, ...]]
 class Workload:
     """What everybody has to generate."""
 
-    prompts: list[tuple[int, ...]]
-    """One a group."""
+    prompts: list[tuple[int, ...]]  # one a group
     group: int
-    longest: int
-    """New tokens a sequence at most."""
+    longest: int  # new tokens a sequence at most
     greedy: bool
-    end_ids: frozenset[int] = frozenset()
-    """Tokens that end a sequence; none unless ragged."""
+    end_ids: frozenset[int] = frozenset()  # tokens that end a sequence; none unless ragged
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
@@ -126,85 +130,64 @@ def hugging_face_contender(policy: PolicyModel, workload: Workload, max_length: 
         torch.manual_seed(seed)
         sampling = {} if greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         ids = twin.generate(
-            rows,
-            attention_mask=torch.ones_like(rows),
-            do_sample=not greedy,
-            max_new_tokens=workload.longest,
-            use_cache=True,
-            eos_token_id=ends,
-            pad_token_id=0,
-            **sampling,
-        )
+            rows, attention_mask=torch.ones_like(rows), do_sample=not greedy, max_new_tokens=workload.longest,
+            use_cache=True, eos_token_id=ends, pad_token_id=0, **sampling,
+        )  # fmt: skip
         answers = ids[:, rows.shape[1] :].tolist()
         return [workload.cut(row) for row in answers]  # behind an end token it pads
 
     return generate
 
 
-def make_contenders(
-    names: Sequence[str], policy: PolicyModel, workload: Workload, options: EngineOptions
-) -> dict[str, Generate]:
-    """``ours`` and whoever else is asked for."""
-    ends = sorted(workload.end_ids)
-    contenders = {"ours": engine_contender(RolloutEngine(policy, options, ends, str), policy, workload)}
-    if "hf" in names:
-        contenders["hf"] = hugging_face_contender(policy, workload, options.max_sequence_length)
-    if "stock" in names:
-        contenders["stock"] = engine_contender(McoreEngine(policy, options, ends), policy, workload)
-    return contenders
-
-
-def agreement(contenders: dict[str, Generate]) -> dict[str, float]:
-    """Share of sequences on which the greedy answers equal ours: it is the same model."""
-    answers = {name: generate(0, True) for name, generate in contenders.items()}
-    ours = answers.pop("ours")
-    return {
-        name: sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours) for name, theirs in answers.items()
-    }
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Build, check that all compute the same, measure and report."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check that all compute the same, measure and report."""
+    parser = command_line("rollout", shape="64x3", vocab=512, rounds=5)
+    rollout_flags(parser, group=8)
+    parser.add_argument("--ragged", action="store_true", help="end tokens: sequences half as long, on average")
+    parser.add_argument("--greedy", action="store_true", help="likeliest token instead of temperature 1")
+    parser.add_argument("--against", default="hf,stock", help="comma-separated: hf, stock")
+    parser.add_argument("--experts", type=int, default=0, help="in each layer: against megatron's loop over them")
+    arguments = parser.parse_args(argv)
+    if arguments.batch % arguments.group:
+        parser.error(f"--batch {arguments.batch} is not a multiple of --group {arguments.group}")
     length = arguments.prompt_tokens + arguments.new_tokens
-    config = benchmark_config(arguments.shape, length)
-    with one_rank(arguments.seed) as (platform, _):
-        policy = build_model(config, platform, arguments.vocab)
+    config = benchmark_config(arguments.shape, length, *expert_flags(arguments))
+    with ranks_of(config, arguments.seed):
+        policy = build_model(config, current_platform(), arguments.vocab)
         groups = arguments.batch // arguments.group
         prompts = random_prompts(groups, arguments.prompt_tokens, arguments.vocab, arguments.seed)
         workload = Workload(prompts, arguments.group, arguments.new_tokens, arguments.greedy)
         options = EngineOptions(arguments.batch, length)
         if arguments.ragged:
             workload = with_end_ids(workload, policy, options, arguments.vocab, arguments.seed)
-        contenders = make_contenders(arguments.against.split(","), policy, workload, options)
-        same = agreement(contenders)
+        ends, names = sorted(workload.end_ids), ["loop"] if arguments.experts else arguments.against.split(",")
+        contenders = {"ours": engine_contender(RolloutEngine(policy, options, ends, str), policy, workload)}
+        if "hf" in names:
+            contenders["hf"] = hugging_face_contender(policy, workload, length)
+        if "stock" in names:
+            contenders["stock"] = engine_contender(McoreEngine(policy, options, ends), policy, workload)
+        if "loop" in names:
+            looped = benchmark_config(arguments.shape, length, *expert_flags(arguments, LOOP))
+            seed_everything(arguments.seed)
+            other = build_model(looped, current_platform(), arguments.vocab)
+            contenders["loop"] = engine_contender(RolloutEngine(other, options, ends, str), other, workload)
+        greedy = {name: generate(0, True) for name, generate in contenders.items()}
+        same = {
+            name: sum(map(operator.eq, greedy["ours"], answers)) / arguments.batch
+            for name, answers in greedy.items()
+            if name != "ours"
+        }
         made: dict[str, list[int]] = {name: [] for name in contenders}
 
         def work(name: str, seed: int) -> int:
             made[name].append(workload.count(name, contenders[name](seed, workload.greedy)))
             return made[name][-1]
 
-        rounds = compete(
-            {name: partial(tokens_per_cpu_second, partial(work, name)) for name in contenders}, arguments.rounds
-        )
+        turns = {name: partial(tokens_per_cpu_second, partial(work, name)) for name in contenders}
+        rounds = compete(turns, arguments.rounds)
     lengths = {name: statistics.mean(counts) / arguments.batch for name, counts in made.items()}
-    report("rollout", "tokens / CPU s", arguments, rounds,
-           mean_length=lengths, end_tokens=len(workload.end_ids), greedy_agreement=same)  # fmt: skip
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write the record."""
-    parser = command_line("rollout", shape="64x3", vocab=512, rounds=5)
-    parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8, help="sequences that share a prompt")
-    parser.add_argument("--ragged", action="store_true", help="end tokens: sequences half as long, on average")
-    parser.add_argument("--greedy", action="store_true", help="likeliest token instead of temperature 1")
-    parser.add_argument("--against", default="hf,stock", help="comma-separated: hf, stock")
-    arguments = parser.parse_args(argv)
-    if arguments.batch % arguments.group:
-        parser.error(f"--batch {arguments.batch} is not a multiple of --group {arguments.group}")
-    run(arguments)
+    found = {"mean_length": lengths, "end_tokens": len(ends), "greedy_agreement": same}
+    report_rounds("rollout", SPEED, arguments, rounds, **found)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,11 @@ def hugging_face_twin(policy: PolicyModel, max_length: int) -> Qwen2ForCausalLM:
     config = policy.config
     twin = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=policy.padded_vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.ffn_hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_query_groups,
-            max_position_embeddings=max_length,
-            rms_norm_eps=config.layernorm_epsilon,
-            attn_implementation="sdpa",
-        )
+            vocab_size=policy.padded_vocab_size, hidden_size=config.hidden_size,
+            intermediate_size=config.ffn_hidden_size, num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_query_groups,
+            max_position_embeddings=max_length, rms_norm_eps=config.layernorm_epsilon, attn_implementation="sdpa",
+        )  # fmt: skip
     )
     layout, parameters = policy.layout, dict(policy.named_parameters())
     weights = decoder_weights(replace(layout.architecture, vocab_size=layout.padded_vocab_size))

@@ -1,6 +1,7 @@
 """Trained tokens per CPU second: our policy update against one in plain PyTorch.
 
     python -m tools.benchmark.update --shape 64x3 --samples 256
+    python -m tools.benchmark.update --experts 32           grouped products against megatron's loop over experts
 
 Both start from the same samples and end at moved weights. Ours packs them, runs megatron's
 GPTModel under DDP with the distributed optimizer, and also makes the step's statistics (entropy,
@@ -10,7 +11,6 @@ Hugging Face twin with torch's fused AdamW. Same clipped loss; padding is not co
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,18 +25,22 @@ from megatron_rl.config import RLConfig
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import PolicyModel, build_model
-from megatron_rl.parallel import ParallelGroups
+from megatron_rl.parallel import ParallelGroups, seed_everything
+from megatron_rl.platform import current_platform
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.types import Sample
 from tools.benchmark.common import (
+    LOOP,
+    SPEED,
     benchmark_config,
     command_line,
     compete,
-    one_rank,
+    expert_flags,
     random_prompts,
-    report,
+    ranks_of,
+    report_rounds,
     tokens_per_cpu_second,
 )
 from tools.benchmark.twin import hugging_face_twin
@@ -103,13 +107,9 @@ class PlainUpdate:
         self._model = hugging_face_twin(policy, max_length).train()
         settings = config.optimizer
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=settings.lr,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+            self._model.parameters(), lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_eps, weight_decay=settings.weight_decay, fused=True,
+        )  # fmt: skip
         self._clip_grad = settings.clip_grad
         self._micro_batch = config.training.micro_batch_size
         algorithm = config.algorithm
@@ -144,49 +144,46 @@ class PlainUpdate:
         return torch.where(mask, per_token, 0.0).sum()
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Build both from the same weights, check that they compute the same update, measure and report."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check that both compute the same update, measure and report; the defaults are the quickstart's step."""
+    parser = command_line("update", shape="64x3", vocab=16, rounds=5)
+    parser.add_argument("--samples", type=int, default=256)
+    micro_batch = "samples a padded micro-batch; ours packs as many tokens"
+    parser.add_argument("--micro-batch", type=int, default=64, help=micro_batch)
+    parser.add_argument("--prompt-tokens", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=44)
+    parser.add_argument("--equal", action="store_true", help="all samples of one length: no padding for anybody")
+    parser.add_argument("--experts", type=int, default=0, help="in each layer: against megatron's loop over them")
+    arguments = parser.parse_args(argv)
     length = arguments.prompt_tokens + arguments.new_tokens
-    config = benchmark_config(
-        arguments.shape, length, f"--micro-batch-size={arguments.micro_batch}", "--lr-decay-style=constant",
-        "--use-distributed-optimizer", "--rl-correction=none", "--weight-decay=0", "--clip-grad=1.0",
-    )  # fmt: skip
-    with one_rank(arguments.seed) as (platform, groups):
-        policy = build_model(config, platform, arguments.vocab)
-        updates: dict[str, Update] = {"plain": PlainUpdate(policy, config, length)}
-        updates["ours"] = our_update(policy, config, groups)
+    flags = [f"--micro-batch-size={arguments.micro_batch}", "--lr-decay-style=constant", "--use-distributed-optimizer",
+             "--rl-correction=none", "--weight-decay=0", "--clip-grad=1.0"]  # fmt: skip
+    config = benchmark_config(arguments.shape, length, *flags, *expert_flags(arguments))
+    with ranks_of(config, arguments.seed) as groups:
+        policy = build_model(config, current_platform(), arguments.vocab)
+        if arguments.experts:
+            looped = benchmark_config(arguments.shape, length, *flags, *expert_flags(arguments, LOOP))
+            seed_everything(arguments.seed)
+            other: Update = our_update(build_model(looped, current_platform(), arguments.vocab), looped, groups)
+        else:
+            other = PlainUpdate(policy, config, length)
+        name = "loop" if arguments.experts else "plain"
+        updates: dict[str, Update] = {"ours": our_update(policy, config, groups), name: other}
         samples = make_samples(
             arguments.samples, arguments.vocab, arguments.prompt_tokens, arguments.new_tokens,
             equal=arguments.equal, seed=arguments.seed,
         )  # fmt: skip
         first = {name: update(samples) for name, update in updates.items()}
-        if any(abs(a - b) > 1e-3 * max(abs(b), 1e-2) for a, b in zip(first["ours"], first["plain"], strict=True)):
+        if any(abs(a - b) > 1e-3 * max(abs(b), 1e-2) for a, b in zip(*first.values(), strict=True)):
             raise MegatronRLError(f"loss and gradient norm differ, {first}: speeds mean nothing")
-        tokens = sum(sample.length for sample in samples)
 
         def work(name: str, _: int) -> int:
             updates[name](samples)
-            return tokens
+            return sum(sample.length for sample in samples)
 
-        rounds = compete(
-            {name: partial(tokens_per_cpu_second, partial(work, name)) for name in ("ours", "plain")}, arguments.rounds
-        )
-    shown = {name: {"loss": loss, "grad_norm": norm} for name, (loss, norm) in first.items()}
-    report("update", "tokens / CPU s", arguments, rounds, first_update=shown)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write the record; the defaults are the quickstart's step."""
-    parser = command_line("update", shape="64x3", vocab=16, rounds=5)
-    parser.add_argument("--samples", type=int, default=256)
-    parser.add_argument(
-        "--micro-batch", type=int, default=64, help="samples a padded micro-batch; ours packs as many tokens"
-    )
-    parser.add_argument("--prompt-tokens", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=44)
-    parser.add_argument("--equal", action="store_true", help="all samples of one length: no padding for anybody")
-    arguments = parser.parse_args(argv)
-    run(arguments)
+        turns = {name: partial(tokens_per_cpu_second, partial(work, name)) for name in updates}
+        rounds = compete(turns, arguments.rounds)
+    report_rounds("update", SPEED, arguments, rounds, first_update=first)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import torch.nn.functional as functional
 from megatron_rl.arithmetic import TILE
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.recipe import PackedActivations, Packing, QuantizedWeight, Recipe, sum_over
-from megatron_rl.quantization.shapes import Split, stored_shape, tile_problem
 
 
 class Fp8Block(Recipe):
@@ -23,6 +22,7 @@ class Fp8Block(Recipe):
 
     name = "fp8_block"
     format = "fp8 e4m3, 128x128 x 1x128"
+    tile = (128, 128)
     powers_of_two: ClassVar[bool] = False
 
     def device_problem(self, capability: tuple[int, int] | None) -> str | None:
@@ -34,17 +34,13 @@ class Fp8Block(Recipe):
             )
         return None
 
-    def shape_problem(self, rows: int, columns: int, split: Split | None) -> str | None:
-        """See ``tile_problem``; so tiles lie within one rank."""
-        return tile_problem(rows, columns, split)
-
     def amax(self, weight: torch.Tensor, smoothing: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [ceil(N / 128), 1, ceil(K / 128), 1]."""
         return formats.tiles(weight).abs().amax((1, 3), keepdim=True).float()
 
     def allocate(self, shape: Sequence[int], device: torch.device) -> QuantizedWeight:
         *stack, rows, columns = shape
-        stored = stored_shape(self.name, rows, columns)
+        stored = self.stored_shape(rows, columns)
         tiles = stored[0] // TILE, stored[1] // TILE
         codes = torch.zeros(*stack, *stored, dtype=formats.FP8, device=device)
         if device.type == "cuda":  # one buffer for both: cuBLAS wants the columns of scales padded to four

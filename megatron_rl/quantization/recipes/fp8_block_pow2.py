@@ -11,6 +11,7 @@ class Fp8BlockPow2(Fp8Block):
     name = "fp8_block_pow2"
     format = "fp8 e4m3, 128x128 x 1x128, scales 2^n"
     safer = "fp8_block"
+    tile = (128, 128)
     powers_of_two = True
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from tests.support.forks import run_python
 
 
-def test_by_its_path_from_the_command_line(tmp_path: Path) -> None:
+def test_from_the_command_line(tmp_path: Path) -> None:
     record_path = tmp_path / "c.json"
     small = ["--shape", "32x1", "--vocab", "16", "--rounds", "1", "--updates", "2", "--folder", tmp_path]
-    result = run_python("tools/benchmark/checkpoint.py", *small, "--json", record_path)
+    result = run_python("-m", "tools.benchmark.checkpoint", *small, "--json", record_path)
     assert result.returncode == 0, result.stderr[-3000:]
     record = json.loads(record_path.read_text())
     assert record["median"].keys() >= {"copy", "save", "read", "load", "verified load", "updates with save"}

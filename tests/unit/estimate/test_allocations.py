@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,6 +148,35 @@ def test_quantised_copies(one_rank: ParallelGroups, recipe: str, skip: tuple[str
     config = replace(config, quantization=replace(config.quantization, rl_quantization_skip=skip))
     copies = QuantizedLinears(tiny_policy(config).gpt, RECIPES.get(recipe), skip)
     assert estimated(config).quantized == copies.stored_bytes > 0
+
+
+FOUR_BITS = """
+import torch
+from megatron_rl.quantization.recipe import QuantizedWeight
+from megatron_rl.quantization.recipes.int8 import Int8
+
+class FourBits(Int8):
+    name, bits, scale_bytes, tile = "four_bits", 4, 1, (1, 16)
+
+    def allocate(self, shape, device):
+        rows, columns = self.stored_shape(*shape)
+        codes = torch.zeros(rows, columns // 2, dtype=torch.uint8, device=device)
+        scales = torch.zeros(rows, columns // 16, dtype=torch.float8_e4m3fn, device=device)
+        return QuantizedWeight(codes, scales, *shape)
+
+RECIPE = FourBits()
+"""
+
+
+def test_a_recipe_of_four_bits_by_its_path(one_rank: ParallelGroups, tmp_path: Path) -> None:
+    (tmp_path / "four_bits.py").write_text(FOUR_BITS)
+    recipe = f"{tmp_path}/four_bits.py:RECIPE"
+    config = tiny_config(num_layers=3, ffn_hidden_size=200, rl_rollout_quantization=recipe)
+    copies = QuantizedLinears(tiny_policy(config).gpt, RECIPES.get(recipe))
+    bytes_ = estimated(config).quantized
+    assert bytes_ == copies.stored_bytes
+    eight = replace(config, quantization=replace(config.quantization, rl_rollout_quantization="int8"))
+    assert bytes_ < 0.6 * estimated(eight).quantized
 
 
 def test_unquantised_rollouts_have_no_copies() -> None:

@@ -124,6 +124,32 @@ def test_the_check_finds_what_the_estimate_finds(
     assert set(estimated.splitlines()[1:]) <= set(capsys.readouterr().err.splitlines())
 
 
+OF_ITS_OWN = """
+from megatron_rl.quantization.recipes.int8 import Int8
+
+class Wide(Int8):
+    tile = (1, 48)
+
+RECIPE = Wide()
+"""
+
+
+def test_a_recipe_by_its_path_says_which_tiles_it_wants(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The projection of attention has 4,096 inputs, 1,024 on each of 4 ranks."""
+    monkeypatch.chdir(tmp_path)
+    Path("wide.py").write_text(OF_ITS_OWN)
+    flags = [*command(*QWEN3_30B_A3B), "--rl-rollout-quantization", "wide.py:RECIPE"]
+    assert main(["train_rl.py", "--estimate", *flags]) == 2
+    assert "linear_proj: a rank's part of 1024 is no multiple of 48" in capsys.readouterr().err
+    assert main(["train_rl.py", "--estimate", *flags[:-1], "absent.py:RECIPE"]) == 2
+    assert "absent.py:RECIPE' cannot be imported" in capsys.readouterr().err
+    for asked in ("--estimate", "--check"):
+        assert main(["train_rl.py", asked, *flags[:-1], "wide.py:Wide"]) == 2
+        assert "wide.py:Wide is a class; name an instance" in capsys.readouterr().err
+
+
 def test_a_shape_that_is_absent_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", *command(without=(*NOT_NEEDED, "num-layers"))]) == 2
     err = capsys.readouterr().err

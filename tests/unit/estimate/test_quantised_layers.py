@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.quantization.shapes import skipped, stored_bytes, unmatched_patterns
+from megatron_rl.quantization.shapes import skipped, storage_of, unmatched_patterns
 
 
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        ("none", 0),
         ("fp8", 112 * 144 + 4 * 112),  # 100 x 130 in multiples of 16, a scale a row
         ("fp8_tensor", 112 * 144 + 4 * 112),  # the one scale is written to every row
         ("int8", 112 * 144 + 4 * 112),
@@ -20,7 +19,7 @@ from megatron_rl.quantization.shapes import skipped, stored_bytes, unmatched_pat
     ],
 )
 def test_bytes_of_100_by_130(recipe: str, expected: int) -> None:
-    assert stored_bytes(recipe, 100, 130) == expected
+    assert storage_of(recipe).stored_bytes(100, 130) == expected
 
 
 @pytest.mark.parametrize(

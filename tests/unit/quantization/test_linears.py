@@ -22,7 +22,7 @@ from megatron_rl.platform.memory import take_back
 from megatron_rl.quantization.audit import AUDITED_TOKENS, audit, observed
 from megatron_rl.quantization.copies import QuantizedLinear
 from megatron_rl.quantization.linears import QuantizedLinears, parallel_linears
-from megatron_rl.quantization.shapes import skipped, stored_bytes, unmatched_patterns
+from megatron_rl.quantization.shapes import skipped, unmatched_patterns
 from megatron_rl.registry import RECIPES
 from tests.support.quantized import INT4, LINEARS, QUANTIZING, disturb, linears_of, quantizable_policy
 
@@ -97,7 +97,7 @@ class TestWhichLayers:
         linears = linears_of(policy, "int8_smooth", skip=["first:1"])
         shapes = [parallel_linears(policy.gpt)[name].weight.shape for name in LINEARS[4:]]
         assert linears.num_weights == sum(rows * columns for rows, columns in shapes)
-        assert linears.stored_bytes == sum(stored_bytes("int8_smooth", *shape) for shape in shapes)
+        assert linears.stored_bytes == sum(RECIPES.get("int8_smooth").stored_bytes(*shape) for shape in shapes)
 
 
 class TestSwitching:

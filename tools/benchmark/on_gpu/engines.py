@@ -26,7 +26,7 @@ from megatron_rl.run.generation import build_engine
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Request, SamplingParams
 from tools.benchmark.common import Shape, benchmark_config, random_prompts, requests_of
-from tools.benchmark.on_gpu.measure import Bench, Row, guarded, without_effect
+from tools.benchmark.on_gpu.measure import Bench, Row, guarded
 from tools.benchmark.on_gpu.shapes import (
     BF16,
     FP8,
@@ -80,19 +80,13 @@ class Rolling:
     def rollouts(self) -> Iterator[None]:
         """Rollout mode on freshly quantised weights. The first time it audits a few tokens: see the audit."""
         with rollout_mode(self.policy):
-            if self.quantization.wants_calibration:
-                with self.quantization.calibrating():
-                    self._a_little()
             with self.quantization.rollout():
                 yield
 
     def warm(self) -> None:
         """Kernels compile, and the audit looks at its one rollout, before anything is timed."""
         with self.rollouts():
-            self._a_little()
-
-    def _a_little(self) -> None:
-        self.generate(prompts=1, copies=1, prompt_tokens=8, new_tokens=4)
+            self.generate(prompts=1, copies=1, prompt_tokens=8, new_tokens=4)
 
     def generate(self, **sizes: int) -> None:
         """A whole rollout: see `requests`."""
@@ -127,11 +121,6 @@ def open_engine(bench: Bench, shape: Shape, *, batch: int, length: int, flags: S
     return Rolling(config, policy, tokenizer, engine, quantization, shape)
 
 
-def graphs_problem(bench: Bench) -> str | None:
-    """Why this run has no CUDA graphs; None if it has."""
-    return without_effect(GRAPHS) if bench.platform.is_cuda else "CUDA graphs need a CUDA device"
-
-
 def attention(bench: Bench) -> Iterator[Row]:
     """Every attention backend of this device, at two contexts, on a few layers of the 7B."""
     sizes = bench.sizes
@@ -145,7 +134,7 @@ def attention(bench: Bench) -> Iterator[Row]:
             continue
         for context in (sizes.context, sizes.long_context):
             batches = [batch for batch in sizes.batches if batch in ATTENTION_BATCHES] or sizes.batches[-1:]
-            flags = (f"--attention-backend={name}", *(() if graphs_problem(bench) else GRAPHS))
+            flags = (f"--attention-backend={name}", *(GRAPHS if bench.platform.is_cuda else ()))
             rows = decode_rows(bench, sizes.attention, BF16, batches, context, flags)
             yield from guarded(rows, labels)
 
@@ -158,9 +147,8 @@ def decode(bench: Bench, model: str) -> Iterator[Row]:
     shape: Shape = getattr(bench.sizes, model)
     for kind, graphs in itertools.product((BF16, FP8, FP8_KV), (False, True)):
         labels = {"model": shape.name, "layers": shape.layers, "format": kind.name, "graphs": graphs}
-        missing = (graphs_problem(bench) if graphs else None) or without_effect(kind.flags)
-        if missing is not None:
-            yield {**labels, "skipped": missing}
+        if graphs and not bench.platform.is_cuda:
+            yield {**labels, "skipped": "CUDA graphs need a CUDA device"}
             continue
         most = bench.sizes.batches[-1] if graphs else bench.sizes.largest_eager
         batches = [batch for batch in bench.sizes.batches if batch <= most]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.rl_config import all_flags
 from megatron_rl.errors import ConfigError
 from megatron_rl.inference.graphs import CudaRecorder
 from megatron_rl.parallel import ParallelGroups
@@ -32,38 +31,26 @@ class Sizes:
     middle: Shape = MIDDLE
     large: Shape = LARGE.cut(16)
     attention: Shape = MIDDLE.cut(4)
-    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
-    """Rows of a decode step, and tokens of the single products."""
-    largest_eager: int = 32
-    """Eager steps wait for the host; more rows show nothing new."""
-    distinct_prompts: int = 32
-    """Larger batches are groups that share these prompts, as in GRPO."""
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)  # rows of a decode step, and tokens of the single products
+    largest_eager: int = 32  # eager steps wait for the host; more rows show nothing new
+    distinct_prompts: int = 32  # larger batches are groups that share these prompts, as in GRPO
     context: int = 1024
     long_context: int = 4096
-    bursts: int = 5
-    """Timed bursts of decode steps; their median counts."""
-    steps: int = 8
-    """Decode steps a burst."""
+    bursts: int = 5  # timed bursts of decode steps; their median counts
+    steps: int = 8  # decode steps a burst
     repeats: int = 9
     copied_bytes: int = 2**30
-    rotated_bytes: int = 2**28
-    """Products go through this much weight before they come to the same again: more than any cache holds."""
-    cube: int = 8192
-    """Side of the products whose speed is the peak."""
-    samples: int = 32
-    """Of a training step, ``context`` tokens each."""
+    rotated_bytes: int = 2**28  # weights that products go through before they come to the same again: more than a cache
+    cube: int = 8192  # side of the products whose speed is the peak
+    samples: int = 32  # of a training step, ``context`` tokens each
     bin_tokens: int = 8192
     prompts: int = 16
     group: int = 8
-    answer_tokens: int = 256
-    """Of the GRPO step, prompts as long as answers."""
-    attention_rows: tuple[int, ...] = (1, 8, 32, 128)
-    """Of the attention measured alone, one layer of ``middle``."""
+    answer_tokens: int = 256  # of the GRPO step, prompts as long as answers
+    attention_rows: tuple[int, ...] = (1, 8, 32, 128)  # of the attention measured alone, one layer of ``middle``
     longest: tuple[int, ...] = (1024, 8192)
-    roomy: tuple[tuple[int, int], ...] = ((16384, 1024),)
-    """(longest, what all rows have): early in a rollout of long answers."""
-    inner: int = 20
-    """Calls of a kernel in a captured graph."""
+    roomy: tuple[tuple[int, int], ...] = ((16384, 1024),)  # (longest, what all rows have): early in long answers
+    inner: int = 20  # calls of a kernel in a captured graph
 
 
 _TINY = {"hidden": 64, "ffn": 96, "layers": 2, "heads": 4, "groups": 2, "vocab": 512}
@@ -146,18 +133,6 @@ def one_line(error: BaseException) -> str:
     """The kind and the first line that says something, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
-
-
-def without_effect(flags: tuple[str, ...]) -> str | None:
-    """Why this version cannot do what ``flags`` (``--name`` or ``--name=value``) ask for; None if it can."""
-    known = {spelling: flag for flag in all_flags() for spelling in flag.spellings}
-    for text in flags:
-        name = text.removeprefix("--").partition("=")[0]
-        if name not in known:
-            return f"--{name} does not exist in this version"
-        if known[name].note is not None:
-            return f"--{name} has no effect: {known[name].note}"
-    return None
 
 
 def roofline(bench: Bench) -> Iterator[Row]:

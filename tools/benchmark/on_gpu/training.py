@@ -15,7 +15,7 @@ from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.samples import SampleBuilder
 from megatron_rl.types import Grade, Task, Transcript
 from tools.benchmark.common import benchmark_config
-from tools.benchmark.on_gpu.engines import GRAPHS, graphs_problem, open_engine
+from tools.benchmark.on_gpu.engines import GRAPHS, open_engine
 from tools.benchmark.on_gpu.measure import Bench, Row, guarded
 from tools.benchmark.on_gpu.shapes import training_flops, utilisation
 from tools.benchmark.update import make_samples, make_trainer, our_update
@@ -44,7 +44,7 @@ def training(bench: Bench) -> Iterator[Row]:
 
 def grpo(bench: Bench) -> Iterator[Row]:
     """A GRPO step of the 0.5B with two updates, rolled out in bf16 and in fp8; CUDA graphs where they are built."""
-    graphs = () if graphs_problem(bench) else GRAPHS
+    graphs = GRAPHS if bench.platform.is_cuda else ()
     for recipe in ("none", "fp8"):
         flags = (f"--rl-rollout-quantization={recipe}", *graphs)
         labels = {"model": bench.sizes.small.name, "rollouts": recipe, "graphs": bool(graphs)}
