@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.batch import Packing
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.attention.backend import PackedKernel
 from megatron_rl.attention.plan import PackedPlan, RopeTable
@@ -31,28 +31,18 @@ class ContextPlan(PackedPlan):
     @classmethod
     def of(
         cls,
-        batch: TokenBatch,
+        packing: Packing,
         rope: RopeTable,
         dtype: torch.dtype,
         kernel: PackedKernel,
         context_group: dist.ProcessGroup,
     ) -> ContextPlan:
-        """``batch`` has a share; tensors of the model are [W, 1, ...]."""
-        share, longest = batch.share, max(batch.lengths)
-        cos, sin = rope.at(batch.position_ids[share.local], dtype)
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            cos=cos,
-            sin=sin,
-            kernel=kernel,
-            prepared=kernel.spans.prepare(share),
-            share=share,
-            context_group=context_group,
-        )
+        """``packing`` has a share; tensors of the model are [W, 1, ...]."""
+        share = packing.share
+        return cls.build(
+            packing.lengths, packing.cu_seqlens, packing.position_ids[share.local], rope, dtype, kernel,
+            prepared=kernel.spans.prepare(share), share=share, context_group=context_group,
+        )  # fmt: skip
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

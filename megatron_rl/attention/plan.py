@@ -93,8 +93,9 @@ class PackedPlan(PackedSeqParams):
         rope: RopeTable,
         dtype: torch.dtype,
         kernel: PackedKernel = sdpa.BACKEND.packed,
+        **further: Any,
     ) -> PackedPlan:
-        """``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device."""
+        """``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device; ``further`` fields."""
         longest = max(lengths)
         cos, sin = rope.at(position_ids, dtype)
         return cls(
@@ -106,7 +107,7 @@ class PackedPlan(PackedSeqParams):
             cos=cos,
             sin=sin,
             kernel=kernel,
-            prepared=kernel.prepare(lengths, cu_seqlens, position_ids),
+            **further or {"prepared": kernel.prepare(lengths, cu_seqlens, position_ids)},
         )
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:

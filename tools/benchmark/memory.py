@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.config import RLConfig, read_config
 from megatron_rl.errors import Problem
 from megatron_rl.estimate import estimate
@@ -37,7 +38,6 @@ from megatron_rl.platform import current_platform
 from megatron_rl.trainer import Optimization, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Sample
 
 TOKENS = 1024
 VOCABULARY = 512
@@ -110,7 +110,7 @@ def _buffers(chunk: Any) -> list[Any]:
 
 def _sample(number: int, length: int) -> Sample:
     ids = torch.arange(length) * 7 % VOCABULARY
-    return Sample(ids, 1, 0.0, torch.zeros(length), number)
+    return Sample(ids, torch.arange(length) > 0, torch.zeros(length), torch.zeros_like(ids), sample_id=number)
 
 
 def _held(tensors: Sequence[torch.Tensor]) -> int:
