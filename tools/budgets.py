@@ -57,13 +57,18 @@ def package_lines() -> dict[str, int]:
 
 
 def record_fields() -> dict[str, int]:
-    """Return the number of fields of each dataclass, `NamedTuple` and `TypedDict` of the library, by class name."""
+    """Return the number of fields of each dataclass, `NamedTuple` and `TypedDict` of the library, by class name.
+
+    A record that extends another one of its file has the fields of both.
+    """
     found: dict[str, int] = {}
     for path in python_files("megatron_rl"):
+        own: dict[str, int] = {}
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and _is_record(node):
                 fields = sum(isinstance(item, ast.AnnAssign) for item in node.body)
-                found[node.name] = max(fields, found.get(node.name, 0))
+                own[node.name] = fields + sum(own.get(ast.unparse(base), 0) for base in node.bases)
+                found[node.name] = max(own[node.name], found.get(node.name, 0))
     return found
 
 

@@ -1,4 +1,4 @@
-"""``TokenBatch``: all that is known of the tokens of a micro-batch; what losses, corrections and advantages read.
+"""A `Sample` for training, and ``TokenBatch``: all that losses, corrections and advantages know of a micro-batch.
 
 Shapes: ``[T]`` packed tokens, ``[B]`` sequences of the batch, ``[N]`` samples of the step. Log-probs are fp32 and sit
 at their token's index.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, get_type_hints
 
 import torch
 from torch import Tensor
@@ -50,89 +50,103 @@ class StepRewards:
     """Of the policy at the beginning of the step: how many steps have changed it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenBatch:
-    """Sequences laid end to end (``thd``): one micro-batch. All tensors share one device.
+@dataclass(frozen=True)
+class Kind:
+    """How a field of `Sample` travels between ranks and is laid end to end."""
 
-    Two samples ``P0 A0 E`` with reward 1 and ``Q0 B0`` with reward 0.5::
+    dtype: torch.dtype | None
+    """None: uint8 or int16, of three dimensions; such a field may be None."""
+    per_token: bool = True
+    """A tensor with one row a token; else one Python number of the sequence."""
+    padding: int | None = 0
+    """Of the tokens that round T up; None is the largest number of the dtype."""
+    on_host: bool = False
+    """In a micro-batch a tuple of integers, for which no kernel waits; dummy sequences are left out."""
 
-        token_ids       P0 A0  E  Q0 B0
-        position_ids     0  1  2   0  1
-        cu_seqlens       0         3     5
-        sequence_index   0  0  0   1  1
-        loss_mask        0  1  1   0  1
-        rewards          0  0  1   0  .5
 
-    Collation fills the first part; scoring the second, where it is needed; the forward pass of an update the third. A
-    loss gets all of it but the advantages' own inputs, and masked positions may hold anything, NaN included.
+@dataclass(frozen=True)
+class Sample:
+    """One sequence ready for training, on the CPU; of a sample of several, each is one with its id and reward.
+
+    What a field is stands here alone: the exchange between ranks and `TokenBatch.samples` follow. In a micro-batch L is
+    T, and a number of a sequence is a tensor [B].
     """
 
-    token_ids: Tensor
-    """[T] int64."""
-    position_ids: Tensor
-    """[T] int64, restarts at 0 for every sequence."""
+    token_ids: Annotated[Tensor, Kind(torch.int64)]
+    """[L] int64."""
+    loss_mask: Annotated[Tensor, Kind(torch.bool)]
+    """[L] bool: the policy wrote the token; False in the prompt and where it read."""
+    inference_logprobs: Annotated[Tensor, Kind(torch.float32)]
+    """[L] fp32, 0 at prompt positions and in supervised samples, which nothing sampled."""
+    versions: Annotated[Tensor, Kind(torch.int64)]
+    """[L] int64: how many steps had changed the policy that drew the token."""
+    routing: Annotated[Tensor | None, Kind(None, padding=None)] = None
+    """[L, layers of this rank, k] uint8 or int16: the experts to send the tokens to (`--rl-router-replay`). Of tokens
+    that the rollout did not feed the largest number of the dtype: the router chooses."""
+    reward: Annotated[float | Tensor, Kind(torch.float32, per_token=False)] = 0.0
+    sample_id: Annotated[int | tuple[int, ...], Kind(torch.int64, per_token=False, on_host=True)] = 0
+    """Of the sample in the step; ties it to its rows in the rollout records."""
+    sequence: Annotated[int | Tensor, Kind(torch.int64, per_token=False)] = 0
+    """Number among the sample's sequences; number 0 is always there."""
+    tokens_elsewhere: Annotated[int | Tensor, Kind(torch.int64, per_token=False)] = 0
+    """Tokens that the policy wrote in the sample's other sequences, wherever these are."""
+    truncated: Annotated[bool | Tensor, Kind(torch.bool, per_token=False)] = False
+    """The sequence was cut at its length limit."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, prompt included."""
+        return self.token_ids.numel()
+
+
+KINDS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Sample, include_extras=True).items()}
+"""Of each field of a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Where the B sequences of a micro-batch lie; the last ones may be dummies that round T up."""
+
+    lengths: tuple[int, ...]
+    """Host integers, so that no kernel launch waits for the device."""
     cu_seqlens: Tensor
     """[B+1] int32."""
+    position_ids: Tensor
+    """[T] int64, restarts at 0 for every sequence."""
     sequence_index: Tensor
     """[T] int64, the sequence of each token; every sequence is whole."""
-    lengths: tuple[int, ...]
-    """The B sequence lengths as host integers, so that no kernel launch waits for the device."""
-    sample_ids: tuple[int, ...]
-    """The sample of each sequence, the padding left out. A harness's sample may have several: the others are here, in
-    other micro-batches or on other ranks, but always in the same update."""
-    loss_mask: Tensor
-    """[T] fp32, 1 where the policy wrote the token."""
-    rewards: Tensor
-    """[T] fp32: a sequence's reward at its last loss token, 0 elsewhere."""
-    inference_logprobs: Tensor
-    """[T], of the engine that drew the tokens; 0 where ``loss_mask`` is 0."""
-    versions: Tensor
-    """[T] int64: how many steps had changed the policy that drew the token."""
-    sequence_numbers: Tensor
-    """[B] int64: each sequence's number in its sample."""
-    tokens_elsewhere: Tensor
-    """[B] int64: tokens that the policy wrote in the sample's other sequences, wherever these are."""
-    truncated: Tensor
-    """[B] bool: the sequence was cut at its length limit."""
-    padding: int = 0
-    """Trailing tokens of dummy sequences that only round T up (last in ``lengths``)."""
-    routing: Tensor | None = None
-    """[layers of this rank, T, k] uint8 or int16: the experts to send the tokens to (`--rl-router-replay`). Of tokens
-    that the rollout did not feed the largest number of the dtype: the router chooses."""
     share: ContextShare | None = None
     """What of it this context-parallel rank runs through the model; None where it is all. Each has the whole batch."""
 
-    step: StepRewards | None = None
+
+@dataclass(frozen=True)
+class CriticValues:
+    """What a critic expected before the step's updates."""
+
+    values: Tensor
+    """[T], before the token was drawn."""
+    end_values: Tensor | None = None
+    """[B], after the last token of each sequence."""
+    returns: Tensor | None = None
+    """[T], what the values are trained towards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """What a loss or a correction reads. Masked positions may hold anything, NaN included."""
+
+    packing: Packing
+    loss_mask: Tensor
+    """[T] fp32, 1 where the policy wrote the token."""
+    inference_logprobs: Tensor
+    """[T], of the engine that drew the tokens; 0 where ``loss_mask`` is 0."""
     old_logprobs: Tensor | None = None
     """[T] of the trainer's model before the step's updates. None between scoring and loss where there is one update:
     they are the current ones."""
-    ref_logprobs: Tensor | None = None
-    """[T] of the reference; None without a KL penalty."""
-    teacher_logprobs: Tensor | None = None
-    """[T] of the teacher; None without one."""
-    values: Tensor | None = None
-    """[T] of a critic before the step's updates, what it expected before the token was drawn; None without one."""
-    end_values: Tensor | None = None
-    """[B] of a critic, what it expected after the last token of each sequence."""
-    advantages: Tensor | None = None
-    """[T]."""
-    returns: Tensor | None = None
-    """[T], what the values are trained towards; None without a critic."""
-    advantage_sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of the advantages, for the metrics."""
-
-    picked: Tensor | None = None
-    """[T] bool: the tokens of the update that a loss of `covariance.PicksTokens` treats otherwise; None for others."""
-
     current_logprobs: Tensor | None = None
     """[T] of the model being trained; the gradient flows into them."""
-    entropy: Tensor | None = None
-    """[T], nats, of the distribution the token was drawn from."""
-
-    @property
-    def is_counted_here(self) -> bool:
-        """Of context-parallel ranks, which all know the whole loss, the first one tells its denominator."""
-        return self.share is None or self.share.rank == 0
+    advantages: Tensor | None = None
+    """[T]."""
 
     @property
     def in_loss(self) -> Tensor:
@@ -140,21 +154,15 @@ class TokenBatch:
         return self.loss_mask > 0
 
     @property
-    def lag(self) -> Tensor:
-        """[T] int64: steps between the policy that drew the token and that at the beginning of ``step``; else 0."""
-        return torch.zeros_like(self.versions) if self.step is None else self.step.policy_version - self.versions
-
-    def of_samples(self, values: Tensor) -> Tensor:
-        """[T] fp32 on the batch's device: of each token the value of its sample; ``values`` [N] on the CPU."""
-        own = values[torch.tensor(self.sample_ids, dtype=torch.int64)].float()
-        own = torch.cat([own, own.new_zeros(len(self.lengths) - len(self.sample_ids))])
-        return own.to(self.sequence_index.device)[self.sequence_index]
+    def sequence_index(self) -> Tensor:
+        """[T] int64, the sequence of each token."""
+        return self.packing.sequence_index
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Sums of ``values`` [T] over the loss tokens of each sequence, [B] fp64; 0 without any."""
         # In fp64: index_add adds in no fixed order on a GPU, and two runs would differ in fp32.
         known = torch.where(self.in_loss, values, 0.0).double()
-        return known.new_zeros(len(self.lengths)).index_add(0, self.sequence_index, known)
+        return known.new_zeros(len(self.packing.lengths)).index_add(0, self.sequence_index, known)
 
     def sequence_means(self, values: Tensor) -> Tensor:
         """Means of ``values`` [T] over the loss tokens of each sequence, [B] fp32; 0 without any."""
@@ -164,13 +172,76 @@ class TokenBatch:
         """Loss tokens of each sequence: [B] int64."""
         return self.sequence_sums(self.loss_mask).long()
 
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch(LossInputs):
+    """Sequences laid end to end (``thd``): one micro-batch. All tensors share one device.
+
+    Two samples ``P0 A0 E`` with reward 1 and ``Q0 B0`` with reward 0.5, rounded up to 8 tokens::
+
+        samples.token_ids        P0 A0  E  Q0 B0  -  -  -
+        packing.position_ids      0  1  2   0  1  0  1  2
+        packing.cu_seqlens        0         3     5        8
+        packing.sequence_index    0  0  0   1  1  2  2  2
+        loss_mask                 0  1  1   0  1  0  0  0
+        rewards                   0  0  1   0  .5 0  0  0
+
+    Collation fills what has no default; scoring the rest, where it is needed, but for the current log-probs and their
+    entropy, which the forward pass of an update gives.
+    """
+
+    samples: Sample
+    """As they came, end to end; a harness's sample may have sequences in other micro-batches or on other ranks, too,
+    but always in the same update."""
+    rewards: Tensor
+    """[T] fp32: a sequence's reward at its last loss token, 0 elsewhere."""
+    step: StepRewards | None = None
+    ref_logprobs: Tensor | None = None
+    """[T] of the reference; None without a KL penalty."""
+    teacher_logprobs: Tensor | None = None
+    """[T] of the teacher; None without one."""
+    critic: CriticValues | None = None
+    """None without a critic."""
+    advantage_sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of the advantages, for the metrics."""
+    picked: Tensor | None = None
+    """[T] bool: the tokens of the update that a loss of `covariance.PicksTokens` treats otherwise; None for others."""
+    entropy: Tensor | None = None
+    """[T], nats, of the distribution the token was drawn from."""
+
+    @property
+    def is_counted_here(self) -> bool:
+        """Of context-parallel ranks, which all know the whole loss, the first one tells its denominator."""
+        return self.packing.share is None or self.packing.share.rank == 0
+
+    @property
+    def values(self) -> Tensor:
+        """[T], of a batch with a critic: what it expected before the token was drawn."""
+        return self.critic.values
+
+    @property
+    def versions(self) -> Tensor:
+        """[T] int64: how many steps had changed the policy that drew the token."""
+        return self.samples.versions
+
+    @property
+    def lag(self) -> Tensor:
+        """[T] int64: steps between the policy that drew the token and that at the beginning of ``step``; else 0."""
+        return torch.zeros_like(self.versions) if self.step is None else self.step.policy_version - self.versions
+
+    def of_samples(self, values: Tensor) -> Tensor:
+        """[T] fp32 on the batch's device: of each token the value of its sample; ``values`` [N] on the CPU."""
+        own = values[torch.tensor(self.samples.sample_id, dtype=torch.int64)].float()
+        own = torch.cat([own, own.new_zeros(len(self.packing.lengths) - own.numel())])
+        return own.to(self.sequence_index.device)[self.sequence_index]
+
     def sample_tokens(self) -> Tensor:
         """Loss tokens of each sequence's sample, in all its sequences: [B] int64.
 
         Of tokens that `trusted_mask` leaves out those of the sequence itself are not counted; those of others, which
         may be in another micro-batch, are.
         """
-        return self.loss_tokens() + self.tokens_elsewhere
+        return self.loss_tokens() + self.samples.tokens_elsewhere
 
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -212,7 +283,7 @@ def token_weights(kind: Aggregation, batch: TokenBatch, constant: float) -> tupl
     if kind == "token-mean":
         return in_loss.float(), in_loss.sum()
     lengths = batch.sample_tokens()
-    samples = ((lengths > 0) & (batch.sequence_numbers == 0)).sum()
+    samples = ((lengths > 0) & (batch.samples.sequence == 0)).sum()
     if kind == "constant":
         return in_loss.float() / constant, samples
     return torch.where(in_loss, 1 / lengths.clamp_min(1)[batch.sequence_index], 0.0), samples

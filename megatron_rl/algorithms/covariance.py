@@ -59,8 +59,8 @@ def places(batch: TokenBatch) -> Tensor:
     """A number for each token that no other token of the step has, the same in every layout: [T] int64."""
     count = batch.step.rewards.numel()
     samples = batch.of_samples(torch.arange(count, dtype=torch.float64)).long()
-    sequences = samples + count * batch.sequence_numbers[batch.sequence_index]
-    return (sequences << 32) + batch.position_ids
+    sequences = samples + count * batch.samples.sequence[batch.sequence_index]
+    return (sequences << 32) + batch.packing.position_ids
 
 
 def first(priorities: Tensor, places: Tensor, count: int) -> Tensor:

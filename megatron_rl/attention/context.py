@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.batch import Packing
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.attention.backend import PackedKernel
-from megatron_rl.attention.plan import PackedPlan, Ropes, turns_at
+from megatron_rl.attention.plan import PackedPlan, Ropes
 from megatron_rl.families import PLAIN, LayerKind
 
 
@@ -33,27 +33,20 @@ class ContextPlan(PackedPlan):
     @classmethod
     def of(
         cls,
-        batch: TokenBatch,
+        packing: Packing,
         ropes: Ropes,
         dtype: torch.dtype,
         kernel: PackedKernel,
         context_group: dist.ProcessGroup,
         windows: Iterable[int | None] = (None,),
     ) -> ContextPlan:
-        """``batch`` has a share; tensors of the model are [W, 1, ...]."""
-        share, longest = batch.share, max(batch.lengths)
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            turns=turns_at(ropes, batch.position_ids[share.local], dtype),
-            kernel=kernel,
-            prepared={window: kernel.spans.plan(share, window) for window in windows},
-            share=share,
-            context_group=context_group,
-        )
+        """``packing`` has a share; tensors of the model are [W, 1, ...]."""
+        share = packing.share
+        prepared = {window: kernel.spans.plan(share, window) for window in windows}
+        return cls.build(
+            packing.lengths, packing.cu_seqlens, packing.position_ids[share.local], ropes, dtype, kernel,
+            prepared=prepared, share=share, context_group=context_group,
+        )  # fmt: skip
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: LayerKind = PLAIN

@@ -106,11 +106,13 @@ class PackedPlan(PackedSeqParams):
         dtype: torch.dtype,
         kernel: PackedKernel = sdpa.BACKEND.packed,
         windows: Iterable[int | None] = (None,),
+        **further: Any,
     ) -> PackedPlan:
-        """``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device.
+        """``cu_seqlens`` [B+1] int32 and ``position_ids`` [T] int64 lie on the compute device; ``further`` fields.
 
         ``windows`` are those of the layers, None for those without.
         """
+        packed = lengths, cu_seqlens, position_ids
         longest = max(lengths)
         return cls(
             qkv_format="thd",
@@ -120,7 +122,7 @@ class PackedPlan(PackedSeqParams):
             max_seqlen_kv=longest,
             turns=turns_at(ropes, position_ids, dtype),
             kernel=kernel,
-            prepared={window: kernel.plan(lengths, cu_seqlens, position_ids, window) for window in windows},
+            **further or {"prepared": {window: kernel.plan(*packed, window) for window in windows}},
         )
 
     def rotate(self, heads: torch.Tensor, kind: LayerKind = PLAIN) -> torch.Tensor:

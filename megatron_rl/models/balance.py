@@ -102,8 +102,8 @@ class BalanceLosses:
         # Of a sample's weight in the policy loss, 1, a sequence has the share of its tokens.
         weights = counts if self._counts_tokens else counts / batch.sample_tokens().clamp_min(1)
         index = torch.arange(weights.numel(), device=weights.device)[:, None]
-        sizes = batch.cu_seqlens.diff().float() * (weights > 0)
-        own = batch.sequence_index if batch.share is None else batch.sequence_index[batch.share.local]
+        sizes = batch.packing.cu_seqlens.diff().float() * (weights > 0)
+        own = batch.sequence_index if batch.packing.share is None else batch.sequence_index[batch.packing.share.local]
         if tensor_group is not None:
             own = own.chunk(tensor_group.size())[tensor_group.rank()]
         members = ((index == own) & (weights > 0)[:, None]).float()

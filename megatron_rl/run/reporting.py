@@ -230,10 +230,10 @@ def _batch_record(update: int, batch: TokenBatch) -> dict[str, object]:
 
     return {
         "update": update,
-        "sample_ids": batch.sample_ids,
-        "sequences": batch.sequence_numbers.tolist()[: len(batch.sample_ids)],
-        "lengths": batch.lengths,
-        "token_ids": batch.token_ids.tolist(),
+        "sample_ids": batch.samples.sample_id,
+        "sequences": batch.samples.sequence.tolist()[: len(batch.samples.sample_id)],
+        "lengths": batch.packing.lengths,
+        "token_ids": batch.samples.token_ids.tolist(),
         "loss_mask": batch.loss_mask.tolist(),
         "advantages": finite(batch.advantages),
         "inference_logprobs": finite(batch.inference_logprobs),

@@ -7,28 +7,26 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.batch import KINDS, Sample, TokenBatch
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.families.architecture import ONE_STAGE, Stages
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors, max_over
 from megatron_rl.trainer.packing import balance, collate, pack, without_loss
-from megatron_rl.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_NOBODYS = Sample(torch.zeros(2, dtype=torch.int64), 1, 0.0, torch.zeros(2), sample_id=-1)
+_NOTHING = torch.zeros(2, dtype=torch.int64)
+_NOBODYS = Sample(_NOTHING, _NOTHING > 0, _NOTHING.float(), _NOTHING, sample_id=-1)
 """What a rank without samples runs through the experts that it shares."""
-HEADER = 12
-"""Integers that go ahead of a sequence's tokens: sample_id, its number, tokens elsewhere, whether it is truncated,
-policy_version, length, prompt_length, numbers of spans and of older stretches, and layers, experts a token and bytes an
-expert of its routing (0 without)."""
-_ROUTING_TYPES = {1: torch.uint8, 2: torch.int16}
+_DTYPES = (torch.int64, torch.float32, torch.bool, torch.uint8, torch.int16)
+"""Of the fields of a sample."""
 
 
 @dataclass
@@ -112,7 +110,10 @@ class BatchBuilder:
         """With this rank's share of it, where context-parallel ranks have one each."""
         batch, size = collate(samples, self.device, round_to), self.groups.context_size
         rank = self.groups.context_rank
-        return batch if size == 1 else replace(batch, share=ContextShare.of(batch.lengths, rank, size, self.device))
+        if size == 1:
+            return batch
+        share = ContextShare.of(batch.packing.lengths, rank, size, self.device)
+        return replace(batch, packing=replace(batch.packing, share=share))
 
     def _tell_small(self, count: int, batch_size: int) -> None:
         if 2 * count >= batch_size or self.told or not self.groups.is_main:
@@ -136,7 +137,7 @@ def exchange_samples(
     """Sends each sample to a training replica and returns those sent here. All ranks of the group must call this.
 
     Flat tensors, straight from the rank that has a sample to the one that trains on it: two all-to-alls, how much, and
-    int64. Nothing is pickled and nobody receives what it does not need.
+    the fields. Nothing is pickled and nobody receives what it does not need.
 
     Args:
         local: this rank's samples, on the CPU; may be empty.
@@ -171,48 +172,30 @@ def _key(sample: Sample) -> tuple[int, int]:
 
 
 def _flat(sample: Sample) -> Tensor:
-    """Header, pairs, tokens, then reward and log-probs as the bits of fp32, and routing 8 bytes at a time: int64."""
-    pairs, routing = sample.environment_spans + sample.older, sample.routing
-    counts = [len(sample.environment_spans), len(sample.older)]
-    header = [*_key(sample), sample.tokens_elsewhere, sample.truncated]
-    header += [sample.policy_version, sample.length, sample.prompt_length, *counts]
-    header += [0, 0, 0] if routing is None else [*routing.shape[1:], routing.itemsize]
-    floats = torch.cat([torch.tensor([sample.reward], dtype=torch.float32), sample.inference_logprobs])
-    integers = torch.tensor([*header, *(number for pair in pairs for number in pair)])
-    parts = [integers, sample.token_ids, floats.view(torch.int32).long()]
-    if routing is not None:
-        packed = routing.contiguous().view(torch.uint8).flatten()
-        parts.append(torch.nn.functional.pad(packed, (0, -packed.numel() % 8)).view(torch.int64))
-    return torch.cat(parts)
+    """Rows, the other two dimensions and the dtype of each field, then all fields as bytes, filled up to 8: int64."""
+    header, parts = [], []
+    for name, kind in KINDS.items():
+        value = getattr(sample, name)
+        field = torch.empty(0, dtype=torch.bool) if value is None else torch.as_tensor(value, dtype=kind.dtype)
+        header += [*field.shape, 1, 1, 1][:3] + [_DTYPES.index(field.dtype)]
+        parts.append(field.contiguous().view(-1).view(torch.uint8))
+    parts.append(torch.zeros(-sum(map(len, parts)) % 8, dtype=torch.uint8))
+    return torch.cat([torch.tensor(header), torch.cat(parts).view(torch.int64)])
 
 
 def _samples(flat: Tensor) -> Iterator[Sample]:
     """The inverse of ``_flat``, for any number of samples."""
     while flat.numel():
-        sample_id, number, elsewhere, truncated, *header = flat[:HEADER].tolist()
-        version, length, prompt_length, num_spans, num_older, *routed = header
-        routing_bytes = length * math.prod(routed)
-        pairs, token_ids, floats, routing, flat = flat[HEADER:].tensor_split(
-            torch.tensor([2 * (num_spans + num_older), length, length + 1, -(-routing_bytes // 8)]).cumsum(0)
-        )
-        pairs = tuple((first, second) for first, second in pairs.view(-1, 2).tolist())
-        floats = floats.int().view(torch.float32)
-        yield Sample(
-            token_ids=token_ids.clone(),  # a view keeps the whole exchange in memory
-            prompt_length=prompt_length,
-            reward=floats[0].item(),
-            inference_logprobs=floats[1:],
-            sample_id=sample_id,
-            environment_spans=pairs[:num_spans],
-            policy_version=version,
-            older=pairs[num_spans:],
-            routing=_unpacked(routing, length, *routed) if routing_bytes else None,
-            sequence=number,
-            tokens_elsewhere=elsewhere,
-            truncated=bool(truncated),
-        )
-
-
-def _unpacked(words: Tensor, length: int, layers: int, each: int, size: int) -> Tensor:
-    numbers = words.clone().view(torch.uint8)[: length * layers * each * size].view(_ROUTING_TYPES[size])
-    return numbers.view(length, layers, each)
+        header = flat[: 4 * len(KINDS)].view(-1, 4).tolist()
+        sizes = [math.prod(shape) * _DTYPES[number].itemsize for *shape, number in header]
+        words = 4 * len(KINDS) - sum(sizes) // -8
+        parts = flat[4 * len(KINDS) : words].view(torch.uint8).split([*sizes, -sum(sizes) % 8])
+        fields: dict[str, Any] = {}
+        for (name, kind), (*shape, number), part in zip(KINDS.items(), header, parts[:-1], strict=True):
+            value = part.clone().view(_DTYPES[number])  # a view would keep the whole exchange in memory
+            if not kind.per_token:
+                fields[name] = value.item()
+            elif shape[0]:
+                fields[name] = value.view(shape) if kind.dtype is None else value
+        yield Sample(**fields)
+        flat = flat[words:]

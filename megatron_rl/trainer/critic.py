@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.batch import CriticValues, TokenBatch
 from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.optimizer import Optimization, UpdateOutcome
@@ -29,7 +29,7 @@ class ValueScorer(PackedForward):
     def after(self, output: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """[T] fp32: what is expected after each token; ``output`` [W, 1] is that of `forward`."""
         values = output[:, 0]
-        return values if batch.share is None else batch.share.whole(values, self._context_group)
+        return values if batch.packing.share is None else batch.packing.share.whole(values, self._context_group)
 
     @torch.no_grad()
     def all_after(self, batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
@@ -39,7 +39,7 @@ class ValueScorer(PackedForward):
 
 def before(after: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[T]: what was expected before each token, 0 at the first one of a sequence."""
-    return torch.where(batch.position_ids > 0, after.roll(1), 0.0)
+    return torch.where(batch.packing.position_ids > 0, after.roll(1), 0.0)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ValueObjective:
         """``values`` [T], with the gradient, of a batch that has old values and returns."""
         in_loss = batch.in_loss
         # Masked first: what lies there may be NaN, which a factor of 0 would not keep out of the gradient.
-        new, old, target = (torch.where(in_loss, each, 0.0) for each in (values, batch.values, batch.returns))
+        new, old, target = (torch.where(in_loss, each, 0.0) for each in (values, batch.values, batch.critic.returns))
         plain = (new - target).square()
         clipped = (old + (new - old).clamp(-self.clip_range, self.clip_range) - target).square()
         total, tokens = 0.5 * torch.maximum(plain, clipped).sum(), in_loss.sum()
@@ -83,10 +83,9 @@ class Critic:
         return [self._valued(part) for part in updates]
 
     def _valued(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-        found = zip(batches, self.scorer.all_after(batches), strict=True)
         return [
-            replace(batch, values=before(after, batch), end_values=after[batch.cu_seqlens[1:].long() - 1])
-            for batch, after in found
+            replace(batch, critic=CriticValues(before(after, batch), after[batch.packing.cu_seqlens[1:].long() - 1]))
+            for batch, after in zip(batches, self.scorer.all_after(batches), strict=True)
         ]
 
     def update(self, updates: Updates, groups: ParallelGroups) -> tuple[dict[str, float], list[UpdateOutcome]]:
@@ -134,9 +133,8 @@ def value_metrics(updates: Updates, groups: ParallelGroups, device: torch.device
     worse one; also 0 where all returns are equal.
     """
     rows = [
-        torch.cat([_moments(batch.in_loss, batch.returns), _moments(batch.in_loss, batch.returns - batch.values)])
-        for part in updates
-        for batch in part
+        torch.cat([_moments(b.in_loss, b.critic.returns), _moments(b.in_loss, b.critic.returns - b.values)])
+        for b in (batch for part in updates for batch in part)
     ]
     sums = sum(rows, torch.zeros(6, dtype=torch.float64, device=device))
     dist.all_reduce(sums, group=groups.data_group)

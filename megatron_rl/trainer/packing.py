@@ -6,15 +6,12 @@ import bisect
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.batch import KINDS, Packing, Sample, TokenBatch
 from megatron_rl.errors import ConfigError, TrainingError
-from megatron_rl.types import Sample
-
-PADDING_TOKEN = 0
-"""Any id of the vocabulary does: padding is a sequence of its own without loss, seen by no other token."""
 
 
 def balance(lengths: Sequence[int], num_ranks: int) -> list[int]:
@@ -80,80 +77,63 @@ def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]
 
 
 def collate(samples: Sequence[Sample], device: torch.device | str, round_to: int = 1) -> TokenBatch:
-    """Lays the samples end to end, in their order, and moves them to the device once.
-
-    With ``round_to=4``, two samples ``P0 A0 E`` and ``Q0 B0`` (``-`` is padding)::
-
-        token_ids    P0 A0  E  Q0 B0  -  -  -
-        position_ids  0  1  2   0  1  0  1  2
-        cu_seqlens    0        3     5        8
-        loss_mask     0  1  1   0  1  0  0  0
+    """Lays the samples end to end, in their order, and moves them to the device once; `TokenBatch` has an example.
 
     Args:
         samples: at least one, on the CPU.
         device: where the tensors of the batch go.
         round_to: T becomes a multiple of this (tensor-parallel size, the longest micro-batch of a pipeline) by dummy
             sequences, none of them longer than the samples; they are the last of ``lengths`` and ``cu_seqlens`` and
-            have no entry in ``sample_ids``.
+            have no entry in ``samples.sample_id``. Any token does: no other token sees it.
 
     Raises:
         TrainingError: a sample without a prompt: its first token has no log-prob, nothing precedes it.
     """
     for sample in samples:
-        if sample.prompt_length < 1:
+        if sample.loss_mask[0]:
             raise TrainingError(
                 f"sample {sample.sample_id} has no prompt: nothing precedes its first token; give it 1 token or more"
             )
-    padding = -sum(sample.length for sample in samples) % round_to
     own = tuple(sample.length for sample in samples)
-    dummies = _dummies(padding, max(own))
-    lengths = own + dummies
-    prompt_lengths = [*(sample.prompt_length for sample in samples), *dummies]
-
+    padding = -sum(own) % round_to
+    lengths = own + _dummies(padding, max(own))
+    laid = _end_to_end(samples, padding, len(lengths) - len(own))
     per_sequence = torch.tensor(lengths)
     cu_seqlens = torch.nn.functional.pad(per_sequence.cumsum(0), (1, 0))
-    sequence = torch.arange(len(lengths)).repeat_interleave(per_sequence)
+    index = torch.arange(len(lengths)).repeat_interleave(per_sequence)
     places = torch.arange(sum(lengths))
-    position_ids = places - cu_seqlens[sequence]
-    in_loss = position_ids >= torch.tensor(prompt_lengths)[sequence]
-    for sample, first in zip(samples, cu_seqlens.tolist(), strict=False):  # the last border begins nothing
-        for start, end in sample.environment_spans:
-            in_loss[first + start : first + end] = False
+    ends = torch.zeros_like(per_sequence).scatter_reduce(0, index, places * laid.loss_mask, "amax")
     rewards = torch.zeros(sum(lengths))
-    ends = torch.zeros_like(per_sequence).scatter_reduce(0, sequence, places * in_loss, "amax")
-    rewards[ends[: len(samples)]] = torch.tensor([sample.reward for sample in samples])
-    filler = torch.zeros(padding)
-    inference_logprobs = torch.cat([*(sample.inference_logprobs for sample in samples), filler])
-    token_ids = torch.cat([*(sample.token_ids for sample in samples), filler.long() + PADDING_TOKEN])
-    routing = None
-    if samples[0].routing is not None:
-        ids = torch.cat([sample.routing for sample in samples])
-        unknown = ids.new_full((padding, *ids.shape[1:]), torch.iinfo(ids.dtype).max)
-        routing = torch.cat([ids, unknown]).transpose(0, 1).contiguous().to(device)
-    versions = torch.tensor([sample.policy_version for sample in samples] + [0] * len(dummies))[sequence]
-    for sample, first in zip(samples, cu_seqlens.tolist(), strict=False):
-        for version, end in reversed(sample.older):  # each stretch from the sample's beginning, the shortest last
-            versions[first : first + end] = version
-    of_sequences = torch.tensor(
-        [(s.sequence, s.tokens_elsewhere, s.truncated) for s in samples] + [(0, 0, False)] * len(dummies)
-    ).to(device)
-    return TokenBatch(
-        token_ids=token_ids.to(device),
-        position_ids=position_ids.to(device),
-        cu_seqlens=cu_seqlens.int().to(device),
-        sequence_index=sequence.to(device),
-        lengths=lengths,
-        sample_ids=tuple(sample.sample_id for sample in samples),
-        loss_mask=in_loss.float().to(device),
-        rewards=torch.where(in_loss, rewards, 0.0).to(device),
-        inference_logprobs=torch.where(in_loss, inference_logprobs, 0.0).to(device),
-        versions=versions.to(device),
-        sequence_numbers=of_sequences[:, 0],
-        tokens_elsewhere=of_sequences[:, 1],
-        truncated=of_sequences[:, 2] > 0,
-        padding=padding,
-        routing=routing,
+    rewards[ends[: len(own)]] = laid.reward[: len(own)]
+    packing = Packing(
+        lengths=lengths, cu_seqlens=cu_seqlens.int(), position_ids=places - cu_seqlens[index], sequence_index=index
     )
+    return TokenBatch(
+        samples=_moved(laid, device),
+        packing=_moved(packing, device),
+        loss_mask=laid.loss_mask.float().to(device),
+        rewards=torch.where(laid.loss_mask, rewards, 0.0).to(device),
+        inference_logprobs=torch.where(laid.loss_mask, laid.inference_logprobs, 0.0).to(device),
+    )
+
+
+def _moved(record: Any, device: torch.device | str) -> Any:
+    return replace(record, **{name: one.to(device) for name, one in vars(record).items() if torch.is_tensor(one)})
+
+
+def _end_to_end(samples: Sequence[Sample], padding: int, dummies: int) -> Sample:
+    """The fields of all as `Kind` has them, with ``padding`` tokens of ``dummies`` sequences."""
+    laid: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        values = [getattr(sample, name) for sample in samples]
+        if kind.on_host:
+            laid[name] = tuple(values)
+        elif not kind.per_token:
+            laid[name] = torch.tensor(values + [0] * dummies, dtype=kind.dtype)
+        elif values[0] is not None:
+            filler = torch.iinfo(values[0].dtype).max if kind.padding is None else kind.padding
+            laid[name] = torch.cat([*values, values[0].new_full((padding, *values[0].shape[1:]), filler)])
+    return Sample(**laid)
 
 
 def _dummies(padding: int, longest: int) -> tuple[int, ...]:
@@ -164,7 +144,5 @@ def _dummies(padding: int, longest: int) -> tuple[int, ...]:
 def without_loss(batch: TokenBatch) -> TokenBatch:
     """One of its size that changes nothing."""
     nothing = torch.zeros_like(batch.loss_mask)
-    return replace(
-        batch, loss_mask=nothing, rewards=nothing, inference_logprobs=nothing, sample_ids=(),
-        tokens_elsewhere=torch.zeros_like(batch.tokens_elsewhere),
-    )  # fmt: skip
+    samples = replace(batch.samples, sample_id=(), tokens_elsewhere=torch.zeros_like(batch.samples.tokens_elsewhere))
+    return replace(batch, loss_mask=nothing, rewards=nothing, inference_logprobs=nothing, samples=samples)

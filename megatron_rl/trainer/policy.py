@@ -176,8 +176,8 @@ class PolicyTrainer:
     def _with_advantages(self, batch: TokenBatch) -> TokenBatch:
         judged, penalties = with_kl_in_reward(batch, self.reward_kl_beta) if self.reward_kl_beta else (batch, {})
         advantages, sums = self.advantage(judged)
-        returns = None if self.critic is None else self.advantage.returns(judged, advantages).detach()
-        return replace(batch, advantages=advantages.detach(), advantage_sums=sums | penalties, returns=returns)
+        critic = batch.critic and replace(batch.critic, returns=self.advantage.returns(judged, advantages).detach())
+        return replace(batch, advantages=advantages.detach(), advantage_sums=sums | penalties, critic=critic)
 
     def _loss(self, output: torch.Tensor, batch: TokenBatch) -> MicroLoss:
         entropy = "differentiable" if self.objective.entropy_weight else "detached"
@@ -192,8 +192,8 @@ def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[s
     """Over the step's samples of the mean advantage of each one's tokens, in all its sequences; collective."""
     rows = []
     for batch in (batch for part in updates for batch in part):
-        numbers = [batch.sequence_numbers, batch.sequence_sums(batch.advantages), batch.loss_tokens()]
-        rows += zip(batch.sample_ids, *(values.tolist() for values in numbers), strict=False)
+        numbers = [batch.samples.sequence, batch.sequence_sums(batch.advantages), batch.loss_tokens()]
+        rows += zip(batch.samples.sample_id, *(values.tolist() for values in numbers), strict=False)
     table = torch.cat(gather_vectors(torch.tensor(rows, dtype=torch.float64).view(-1), data_group)).view(-1, 4)
     # In the order of the sequences, so that the mean is to the bit that of one rank.
     table = torch.tensor(sorted(table.tolist()), dtype=torch.float64).view(-1, 4)
@@ -209,7 +209,7 @@ def advantage_metrics(updates: Updates, data_group: dist.ProcessGroup) -> dict[s
 
 def sequence_advantages(batch: TokenBatch) -> dict[tuple[int, int], float]:
     """The mean advantage of the tokens of each sequence, by the number of its sample and its own in the sample."""
-    numbers = zip(batch.sample_ids, batch.sequence_numbers.tolist(), strict=False)
+    numbers = zip(batch.samples.sample_id, batch.samples.sequence.tolist(), strict=False)
     return dict(zip(numbers, batch.sequence_means(batch.advantages).tolist(), strict=False))
 
 

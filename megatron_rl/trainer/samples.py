@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.algorithms import StepRewards
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.extension import Baseline
 from megatron_rl.algorithms.groups import groups_with_signal
 from megatron_rl.errors import ConfigError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.parallel.collectives import gather_vectors
-from megatron_rl.types import Branch, Grade, Rollout, RolloutGroup, Sample
+from megatron_rl.types import Branch, Grade, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,19 @@ def _sequences(group: RolloutGroup, rollout: Rollout, sample_id: int) -> list[Sa
 
 def _sample(number: int, sequence: Branch, rollout: Rollout, sample_id: int) -> Sample:
     completion, prompt = sequence.completion, len(sequence.prompt_ids)
+    versions, counts = (torch.tensor(column) for column in zip(*completion.stretches, strict=True))
+    counts[0] += prompt
+    mask = torch.arange(prompt + len(completion.token_ids)) >= prompt
+    for start, end in completion.environment_spans:
+        mask[prompt + start : prompt + end] = False
     return Sample(
         token_ids=torch.tensor(sequence.prompt_ids + completion.token_ids),
-        prompt_length=prompt,
-        reward=rollout.grade.reward,
+        loss_mask=mask,
         inference_logprobs=torch.tensor((0.0,) * prompt + completion.inference_logprobs),
-        sample_id=sample_id,
-        environment_spans=tuple((prompt + start, prompt + end) for start, end in completion.environment_spans),
-        policy_version=completion.policy_version,
-        older=tuple((version, prompt + end) for version, end in completion.older),
+        versions=versions.repeat_interleave(counts),
         routing=completion.routing,
+        reward=rollout.grade.reward,
+        sample_id=sample_id,
         sequence=number,
         tokens_elsewhere=rollout.num_written - completion.num_written,
         truncated=completion.finish_reason == "length",

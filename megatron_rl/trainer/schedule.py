@@ -43,7 +43,7 @@ def through_schedule(
         data_iterator=[iter(batches) for _ in chunks] if several else iter(batches),
         model=list(chunks) if several else chunks[0],
         num_microbatches=len(batches),
-        seq_length=batches[0].token_ids.numel(),
+        seq_length=batches[0].loss_mask.numel(),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

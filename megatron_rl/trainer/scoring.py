@@ -49,7 +49,7 @@ class PackedForward:
         """What the last stage has, [T] for each batch, on all stages."""
         if self._pipeline_group is None or not batches:
             return list(own)
-        shape = len(batches), batches[0].token_ids.numel()
+        shape = len(batches), batches[0].loss_mask.numel()
         values = torch.stack(list(own)) if own else torch.empty(shape, dtype=dtype, device=self.device)
         dist.broadcast(values, group=self._pipeline_group, group_src=self._pipeline_group.size() - 1)
         return list(values)
@@ -58,16 +58,16 @@ class PackedForward:
         """What the model gives of this rank's share of the tokens, [W, ..]; a chunk that is not the last, what the next
         takes. ``model`` is one of the policy's chunks or its DDP wrapper.
         """
-        policy = self._policy
-        token_ids, position_ids = batch.token_ids, batch.position_ids
-        common = policy.ropes, policy.dtype, policy.attention.packed
-        if batch.share is None:
-            packed = batch.lengths, batch.cu_seqlens, position_ids
-            plan = PackedPlan.build(*packed, *common, windows=policy.windows)
+        policy, packing = self._policy, batch.packing
+        token_ids, position_ids = batch.samples.token_ids, packing.position_ids
+        further = policy.ropes, policy.dtype, policy.attention.packed
+        if packing.share is None:
+            packed = packing.lengths, packing.cu_seqlens, position_ids
+            plan = PackedPlan.build(*packed, *further, policy.windows)
         else:
-            plan = ContextPlan.of(batch, *common, self._context_group, policy.windows)
-            token_ids, position_ids = token_ids[batch.share.local], position_ids[batch.share.local]
-        if batch.routing is not None:
+            plan = ContextPlan.of(packing, *further, self._context_group, policy.windows)
+            token_ids, position_ids = token_ids[packing.share.local], position_ids[packing.share.local]
+        if batch.samples.routing is not None:
             plan.routing = self._routing(batch)
         if self._balance is not None and torch.is_grad_enabled():
             plan.balance = self._balance.during(batch, self._tensor_group)
@@ -76,10 +76,12 @@ class PackedForward:
 
     def _routing(self, batch: TokenBatch) -> dict[int, torch.Tensor]:
         """Of each layer of this rank; where ranks share sequences a router sees this rank's share of the tokens."""
-        routing = batch.routing if batch.share is None else batch.routing[:, batch.share.local]
+        share = batch.packing.share
+        routing = batch.samples.routing if share is None else batch.samples.routing[share.local]
         if self._policy.config.sequence_parallel:
-            routing = routing.chunk(self._tensor_group.size(), 1)[self._tensor_group.rank()]
-        return {layer.index + 1: own for layer, own in zip(self._policy.layout.layers, routing, strict=True)}
+            routing = routing.chunk(self._tensor_group.size())[self._tensor_group.rank()]
+        by_layer = routing.transpose(0, 1).contiguous()
+        return {layer.index + 1: own for layer, own in zip(self._policy.layout.layers, by_layer, strict=True)}
 
 
 class Scorer(PackedForward):
@@ -120,15 +122,15 @@ class Scorer(PackedForward):
             weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
         logprobs, entropies = selected_logprobs(
             output,
-            batch.token_ids,
-            batch.position_ids,
+            batch.samples.token_ids,
+            batch.packing.position_ids,
             vocab_size=self._policy.vocab_size,
             weight=weight,
             temperature=self._temperature,
             vocab_start=self._vocab_start,
             tensor_group=self._tensor_group,
             entropy=entropy,
-            share=batch.share,
+            share=batch.packing.share,
             context_group=self._context_group,
         )
         return replace(batch, current_logprobs=logprobs, entropy=entropies)
@@ -151,8 +153,8 @@ class Scorer(PackedForward):
 
         def read(logits: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
             top = self._top(logits)
-            if batch.share is not None:
-                top = batch.share.whole(top, self._context_group)
+            if batch.packing.share is not None:
+                top = batch.packing.share.whole(top, self._context_group)
             return self.select(logits, batch, is_logits=True).current_logprobs, top
 
         found = self._read_all(batches, super().forward, read)

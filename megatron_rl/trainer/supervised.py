@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.objective import MicroLoss
 from megatron_rl.errors import EnvironmentFault
 from megatron_rl.metrics.timers import PhaseTimer
@@ -18,7 +19,7 @@ from megatron_rl.trainer.optimizer import Optimization
 from megatron_rl.trainer.policy import TrainOutcome, outcome_metrics
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import reduced, update
-from megatron_rl.types import Demonstration, Sample
+from megatron_rl.types import Demonstration
 
 
 class DemonstrationSource:
@@ -72,14 +73,16 @@ class DemonstrationSource:
 
     def _sample(self, environment: str, demonstration: Demonstration) -> Sample:
         asked, tokenizer = demonstration.task.prompt, self._tokenizer
-        prompt = tokenizer.encode_prompt(asked, environment)
-        ids = prompt + tokenizer.encode(demonstration.completion) + [tokenizer.end_token_id]
-        spans = []
+        end = [tokenizer.end_token_id]
+        parts = [(tokenizer.encode_prompt(asked, environment), False)]
+        parts.append((tokenizer.encode(demonstration.completion) + end, True))
         for turn in demonstration.later:
-            reply = tokenizer.encode_reply(asked, turn.messages, True, environment)
-            spans.append((len(ids), len(ids) + len(reply)))
-            ids += reply + tokenizer.encode(turn.completion) + [tokenizer.end_token_id]
-        return Sample(torch.tensor(ids), len(prompt), 0.0, torch.zeros(len(ids)), self._cursor, tuple(spans))
+            parts.append((tokenizer.encode_reply(asked, turn.messages, True, environment), False))
+            parts.append((tokenizer.encode(turn.completion) + end, True))
+        ids = torch.tensor([token for part, _ in parts for token in part])
+        mask = torch.tensor([is_written for part, is_written in parts for _ in part])
+        zeros = torch.zeros_like(ids)
+        return Sample(ids, mask, inference_logprobs=zeros.float(), versions=zeros, sample_id=self._cursor)
 
 
 @dataclass(frozen=True)

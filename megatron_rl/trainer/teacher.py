@@ -38,7 +38,7 @@ class Teacher:
     def scored(self, part: Sequence[TokenBatch]) -> list[TokenBatch]:
         """The micro-batches of an update with `TokenBatch.teacher_logprobs`; only while `visiting`."""
         # Experts that the rollout chose are the policy's.
-        own = [replace(batch, routing=None) for batch in part]
+        own = [replace(batch, samples=replace(batch.samples, routing=None)) for batch in part]
         logprobs = self._scorer.logprobs(own)
         return [replace(batch, teacher_logprobs=one) for batch, one in zip(part, logprobs, strict=True)]
 

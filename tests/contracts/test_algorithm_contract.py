@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from megatron_rl.algorithms.mismatch import mismatch_sums
 from megatron_rl.errors import ConfigError
 from megatron_rl.registry import ADVANTAGES, CORRECTIONS, FILTERS, LOSSES
 from tests.support.tiny import tiny_config
-from tests.support.tokens import correction, one_token_a_sample, step_rewards, token_batch
+from tests.support.tokens import changed, correction, one_token_a_sample, step_rewards, token_batch
 
 MASK = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
 SEQUENCE = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
@@ -63,7 +63,7 @@ class TestAdvantages:
     def run(self, name: str, rewards: Tensor, valid: Tensor) -> Tensor:
         found = ADVANTAGES.get(name)
         batch = one_token_a_sample(step_rewards(rewards, valid, self.groups, found.BASELINE))
-        return found()(replace(batch, values=torch.full((6,), 0.7)))[0]
+        return found()(changed(batch, values=torch.full((6,), 0.7)))[0]
 
     def test_it_says_what_it_compares_with(self, name: str) -> None:
         found = ADVANTAGES.get(name)
@@ -105,7 +105,7 @@ class TestAdvantages:
 
     def test_the_host_reads_nothing(self, name: str) -> None:
         step = step_rewards(torch.ones(3), torch.ones(3) > 0, torch.zeros(3).long())
-        batch = on_meta(step=step, sample_ids=(0, 1, 2), values=torch.empty(9, device="meta"))
+        batch = on_meta(step=step, sample_id=(0, 1, 2), values=torch.empty(9, device="meta"))
         advantages, sums = ADVANTAGES.get(name)()(batch)
         assert advantages.is_meta
         summed(sums)

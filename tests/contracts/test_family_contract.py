@@ -104,10 +104,11 @@ class TestExample:
         vocabulary = model.architecture.vocab_size
         policy, _ = loaded_policy(hf_run(directory), vocabulary)
         batch = batch_of(vocabulary, (100, 3, 41), first=1)  # not token 0: transformers may take it for padding
-        weights = torch.randn(sum(batch.lengths), vocabulary, generator=torch.Generator().manual_seed(1))
+        weights = torch.randn(sum(batch.packing.lengths), vocabulary, generator=torch.Generator().manual_seed(1))
         logits = Scorer(policy, one_rank, 1.0).forward(policy.gpt, batch)[:, :vocabulary]
         (logits.log_softmax(-1) * weights).sum().backward()
-        expected = torch.cat([reference(ids[None]).logits[0] for ids in batch.token_ids.split(list(batch.lengths))])
+        sequences = batch.samples.token_ids.split(list(batch.packing.lengths))
+        expected = torch.cat([reference(ids[None]).logits[0] for ids in sequences])
         gradients = torch.autograd.grad((expected.log_softmax(-1) * weights).sum(), tuple(reference.parameters()))
         filled = copy.deepcopy(reference)
         with torch.no_grad():

@@ -106,7 +106,7 @@ def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list
                 f"{sample}": row
                 for part in critic.with_values(updates)
                 for batch in part
-                for sample, row in zip(batch.sample_ids, batch.values.split(batch.lengths), strict=False)
+                for sample, row in zip(batch.samples.sample_id, batch.values.split(batch.packing.lengths), strict=False)
             }
     with rollout_mode(policy, optimization.wrapped):
         tensors["weights"] = whole(policy, groups, lambda parameter: parameter.data)
@@ -114,7 +114,7 @@ def one_case(config: RLConfig, groups: ParallelGroups, count: int) -> tuple[list
             f"{sample}": row
             for part in updates
             for batch, rows in zip(part, scorer.logprobs(part), strict=True)
-            for sample, row in zip(batch.sample_ids, rows.split(batch.lengths), strict=False)
+            for sample, row in zip(batch.samples.sample_id, rows.split(batch.packing.lengths), strict=False)
         }
     return metrics, tensors
 

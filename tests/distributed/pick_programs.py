@@ -30,7 +30,7 @@ def parts_of(packs: int) -> list[list[TokenBatch]]:
             torch.arange(len(own)).repeat_interleave(LENGTH),
             torch.tensor([0.0] * 10 + [1.0] * (LENGTH - 10)).repeat(len(own)),
             position_ids=torch.arange(LENGTH).repeat(len(own)),
-            sample_ids=tuple(own),
+            sample_id=tuple(own),
             advantages=advantages[own].flatten(),
             inference_logprobs=logprobs[own].flatten(),
             step=step,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import StepRewards
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.rollout_engine import RolloutEngine
@@ -30,7 +31,7 @@ from megatron_rl.run.rl import RLRun
 from megatron_rl.signals import StopRequest
 from megatron_rl.supervised import supervised_step
 from megatron_rl.trainer.policy import sequence_advantages
-from megatron_rl.types import Branch, Grade, RolloutGroup, Sample
+from megatron_rl.types import Branch, Grade, RolloutGroup
 from tests.distributed.programs import REPORTED, STEPS, join, save_weights, toy_config
 from tests.support.tiny import tiny_config
 from tests.support.tokens import correction

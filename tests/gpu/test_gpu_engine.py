@@ -33,14 +33,13 @@ def _generate(policy, greedy: bool):
 def _trainer_logprobs(policy, groups, one_rank):
     from megatron_rl.trainer.packing import collate
     from megatron_rl.trainer.scoring import Scorer
-    from megatron_rl.types import Sample
+    from tests.support.samples import make_sample
 
     samples = [
-        Sample(
-            torch.tensor(request.prompt_ids + completion.token_ids),
+        make_sample(
+            request.prompt_ids + completion.token_ids,
             len(request.prompt_ids),
-            0.0,
-            torch.tensor((0.0,) * len(request.prompt_ids) + completion.inference_logprobs),
+            inference_logprobs=torch.tensor((0.0,) * len(request.prompt_ids) + completion.inference_logprobs),
         )
         for request, completions in groups
         for completion in completions

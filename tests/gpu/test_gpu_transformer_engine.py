@@ -26,10 +26,10 @@ SIZES = {"hidden_size": 256, "ffn_hidden_size": 512}
 
 def _batch(policy, lengths):
     from megatron_rl.trainer.packing import collate
-    from megatron_rl.types import Sample
+    from tests.support.samples import make_sample
 
-    ids = batch_of(VOCABULARY, lengths).token_ids.split(list(lengths))
-    samples = [Sample(part, 1, 1.0, torch.zeros(len(part))) for part in ids]
+    ids = batch_of(VOCABULARY, lengths).samples.token_ids.split(list(lengths))
+    samples = [make_sample(part) for part in ids]
     return collate(samples, policy.device)
 
 
@@ -61,9 +61,9 @@ def test_greedy_decoding_is_the_argmax_of_a_full_forward_pass(one_rank: Parallel
     policy = tiny_policy(tiny_config(**ENGINE))
     scorer = Scorer(policy, one_rank, 1.0)
     for request, completions in _generate(policy, greedy=True)[:3]:
-        prompt, answer = len(request.prompt_ids), completions[0].token_ids
+        prompt, answer = len(request.prompt_ids), completions[0].samples.token_ids
         batch = _batch(policy, (prompt + len(answer),))
-        batch.token_ids.copy_(torch.tensor(request.prompt_ids + answer))
+        batch.samples.token_ids.copy_(torch.tensor(request.prompt_ids + answer))
         best = scorer.logprobs_and_top([batch])[0][1][prompt - 1 : -1]
         assert best.tolist() == list(answer)
 
@@ -83,7 +83,7 @@ def test_an_fp8_update_is_finite_and_seen_by_the_next_pass(one_rank: ParallelGro
 
     def loss(logits: torch.Tensor, batch):
         total = -scorer.select(logits, batch).current_logprobs.sum()
-        return total, torch.tensor(batch.token_ids.numel(), device=policy.device), {}
+        return total, torch.tensor(batch.samples.token_ids.numel(), device=policy.device), {}
 
     for _ in range(3):
         outcome, _ = update(optimization, [batch], scorer.forward, loss)

@@ -112,7 +112,7 @@ def gradients_of(
     policy: PolicyModel, scorer: Scorer, batch: TokenBatch, groups: ParallelGroups
 ) -> dict[str, torch.Tensor]:
     """Of the whole model, by parameter."""
-    slopes = torch.linspace(-1, 2, batch.token_ids.numel()) * batch.loss_mask
+    slopes = torch.linspace(-1, 2, batch.samples.token_ids.numel()) * batch.loss_mask
     (scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs * slopes).sum().backward()
     gradients = {}
     for name, parameter in policy.gpt.named_parameters():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.support.hugging_face import batch_of, hf_run, write_back, write_model
 from tests.support.samples import random_samples
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import VOCABULARY, single_thread, tiny_config, tiny_policy
+from tests.support.tokens import changed
 from tests.support.toy import toy_run
 
 ENGINE = {"transformer_impl": "transformer_engine"}
@@ -55,9 +55,9 @@ def on_context_rank() -> dict[str, float]:
     groups = initialize(config.parallel, current_platform())
     policy, whole = tiny_policy(config), collate(random_samples(5), "cpu", round_to=2)
     scorer = Scorer(policy, groups, 1.0)
-    share = ContextShare.of(whole.lengths, groups.context_rank, groups.context_size)
+    share = ContextShare.of(whole.packing.lengths, groups.context_rank, groups.context_size)
     found = []
-    for batch in (whole, replace(whole, share=share)):
+    for batch in (whole, changed(whole, share=share)):
         policy.gpt.zero_grad()
         logprobs = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
         logprobs.sum().backward()
@@ -172,7 +172,7 @@ def _fp8(groups: ParallelGroups) -> dict[str, Any]:
     report = {
         "recipes": sorted({type(recipe).__name__ for recipe in fake.RECIPES}),
         "formats": sorted({recipe.fp8_format.value for recipe in fake.RECIPES}),
-        "tokens": odd.token_ids.numel(),
+        "tokens": odd.samples.token_ids.numel(),
         "gap": gaps(policy, groups, batch, 1.0).mean().item(),
         "gap_of_bf16": gaps(plain, groups, batch, 1.0).mean().item(),
         "finite": all(bool(grad.isfinite().all()) for grad in _gradients(policy, groups, odd).values()),

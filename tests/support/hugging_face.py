@@ -15,7 +15,7 @@ from megatron_rl.families import HfModel
 from megatron_rl.models import PolicyModel
 from megatron_rl.registry import FAMILIES
 from megatron_rl.trainer.packing import collate
-from megatron_rl.types import Sample
+from tests.support.samples import make_sample
 from tests.support.tiny import VOCABULARY
 
 LENGTHS = (600, 3, 41)
@@ -73,22 +73,15 @@ def hf_run(directory: Path, world_size: int = 1, **changes: object) -> RLConfig:
 def batch_of(vocabulary: int, lengths: Sequence[int] = LENGTHS, first: int = 0) -> TokenBatch:
     """Random sequences laid end to end, of tokens from ``first`` on."""
     draw = torch.Generator().manual_seed(3)
-    samples = [
-        Sample(
-            token_ids=torch.randint(first, vocabulary, (length,), generator=draw),
-            prompt_length=1,
-            reward=0.0,
-            inference_logprobs=torch.zeros(length),
-        )
-        for length in lengths
-    ]
+    drawn = [torch.randint(first, vocabulary, (length,), generator=draw) for length in lengths]
+    samples = [make_sample(token_ids, 1, 0.0, 0.0) for token_ids in drawn]
     return collate(samples, "cpu", round_to=2)
 
 
 @torch.no_grad()
 def reference_logits(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
     """transformers' logits of every token, ``[T, V]``, a sequence at a time; padding included."""
-    sequences = batch.token_ids.split(list(batch.lengths))
+    sequences = batch.samples.token_ids.split(list(batch.packing.lengths))
     return torch.cat([model(ids[None]).logits[0] for ids in sequences])
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megatron_rl.algorithms import StepRewards, Terms, TokenBatch
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.models import PolicyModel
 from megatron_rl.trainer import Optimization
-from megatron_rl.types import Sample
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
 
 
@@ -21,11 +22,25 @@ def make_sample(
     reward: float = 1.0,
     inference_logprob: float = -2.0,
     sample_id: int = 0,
+    read: Sequence[tuple[int, int]] = (),
+    **fields: Any,
 ) -> Sample:
-    """A sample whose drawn tokens all have the same inference log-prob."""
+    """A sample whose drawn tokens all have the same inference log-prob and version 0, but for ``fields``.
+
+    ``read``: spans of ``token_ids`` that an environment wrote.
+    """
+    token_ids = torch.as_tensor(token_ids if torch.is_tensor(token_ids) else list(token_ids))
     logprobs = torch.full((len(token_ids),), inference_logprob)
     logprobs[:prompt_length] = 0.0
-    return Sample(torch.tensor(token_ids), prompt_length, reward, logprobs, sample_id)
+    mask = torch.arange(len(token_ids)) >= prompt_length
+    for start, end in read:
+        mask[start:end] = False
+    given: dict[str, Any] = {
+        "loss_mask": mask,
+        "inference_logprobs": logprobs,
+        "versions": torch.zeros_like(token_ids),
+    }
+    return Sample(token_ids=token_ids, reward=reward, sample_id=sample_id, **given | fields)
 
 
 def random_samples(count: int, seed: int = 0) -> list[Sample]:

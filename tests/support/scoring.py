@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -12,7 +11,9 @@ from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Completion, Request, Sample
+from megatron_rl.types import Completion, Request
+from tests.support.samples import make_sample
+from tests.support.tokens import changed
 
 
 def packed(
@@ -20,10 +21,9 @@ def packed(
 ) -> TokenBatch:
     """All completions in one batch, with a padding sequence at the end."""
     samples = [
-        Sample(
-            token_ids=torch.tensor(wanted.prompt_ids + completion.token_ids),
-            prompt_length=len(wanted.prompt_ids),
-            reward=1.0,
+        make_sample(
+            wanted.prompt_ids + completion.token_ids,
+            len(wanted.prompt_ids),
             inference_logprobs=torch.tensor((0.0,) * len(wanted.prompt_ids) + completion.inference_logprobs),
             routing=completion.routing,
         )
@@ -39,7 +39,17 @@ def gaps(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch, tempera
     return (trained - batch.inference_logprobs).abs()[batch.loss_mask.bool()]
 
 
+def routing_of(batch: TokenBatch) -> torch.Tensor:
+    """[layers, T, k]."""
+    return batch.samples.routing.transpose(0, 1)
+
+
+def rerouted(batch: TokenBatch, routing: torch.Tensor | None) -> TokenBatch:
+    """The batch with other experts, [layers, T, k]."""
+    return changed(batch, routing=None if routing is None else routing.transpose(0, 1))
+
+
 def own_experts(policy: PolicyModel, groups: ParallelGroups, batch: TokenBatch) -> torch.Tensor:
     """[layers, T, k]: those that the trainer's routers choose, the likeliest first."""
-    Scorer(policy, groups, 1.0).logprobs([replace(batch, routing=None)])
+    Scorer(policy, groups, 1.0).logprobs([rerouted(batch, None)])
     return torch.stack([layer.mlp.router.router_replay.chosen for layer in policy.gpt.decoder.layers])

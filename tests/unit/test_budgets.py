@@ -57,6 +57,12 @@ def test_all_hold(exceeded) -> None:
     assert exceeded(ALLOWED) == []
 
 
+def test_a_record_has_the_fields_of_the_one_it_extends(exceeded) -> None:
+    step = budgets.LIBRARY / "engine" / "step.py"
+    step.write_text(step.read_text() + "\n\n@dataclass\nclass Longer(Request):\n    d: int\n", encoding="utf-8")
+    assert "record Longer" in exceeded(ALLOWED)
+
+
 @pytest.mark.parametrize(
     ("line", "lowered", "named"),
     [

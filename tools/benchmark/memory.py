@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.config import RLConfig, read_config
 from megatron_rl.errors import Problem
 from megatron_rl.estimate import estimate
@@ -36,7 +37,6 @@ from megatron_rl.platform import current_platform
 from megatron_rl.trainer import Optimization, SupervisedTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Sample
 from tools.benchmark.common import ranks_of
 
 TOKENS = 1024
@@ -74,7 +74,10 @@ def measure(config: RLConfig, groups: ParallelGroups) -> dict[str, int]:
     policy, count = optimization.policy, 2 * MICRO_BATCHES
     lengths = [TOKENS // 2 + (1 if number % 2 else -1) for number in range(count)]
     ids = [torch.arange(length) * 7 % VOCABULARY for length in lengths]
-    samples = [Sample(each, 1, 0.0, torch.zeros(len(each)), number) for number, each in enumerate(ids)]
+    samples = [
+        Sample(each, torch.arange(len(each)) > 0, torch.zeros(len(each)), torch.zeros_like(each), sample_id=number)
+        for number, each in enumerate(ids)
+    ]
     builder = BatchBuilder(TOKENS, config.sequence_shares, policy.device, groups, config.stages)
     scorer = Scorer(policy, groups, 1.0)
     trainer = SupervisedTrainer(optimization, scorer, groups.loss_group, PhaseTimer())

@@ -19,6 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl.algorithms import StepRewards, Terms, TokenBatch
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.extension import Function
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.config import RLConfig
@@ -30,7 +31,6 @@ from megatron_rl.platform import current_platform
 from megatron_rl.trainer import Optimization, PolicyTrainer
 from megatron_rl.trainer.batches import BatchBuilder
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Sample
 from tools.benchmark.common import (
     LOOP,
     SPEED,
@@ -57,8 +57,9 @@ def make_samples(
     for index in range(count):
         answer = new_tokens if equal else draw.randint(1, new_tokens)
         (ids,) = random_prompts(1, prompt_tokens + answer, vocab, draw.random())
-        reward, logprobs = draw.choice((-1.0, 1.0)), torch.zeros(len(ids))
-        samples.append(Sample(torch.tensor(ids), prompt_tokens, reward, logprobs, sample_id=index))
+        mask, zeros = torch.arange(len(ids)) >= prompt_tokens, torch.zeros(len(ids))
+        reward = draw.choice((-1.0, 1.0))
+        samples.append(Sample(torch.tensor(ids), mask, zeros, zeros.long(), reward=reward, sample_id=index))
     return samples
 
 
@@ -118,7 +119,7 @@ class PlainUpdate:
     def __call__(self, samples: Sequence[Sample]) -> tuple[float, float]:
         """One update; returns its loss and the norm of its gradient before clipping."""
         self._optimizer.zero_grad()
-        denominator = sum(sample.length - sample.prompt_length for sample in samples)
+        denominator = sum(int(sample.loss_mask.sum()) for sample in samples)
         total = 0.0
         for start in range(0, len(samples), self._micro_batch):
             loss = self._loss_sum(samples[start : start + self._micro_batch]) / denominator
@@ -130,10 +131,7 @@ class PlainUpdate:
 
     def _loss_sum(self, samples: Sequence[Sample]) -> torch.Tensor:
         ids = pad_sequence([sample.token_ids for sample in samples], batch_first=True)
-        column = torch.arange(1, ids.shape[1])
-        first = torch.tensor([sample.prompt_length for sample in samples])[:, None]
-        length = torch.tensor([sample.length for sample in samples])[:, None]
-        mask = (column >= first) & (column < length)
+        mask = pad_sequence([sample.loss_mask for sample in samples], batch_first=True)[:, 1:]
         advantage = torch.tensor([sample.reward for sample in samples])[:, None]
 
         logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1].float()

@@ -73,12 +73,12 @@ class Advantage(Extension):
         values = batch.values.double()
         ahead = torch.where(has_next, values[following], 0.0)
         if self.bootstrap_truncated:
-            cut = batch.truncated[batch.sequence_index]
-            ahead = torch.where(cut & ~has_next, batch.end_values.double()[batch.sequence_index], ahead)
+            cut = batch.samples.truncated[batch.sequence_index]
+            ahead = torch.where(cut & ~has_next, batch.critic.end_values.double()[batch.sequence_index], ahead)
         deltas = torch.where(batch.in_loss, batch.rewards + self.gamma * ahead - values, 0.0)
         factors = torch.where(batch.in_loss, values.new_ones([]) * self.gamma * decay, 1.0)  # others pass it on
         factors = torch.where(has_next, factors, 0.0)
-        sums = reverse_scan(deltas, factors, max(batch.lengths))
+        sums = reverse_scan(deltas, factors, max(batch.packing.lengths))
         return torch.where(batch.in_loss, sums, 0.0).float()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.algorithms import CLIPPED, Extension, Terms, TokenBatch, log_ratio, option
+from megatron_rl.algorithms import CLIPPED, Extension, LossInputs, Terms, log_ratio, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Correction(Extension):
     upper: float = option(1.01, gt=1)
     """Sequences of a larger ratio are rejected."""
 
-    def __call__(self, batch: TokenBatch) -> Terms:
+    def __call__(self, batch: LossInputs) -> Terms:
         """See ``Extension``."""
         log_ratios = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask)
         ratio = batch.sequence_means(log_ratios).exp()

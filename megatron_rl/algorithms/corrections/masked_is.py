@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algorithms import CLIPPED, Extension, Terms, TokenBatch, log_ratio, option
+from megatron_rl.algorithms import CLIPPED, Extension, LossInputs, Terms, log_ratio, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Correction(Extension):
     upper: float = option(2.0, gt=1)
     """Larger ratios are rejected."""
 
-    def __call__(self, batch: TokenBatch) -> Terms:
+    def __call__(self, batch: LossInputs) -> Terms:
         """See ``Extension``."""
         ratio = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()
         rejected = batch.in_loss & ((ratio < self.lower) | (ratio > self.upper))

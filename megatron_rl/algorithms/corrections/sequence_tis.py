@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.algorithms import TokenBatch, log_ratio
+from megatron_rl.algorithms import LossInputs, log_ratio
 from megatron_rl.algorithms.corrections import token_tis
 
 
@@ -20,7 +20,7 @@ class Correction(token_tis.Correction):
 
     LEVEL = "sequence"
 
-    def ratio(self, batch: TokenBatch) -> Tensor:
+    def ratio(self, batch: LossInputs) -> Tensor:
         """One that overflows exp is held at the cap, too."""
         sums = batch.sequence_sums(log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask))
         return sums.exp().float()[batch.sequence_index]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import CLIPPED, Extension, Terms, TokenBatch, log_ratio, option
+from megatron_rl.algorithms import CLIPPED, Extension, LossInputs, Terms, log_ratio, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +17,12 @@ class Correction(Extension):
     cap: float = option(2.0, gt=0)
     """The largest weight."""
 
-    def __call__(self, batch: TokenBatch) -> Terms:
+    def __call__(self, batch: LossInputs) -> Terms:
         """See ``Extension``."""
         ratio = self.ratio(batch)
         weights = torch.where(batch.in_loss, ratio.clamp_max(self.cap), 0.0)
         return weights, {CLIPPED: batch.in_loss & (ratio > self.cap)}
 
-    def ratio(self, batch: TokenBatch) -> Tensor:
+    def ratio(self, batch: LossInputs) -> Tensor:
         """[T] fp32; masked positions may hold anything."""
         return log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()

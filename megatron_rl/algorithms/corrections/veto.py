@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.algorithms import CLIPPED, Extension, Terms, TokenBatch, log_ratio, option
+from megatron_rl.algorithms import CLIPPED, Extension, LossInputs, Terms, log_ratio, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Correction(Extension):
     veto: float = option(1e-4, ge=1e-8, lt=1)
     """One smaller ratio rejects its sequence. Ratios are told apart down to 2e-9."""
 
-    def __call__(self, batch: TokenBatch) -> Terms:
+    def __call__(self, batch: LossInputs) -> Terms:
         """See ``Extension``."""
         ratio = log_ratio(batch.old_logprobs, batch.inference_logprobs, batch.loss_mask).exp()
         vetoes = batch.sequence_sums((ratio < self.veto).float())

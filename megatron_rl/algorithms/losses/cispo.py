@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algorithms import Extension, Terms, TokenBatch, log_ratio, option
+from megatron_rl.algorithms import Extension, LossInputs, Terms, log_ratio, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Loss(Extension):
     clamp_eps_upper: float = option(0.2, gt=0)
     """The ratio is clipped above at ``1 + clamp_eps_upper``; the paper gives no number."""
 
-    def __call__(self, batch: TokenBatch) -> Terms:
+    def __call__(self, batch: LossInputs) -> Terms:
         """See ``Extension``."""
         lower, upper = 1 - self.clamp_eps_lower, 1 + self.clamp_eps_upper
         in_loss = batch.in_loss

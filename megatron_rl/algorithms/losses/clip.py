@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import Extension, Terms, TokenBatch, log_ratio, option
+from megatron_rl.algorithms import Extension, LossInputs, Terms, log_ratio, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,12 @@ class Loss(Extension):
     """For a negative advantage the loss is at most ``dual_clip * |A|``; None is off. At 1 or below it would stop the
     gradient of unchanged tokens."""
 
-    def __call__(self, batch: TokenBatch) -> Terms:
+    def __call__(self, batch: LossInputs) -> Terms:
         """See ``Extension``."""
         ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask).exp()
         return self.clipped_surrogate(ratio, batch)
 
-    def clipped_surrogate(self, ratio: Tensor, batch: TokenBatch) -> Terms:
+    def clipped_surrogate(self, ratio: Tensor, batch: LossInputs) -> Terms:
         """``max(-ratio A, -clip(ratio, 1 - eps_lower, 1 + eps_upper) A)``, and its dual clip for ``A < 0``.
 
         PPO, arXiv 1707.06347, eq. 7, with a sign because it is minimised; the two bounds differ as in DAPO, arXiv

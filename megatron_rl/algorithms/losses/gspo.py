@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.algorithms import Terms, TokenBatch, log_ratio, option
+from megatron_rl.algorithms import LossInputs, Terms, log_ratio, option
 from megatron_rl.algorithms.losses import clip
 
 
@@ -29,7 +29,7 @@ class Loss(clip.Loss):
     clamp_eps_upper: float = option(4e-4, gt=0)
     """See ``clip``."""
 
-    def __call__(self, batch: TokenBatch) -> Terms:
+    def __call__(self, batch: LossInputs) -> Terms:
         """See ``Extension``."""
         token_log_ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask)
         means = batch.sequence_means(token_log_ratio.detach())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algorithms import Extension, Terms, TokenBatch, log_ratio, option
+from megatron_rl.algorithms import Extension, LossInputs, Terms, log_ratio, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Loss(Extension):
     tau_neg: float = option(1.05, gt=0)
     """Temperature elsewhere; the paper's is larger, as pushing a token down spreads over all others."""
 
-    def __call__(self, batch: TokenBatch) -> Terms:
+    def __call__(self, batch: LossInputs) -> Terms:
         """See ``Extension``."""
         in_loss, advantages = batch.in_loss, batch.advantages
         ratio = log_ratio(batch.current_logprobs, batch.old_logprobs, batch.loss_mask).exp()

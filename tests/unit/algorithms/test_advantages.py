@@ -188,6 +188,6 @@ def test_an_epsilon_that_divides_by_nothing_is_refused() -> None:
 def test_every_token_has_the_advantage_of_its_sample_whatever_batch_it_is_in() -> None:
     """Samples 6 and 1 of the step, and a padding sequence: 5 - 3 and 2 - 3."""
     step = step_rewards(REWARDS, VALID, GROUPS)
-    batch = token_batch([0, 0, 0, 1, 1, 2], [0, 1, 1, 0, 1, 0], step=step, sample_ids=(6, 1))
+    batch = token_batch([0, 0, 0, 1, 1, 2], [0, 1, 1, 0, 1, 0], step=step, sample_id=(6, 1))
     advantages, _ = dr_grpo.Advantage()(batch)
     assert advantages.tolist() == [2.0, 2.0, 2.0, -1.0, -1.0, 0.0]

@@ -13,7 +13,7 @@ from megatron_rl.algorithms import CLIPPED, TokenBatch
 from megatron_rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.update import reduced
-from tests.support.tokens import correction, step_rewards, token_batch
+from tests.support.tokens import changed, correction, step_rewards, token_batch
 
 LN2 = math.log(2)
 # Ratios old / engine 3, 0.6, 0.25, 1 and a masked token.
@@ -70,7 +70,7 @@ def test_statistics() -> None:
 def test_engine_and_trainer_are_compared_on_what_the_same_weights_drew() -> None:
     """Ratios 3, 0.5 and 2; the step began with version 7, which drew the second token alone."""
     step = step_rewards(torch.zeros(1), torch.ones(1).bool(), torch.zeros(1).long())
-    batch = replace(
+    batch = changed(
         of(torch.tensor([3.0, 0.5, 2.0]).log(), torch.zeros(3), torch.ones(3)),
         versions=torch.tensor([5, 7, 6]), step=replace(step, policy_version=7),
     )  # fmt: skip
@@ -89,7 +89,7 @@ def test_where_older_weights_drew_all_tokens_no_gap_of_0_is_claimed() -> None:
     step = step_rewards(torch.zeros(1), torch.ones(1).bool(), torch.zeros(1).long())
     batch = of(torch.tensor([3.0, 0.5]).log(), torch.zeros(2), torch.ones(2))
     for version, stale in ((6, (1.098612 + 0.693147) / 2), (7, None)):
-        of_step = replace(batch, versions=torch.full((2,), version), step=replace(step, policy_version=7))
+        of_step = changed(batch, versions=torch.full((2,), version), step=replace(step, policy_version=7))
         metrics = mismatch_metrics(mismatch_sums(of_step, torch.ones(2), torch.zeros(2).bool()))
         assert ("training/rollout_logprob_gap_mean" in metrics) == (stale is None)
         assert metrics.get("rollout_corr/stale_abs_log_ratio_mean") == (stale and pytest.approx(stale))

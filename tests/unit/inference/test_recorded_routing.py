@@ -27,8 +27,9 @@ from tests.support.generation import (
     request,
     rollout_engine,
 )
-from tests.support.scoring import own_experts, packed
+from tests.support.scoring import own_experts, packed, routing_of
 from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tokens import padding_of
 
 MIXTURE = {"add_qkv_bias": False, "qk_layernorm": True, "num_layers": 3, "num_experts": 8, "moe_ffn_hidden_size": 24,
            "moe_router_topk": 3, "rl_router_replay": True}  # fmt: skip
@@ -60,13 +61,13 @@ def assert_recorded(
 ) -> None:
     """Every token has the experts that the trainer chooses for it, but the last of a sequence, which has none."""
     batch = packed(requests, groups)
-    own, unknown = own_experts(policy, one_rank, batch).sort(-1).values, torch.iinfo(batch.routing.dtype).max
-    last = torch.zeros(batch.token_ids.numel(), dtype=torch.bool)
-    last[batch.cu_seqlens[1:].long() - 1] = True
+    own, unknown = own_experts(policy, one_rank, batch).sort(-1).values, torch.iinfo(routing_of(batch).dtype).max
+    last = torch.zeros(batch.samples.token_ids.numel(), dtype=torch.bool)
+    last[batch.packing.cu_seqlens[1:].long() - 1] = True
     fed = ~last
-    fed[batch.token_ids.numel() - batch.padding :] = False
-    assert (batch.routing[:, ~fed] == unknown).all()
-    recorded = batch.routing.long().sort(-1).values[:, fed]
+    fed[batch.samples.token_ids.numel() - padding_of(batch) :] = False
+    assert (routing_of(batch)[:, ~fed] == unknown).all()
+    recorded = routing_of(batch).long().sort(-1).values[:, fed]
     assert torch.equal(recorded, own[:, fed])
     # The comparison can fail: a neighbouring token's, or layer's, experts are others.
     assert (recorded[:, 1:] != recorded[:, :-1]).any(-1).float().mean() > 0.5
@@ -142,7 +143,7 @@ def test_an_answer_cut_at_a_stop_string(policy: PolicyModel, one_rank: ParallelG
     assert len(cut.token_ids) < len(whole.token_ids)
     batch = packed(requests, groups)
     own = own_experts(policy, one_rank, batch)[:, : 3 + len(cut.token_ids)]
-    assert torch.equal(batch.routing[:, : own.shape[1]].long().sort(-1).values, own.sort(-1).values)
+    assert torch.equal(routing_of(batch)[:, : own.shape[1]].long().sort(-1).values, own.sort(-1).values)
 
 
 def test_only_who_wants_them_gets_them(policy: PolicyModel) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.objective import MicroLoss, PolicyObjective, objective_metrics
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.registry import LOSSES
@@ -16,7 +17,6 @@ from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import reduced, update
-from megatron_rl.types import Sample
 from tests.support.samples import gradients_of, make_sample, own_reward, random_samples, rewards_of, tiny_optimization
 from tests.support.tokens import correction
 
@@ -43,7 +43,7 @@ def objective(aggregation: str, loss: str = "clip") -> PolicyObjective:
 def scored(samples: Sequence[Sample], everything: Sequence[Sample], shift: float = 0.1) -> TokenBatch:
     """Old and reference log-probs that differ from the model's, token by token."""
     batch = replace(collate(samples, "cpu"), step=rewards_of(everything))
-    wave = torch.sin(batch.token_ids + batch.position_ids.float())
+    wave = torch.sin(batch.samples.token_ids + batch.packing.position_ids.float())
     known = {"old_logprobs": -3.4 + shift * wave, "ref_logprobs": -3.6 - shift * wave}
     return replace(batch, advantages=own_reward(batch)[0], **known)
 

@@ -19,6 +19,7 @@ from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import update
 from tests.support.samples import gradients_of, make_sample, random_samples
 from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tokens import changed
 
 SEQUENCES = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5}
 BATCHES = SEQUENCES | {"moe_router_load_balancing_type": "aux_loss"}
@@ -174,7 +175,7 @@ def test_a_critics_routers_are_weighed_by_its_loss_tokens(one_rank: ParallelGrou
     """As those of a policy whose loss counts tokens, whatever the policy's counts."""
     flags = MIXTURE | LARGER | {"rl_advantage": "gae", "rl_loss_aggregation": "sequence-mean"}
     (batch,) = [collate(random_samples(5), "cpu", 8)]
-    scored = replace(batch, values=torch.zeros_like(batch.rewards), returns=torch.ones_like(batch.rewards))
+    scored = changed(batch, values=torch.zeros_like(batch.rewards), returns=torch.ones_like(batch.rewards))
     gradients, metrics = [], []
     for balanced in ({}, SEQUENCES):
         config = tiny_config(**flags | balanced)

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import TokenBatch
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.batches import BatchBuilder
-from megatron_rl.types import Sample
 from tests.support.ranks import joined, run_ranks
+from tests.support.samples import make_sample
 
 CPU = torch.device("cpu")
 BIN_TOKENS = 64
@@ -44,9 +45,7 @@ def make_samples(count: int) -> list[Sample]:
     samples = []
     for index in range(count):
         length = draw.randint(2, 60)
-        logprobs = torch.full((length,), -float(index))
-        logprobs[0] = 0.0
-        samples.append(Sample(torch.full((length,), index), 1, float(index), logprobs, index))
+        samples.append(make_sample(torch.full((length,), index), 1, float(index), -float(index), index))
     return samples
 
 
@@ -57,7 +56,7 @@ def make_branched(count: int, seed: int) -> list[Sample]:
     for index in range(count):
         for number in range(draw.choice((1, 1, 2, 4))):
             tokens = torch.full((draw.randint(2, 60),), 100 * index + number)
-            samples.append(Sample(tokens, 1, 1.0, torch.zeros(len(tokens)), index, sequence=number))
+            samples.append(make_sample(tokens, 1, 1.0, 0.0, index, sequence=number))
     return samples
 
 
@@ -67,8 +66,9 @@ def placed(updates: list[list[TokenBatch]]) -> list[list[tuple[int, int]]]:
     for update in updates:
         found.append([])
         for batch in update:
-            numbers = list(zip(batch.sample_ids, batch.sequence_numbers.tolist(), strict=False))
-            for (sample, number), tokens in zip(numbers, batch.token_ids.split(batch.lengths), strict=False):
+            numbers = list(zip(batch.samples.sample_id, batch.samples.sequence.tolist(), strict=False))
+            own = batch.samples.token_ids.split(batch.packing.lengths)
+            for (sample, number), tokens in zip(numbers, own, strict=False):
                 assert tokens.tolist() == [100 * sample + number] * tokens.numel()
             found[-1] += numbers
     return found
@@ -78,18 +78,18 @@ def contents(updates: list[list[TokenBatch]]) -> list[list[list[int]]]:
     """Sample ids by update and micro-batch; checks that every sample arrived whole."""
     originals = make_samples(40)
     for batch in (batch for update in updates for batch in update):
-        parts = batch.token_ids.split(batch.lengths)
+        parts = batch.samples.token_ids.split(batch.packing.lengths)
         for sample_id, tokens, rewards, logprobs in zip(
-            batch.sample_ids,
+            batch.samples.sample_id,
             parts,
-            batch.rewards.split(batch.lengths),
-            batch.inference_logprobs.split(batch.lengths),
+            batch.rewards.split(batch.packing.lengths),
+            batch.inference_logprobs.split(batch.packing.lengths),
             strict=False,  # a padding sequence at the end has no id
         ):
             assert torch.equal(tokens, originals[sample_id].token_ids)
             assert torch.equal(logprobs, originals[sample_id].inference_logprobs)
             assert rewards.tolist() == [0.0] * (tokens.numel() - 1) + [float(sample_id)]
-    return [[list(batch.sample_ids) for batch in update] for update in updates]
+    return [[list(batch.samples.sample_id) for batch in update] for update in updates]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -186,8 +186,8 @@ def on_context_rank() -> dict[str, Any]:
         batches = [batch for update in updates for batch in update]
         return {
             "updates": contents(updates),
-            "tokens": [batch.share.local.tolist() for batch in batches],
-            "totals": [batch.token_ids.numel() for batch in batches],
+            "tokens": [batch.packing.share.local.tolist() for batch in batches],
+            "totals": [batch.samples.token_ids.numel() for batch in batches],
         }
 
 
@@ -223,7 +223,7 @@ def test_dropped_samples_make_fewer_updates_of_at_most_the_batch_size(
     one_rank: ParallelGroups, count: int, batch_size: int, sizes: list[int]
 ) -> None:
     updates = BatchBuilder(BIN_TOKENS, 1, CPU, one_rank).updates(make_samples(count), batch_size, seed=3)
-    assert [sum(len(batch.sample_ids) for batch in update) for update in updates] == sizes
+    assert [sum(len(batch.samples.sample_id) for batch in update) for update in updates] == sizes
 
 
 def test_an_update_below_half_the_batch_size_is_told_once(
@@ -240,6 +240,6 @@ def test_bins_keep_to_the_token_limit_and_the_rounding(one_rank: ParallelGroups)
     builder = BatchBuilder(BIN_TOKENS, 8, CPU, one_rank)
     batches = builder.pack(make_samples(40), seed=0)
     total = sum(sample.length for sample in make_samples(40))
-    assert all(batch.token_ids.numel() <= BIN_TOKENS and batch.token_ids.numel() % 8 == 0 for batch in batches)
+    assert all(sum(batch.packing.lengths) <= BIN_TOKENS and sum(batch.packing.lengths) % 8 == 0 for batch in batches)
     assert len(batches) <= 1.3 * total / BIN_TOKENS
     assert builder.pack([], seed=0) == []

@@ -19,6 +19,7 @@ import torch
 
 from megatron_rl.algorithms import StepRewards, TokenBatch
 from megatron_rl.algorithms.advantages import gae, grpo, reinforce_plus_plus
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.covariance import places
 from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.algorithms.losses import gspo
@@ -27,10 +28,10 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.packing import collate, without_loss
 from megatron_rl.trainer.policy import advantage_metrics, sequence_advantages
 from megatron_rl.trainer.samples import SampleBuilder
-from megatron_rl.types import Branch, Rollout, Sample
+from megatron_rl.types import Branch, Rollout
 from tests.support.rollouts import drawn, group_of, sample_of
 from tests.support.samples import gradients_of, own_reward, rewards_of
-from tests.support.tokens import correction
+from tests.support.tokens import changed, correction
 from tests.unit.trainer.test_policy_loss import PLAIN
 from tests.unit.trainer.test_policy_trainer import Setup
 
@@ -55,8 +56,8 @@ def gradient(
     for samples in micro_batches:
         batch = replace(collate(samples, "cpu"), step=step)
         rows = table.log_softmax(-1)
-        current = rows[batch.token_ids.roll(1), batch.token_ids]
-        old = current.detach() - torch.tensor([(shift or {}).get(int(token), 0.0) for token in batch.token_ids])
+        current = rows[batch.samples.token_ids.roll(1), batch.samples.token_ids]
+        old = current.detach() - torch.tensor([(shift or {}).get(int(token), 0.0) for token in batch.samples.token_ids])
         scored = replace(batch, current_logprobs=current, old_logprobs=old, entropy=torch.zeros_like(current))
         part, denominator, _ = objective(replace(scored, advantages=own_reward(scored)[0]))
         total, below = total + part, below + int(denominator)
@@ -104,7 +105,7 @@ def test_what_a_sample_says_of_itself(one_rank: ParallelGroups) -> None:
         (0, 0, 2, False), (0, 1, 2, True), (1, 0, 0, False),
     ]  # fmt: skip
     assert [s.token_ids.tolist() for s in samples] == [[0, 1, 2], [0, 1, 3, 0, 3, 3], [0, 2]]
-    assert samples[1].environment_spans == ((3, 5),)
+    assert samples[1].loss_mask.tolist() == [False, False, True, False, False, True]
     assert [s.reward for s in samples] == [1.0, 1.0, -1.0]
     assert step.loss_tokens.tolist() == [4, 1]
     assert [s.sample_id for s in build(one_rank, cut, OTHER, masks_truncated=True)[0]] == [1], "cut in one sequence"
@@ -191,12 +192,12 @@ def test_gae_ends_every_sequence_with_the_reward(one_rank: ParallelGroups) -> No
     """
     samples, step = build(one_rank, BRANCHED, OTHER)
     ends = torch.tensor([8.0, 16.0, 32.0])
-    batch = replace(collate(samples, "cpu"), step=step, values=torch.zeros(8), end_values=ends)
+    batch = changed(collate(samples, "cpu"), step=step, values=torch.zeros(8), end_values=ends)
     assert batch.rewards.tolist() == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, -1.0]
     whole = {"gamma": 0.5, "gae_lambda": 1.0}
     assert gae.Advantage(**whole)(batch)[0][batch.in_loss].tolist() == [0.5, 1.0, 1.0, -1.0]
     # The branch alone was cut: 1 + 16 / 2.
-    cut = replace(batch, truncated=torch.tensor([False, True, False]))
+    cut = changed(batch, truncated=torch.tensor([False, True, False]))
     found, _ = gae.Advantage(**whole, bootstrap_truncated=True)(cut)
     assert found[batch.in_loss].tolist() == [0.5, 1.0, 9.0, -1.0]
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.advantages import gae
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.algorithms.kl import with_kl_in_reward
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.parallel import ParallelGroups
@@ -19,7 +20,6 @@ from megatron_rl.trainer.critic import Critic, ValueObjective, ValueScorer, befo
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Sample
 from tests.support.samples import all_equal, make_sample, random_samples, rewards_of, weights_of
 from tests.support.tiny import tiny_config, tiny_policy
 from tests.support.tokens import token_batch
@@ -72,13 +72,13 @@ def test_a_value_is_what_was_expected_before_its_token(one_rank: ParallelGroups)
     first = setup.values(samples)
     changed = setup.values([make_sample([3, 5, 11, 9]), samples[1]])
     assert (first.values != changed.values).tolist() == [False, False, False, True, False, False, False]
-    assert (first.end_values != changed.end_values).tolist() == [True, False]
+    assert (first.critic.end_values != changed.critic.end_values).tolist() == [True, False]
     assert first.values[[0, 4]].tolist() == [0.0, 0.0], "nothing was expected before the first token"
     alone = setup.values([samples[1]])
     torch.testing.assert_close(first.values[4:], alone.values)
-    torch.testing.assert_close(first.end_values[1:], alone.end_values)
+    torch.testing.assert_close(first.critic.end_values[1:], alone.critic.end_values)
     longer = setup.values([make_sample([3, 5, 7, 9, 1])])
-    assert longer.values[4].item() == pytest.approx(first.end_values[0].item(), abs=1e-6)
+    assert longer.values[4].item() == pytest.approx(first.critic.end_values[0].item(), abs=1e-6)
 
 
 def test_the_shift(one_rank: ParallelGroups) -> None:
@@ -155,7 +155,7 @@ def test_the_critic_learns_what_is_to_come(one_rank: ParallelGroups) -> None:
     assert "actor/pg_loss" not in outcome.metrics
     assert (outcome.critic_updates, outcome.skipped_updates) == (1, 0)
     batch = setup.values(samples)
-    written = torch.where(batch.in_loss, batch.values, torch.nan).split(batch.lengths)
+    written = torch.where(batch.in_loss, batch.values, torch.nan).split(batch.packing.lengths)
     assert written[0].nanmean() > 0.8
     assert written[1].nanmean() < -0.8
     assert outcome.metrics["critic/vf_explained_var"] > 0.8
@@ -173,7 +173,7 @@ def test_what_was_better_than_expected_gets_likelier(one_rank: ParallelGroups) -
     start = setup.trainer.scorer.logprobs([batch])[0] * batch.loss_mask
     for _ in range(3):
         outcome = setup.trainer.step([[batch]], rewards_of(samples))
-    gain = (setup.trainer.scorer.logprobs([batch])[0] * batch.loss_mask - start).split(batch.lengths)
+    gain = (setup.trainer.scorer.logprobs([batch])[0] * batch.loss_mask - start).split(batch.packing.lengths)
     assert gain[0].sum() > 0.1
     assert gain[1].sum() < -0.1
     assert (outcome.critic_updates, outcome.skipped_updates) == (1, 0)
@@ -196,6 +196,6 @@ def test_kl_in_the_reward_reaches_the_advantages(one_rank: ParallelGroups) -> No
     assert second.metrics["actor/kl_loss"] != 0
     # The critic's lambda is 1: the return of the first written token is all that comes, reward less penalty.
     rewards = torch.where(batch.in_loss, batch.rewards - 0.5 * (batch.old_logprobs - batch.ref_logprobs), 0.0)
-    for sample, part in enumerate(rewards.split(batch.lengths)):
-        place = batch.cu_seqlens[sample] + samples[sample].prompt_length
-        assert batch.returns[place].item() == pytest.approx(part.sum().item(), abs=1e-5)
+    for sample, part in enumerate(rewards.split(batch.packing.lengths)):
+        place = batch.packing.cu_seqlens[sample] + samples[sample].loss_mask.int().argmax()
+        assert batch.critic.returns[place].item() == pytest.approx(part.sum().item(), abs=1e-5)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.batches import exchange_samples
-from megatron_rl.types import Sample
 from tests.support.ranks import joined, run_ranks
 
 
@@ -39,18 +39,14 @@ def _every_sample_arrives(rank: int, num_ranks: int) -> None:
     expected = [all_samples[index] for index in reversed(range(11)) if destination[index] == rank]
     assert [sample.sample_id for sample in received] == [sample.sample_id for sample in expected]
     for actual, sent in zip(received, expected, strict=True):
-        assert torch.equal(actual.token_ids, sent.token_ids)
-        assert torch.equal(actual.inference_logprobs, sent.inference_logprobs)
-        assert (actual.prompt_length, actual.reward) == (sent.prompt_length, sent.reward)
-        assert actual.policy_version == sent.policy_version
-        assert (actual.sequence, actual.tokens_elsewhere) == (sent.sequence, sent.tokens_elsewhere)
-        assert actual.truncated is sent.truncated
-        assert (actual.environment_spans, actual.older) == (sent.environment_spans, sent.older)
-        assert actual.inference_logprobs.dtype == torch.float32
-        assert (actual.routing is None) == (sent.routing is None)
-        if sent.routing is not None:
-            assert actual.routing.dtype == sent.routing.dtype
-            assert torch.equal(actual.routing, sent.routing)
+        for name, value in vars(sent).items():
+            other = getattr(actual, name)
+            assert type(other) is type(value), name
+            if torch.is_tensor(value):
+                assert other.dtype == value.dtype
+                assert torch.equal(other, value), name
+            else:
+                assert other == value, name
 
 
 def _ranks_may_have_nothing(rank: int, num_ranks: int) -> None:
@@ -62,22 +58,18 @@ def _ranks_may_have_nothing(rank: int, num_ranks: int) -> None:
 
 
 def _sample(sample_id: int) -> Sample:
-    """Of 2 to 6 tokens, long ones with spans; without routing, or with one or two bytes an expert. The reward is one
-    fp32 can hold.
-    """
+    """Of 2 to 6 tokens; without routing, or with one or two bytes an expert. The reward is one fp32 can hold."""
     generator = torch.Generator().manual_seed(sample_id)
     length = 2 + sample_id % 5
     dtype = (None, torch.uint8, torch.int16)[sample_id % 3]
     return Sample(
         token_ids=torch.randint(0, 2**40, (length,), generator=generator),
-        prompt_length=1,
-        reward=sample_id / 8,
+        loss_mask=torch.rand(length, generator=generator) > 0.5,
         inference_logprobs=-torch.rand(length, generator=generator),
-        sample_id=sample_id,
-        environment_spans={5: ((2, 4),), 6: ((1, 2), (3, 5))}.get(length, ()),
-        policy_version=sample_id // 2,
-        older={5: ((1, 4),), 4: ((1, 2), (3, 4))}.get(length, ()),
+        versions=torch.randint(0, 9, (length,), generator=generator),
         routing=None if dtype is None else torch.randint(0, 255, (length, 3, 2), generator=generator).to(dtype),
+        reward=sample_id / 8,
+        sample_id=sample_id,
         sequence=sample_id % 7,
         tokens_elsewhere=sample_id * 11,
         truncated=sample_id % 2 == 1,

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.models import PolicyModel
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
-from megatron_rl.types import Sample
 from tests.support.samples import random_samples
 from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tokens import padding_of
 
 TEMPERATURE = 0.8
 MODELS = {
@@ -47,7 +48,7 @@ def test_packed_equals_one_by_one(one_rank: ParallelGroups, model: str, round_to
     scorer = Scorer(policy, one_rank, TEMPERATURE)
     samples = random_samples(5)
     batch = collate(samples, "cpu", round_to)
-    assert (batch.padding > 0) == (round_to == 8)
+    assert (padding_of(batch) > 0) == (round_to == 8)
 
     packed = scorer.select(scorer.forward(policy.gpt, batch), batch).current_logprobs
     alone = torch.cat([stock_logprobs(policy, sample) for sample in samples])

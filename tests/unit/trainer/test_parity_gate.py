@@ -30,6 +30,7 @@ from tests.support.quantized import (
 )
 from tests.support.samples import rewards_of
 from tests.support.tiny import tiny_config
+from tests.support.tokens import changed
 
 NO_LIMITS = {"rl_mismatch_max_kl": 1e9, "rl_mismatch_max_gap": 1e9}
 
@@ -128,7 +129,7 @@ class TestAgreement:
         batch = case.roll_out()
         older = torch.arange(batch.versions.numel()) % 2 == 0
         step = replace(rewards_of([]), policy_version=1)
-        moved = replace(
+        moved = changed(
             batch, versions=(~older).long(), inference_logprobs=batch.inference_logprobs - older * batch.loss_mask
         )
         alone = replace(batch, loss_mask=batch.loss_mask * ~older)
@@ -211,7 +212,7 @@ class TestOtherWeights:
     def test_the_agreement_is_that_of_the_tokens_before(self, one_rank: ParallelGroups) -> None:
         case = Case(one_rank)
         batch = case.roll_out()
-        top = torch.zeros_like(batch.token_ids)
+        top = torch.zeros_like(batch.samples.token_ids)
         assert agreement([top], [top], [batch], one_rank.data_group) == 1.0
         in_loss = batch.loss_mask > 0
         predicts = torch.zeros_like(in_loss)

@@ -33,8 +33,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from megatron_rl.trainer.update import reduced
-from megatron_rl.types import Sample
-from tests.support.samples import own_reward, rewards_of
+from tests.support.samples import make_sample, own_reward, rewards_of
 from tests.support.tokens import correction
 
 LN2, LN3 = math.log(2), math.log(3)
@@ -60,8 +59,8 @@ def scored() -> TokenBatch:
     """A0 is token 0, A1 token 1, B0 token 1; prompts are token 0."""
     engine = [torch.tensor([0.0, -2 * LN2, -LN2]), torch.tensor([0.0, -2 * LN2])]
     samples = [
-        Sample(torch.tensor([0, 0, 1]), 1, 1.0, engine[0], sample_id=0),
-        Sample(torch.tensor([0, 1]), 1, -2.0, engine[1], sample_id=1),
+        make_sample([0, 0, 1], sample_id=0, inference_logprobs=engine[0]),
+        make_sample([0, 1], reward=-2.0, sample_id=1, inference_logprobs=engine[1]),
     ]
     old = torch.tensor([0.0, -LN2, -LN2, 0.0, -LN2])
     ref = torch.tensor([0.0, math.log(3 / 8), -LN2, 0.0, -LN2])

@@ -91,7 +91,7 @@ def test_passes_over_the_model(
     gpt = setup.optimization.policy.gpt
     gpt.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].numel()))
     setup.trainer.step(updates, REWARDS)
-    tokens = sum(batch.token_ids.numel() for (batch,) in updates)
+    tokens = sum(batch.samples.token_ids.numel() for (batch,) in updates)
     assert len(seen) == passes
     assert sum(seen) == tokens * passes / len(updates)
 
@@ -124,7 +124,7 @@ def test_old_logprobs_are_those_before_the_first_update(
     outcome = setup.trainer.step(updates, REWARDS)
     assert len(setup.given) == iterations * len(updates)
     for index, scored in enumerate(setup.given):
-        assert scored.token_ids is updates[index % len(updates)][0].token_ids
+        assert scored.samples is updates[index % len(updates)][0].samples
         assert torch.equal(scored.old_logprobs, before[index % len(updates)])
     # The first update sees the old policy itself, the last one a policy that has moved away from it.
     torch.testing.assert_close(setup.given[0].current_logprobs.detach(), setup.given[0].old_logprobs)
@@ -154,7 +154,7 @@ def test_an_update_raises_the_probability_of_what_was_good(one_rank: ParallelGro
     before = setup.scorer.logprobs([batch])[0] * batch.loss_mask
     for _ in range(3):
         setup.trainer.step([[batch]], rewards_of(samples))
-    gain = (setup.scorer.logprobs([batch])[0] * batch.loss_mask - before).split(batch.lengths)
+    gain = (setup.scorer.logprobs([batch])[0] * batch.loss_mask - before).split(batch.packing.lengths)
     assert gain[0].sum() > 0.1
     assert gain[1].sum() < -0.1
 
@@ -171,16 +171,16 @@ def test_advantages_are_made_after_scoring_and_may_differ_from_token_to_token(on
     def reward_to_go(batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         seen.append(batch)
         rewards = batch.rewards - 0.1 * torch.where(batch.in_loss, batch.old_logprobs - batch.ref_logprobs, 0.0)
-        parts = [part.flip(0).cumsum(0).flip(0) for part in rewards.split(batch.lengths)]
+        parts = [part.flip(0).cumsum(0).flip(0) for part in rewards.split(batch.packing.lengths)]
         return torch.cat(parts), {"mine/reward": batch.rewards}
 
     setup = Setup(one_rank, 2, with_reference=True, advantage=reward_to_go)
     outcome = setup.trainer.step(UPDATES, REWARDS)
     assert len(seen) == 2, "once a step, not once a pass"
     for given in setup.given:
-        first = given.position_ids == 0
+        first = given.packing.position_ids == 0
         # Nothing has moved yet when the penalty is taken: the reward to go of a sequence is its reward.
-        own = torch.tensor([REWARDS.rewards[i] for i in given.sample_ids])
+        own = torch.tensor([REWARDS.rewards[i] for i in given.samples.sample_id])
         torch.testing.assert_close(given.advantages[first], own)
     tokens = sum(batch.loss_mask.sum() for (batch,) in UPDATES)
     assert outcome.metrics["mine/reward"] == pytest.approx(float(REWARDS.rewards.sum() / tokens), abs=1e-6)

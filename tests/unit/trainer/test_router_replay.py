@@ -22,8 +22,9 @@ from megatron_rl.trainer.policy import ReferencePolicy
 from megatron_rl.trainer.scoring import Scorer
 from tests.support.generation import generate, ragged_requests, randomise_vectors, rollout_engine
 from tests.support.samples import own_reward, random_samples, rewards_of, with_experts
-from tests.support.scoring import gaps, own_experts, packed
+from tests.support.scoring import gaps, own_experts, packed, rerouted, routing_of
 from tests.support.tiny import tiny_config, tiny_policy
+from tests.support.tokens import padding_of
 
 MIXTURE = {"add_qkv_bias": False, "qk_layernorm": True, "num_layers": 3, "num_experts": 8, "moe_ffn_hidden_size": 24,
            "moe_router_topk": 3, "rl_router_replay": True}  # fmt: skip
@@ -40,7 +41,7 @@ def mixture(**changes: object) -> PolicyModel:
 def random_batch() -> TokenBatch:
     """Five samples, padded, with experts drawn at random; none for the last token of each and for the padding."""
     batch = collate(with_experts(random_samples(5), range(3), 8, 3), "cpu", round_to=8)
-    assert batch.padding > 0
+    assert padding_of(batch) > 0
     return batch
 
 
@@ -74,7 +75,7 @@ def test_the_trainers_own_choice_changes_nothing(one_rank: ParallelGroups, pre_s
     batch = collate(random_samples(5), "cpu", 8)
     own = own_experts(policy, one_rank, batch)
     plain, expected = logprobs_and_gradients(policy, one_rank, batch)
-    replayed, actual = logprobs_and_gradients(policy, one_rank, replace(batch, routing=own.to(torch.uint8)))
+    replayed, actual = logprobs_and_gradients(policy, one_rank, rerouted(batch, own.to(torch.uint8)))
     # To the bit where top-k is sorted. Without gradients megatron-core 0.19 does not sort: sums in another order.
     torch.testing.assert_close(replayed, plain, rtol=1e-6, atol=1e-6)
     assert any("router" in name for name in expected)
@@ -90,10 +91,10 @@ def test_every_layer_gets_its_own(one_rank: ParallelGroups, recompute: dict) -> 
     with seen_routers(policy) as seen:
         _, gradients = logprobs_and_gradients(policy, one_rank, batch)
     assert [layer for layer, _ in seen] == ([0, 1, 2, 2, 1, 0] if recompute is FULL else [0, 1, 2])
-    known = batch.routing[0, :, 0] != UNKNOWN
-    assert (~known).sum() == len(batch.sample_ids) + batch.padding
+    known = routing_of(batch)[0, :, 0] != UNKNOWN
+    assert (~known).sum() == len(batch.samples.sample_id) + padding_of(batch)
     for layer, routed in seen:
-        wanted = torch.zeros_like(routed).scatter(1, batch.routing[layer].long().clamp_max(7), True)
+        wanted = torch.zeros_like(routed).scatter(1, routing_of(batch)[layer].long().clamp_max(7), True)
         assert torch.equal(routed[known], wanted[known])
         assert (routed.sum(-1) == 3).all()
     assert not torch.equal(seen[0][1], seen[1][1])
@@ -138,16 +139,16 @@ def test_quantised_rollouts_come_closer(one_rank: ParallelGroups) -> None:
     with linears.installed():
         groups = generate(policy, engine, requests)
     batch = packed(requests, groups)
-    own, known = own_experts(policy, one_rank, batch).sort(-1).values, batch.routing[0, :, 0] != UNKNOWN
-    swapped = (own != batch.routing.long().sort(-1).values).any(-1).any(0)[known]
+    own, known = own_experts(policy, one_rank, batch).sort(-1).values, routing_of(batch)[0, :, 0] != UNKNOWN
+    swapped = (own != routing_of(batch).long().sort(-1).values).any(-1).any(0)[known]
     assert 0.05 < swapped.float().mean() < 0.9
     replayed = gaps(policy, one_rank, batch, 1.0)
-    plain = gaps(policy, one_rank, replace(batch, routing=None), 1.0)
+    plain = gaps(policy, one_rank, rerouted(batch, None), 1.0)
     assert replayed.mean() < 0.7 * plain.mean()
     assert replayed.max() < 0.7 * plain.max()
     # Those of the next token, or of the next layer, are as good as none.
     for shift in (1, 0):
-        wrong = replace(batch, routing=batch.routing.roll(1, shift))
+        wrong = rerouted(batch, routing_of(batch).roll(1, shift))
         assert gaps(policy, one_rank, wrong, 1.0).mean() > 2 * plain.mean()
 
 
@@ -165,5 +166,5 @@ def test_the_reference_goes_to_the_same_experts(one_rank: ParallelGroups) -> Non
     assert outcome.metrics["actor/kl_loss"] == 0
     assert outcome.metrics["actor/grad_norm"] > 0
     (batch,) = outcome.updates[0]
-    own = scorer.logprobs([replace(batch, routing=None)])[0]
+    own = scorer.logprobs([rerouted(batch, None)])[0]
     assert (own - batch.ref_logprobs).abs().max() > 1e-2, "the experts made no difference"

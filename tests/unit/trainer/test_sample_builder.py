@@ -9,9 +9,10 @@ import pytest
 
 from megatron_rl.algorithms import StepRewards
 from megatron_rl.algorithms.advantages import batch_norm, dr_grpo
+from megatron_rl.algorithms.batch import Sample
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.samples import SampleBuilder, reward_metrics
-from megatron_rl.types import RolloutGroup, Sample
+from megatron_rl.types import RolloutGroup
 from tests.support.generation import versions_of
 from tests.support.rollouts import graded_group
 from tests.support.tokens import one_token_a_sample
@@ -40,7 +41,7 @@ def test_a_sample_carries_its_reward_and_its_own_tokens(one_rank: ParallelGroups
     second = samples[1]
     assert second.token_ids.tolist() == [7, 8, 9, 11, 11]
     assert step.loss_tokens.tolist() == [1, 2, 1, 2]
-    assert second.prompt_length == 3
+    assert second.loss_mask.tolist() == [False, False, False, True, True]
     assert second.inference_logprobs.tolist() == [0.0, 0.0, 0.0, -1.5, -1.5]
 
 
@@ -52,7 +53,7 @@ def test_what_a_conversation_read_is_no_loss_token(one_rank: ParallelGroups) -> 
     told = dataclasses.replace(group, rollouts=(first, dataclasses.replace(second, completion=read)))
     samples, step = build(one_rank, [told])
     assert step.loss_tokens.tolist() == [1, 1]
-    assert samples[1].environment_spans == ((len(group.prompt_ids), len(group.prompt_ids) + 1),)
+    assert samples[1].loss_mask.tolist() == [False] * len(group.prompt_ids) + [False, True]
 
 
 def test_versions_are_those_of_the_answer_behind_its_prompt(one_rank: ParallelGroups) -> None:
@@ -62,7 +63,7 @@ def test_versions_are_those_of_the_answer_behind_its_prompt(one_rank: ParallelGr
     told = dataclasses.replace(group, rollouts=(first, dataclasses.replace(second, completion=drawn)))
     samples, _ = build(one_rank, [told])
     assert versions_of(drawn) == (2, 4)
-    assert (samples[1].policy_version, samples[1].older) == (4, ((2, 4),))
+    assert samples[1].versions.tolist() == [2, 2, 2, 2, 4]
 
 
 def test_failed_grades_leave_baseline_and_loss(one_rank: ParallelGroups) -> None:

@@ -29,13 +29,14 @@ def source(*texts: str, max_tokens: int = 8) -> DemonstrationSource:
 
 def texts(samples: list) -> list[str]:
     """The answers; ``$`` is the end token."""
-    return ["".join(LETTERS[i] for i in sample.token_ids[sample.prompt_length :]) for sample in samples]
+    return ["".join(LETTERS[i] for i in sample.token_ids[sample.loss_mask]) for sample in samples]
 
 
 def test_a_demonstration_is_prompt_answer_and_end() -> None:
     sample = source("ab:cde").draw(1)[0]
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 0]
-    assert (sample.prompt_length, sample.reward, sample.inference_logprobs.tolist()) == (2, 0.0, [0.0] * 6)
+    assert sample.loss_mask.tolist() == [False] * 2 + [True] * 4
+    assert (sample.reward, sample.inference_logprobs.tolist()) == (0.0, [0.0] * 6)
 
 
 def test_the_order_is_kept_and_starts_again() -> None:
@@ -79,7 +80,7 @@ def test_loss_by_hand(one_rank: ParallelGroups) -> None:
     scorer = Scorer(SimpleNamespace(vocab_size=2, padded_vocab_size=2), one_rank, 1.0)
     trainer = SupervisedTrainer(None, scorer, one_rank.loss_group, PhaseTimer())
     batch = collate(source("aa:a").draw(1), "cpu")
-    batch.token_ids.copy_(torch.tensor([0, 1, 1, 0]))
+    batch.samples.token_ids.copy_(torch.tensor([0, 1, 1, 0]))
     rows = [[5.0, -5.0], [math.log(3), 0.0], [0.0, 0.0], [5.0, -5.0]]
     logits = torch.tensor(rows, requires_grad=True)
     total, denominator, _ = trainer.loss(logits, batch)
@@ -96,7 +97,7 @@ def test_metrics_are_those_of_the_whole_batch(one_rank: ParallelGroups) -> None:
     samples = random_samples(5)
     whole = supervised(one_rank).step([collate(samples, "cpu")])
     parts = supervised(one_rank).step([collate(samples[:1], "cpu"), collate(samples[1:], "cpu")])
-    tokens = sum(sample.length - sample.prompt_length for sample in samples)
+    tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
     assert whole.metrics["perf/total_num_tokens"] == tokens
     assert parts.metrics == pytest.approx(whole.metrics, rel=1e-5)
     assert whole.metrics["train/perplexity"] == pytest.approx(math.exp(whole.metrics["train/loss"]))
