@@ -146,7 +146,7 @@ def open_generator(config: RLConfig) -> Iterator[Generator]:
         seed_everything(config.training.seed)
         tokenizer = open_tokenizer(config)
         policy = build_model(config, platform, tokenizer.vocab_size)
-        checkpoints = CheckpointManager(Path(config.checkpoint.save), 0, groups, config.checkpoint.ckpt_format)
+        checkpoints = CheckpointManager(Path(config.checkpoint.save), 0, groups)
         origin = read_first_weights(config, policy, checkpoints, groups)
         tokenizer = tokenizer.ending_also_at(end_tokens_of(origin))
         settings = config.quantization

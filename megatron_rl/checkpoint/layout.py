@@ -14,7 +14,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.atomic import move_into_place, remove, sync_tree, write_text_atomic
@@ -26,7 +25,8 @@ from megatron_rl.user_files import read_json, read_text
 logger = logging.getLogger(__name__)
 
 _STEP_NAME = re.compile(rf"(?:step|iter)_\d{{7,}}|{RELEASE}")
-_BEST = "best"
+_LATEST, _BEST = "latest", "best"
+_MEGATRONS_POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 
 _LOADED = (".distcp", ".pt", ".safetensors")
@@ -35,32 +35,18 @@ _HASHING_THREADS = 8
 """hashlib lets go of the interpreter lock; one thread alone reads slower than a disk."""
 
 
-@dataclass(frozen=True)
-class Naming:
-    """How a format calls a checkpoint, and the file that says which is the newest; a directory may have both."""
-
-    prefix: str
-    pointer: str
-    pointer_names: str
-    """Of a step, as the pointer has it."""
-
-
-OWN = Naming("step", "latest", "step_{:07d}")
-MEGATRON = Naming("iter", "latest_checkpointed_iteration.txt", "{}")
-
-
-def step_directory(root: Path, step: int, naming: Naming = OWN) -> Path:
+def step_directory(root: Path, step: int) -> Path:
     """Where the committed checkpoint of ``step`` lies."""
-    return root / f"{naming.prefix}_{step:07d}"
+    return root / f"step_{step:07d}"
 
 
-def temporary_directory(root: Path, step: int, start: str = "", naming: Naming = OWN) -> Path:
+def temporary_directory(root: Path, step: int, start: str = "") -> Path:
     """Where the checkpoint of ``step`` is written before it counts.
 
     ``start`` tells one start of the run from the next: what writes in the background may outlive a kill, and must
     not write into the directory of the run that goes on.
     """
-    return root / f"{naming.prefix}_{step:07d}{'.' if start else ''}{start}.tmp"
+    return root / f"step_{step:07d}{'.' if start else ''}{start}.tmp"
 
 
 def step_of(directory: Path) -> int:
@@ -149,7 +135,7 @@ def _check(directory: Path, contents: bool) -> None:
 
 def _pointed_at(entries: Sequence[Path]) -> Path:
     """Of Megatron-LM's checkpoints, which are written in place, the one that its pointer says is complete."""
-    pointer = entries[0].parent / MEGATRON.pointer
+    pointer = entries[0].parent / _MEGATRONS_POINTER
     advice = f"name one of them, such as {str(entries[-1])!r}, if it is complete"
     try:
         named = read_text(pointer).strip()
@@ -176,16 +162,16 @@ def set_aside_newer(directory: Path) -> None:
             logger.warning("set aside as %s", aside)
 
 
-def commit(root: Path, step: int, start: str = "", is_best: bool = False, naming: Naming = OWN) -> Path:
+def commit(root: Path, step: int, start: str = "", is_best: bool = False) -> Path:
     """Turn the written temporary directory into the checkpoint of ``step``; one rank calls it.
 
     Raises:
         OSError: it does not count, and a checkpoint of the same step saved before does so again.
     """
-    source, target = temporary_directory(root, step, start, naming), step_directory(root, step, naming)
+    source, target = temporary_directory(root, step, start), step_directory(root, step)
     write_manifest(source, step)
     move_into_place(source, target)
-    _point(root, naming.pointer, naming.pointer_names.format(step))
+    _point(root, _LATEST, target.name)
     if is_best:
         _point(root, _BEST, target.name)
     return target
@@ -214,7 +200,7 @@ def remove_old(root: Path, keep: int) -> None:
 
     Whoever saves has locked ``root`` (`preflight.locks`), so all that is left there is of starts that have ended.
     """
-    for leftover in (*root.glob("step_*.tmp"), *root.glob("iter_*.tmp"), *root.glob(".*.tmp")):
+    for leftover in (*root.glob("step_*.tmp"), *root.glob(".*.tmp")):
         remove(leftover)
     best = best_checkpoint(root)
     for directory in list_checkpoints(root)[:-keep] if keep > 0 else []:

@@ -13,8 +13,6 @@ from megatron_rl.atomic import remove
 from megatron_rl.checkpoint import tensors, torch_format
 from megatron_rl.checkpoint.foreign import is_foreign
 from megatron_rl.checkpoint.layout import (
-    MEGATRON,
-    OWN,
     commit,
     find_checkpoint,
     newest_valid,
@@ -41,11 +39,10 @@ logger = logging.getLogger(__name__)
 class CheckpointManager:
     """Saves into one directory; every call is collective over the job."""
 
-    def __init__(self, root: Path, keep_last: int, groups: ParallelGroups, ckpt_format: str = "torch_dist") -> None:
+    def __init__(self, root: Path, keep_last: int, groups: ParallelGroups) -> None:
         self._root = root
         self._keep_last = keep_last
         self._groups = groups
-        self._naming = MEGATRON if ckpt_format == "torch" else OWN
         self._start = ""
         self._saved_step: int | None = None
         self._under_way: BackgroundSave | None = None
@@ -83,11 +80,8 @@ class CheckpointManager:
             if critic is not None:
                 beside = critic.policy, critic if state.critic_has_optimizer else None
             tensors_of = optimization if state.has_optimizer else None
-            if self._naming is MEGATRON:
-                request = torch_format.save(target, state.step, policy, tensors_of, self._groups, attempt)
-            else:
-                with attempt.collective_part():
-                    request = save_tensors(target, policy, tensors_of, in_background, beside)
+            with attempt.collective_part():
+                request = save_tensors(target, policy, tensors_of, in_background, beside)
             with attempt.part():
                 save_rank_state(target, self._groups.rank, state.components)
                 if self._groups.is_main:
@@ -136,7 +130,7 @@ class CheckpointManager:
         """An empty directory that no earlier start of the run writes into."""
         if not self._start:
             self._start = broadcast_json(uuid.uuid4().hex[:8] if self._groups.is_main else "", source=0)
-        target = temporary_directory(self._root, step, self._start, self._naming)
+        target = temporary_directory(self._root, step, self._start)
         attempt = SaveAttempt(target, self._groups.is_main)
         with attempt.part():
             if self._groups.is_main:
@@ -147,7 +141,7 @@ class CheckpointManager:
 
     def _commit(self, step: int, is_best: bool, committed: Callable[[], None]) -> None:
         """On the main rank: from now on it counts."""
-        directory = commit(self._root, step, self._start, is_best, self._naming)
+        directory = commit(self._root, step, self._start, is_best)
         remove_old(self._root, self._keep_last)
         committed()
         logger.info("saved %s", directory)

@@ -194,8 +194,7 @@ def read_run_state(directory: Path) -> RunState:
         values = read_json(path)
         origin = values.get("origin")
         state = _made_of(RunState, values)
-        components = values["components"] if "components" in values else _before_the_registry(values)
-        return replace(state, components=components, origin=_made_of(Origin, origin) if origin else None)
+        return replace(state, components=values["components"], origin=_made_of(Origin, origin) if origin else None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
 
@@ -203,21 +202,6 @@ def read_run_state(directory: Path) -> RunState:
 def _made_of(kind: type[T], values: Mapping[str, Any]) -> T:
     """Without what a later version wrote besides."""
     return kind(**{entry.name: values[entry.name] for entry in dataclasses.fields(kind) if entry.name in values})
-
-
-def _before_the_registry(values: Mapping[str, Any]) -> dict[str, State]:
-    """The components' states in a file of before November 2026, which had a field for each value."""
-    counters = {name: values[name] for name in ("step", "updates", "policy_version")}
-    later = ("tokens", "logprob_gap_max", "consecutive_skips", "best")
-    asked, recipe = (values.get(name, "none") for name in ("rollout_recipe_asked", "rollout_recipe"))
-    return {
-        "progress": counters | {name: values[name] for name in later if name in values},
-        "prompts": values.get("cursor", {}),
-        "expected_lengths": values.get("expected_lengths", {}),
-        "expected_held_out_lengths": values.get("expected_held_out_lengths", {}),
-        "quantization": {"asked": asked, "recipe": recipe},
-        "random": {},
-    }
 
 
 def _foreign_state(directory: Path) -> RunState:

@@ -132,19 +132,14 @@ def with_rank_state(components: Mapping[str, State], directory: Path, rank: int)
     Raises:
         CheckpointError: a file cannot be read.
     """
-    whole = {name: dict(state) for name, state in components.items()}
-    for path, prefix in (
-        (_path(directory, rank), ""),
-        (directory / f"random_state_rank_{rank:05d}.safetensors", "random/"),  # these two of before the registry
-        (directory / f"rollout_calibration_{rank:05d}.safetensors", "quantization/smoothing."),
-    ):
-        try:
-            tensors = load_file(path) if path.exists() else {}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
-        for name, tensor in tensors.items():
-            component, _, key = (prefix + name).partition("/")
-            whole.setdefault(component, {})[key] = tensor
+    whole, path = {name: dict(state) for name, state in components.items()}, _path(directory, rank)
+    try:
+        tensors = load_file(path) if path.exists() else {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({error})") from error
+    for name, tensor in tensors.items():
+        component, _, key = name.partition("/")
+        whole.setdefault(component, {})[key] = tensor
     return whole
 
 

@@ -12,7 +12,7 @@ import contextlib
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,8 @@ MODEL_FILE = "model_optim_rng.pt"
 RELEASE = "release"
 """The name of weights that Megatron-LM's tools made; it has no step."""
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")
-_NAME = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _NUMBERED_EXPERT = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
 """Of Transformer Engine's grouped experts: ``experts.linear_fc1.weight3``."""
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.)experts\.weight([12])")
@@ -111,26 +110,24 @@ def split_of(directory: Path) -> Split:
         CheckpointError: there is nothing, a gap is in it, or it is also split in another way.
     """
     names = sorted(path.name for path in directory.glob("mp_rank_*"))
-    found = [match for name in names if (match := _NAME.fullmatch(name))]
-    tensor, second, third = (len({match[number] for match in found}) for number in (1, 2, 3))
-    if found and all(match[3] for match in found):
-        stages, experts = second, third
-    else:
-        stages, experts = (1, second) if _second_is_of_experts(directory, names) else (second, 1)
+    numbers = zip(*(name.split("_")[2:] for name in names), strict=False)
+    tensor, *others = [len(set(column)) for column in numbers] or [1]
+    stages, experts = (*others, 1, 1)[:2]
+    if len(others) == 1 and _is_of_experts(directory / names[-1]):
+        stages, experts = 1, stages
     for cut in range(1, tensor + 1 if experts > 1 else 2):
         split = Split(tensor, stages, experts, cut)
-        if names and names == split.names:
+        if names == split.names:
             return split
     has = ", ".join(names) or "none"
     raise CheckpointError(f"checkpoint {str(directory)!r} lacks files of a rank: it has {has}")
 
 
-def _second_is_of_experts(directory: Path, names: Sequence[str]) -> bool:
+def _is_of_experts(last: Path) -> bool:
     """``mp_rank_00_001`` is a stage, or a rank of experts, which has an embedding as all of them have."""
-    last = names[-1] if names else ""
-    if last.count("_") < 3 or last.endswith("_000"):
+    if last.name.endswith("_000"):
         return False
-    return any(EMBEDDING in model for model in _models(read_models(directory / last / MODEL_FILE)).values())
+    return any(EMBEDDING in model for model in _models(read_models(last / MODEL_FILE)).values())
 
 
 def topology_problems(directory: Path, split: Split) -> list[str]:
@@ -138,8 +135,8 @@ def topology_problems(directory: Path, split: Split) -> list[str]:
     if not is_megatron_layout(directory) or split_of(directory) == split:
         return []
     return [
-        f"checkpoint {str(directory)!r} was saved with {split_of(directory)}, this run has {split}; --ckpt-format "
-        "torch holds one topology: use the same, or take its weights alone with --pretrained-checkpoint"
+        f"checkpoint {str(directory)!r} was saved with {split_of(directory)}, this run has {split}; its "
+        "optimizer state is of one topology: use the same, or take its weights alone with --pretrained-checkpoint"
     ]
 
 
@@ -278,16 +275,19 @@ def _by_global_names(
     first_layer = 0
     for key in _models(stages[0]):
         for content in stages:
-            layers = {int(match[1]) for name in content[key] if (match := _LAYER.match(name))}
             tensors = dict(_singly(content[key], expert_ranks))
-            experts = {int(match[2]) for name in tensors if (match := _EXPERT.match(name))}
+            first_expert = expert_rank * _count(_EXPERT, tensors)
             for name, tensor in tensors.items():
-                match = _LAYER.match(name)
-                given = f"decoder.layers.{first_layer + int(match[1])}.{name[match.end() :]}" if match else name
-                if of_expert := _EXPERT.match(given):
-                    given = f"{of_expert[1]}{expert_rank * len(experts) + int(of_expert[2])}{of_expert[3]}"
-                yield given, tensor
-            first_layer += len(layers)
+                yield _counted_from(first_expert, _EXPERT, _counted_from(first_layer, _LAYER, name)), tensor
+            first_layer += _count(_LAYER, tensors)
+
+
+def _count(number: re.Pattern[str], names: Iterable[str]) -> int:
+    return len({match[0] for name in names if (match := number.search(name))})
+
+
+def _counted_from(first: int, number: re.Pattern[str], name: str) -> str:
+    return number.sub(lambda match: str(first + int(match[0])), name)
 
 
 def _singly(model: Mapping[str, torch.Tensor], expert_ranks: int) -> Iterator[tuple[str, torch.Tensor]]:

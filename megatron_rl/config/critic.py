@@ -57,8 +57,6 @@ def critic_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         )
     if config.wants_teacher:
         yield "rl_teacher_load_hf", "with a critic is not built; use one of the two"
-    if config.checkpoint.ckpt_format == "torch":
-        yield "ckpt_format", "has no place for a critic; use torch_dist"
     if not critic.rl_kl_in_reward:
         return
     if algorithm.grpo_kl_beta == 0:

@@ -45,7 +45,7 @@ class CheckpointConfig:
     save_interval: int | None = flag(None, ge=1, common=True)
     """Save every this many steps; without it only when the run stops."""
     ckpt_format: Literal["torch_dist", "torch"] = flag("torch_dist")
-    """Format of checkpoints: torch is Megatron's one file a rank, for one topology; torch_dist suits any."""
+    """Format that is written: torch_dist. Megatron's torch, one file a rank, is only read, without this flag."""
     async_save: bool = flag(False)
     """Write periodic checkpoints in the background while training goes on."""
     keep_best: str | None = flag(None)
@@ -121,8 +121,11 @@ def record_problems(config: RLConfig, _: int) -> Iterator[Finding]:
         )
     if config.logging.run_dir is None and not config.training.estimate:
         yield "run_dir", "is missing: metrics need a place; give --run-dir runs/NAME or --save DIR"
-    if checkpoint.ckpt_format == "torch" and checkpoint.async_save:
-        yield "async_save", "cannot write --ckpt-format torch in the background; leave it out, or use torch_dist"
+    if checkpoint.ckpt_format == "torch":
+        yield "ckpt_format", (
+            "is read but not written: --load, --pretrained-checkpoint and --resume take its directories without this "
+            "flag; leave it out, or use torch_dist"
+        )
     if checkpoint.keep_best is not None and not checkpoint.keep_best.startswith("val/"):
         yield "keep_best", "is no metric of an evaluation; they are called val/ENVIRONMENT/MEASURE"
     if checkpoint.keep_best is not None and not evaluates:

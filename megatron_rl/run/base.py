@@ -121,9 +121,7 @@ def open_run(
         seed_everything(config.training.seed)
         policy = build_model(config, platform, tokenizer.vocab_size)
         quantization = build_quantization(config, policy, groups, directory, timer)
-        checkpoints = CheckpointManager(
-            Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups, config.checkpoint.ckpt_format
-        )
+        checkpoints = CheckpointManager(Path(config.checkpoint.save), config.checkpoint.keep_last or 0, groups)
         closing.callback(checkpoints.abandon)
         reporter = Reporter(config, groups, directory, timer, platform, command)
         closing.callback(reporter.close)

@@ -14,7 +14,7 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.context import ContextShare
 from megatron_rl.checkpoint import torch_format
 from megatron_rl.checkpoint.hf.load import load_hf
-from megatron_rl.checkpoint.saving import SaveAttempt
+from megatron_rl.checkpoint.run_state import RunState
 from megatron_rl.checkpoint.stored import load_weights
 from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.families import read_model
@@ -27,12 +27,14 @@ from megatron_rl.trainer import Optimization
 from megatron_rl.trainer.packing import collate
 from megatron_rl.trainer.scoring import Scorer
 from tests.distributed.stage_programs import roll_out
+from tests.support.foreign import write_ranks
 from tests.support.generation import generate, ragged_requests, rollout_engine
 from tests.support.hugging_face import batch_of, hf_run, write_back, write_model
 from tests.support.samples import random_samples
 from tests.support.scoring import gaps, packed
 from tests.support.tiny import VOCABULARY, single_thread, tiny_config, tiny_policy
 from tests.support.tokens import changed
+from tests.support.torch_format import write_ours
 from tests.support.toy import toy_run
 
 ENGINE = {"transformer_impl": "transformer_engine"}
@@ -111,9 +113,8 @@ def _same_model(groups: ParallelGroups) -> dict[str, Any]:
 
 def _torch_format(local: PolicyModel, groups: ParallelGroups, folder: Path) -> dict[str, Any]:
     """Weights of local layers by name."""
-    directory, other = _made(folder, "iter_0000001"), tiny_policy(tiny_config(**ENGINE), seed=3)
-    torch_format.save(directory, 1, local, None, groups, SaveAttempt(directory, True))
-    load_weights(directory, other, groups)
+    other = tiny_policy(tiny_config(**ENGINE), seed=3)
+    load_weights(write_ranks(folder, local, None), other, groups)
     ours, theirs = (dict(policy.gpt.named_parameters()) for policy in (local, other))
     norm = theirs["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"]
     same = torch.equal(ours["decoder.layers.1.input_layernorm.weight"], norm)
@@ -136,8 +137,7 @@ def _resumed(other: PolicyModel, local: PolicyModel, groups: ParallelGroups, fol
     _step(optimizations[0], seed=1)
     save_tensors(_made(folder, "all"), other, optimizations[0])
     load(folder / "all", local, optimizations[1])
-    directory = _made(folder, "iter_0000002")
-    torch_format.save(directory, 2, other, optimizations[0], groups, SaveAttempt(directory, True))
+    directory = write_ours(folder, RunState(step=2), optimizations[0], groups)
     torch_format.load(directory, third, groups, optimizations[2])
     for optimization in optimizations:
         _step(optimization, seed=2)

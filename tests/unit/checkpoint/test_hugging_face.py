@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_rl.checkpoint.hf import save
 from megatron_rl.checkpoint.hf.load import fill, import_hf
 from megatron_rl.checkpoint.hf.save import export_checkpoint, write_hf
-from megatron_rl.checkpoint.layout import MEGATRON, commit, find_checkpoint, temporary_directory
+from megatron_rl.checkpoint.layout import commit, find_checkpoint, temporary_directory, write_manifest
 from megatron_rl.checkpoint.run_state import RunState, architecture_of, read_run_state, write_run_state
 from megatron_rl.checkpoint.tensors import load, save_tensors
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, split_of
@@ -250,7 +250,7 @@ def test_files_of_tensor_parallel_ranks_and_stages_become_a_hugging_face_directo
 ) -> None:
     write_model(tmp_path / "model", family, SETTINGS[family] | {"num_hidden_layers": 4})
     model, padded = read_model(tmp_path / "model"), 128
-    target = temporary_directory(tmp_path / "run", 4, naming=MEGATRON)
+    target = tmp_path / "run" / "iter_0000004"
     split = Split(2, stages.count)
     for rank, stage in itertools.product(range(2), range(stages.count)):
         chunks = _chunks_of_a_rank(model, rank, padded, stage, stages)
@@ -258,7 +258,7 @@ def test_files_of_tensor_parallel_ranks_and_stages_become_a_hugging_face_directo
         folder.mkdir(parents=True)
         torch.save(chunks, folder / MODEL_FILE)
     write_run_state(target, RunState(step=4, padded_vocab_size=padded))
-    commit(tmp_path / "run", 4, naming=MEGATRON)
+    write_manifest(target, 4)
     export_checkpoint(tmp_path / "run", model, tmp_path / "out")
     assert _same(model.directory, tmp_path / "out")
 
@@ -272,7 +272,7 @@ def test_files_of_ranks_that_share_experts_become_one_too(tmp_path: Path, split:
     settings = SETTINGS[family] | {"num_hidden_layers": 4, "num_key_value_heads": 4}
     write_model(tmp_path / "model", family, settings)
     model, padded = read_model(tmp_path / "model"), 128
-    target = temporary_directory(tmp_path / "run", 4, naming=MEGATRON)
+    target = tmp_path / "run" / "iter_0000004"
     for (rank, expert_rank, part), stage in itertools.product(split.places, range(split.stages)):
         share = ExpertShare(split.experts, expert_rank, split.cut)
         folder = target / split.name(rank, stage, expert_rank)
@@ -281,8 +281,8 @@ def test_files_of_ranks_that_share_experts_become_one_too(tmp_path: Path, split:
         torch.save(chunks, folder / MODEL_FILE)
     sizes = {"expert_model_parallel_size": split.experts, "expert_tensor_parallel_size": split.cut}
     write_run_state(target, RunState(step=4, padded_vocab_size=padded, world=sizes))
-    directory = commit(tmp_path / "run", 4, naming=MEGATRON)
-    assert split_of(directory) == split
+    write_manifest(target, 4)
+    assert split_of(target) == split
     assert len(split.names) == split.stages * max(split.tensor, split.experts * split.cut)
     export_checkpoint(tmp_path / "run", model, tmp_path / "out")
     assert _same(model.directory, tmp_path / "out")
@@ -292,7 +292,7 @@ def _chunks_of_a_rank(
     model: HfModel, rank: int, padded: int, stage: int, stages: Stages, tensor: int = 2,
     share: ExpertShare = ALL_EXPERTS, part: int = 0,
 ) -> dict[str, dict[str, torch.Tensor]]:  # fmt: skip
-    """As `--ckpt-format torch` has them: layers are counted from 0 in each chunk; a tied last stage has a copy."""
+    """As Megatron's format torch has them: layers are counted from 0 in each chunk; a tied last stage has a copy."""
     layers = stages.layers_of(stage, model.architecture.num_layers)
     found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
     with TensorReader(model.directory) as reader:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.phases.holdings import state_storages
@@ -15,14 +13,13 @@ from tests.support.tiny import tiny_config
 from tests.unit.checkpoint.test_damage import SUPERVISED
 
 
-@pytest.mark.parametrize("naming", ["torch_dist", "torch"])
-def test_it_is_the_save_of_the_step(one_rank: ParallelGroups, tmp_path: Path, naming: str) -> None:
+def test_it_is_the_save_of_the_step(one_rank: ParallelGroups, tmp_path: Path) -> None:
     flags = SUPERVISED | {"bf16": True, "rl_offload_optimizer_during_inference": True}
     run = saving_run(tiny_config(**flags), one_rank, tmp_path)
     train_a_step(run)
     saved = {}
     for name in ("between", "amid"):
-        run.checkpoints = CheckpointManager(tmp_path / name, 0, one_rank, naming)
+        run.checkpoints = CheckpointManager(tmp_path / name, 0, one_rank)
         if name == "between":
             run.save(final=True)
         else:

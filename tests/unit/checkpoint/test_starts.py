@@ -50,7 +50,7 @@ class Runs:
 
     def build(self, config: RLConfig) -> tuple[Start, Weights, Weights | None]:
         policy = tiny_policy(config, seed=config.training.seed)
-        manager = CheckpointManager(Path(config.checkpoint.save), 0, self.groups, config.checkpoint.ckpt_format)
+        manager = CheckpointManager(Path(config.checkpoint.save), 0, self.groups)
         start = start_weights(config, policy, manager, self.groups)
         model, reference = weights_of(policy), None
         if start.reference is not None:

@@ -1,24 +1,16 @@
-"""States that register themselves, and the checkpoints of before they did."""
+"""States that register themselves."""
 
 from __future__ import annotations
 
 import logging
-import tarfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.state import RandomState, StateRegistry
 from megatron_rl.errors import CheckpointError
-from megatron_rl.parallel import ParallelGroups
-from megatron_rl.rollout.expected_length import ExpectedLengths
-from megatron_rl.run.progress import Progress
-from tests.support.tiny import tiny_config
-from tests.support.toy import toy_run
 
 
 class Counter:
@@ -96,35 +88,3 @@ def test_a_rank_that_is_new_to_the_run_keeps_its_generators(log) -> None:
     StateRegistry({"random": {}}).register("random", RandomState())
     assert torch.equal(before, torch.get_rng_state())
     assert log.messages == ["this rank is new to the run: its generators start from the seed"]
-
-
-def test_a_checkpoint_of_before_the_registry_is_gone_on_with(one_rank: ParallelGroups, tmp_path: Path, log) -> None:
-    """Two steps with int8_smooth rollouts, saved when seven fields and two files stood for the components."""
-    with tarfile.open(Path(__file__).with_name("before_the_registry.tar.gz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    config = tiny_config(
-        num_layers=1, hidden_size=16, ffn_hidden_size=16, num_attention_heads=2, num_query_groups=1,
-        rl_rollout_quantization="int8_smooth", grpo_kl_beta=0,
-    )  # fmt: skip
-    run = toy_run(config, one_rank)
-    manager = CheckpointManager(tmp_path, 0, one_rank)
-    saved = manager.resume(manager.newest(), run.policy, run.optimization)
-    states = StateRegistry(saved.components)
-    states.register("prompts", run.source)
-    progress = states.register("progress", Progress())
-    lengths = states.register("expected_lengths", ExpectedLengths())
-    states.register("quantization", run.phases.quantization)
-    states.register("random", RandomState())
-    states.tell_unclaimed()
-    run.closing.close()
-    assert progress == Progress(step=2, updates=2, policy_version=2, tokens=615, logprob_gap_max=0.02709817886352539)
-    assert run.source.state_dict() == {"toy": 8}
-    assert lengths.state_dict()["toy"]["tasks"]["pqrstuv"] == 9.2
-    again = states.collect()
-    assert again["quantization"].keys() == saved.components["quantization"].keys()
-    for name, value in saved.components["quantization"].items():
-        assert torch.equal(again["quantization"][name], value) if torch.is_tensor(value) else value == "int8_smooth"
-    assert sum(map(torch.is_tensor, again["quantization"].values())) == 4, "a calibration for each linear layer"
-    assert torch.equal(torch.get_rng_state(), saved.components["random"]["cpu"])
-    begun_anew = [line for line in log.messages if "begins anew" in line or "damaged" in line]
-    assert begun_anew == []

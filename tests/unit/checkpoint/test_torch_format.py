@@ -1,4 +1,4 @@
-"""`--ckpt-format torch`: the round trip, Megatron-LM's own files, and pickles that are more than data."""
+"""Earlier checkpoints of ours in Megatron's format torch, and pickles that are more than data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,9 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_rl.checkpoint import torch_format
-from megatron_rl.checkpoint.layout import MEGATRON, find_checkpoint, temporary_directory
+from megatron_rl.checkpoint.layout import find_checkpoint
 from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.run_state import (
-    RunState,
-    architecture_of,
-)
+from megatron_rl.checkpoint.run_state import RunState, architecture_of
 from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split, read, split_of, topology_problems
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import CheckpointError
@@ -29,7 +26,9 @@ from megatron_rl.models import PolicyModel
 from megatron_rl.models.parameters import named_parameters
 from megatron_rl.trainer import Optimization
 from tests.support.checkpoints import contents
+from tests.support.foreign import POINTER
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_policy
+from tests.support.torch_format import write_ours
 
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2, "add_qkv_bias": False}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -103,9 +102,9 @@ def test_weights_moments_and_counters_come_back_bit_for_bit(one_rank, tmp_path: 
     config = tiny_config(**VARIANTS[variant])
     policy, optimization = _built(config, seed=1, updates=3)
     optimization.schedule.go_to(finished_steps=2)  # the rate of step 3, not of update 4
-    CheckpointManager(tmp_path, 0, one_rank, "torch").save(_state(config, 2, 3), policy, optimization)
+    write_ours(tmp_path, _state(config, 2, 3), optimization, one_rank)
     other_policy, other = _built(config, seed=2)
-    manager = CheckpointManager(tmp_path, 0, one_rank, "torch")
+    manager = CheckpointManager(tmp_path, 0, one_rank)
     assert manager.resume(manager.newest(), other_policy, other).components == {"progress": {"updates": 3}}
     _assert_same(_everything(policy, optimization), _everything(other_policy, other))
     if "sgd" not in variant:
@@ -119,24 +118,23 @@ def test_weights_moments_and_counters_come_back_bit_for_bit(one_rank, tmp_path: 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("experts")])
 @pytest.mark.parametrize("was_grouped", [True, False])
 def test_a_run_may_group_its_experts_from_now_on_or_no_longer(one_rank, tmp_path, variant: str, was_grouped) -> None:
-    """What it saves is the same, and the next updates are."""
+    """What it has then is the same, and the next updates are."""
     flags = ({}, {"no_moe_grouped_gemm": True})
     before, after = (VARIANTS[variant] | flag for flag in (flags if was_grouped else reversed(flags)))
     runs = [_built(tiny_config(**before), seed=1, updates=2), _built(tiny_config(**after), seed=2)]
     runs[0][1].schedule.go_to(finished_steps=2)
-    managers = [CheckpointManager(tmp_path / name, 0, one_rank, "torch") for name in ("before", "after")]
-    managers[0].save(_state(tiny_config(), 2, 2), *runs[0])
-    managers[1].resume(managers[0].newest(), *runs[1])
-    managers[1].save(_state(tiny_config(), 2, 2), *runs[1])
-    ours, theirs = (_tensors(manager.newest()) for manager in managers)
+    ours = write_ours(tmp_path / "before", _state(tiny_config(), 2, 2), runs[0][1], one_rank)
+    CheckpointManager(tmp_path, 0, one_rank).resume(ours, *runs[1])
+    theirs = write_ours(tmp_path / "after", _state(tiny_config(), 2, 2), runs[1][1], one_rank)
+    ours, theirs = map(_tensors, (ours, theirs))
     kind = "momentum_buffer" if "sgd" in variant else "exp_avg"
     name = f"optimizer.state.{kind}.decoder.layers.mlp.experts.experts.linear_fc2.weight@1.3.0.0"
     assert any(found.endswith(name) for found in ours)
     _assert_same(ours, theirs)
-    for manager, run in zip(managers, runs, strict=True):
-        _update_by_name(run[1])
-        manager.save(_state(tiny_config(), 3, 3), *run)
-    ours, theirs = (_tensors(manager.newest()) for manager in managers)
+    for name, (_, optimization) in zip(("before", "after"), runs, strict=True):
+        _update_by_name(optimization)
+        write_ours(tmp_path / name, _state(tiny_config(), 3, 3), optimization, one_rank)
+    ours, theirs = (_tensors(tmp_path / name / "iter_0000003") for name in ("before", "after"))
     for found in ours:  # the gradients' norm is added up in another order
         torch.testing.assert_close(ours[found], theirs[found])
 
@@ -165,8 +163,12 @@ def _update_by_name(optimization: Optimization) -> None:
     ],
 )
 def test_another_optimizer_is_one_line(one_rank, tmp_path: Path, before, after, told, format_: str) -> None:
-    manager = CheckpointManager(tmp_path, 0, one_rank, format_)
-    manager.save(_state(tiny_config(), 1, 1), *_built(tiny_config(**VARIANTS[before]), seed=1, updates=1))
+    manager, state = CheckpointManager(tmp_path, 0, one_rank), _state(tiny_config(), 1, 1)
+    policy, optimization = _built(tiny_config(**VARIANTS[before]), seed=1, updates=1)
+    if format_ == "torch":
+        write_ours(tmp_path, state, optimization, one_rank)
+    else:
+        manager.save(state, policy, optimization)
     missing = {"torch": "has no optimizer", "torch_dist": "does not fit this model"}
     with pytest.raises(CheckpointError, match=told.get(format_, missing[format_])) as caught:
         manager.resume(manager.newest(), *_built(tiny_config(**VARIANTS[after]), seed=2))
@@ -176,14 +178,24 @@ def test_another_optimizer_is_one_line(one_rank, tmp_path: Path, before, after, 
 def test_an_earlier_versions_optimizer_is_one_line(one_rank, tmp_path: Path) -> None:
     """It went by the order of the parameters."""
     policy, optimization = _built(tiny_config(), seed=1, updates=1)
-    manager = CheckpointManager(tmp_path, 0, one_rank, "torch")
-    manager.save(_state(tiny_config(), 1, 1), policy, optimization)
-    path = _file(manager.newest())
-    content = torch.load(path, weights_only=True)
+    directory = write_ours(tmp_path, _state(tiny_config(), 1, 1), optimization, one_rank)
+    content = torch.load(_file(directory), weights_only=True)
     del content["optimizer_state"]
-    torch.save(content, path)
-    with pytest.raises(CheckpointError, match="as an earlier version wrote it; add --no-load-optim"):
-        torch_format.load(path.parent.parent, policy, one_rank, optimization)
+    torch.save(content, _file(directory))
+    with pytest.raises(CheckpointError, match=r"has no optimizer\.state\..*or --no-load-optim"):
+        CheckpointManager(tmp_path, 0, one_rank).resume(directory, policy, optimization)
+
+
+def test_a_part_of_another_topology_is_not_taken(one_rank, tmp_path: Path) -> None:
+    """It has the same name and lies at the same place, and is of another size."""
+    policy, optimization = _built(tiny_config(), seed=1, updates=1)
+    directory = write_ours(tmp_path, _state(tiny_config(), 1, 1), optimization, one_rank)
+    content = torch.load(_file(directory), weights_only=True)
+    name = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight@1.0.0"
+    content["optimizer_state"][name] = content["optimizer_state"][name][:, :8].clone()
+    torch.save(content, _file(directory))
+    with pytest.raises(CheckpointError, match=rf"has no {name} of "):
+        CheckpointManager(tmp_path, 0, one_rank).resume(directory, policy, optimization)
 
 
 def _steps(part: Any) -> list[torch.Tensor]:
@@ -191,58 +203,29 @@ def _steps(part: Any) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def saved(one_rank: object, tmp_path: Path) -> tuple[Path, PolicyModel]:
+def saved(one_rank: object, tmp_path: Path) -> Path:
     """Steps 2 and 4."""
-    config = tiny_config()
-    policy, optimization = _built(config, seed=1, updates=1)
-    manager = CheckpointManager(tmp_path / "own", 0, one_rank, "torch")
+    _, optimization = _built(tiny_config(), seed=1, updates=1)
     for step in (2, 4):
-        manager.save(_state(config, step, 1), policy, optimization)
-    return tmp_path / "own", policy
+        write_ours(tmp_path / "own", _state(tiny_config(), step, 1), optimization, one_rank)
+    return tmp_path / "own"
 
 
 def _file(directory: Path) -> Path:
     return directory / "mp_rank_00" / MODEL_FILE
 
 
-def test_names_are_megatrons(saved) -> None:
-    root, policy = saved
-    assert sorted(path.name for path in root.iterdir()) == [
-        "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt",
-    ]  # fmt: skip
-    assert (root / MEGATRON.pointer).read_text().strip() == "4"
-    content = torch.load(_file(root / "iter_0000004"), weights_only=True)  # no class at all is needed
-    assert content["iteration"] == 4 and content["checkpoint_version"] == 3.0
-    assert content["model"].keys() == policy.gpt.state_dict().keys()
-
-
-def test_a_truncated_file_falls_back_to_the_one_before(saved) -> None:
-    root, _ = saved
-    path = _file(root / "iter_0000004")
+def test_a_truncated_file_falls_back_to_the_one_before(saved: Path) -> None:
+    path = _file(saved / "iter_0000004")
     path.write_bytes(path.read_bytes()[:-100])
-    assert find_checkpoint(root) == root / "iter_0000002"
+    assert find_checkpoint(saved) == saved / "iter_0000002"
 
 
 @pytest.mark.parametrize("text", ["40", "nonsense", None])
-def test_a_pointer_to_nowhere_does_not_matter_where_there_are_checksums(saved, text: str | None) -> None:
-    root, _ = saved
-    (root / MEGATRON.pointer).unlink() if text is None else (root / MEGATRON.pointer).write_text(text)
-    assert find_checkpoint(root) == root / "iter_0000004"
-
-
-def test_a_save_that_cannot_be_written_leaves_the_one_before(saved, one_rank, monkeypatch) -> None:
-    root, _ = saved
-    config = tiny_config()
-    policy, optimization = _built(config, seed=1, updates=1)
-
-    def full(*arguments: object) -> None:
-        raise RuntimeError("unexpected pos 64 vs 0")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"could not be written \(.*model_optim_rng.pt: unexpected pos"):
-        CheckpointManager(root, 0, one_rank, "torch").save(_state(config, 6, 1), policy, optimization)
-    assert find_checkpoint(root) == root / "iter_0000004"
-    assert (root / MEGATRON.pointer).read_text().strip() == "4"
+def test_a_pointer_to_nowhere_does_not_matter_where_there_are_checksums(saved: Path, text: str | None) -> None:
+    pointer = saved / POINTER
+    pointer.unlink() if text is None else pointer.write_text(text)
+    assert find_checkpoint(saved) == saved / "iter_0000004"
 
 
 class _Command:
@@ -283,29 +266,11 @@ def test_what_others_allow_counts_for_nothing_here_and_is_left_as_it_was(tmp_pat
         assert set(torch.serialization.get_safe_globals()) == before
 
 
-def test_ours_without_its_manifest_is_damaged(saved) -> None:
-    root, _ = saved
+def test_ours_without_its_manifest_is_damaged(saved: Path) -> None:
     for step in (2, 4):
-        (root / f"iter_{step:07d}" / "manifest.json").unlink()
+        (saved / f"iter_{step:07d}" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="no undamaged checkpoint"):
-        find_checkpoint(root)
-
-
-def test_a_kill_before_the_pointer_moves_leaves_it_where_it_was(saved, one_rank, monkeypatch) -> None:
-    root, _ = saved
-    replace = os.replace
-
-    def killed(source: Path, target: Path) -> None:
-        if Path(target).name == MEGATRON.pointer:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", killed)
-    config = tiny_config()
-    with pytest.raises(KeyboardInterrupt):
-        CheckpointManager(root, 0, one_rank, "torch").save(_state(config, 6, 1), *_built(config, seed=1, updates=1))
-    assert (root / MEGATRON.pointer).read_text().strip() == "4"
-    assert find_checkpoint(root) == root / "iter_0000006"
+        find_checkpoint(saved)
 
 
 @pytest.mark.parametrize(
@@ -325,13 +290,13 @@ def test_directories_say_how_ranks_share_the_model(tmp_path: Path, names: list[s
     assert split_of(directory) == split and split.names == names
     assert topology_problems(directory, split) == []
     (line,) = topology_problems(directory, Split(4, 2))
-    assert "this run has --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2; --ckpt-format torch" in line
+    assert "this run has --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2; its optimizer state" in line
 
 
-def test_what_a_kill_left_is_not_seen_and_removed_by_the_next_save(saved, one_rank) -> None:
-    root, _ = saved
-    temporary_directory(root, 8, "abc", MEGATRON).mkdir()
-    assert find_checkpoint(root) == root / "iter_0000004"
-    config = tiny_config()
-    CheckpointManager(root, 1, one_rank, "torch").save(_state(config, 6, 1), *_built(config, seed=1, updates=1))
-    assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000006"]
+def test_a_run_goes_on_in_torch_dist(saved: Path, one_rank) -> None:
+    policy, optimization = _built(tiny_config(), seed=2)
+    manager = CheckpointManager(saved, 2, one_rank)
+    state = manager.resume(manager.newest(), policy, optimization)
+    manager.save(replace(state, step=6), policy, optimization)
+    assert find_checkpoint(saved) == saved / "step_0000006"
+    assert sorted(path.name for path in saved.glob("*_00*")) == ["iter_0000004", "step_0000006"]

@@ -54,9 +54,10 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*launched(EXAMPLE / "run.sh", CHECKPOINT=str(tmp_path_factory.mktemp("checkpoints"))).flags]
 
 
-def test_the_published_command_is_taken_as_it_is() -> None:
+def test_the_published_command_is_taken_but_for_its_format_of_checkpoints() -> None:
     config, problems = read_config(PUBLISHED_COMMAND.split(), 64)
-    assert problems == validate(config, 64) == []
+    (refused,) = map(str, problems)
+    assert refused.startswith("--ckpt-format torch is read but not written")
     assert config.training.rl_sequence_packing_bin_size == 11999
     assert config.padded_bin_size == 12000, "what eight ranks share evenly"
 

@@ -31,7 +31,6 @@ def test_a_setting_without_a_critic_is_refused(problems, flag, value):
     [
         ({"rl_critic_warmup_steps": "10", "train_iters": "10"}, "leaves no step of 10 that trains the policy; use at"),
         ({"rl_teacher_load_hf": "somewhere"}, "--rl-teacher-load-hf somewhere with a critic is not built; use one of"),
-        ({"ckpt_format": "torch"}, "--ckpt-format torch has no place for a critic; use torch_dist"),
         ({"rl_kl_in_reward": True}, "has no effect with --grpo-kl-beta 0"),
         ({"rl_kl_in_reward": True, "grpo_kl_beta": "0.1", "rl_kl_estimator": "k2"}, "the reward takes k1; leave"),
     ],

@@ -71,7 +71,6 @@ def test_what_goes_together_is_fine(problems) -> None:
     assert problems(2, **MIXTURE, tensor_model_parallel_size="2", sequence_parallel=True) == []
     assert problems(2, **MIXTURE, expert_model_parallel_size="2", rl_rollout_quantization="int8") == []
     assert problems(4, **MIXTURE, expert_model_parallel_size="2", pipeline_model_parallel_size="2") == []
-    assert problems(2, **MIXTURE, expert_model_parallel_size="2", ckpt_format="torch") == []
     assert problems(4, **MIXTURE | TENSOR, expert_model_parallel_size="4", expert_tensor_parallel_size="1") == []
 
 
@@ -98,7 +97,6 @@ def test_an_evaluation_replays_nothing(config) -> None:
     ("changes", "grouped"),
     [
         ({}, True),
-        ({"ckpt_format": "torch"}, True),
         ({"moe_ffn_hidden_size": "36"}, True),
         ({"moe_ffn_hidden_size": "36", "bf16": True}, False),
         ({"no_moe_grouped_gemm": True}, False),

@@ -52,7 +52,7 @@ def test_layers_that_cannot_be_shared(stages: Stages, layers: int) -> None:
     [
         (PP, 2), (PP, 4, "--tensor-model-parallel-size", 1), (PP, 2, "--num-virtual-stages-per-pipeline-rank", 2),
         (PP, 2, "--num-layers-per-virtual-pipeline-stage", 2), (PP, 2, "--decoder-first-pipeline-num-layers", 3),
-        (PP, 2, "--ckpt-format", "torch"), (PP, 2, *RL), (PP, 2, "--num-virtual-stages-per-pipeline-rank", 2, *RL),
+        (PP, 2, *RL), (PP, 2, "--num-virtual-stages-per-pipeline-rank", 2, *RL),
         (PP, 2, "--eval-interval", 2, "--rl-rollout-quantization", "int8"),
         (PP, 2, *RL, "--transformer-impl", "transformer_engine", "--enable-cuda-graph"),
         (PP, 2, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 4),

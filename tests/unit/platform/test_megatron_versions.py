@@ -19,7 +19,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.utils import GlobalMemoryBuffer
 
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core)
-from megatron_rl.checkpoint import tensors, torch_format
+from megatron_rl.checkpoint import tensors
 from megatron_rl.platform import megatron
 from megatron_rl.trainer import optimizer
 from tests.support.checkpoints import contents
@@ -112,16 +112,15 @@ def test_a_save_is_watched_while_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("offered", [True, False])
 def test_a_distributed_optimizer_lacks_the_step_counters_of_torchs_adam(
-    one_rank: object, offered: bool, monkeypatch: pytest.MonkeyPatch
+    one_rank: object, tmp_path: Path, offered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimization = tiny_optimization(bf16=True, use_distributed_optimizer=True)
     tensors.make_room(optimization)
-    content = torch_format._state_by_names(optimization.policy, optimization)
-    state = torch_format._with_own_order(Path(), content, optimization.policy, optimization)
+    tensors.save_tensors(tmp_path, optimization.policy, optimization)
     if not offered:
         monkeypatch.setattr(tensors, "step_counters_offered", contextlib.nullcontext)
     with contextlib.nullcontext() if offered else pytest.raises(KeyError, match="step"):
-        tensors.load_state(optimization, state)
+        tensors.load(tmp_path, optimization.policy, optimization)
 
 
 @pytest.mark.parametrize("mended", [True, False])

@@ -1,0 +1,45 @@
+"""Checkpoints of ours with one file a rank, as an earlier version wrote them; see docs/checkpoints.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from megatron_rl.checkpoint.layout import write_manifest
+from megatron_rl.checkpoint.run_state import RunState, write_run_state
+from megatron_rl.checkpoint.state import save_rank_state
+from megatron_rl.checkpoint.tensors import named_chunks, sharded_state
+from megatron_rl.checkpoint.torch_files import MODEL_FILE, Split
+from megatron_rl.checkpoint.torch_format import piece_name
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.trainer import Optimization
+
+
+def write_ours(root: Path, state: RunState, optimization: Optimization, groups: ParallelGroups) -> Path:
+    """Of the model and its optimizer; collective."""
+    directory, policy = root / f"iter_{state.step:07d}", optimization.policy
+    content = {"checkpoint_version": 3.0, "iteration": state.step}
+    content |= {name: gpt.state_dict() for name, gpt in named_chunks(policy).items()}
+    whole = sharded_state(policy, optimization, loading=False)["optimizer"]
+    pieces, content["optimizer"] = save_preprocess(whole, validate_access_integrity=False)
+    content["optimizer_state"] = {piece_name(piece): piece.data for piece in nested_values(pieces)}
+    split = Split(
+        groups.tensor_size, groups.pipeline_group.size(), groups.expert_parallel_group.size(),
+        groups.expert_tensor_group.size() if groups.expert_parallel_group.size() > 1 else 1,
+    )  # fmt: skip
+    folder = directory / split.name(groups.tensor_rank, groups.stage, groups.expert_parallel_group.rank())
+    if groups.is_with_main:
+        folder.mkdir(parents=True)
+        torch.save(content, folder / MODEL_FILE)
+        save_rank_state(directory, groups.rank, state.components)
+    dist.barrier()
+    if groups.is_main:
+        write_run_state(directory, state)
+        (root / "latest_checkpointed_iteration.txt").write_text(f"{state.step}\n")
+        write_manifest(directory, state.step)
+    dist.barrier()
+    return directory
