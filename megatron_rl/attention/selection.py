@@ -114,6 +114,8 @@ def choose(
 ) -> Attention:
     """``asked`` is `--attention-backend`. What a backend does not compute itself is chosen automatically.
 
+    ``flash`` is Megatron's name of the kernel that torch has as ``varlen``.
+
     Without ``numbers`` whatever the model computes with is taken to fit. ``faults`` are what was wrong with backends
     that were tried (`proof`), by name.
 
@@ -121,7 +123,7 @@ def choose(
         ConfigError: there is no such backend, the device lacks it, or it does not take the model's numbers.
     """
     backends = [BACKENDS.get(name) for name in BACKENDS.names()]
-    wanted = None if asked == AUTO else BACKENDS.get(asked)
+    wanted = None if asked == AUTO else BACKENDS.get("varlen" if asked == "flash" else asked)
 
     def problem(backend: Backend, *parts: PackedKernel | CacheKernel | None) -> str | None:
         unfit = (_unfit(part, device, numbers) for part in parts if part is not None and numbers is not None)
@@ -137,7 +139,8 @@ def choose(
         if wanted is not None and getattr(wanted, part) is not None:
             return wanted
         rank = operator.attrgetter(f"{part}_rank")
-        for backend in sorted(filter(rank, backends), key=rank, reverse=True):
+        able = [backend for backend in backends if getattr(backend, part) is not None and rank(backend)]
+        for backend in sorted(able, key=rank, reverse=True):
             fault = problem(backend, getattr(backend, part))
             if fault is None:
                 return backend

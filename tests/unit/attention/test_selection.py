@@ -87,25 +87,25 @@ def test_the_first_line_of_an_error_is_told() -> None:
 
 
 def offered(monkeypatch: pytest.MonkeyPatch, decode: Callable[..., torch.Tensor]) -> None:
-    """As if ``flash`` ran here, over pages, with that decode kernel."""
+    """As if ``varlen`` ran here, over pages, with that decode kernel."""
     cache = dataclasses.replace(paged.BACKEND.cache, decode=decode)
-    flash = Backend("flash", lambda _: None, None, cache, cache_rank=9)
-    monkeypatch.setattr(BACKENDS.module("flash"), "BACKEND", flash)
+    broken = Backend("varlen", lambda _: None, None, cache, cache_rank=9)
+    monkeypatch.setattr(BACKENDS.module("varlen"), "BACKEND", broken)
 
 
 def test_a_working_kernel_is_taken(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
     offered(monkeypatch, paged.BACKEND.cache.decode)
-    assert tiny_policy().attention.cache_name == "flash"
+    assert tiny_policy().attention.cache_name == "varlen"
 
 
 def test_another_takes_the_place_of_a_broken_one(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
     offered(monkeypatch, raising)
     attention = tiny_policy().attention
     assert attention.cache_name == "sdpa"
-    assert "flash fails here (RuntimeError: no kernel image)" in attention.reason
+    assert "varlen fails here (RuntimeError: no kernel image)" in attention.reason
 
 
 def test_a_broken_one_that_was_asked_for_is_refused(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
     offered(monkeypatch, broken(paged.BACKEND.cache.decode))
-    with pytest.raises(ConfigError, match="--attention-backend flash computes something else here: .*; use auto"):
-        tiny_policy(tiny_config(attention_backend="flash"))
+    with pytest.raises(ConfigError, match="--attention-backend varlen computes something else here: .*; use auto"):
+        tiny_policy(tiny_config(attention_backend="varlen"))
