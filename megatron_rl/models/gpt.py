@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.attention import Attention, Ropes, RopeTable, numbers_of, proven_attention
+from megatron_rl.attention import Attention, Ropes, RopeTable, checked_attention, numbers_of
 from megatron_rl.config import RLConfig
 from megatron_rl.families import Architecture, Head, ModelLayout
 from megatron_rl.models.embedding import scale_embedding
@@ -181,7 +181,7 @@ def build_model(
         chunks=chunks,
         config=transformer_config,
         ropes=_ropes(chunks[0], layout.architecture, reach),
-        attention=proven_attention(config, platform, layout),
+        attention=checked_attention(config, platform, layout),
         layout=layout,
         vocab_size=vocab_size,
         dtype=transformer_config.params_dtype,
