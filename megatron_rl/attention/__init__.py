@@ -7,10 +7,10 @@ attends. One file a backend, in `backends/`, computes the product itself; `selec
 import megatron_rl.platform  # noqa: F401  (prepares megatron-core before it is imported)
 from megatron_rl.attention.context import ContextPlan
 from megatron_rl.attention.plan import AttentionPlan, PackedPlan, Ropes, RopeTable
-from megatron_rl.attention.selection import Attention, attention_of, choose, numbers_of, proven_attention
+from megatron_rl.attention.selection import Attention, attention_of, checked_attention, choose, numbers_of
 from megatron_rl.attention.self_attention import PlannedSelfAttention
 
 __all__ = [
     "Attention", "AttentionPlan", "ContextPlan", "PackedPlan", "PlannedSelfAttention", "RopeTable", "Ropes",
-    "attention_of", "choose", "numbers_of", "proven_attention",
+    "attention_of", "choose", "numbers_of", "checked_attention",
 ]  # fmt: skip

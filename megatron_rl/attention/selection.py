@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.attention.backend import Backend, CacheKernel, DeviceFacts, Numbers, PackedKernel
 from megatron_rl.attention.kv_numbers import FP8
-from megatron_rl.attention.proof import fault_of_cache, fault_of_packed
+from megatron_rl.attention.self_check import fault_of_cache, fault_of_packed
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import ConfigError, Problem
 from megatron_rl.families import ModelLayout
@@ -75,7 +75,7 @@ def attention_of(
     return choose(config.kernels.attention_backend, facts_of(platform.device), numbers_of(config), faults)
 
 
-def proven_attention(config: RLConfig, platform: Platform, layout: ModelLayout) -> Attention:
+def checked_attention(config: RLConfig, platform: Platform, layout: ModelLayout) -> Attention:
     """`attention_of`, tried out in the shapes of ``layout``; what fails on one rank is used on none. Collective.
 
     Nothing is tried, or exchanged, for torch's own.
@@ -114,14 +114,16 @@ def choose(
 ) -> Attention:
     """``asked`` is `--attention-backend`. What a backend does not compute itself is chosen automatically.
 
+    ``flash`` is Megatron's name of the kernel that torch has as ``varlen``.
+
     Without ``numbers`` whatever the model computes with is taken to fit. ``faults`` are what was wrong with backends
-    that were tried (`proof`), by name.
+    that were tried (`self_check`), by name.
 
     Raises:
         ConfigError: there is no such backend, the device lacks it, or it does not take the model's numbers.
     """
     backends = [BACKENDS.get(name) for name in BACKENDS.names()]
-    wanted = None if asked == AUTO else BACKENDS.get(asked)
+    wanted = None if asked == AUTO else BACKENDS.get("varlen" if asked == "flash" else asked)
 
     def problem(backend: Backend, *parts: PackedKernel | CacheKernel | None) -> str | None:
         unfit = (_unfit(part, device, numbers) for part in parts if part is not None and numbers is not None)
@@ -137,7 +139,8 @@ def choose(
         if wanted is not None and getattr(wanted, part) is not None:
             return wanted
         rank = operator.attrgetter(f"{part}_rank")
-        for backend in sorted(filter(rank, backends), key=rank, reverse=True):
+        able = [backend for backend in backends if getattr(backend, part) is not None and rank(backend)]
+        for backend in sorted(able, key=rank, reverse=True):
             fault = problem(backend, getattr(backend, part))
             if fault is None:
                 return backend

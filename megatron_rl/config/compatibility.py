@@ -30,7 +30,7 @@ class CompatibilityConfig:
         False, note="rotary positions are the default; --position-embedding-type is the flag that decides"
     )
     use_flash_attn: bool = flag(
-        False, note="the attention kernel is chosen with --attention-backend, which takes flash where present"
+        False, note="the attention kernel is chosen with --attention-backend, which takes torch's flash where it runs"
     )
     attention_softmax_in_fp32: bool = flag(False, note="every attention kernel here adds up its softmax in fp32")
     masked_softmax_fusion: bool = flag(True, off="--no-masked-softmax-fusion", note=_NOT_FUSED)

@@ -73,9 +73,9 @@ class KernelConfig:
     transformer_impl: Literal["local", "transformer_engine"] = flag("local")
     """Where layers come from (Megatron's default: transformer_engine, whose rollouts here have no quantised copies)."""
     attention_backend: Literal[
-        "auto", "sdpa", "flash", "varlen", "triton_paged", "te", "paged", "fused", "unfused", "local"
+        "auto", "sdpa", "flash", "varlen", "triton_paged", "paged", "fused", "unfused", "local"
     ] = flag("auto")
-    """Attention kernel; auto takes the fastest present. Megatron's fused, unfused and local are refused."""
+    """Attention kernel; auto takes the fastest. Megatron's flash is varlen; fused, unfused and local are refused."""
     rl_fused_output_layer: bool = flag(False)
     """Train without the logits of a micro-batch in memory, at the cost of one more product of the output layer."""
     enable_cuda_graph: bool = flag(False)
@@ -214,8 +214,7 @@ def kernel_problems(config: RLConfig, _: int) -> Iterator[Finding]:
     kernels, chunks, count = config.kernels, _layers_of_chunks(config), config.kernels.recompute_num_layers
     if kernels.attention_backend in ("fused", "unfused", "local"):
         yield "attention_backend", (
-            "is refused: it has no kernel for packed sequences and a KV cache here; use auto, sdpa or flash (with "
-            "flash-attn installed)"
+            "is refused: it has no kernel for packed sequences and a KV cache here; use auto, sdpa or flash"
         )
     if kernels.recompute_granularity == "full":
         if kernels.recompute_activations:

@@ -81,24 +81,19 @@ class Architecture:
         Example: 6 layers with --window-size 512 and --window-attn-skip-freq 3 attend to 512 tokens, but the third and
         the sixth to all.
         """
-        every, window = self.window_attn_skip_freq, self.window_size
-        windowed = [window is not None and (every is None or number % every != 0) for number in self._numbers]
+        every, window, layers = self.window_attn_skip_freq, self.window_size, range(1, self.num_layers + 1)
+        windowed = [window is not None and (every is None or number % every != 0) for number in layers]
         local = "main" if self.rotary_base_local is None else "local"
         return tuple(
-            LayerKind(local if here else "main", window if here else None, self.softmax_scale,
-                      self.sandwich_norm)
+            LayerKind(local if here else "main", window if here else None, self.softmax_scale, self.sandwich_norm)
             for here in windowed
-        )  # fmt: skip
+        )
 
     @property
     def rotations(self) -> dict[str, tuple[int, float | None]]:
         """Name -> base of the frequencies, and the factor that positions are divided by, if any."""
         main = {"main": (self.rotary_base, self.rotary_seq_len_interpolation_factor)}
         return main if self.rotary_base_local is None else main | {"local": (self.rotary_base_local, None)}
-
-    @property
-    def _numbers(self) -> range:
-        return range(1, self.num_layers + 1)
 
     def settings(self) -> dict[str, Any]:
         """Flag's name -> value."""

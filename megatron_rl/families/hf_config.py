@@ -83,27 +83,25 @@ class HfConfig:
         return first
 
     def _rope(self, key: str) -> tuple[int, float | None]:
-        rope = self.get(key, {})
-        self._valid(key, rope, isinstance(rope, Mapping), "a mapping")
-        for name in (name for name, value in rope.items() if isinstance(value, Mapping)):
-            self.refuse(f"{key}.{name}", rope[name], "every layer has the same positions")
-        base = rope.get("rope_theta", self.get("rope_theta", 10000.0))
-        is_whole = _is_number(base) and base >= 1 and base == int(base)
-        self._valid("rope_theta", base, is_whole, "a whole number above 0")
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        rope = self.within(key)
+        for name in (name for name, value in rope._values.items() if isinstance(value, Mapping)):
+            rope.refuse(name, rope._values[name], "every layer has the same positions")
+        base = rope.base("rope_theta", self.base("rope_theta", 10000.0))
         share = rope.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
         if share != 1.0:
             self.refuse("partial_rotary_factor", share, "whole heads are rotated")
+        kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "llama3":
-            return int(base), self._llama3(key, rope)
+            return base, rope._llama3()
         if kind != "default":
-            self.refuse(f"{key}.rope_type", kind, "positions are unscaled, or scaled as in Llama 3 (llama3)")
-        return int(base), None
+            rope.refuse("rope_type", kind, "positions are unscaled, or scaled as in Llama 3 (llama3)")
+        return base, None
 
     def base(self, key: str, default: float | None = None) -> int:
         """The base of rotary frequencies: a whole number, however it is written."""
-        base = self.number(key, default)
-        return int(self._valid(key, base, base >= 1 and base == int(base), "a whole number above 0"))
+        base = self._present(key, default)
+        fits = _is_number(base) and base >= 1 and base == int(base)
+        return int(self._valid(key, base, fits, "a whole number above 0"))
 
     def windows(self, num_layers: int, every: int) -> dict[str, Any]:
         """Settings of layers with a sliding window, which ``layer_types`` lists; else one in ``every`` has none."""
@@ -148,13 +146,12 @@ class HfConfig:
         if self._problems:
             raise ConfigError(self._problems)
 
-    def _llama3(self, key: str, rope: Mapping[str, Any]) -> float:
+    def _llama3(self) -> float:
         for name, built in _LLAMA3.items():
-            if rope.get(name) != built:
-                self.refuse(f"{key}.{name}", rope.get(name), f"Megatron's scaling has {built} built in")
-        factor = rope.get("factor")
-        fits = _is_number(factor) and factor >= 1
-        return float(self._valid(f"{key}.factor", factor, fits, "a number of at least 1"))
+            if self.get(name) != built:
+                self.refuse(name, self.get(name), f"Megatron's scaling has {built} built in")
+        factor = self.get("factor")
+        return float(self._valid("factor", factor, _is_number(factor) and factor >= 1, "a number of at least 1"))
 
     def _present(self, key: str, default: Any) -> Any:
         value = self.get(key, default)

@@ -18,13 +18,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.attention import Attention, Ropes, RopeTable, numbers_of, proven_attention
+from megatron_rl.attention import Attention, Ropes, RopeTable, checked_attention, numbers_of
 from megatron_rl.config import RLConfig
 from megatron_rl.families import Architecture, Head, ModelLayout
-from megatron_rl.models.embedding import scale_embedding
+from megatron_rl.models.ends import ValueHead, scale_embedding
 from megatron_rl.models.parameters import draw_parameters, leave_undrawn, named_parameters
 from megatron_rl.models.spec import block_spec, fp8_settings
-from megatron_rl.models.value import ValueHead
 from megatron_rl.parallel.groups import current_groups
 from megatron_rl.platform import Platform
 from megatron_rl.platform.megatron import pipeline_settings
@@ -181,7 +180,7 @@ def build_model(
         chunks=chunks,
         config=transformer_config,
         ropes=_ropes(chunks[0], layout.architecture, reach),
-        attention=proven_attention(config, platform, layout),
+        attention=checked_attention(config, platform, layout),
         layout=layout,
         vocab_size=vocab_size,
         dtype=transformer_config.params_dtype,

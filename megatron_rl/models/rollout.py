@@ -18,11 +18,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.attention import AttentionPlan
 from megatron_rl.families import PLAIN, LayerKind
-from megatron_rl.models.balance import BalancedRouter
-from megatron_rl.models.embedding import ScaledEmbedding
+from megatron_rl.models.ends import ScaledEmbedding
 from megatron_rl.models.experts import ExpertLayer
 from megatron_rl.models.rollout_ops import LinearInput, Pending, RolloutOps, TorchNorm, is_rms
-from megatron_rl.models.routing import Routing
+from megatron_rl.models.routing import BalancedRouter, Routing
 from megatron_rl.platform.megatron import inference_flag
 
 if TYPE_CHECKING:

@@ -196,7 +196,7 @@ def test_what_cannot_work_is_one_line_each_and_nothing_is_built(workshop):
         for flags, _ in cases.values()
     ]
     whole = workshop.rl("bad", **BAD["pattern"][0])  # without --check, too
-    # --check-world-size is for other machines; here flash-attn would have to run.
+    # --check-world-size is for other machines; here a GPU would have to be.
     library = workshop.rl("bad", attention_backend="flash")
     *checked, started, flash = run_many([*commands, whole, library])
     for (name, (_, fragments)), outcome in zip(cases.items(), checked, strict=True):

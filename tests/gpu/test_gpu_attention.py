@@ -19,7 +19,7 @@ from tests.support.tiny import tiny_config, tiny_policy
 from tests.unit.attention.test_triton_paged import KernelChecks
 
 pytestmark = pytest.mark.gpu
-NAMES = ("flash", "triton_paged", "varlen", "te", "sdpa")
+NAMES = ("triton_paged", "varlen", "sdpa")
 BF16 = {"rtol": 0.03, "atol": 0.02}
 WIDTH = 64
 
@@ -35,6 +35,8 @@ def backend_here(name: str, stored: torch.dtype = torch.bfloat16) -> Backend:
 
 
 def pages_for(backend: Backend, lengths: list[int], **changes: object) -> FilledPages:
+    if backend.cache is None:
+        pytest.skip(f"{backend.name} knows no pages with this torch")
     sizes = {"heads": 8, "groups": 2, "width": WIDTH, "dtype": torch.bfloat16, "device": "cuda"}
     return FilledPages(lengths, block_size=backend.cache.block_size, **sizes | changes)
 
@@ -87,7 +89,7 @@ def test_packed(name):
         assert (actual - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["flash", "varlen", "sdpa"])
+@pytest.mark.parametrize("name", ["varlen", "sdpa"])
 def test_spans_of_a_context_parallel_rank(name):
     """The same for queries that are the last of their keys; what the kernel was given of them is not kept."""
     kernel, plain = backend_here(name).packed.spans, BACKENDS.get("sdpa").packed.spans
@@ -113,7 +115,7 @@ def test_spans_of_a_context_parallel_rank(name):
         assert (actual - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["flash", "varlen", "triton_paged"])
+@pytest.mark.parametrize("name", ["varlen", "triton_paged"])
 @pytest.mark.parametrize("lengths", [[1], [300, 7, 256, 513]])
 def test_cache(name, lengths):
     backend = backend_here(name)
@@ -124,7 +126,7 @@ def test_cache(name, lengths):
 
 
 @pytest.mark.parametrize(
-    ("name", "stored"), [("flash", None), ("varlen", None), ("triton_paged", None), ("triton_paged", FP8)]
+    ("name", "stored"), [("varlen", None), ("triton_paged", None), ("triton_paged", FP8)]
 )
 def test_one_captured_graph_serves_all_lengths(name, stored):
     """Positions, the table, the scales and the cache change in place between replays."""
@@ -151,7 +153,7 @@ def test_one_captured_graph_serves_all_lengths(name, stored):
         torch.testing.assert_close(out[:, 0].double(), expected, rtol=0.03, atol=0.08 if stored else 0.02)
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS.names() if name != "te"])
+@pytest.mark.parametrize("name", BACKENDS.names())
 @pytest.mark.parametrize("stored", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 def test_engine_and_trainer_agree(one_rank, name, stored):
     """The trainer rounds keys and values as the cache does; what is left is bf16."""

@@ -1,13 +1,10 @@
-"""Plain torch behind the signatures that flash-attn, torch's varlen and Transformer Engine document.
+"""Plain torch behind the signatures of torch's varlen kernel, in 2.13 and in 2.11.
 
-They show that our arguments mean what the kernels take them to mean; they say nothing about the kernels.
-Arguments are spelled as published (flash-attn 2.8, flash-attn 3 beta, torch 2.13, Transformer Engine 2), so a wrong
-name fails. Whatever we do not use is not accepted.
+They show that our arguments mean what the kernel takes them to mean; they say nothing about the kernel.
+Arguments are spelled as published, so a wrong name fails. Whatever we do not use is not accepted.
 """
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import torch
 
@@ -51,58 +48,6 @@ def packed(query, key, value, borders, key_borders=None, left=-1) -> torch.Tenso
     return torch.cat([one_sequence(*one, left) for one in zip(queries, keys, values, strict=True)])
 
 
-def flash_attn() -> ModuleType:
-    """Version 2."""
-
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, block_table=None,
-        window_size=(-1, -1),
-    ):  # fmt: skip
-        assert causal and window_size[1] <= 0 and max_seqlen_q == (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max()
-        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-        assert max_seqlen_k >= lengths.max() and cu_seqlens_k.dtype == torch.int32
-        if block_table is None:
-            return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, window_size[0])
-        return paged(q, k, v, cu_seqlens_q, lengths, block_table, window_size[0])
-
-    def flash_attn_with_kvcache(
-        q, k_cache, v_cache, *, cache_seqlens, block_table, causal, window_size=(-1, -1)
-    ):
-        assert causal and q.shape[1] == 1
-        borders = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-        return paged(q[:, 0], k_cache, v_cache, borders, cache_seqlens, block_table, window_size[0])[:, None]
-
-    return module("flash_attn", flash_attn_varlen_func, flash_attn_with_kvcache)
-
-
-def flash_attn_interface(with_sums: bool = False) -> ModuleType:
-    """Version 3; early releases return the log-sum-exp too."""
-
-    def answer(out):
-        return (out, None) if with_sums else out
-
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, window_size=(-1, -1)
-    ):
-        for borders, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
-            assert borders.dtype == torch.int32 and longest == borders.diff().max()
-        assert causal
-        return answer(packed(q, k, v, cu_seqlens_q, cu_seqlens_k, window_size[0]))
-
-    def flash_attn_with_kvcache(
-        q, k_cache, v_cache, *, cache_seqlens, page_table, causal, cu_seqlens_q=None, max_seqlen_q=None,
-        window_size=(-1, -1),
-    ):
-        assert causal and (cu_seqlens_q is None) == (max_seqlen_q is None)
-        if cu_seqlens_q is None:
-            borders = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-            rows = paged(q[:, 0], k_cache, v_cache, borders, cache_seqlens, page_table, window_size[0])
-            return answer(rows[:, None])
-        return answer(paged(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, window_size[0]))
-
-    return module("flash_attn_interface", flash_attn_varlen_func, flash_attn_with_kvcache)
-
-
 def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
@@ -117,29 +62,11 @@ def varlen_attn(
     return paged(query, key, value, cu_seq_q, seqused_k, block_table, window_size[0])
 
 
-def transformer_engine() -> ModuleType:
-    """Its ``pytorch`` module."""
-
-    class DotProductAttention(torch.nn.Module):
-        def __init__(
-            self, num_attention_heads, kv_channels, *, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type
-        ) -> None:
-            super().__init__()
-            assert (attention_dropout, qkv_format, attn_mask_type) == (0.0, "thd", "padding_causal")
-            self.shapes = (num_attention_heads, kv_channels), (num_gqa_groups, kv_channels)
-
-        def forward(self, query_layer, key_layer, value_layer, *, cu_seqlens_q, cu_seqlens_kv, **longest):
-            assert set(longest) == {"max_seqlen_q", "max_seqlen_kv"} and torch.equal(cu_seqlens_q, cu_seqlens_kv)
-            assert (query_layer.shape[1:], key_layer.shape[1:]) == self.shapes
-            assert all(x.is_contiguous() for x in (query_layer, key_layer, value_layer))
-            return packed(query_layer, key_layer, value_layer, cu_seqlens_q).flatten(1)
-
-    return module("transformer_engine.pytorch", DotProductAttention)
-
-
-def module(name: str, *members) -> ModuleType:
-    """A module with those members."""
-    made = ModuleType(name)
-    for member in members:
-        setattr(made, member.__name__, member)
-    return made
+def varlen_attn_of_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    """torch 2.11's: no pages, and no leave to ask for where there are fewer key heads than query heads."""
+    return varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale,
+        window_size=window_size, enable_gqa=True,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.context import ContextShare
-from megatron_rl.attention import proof
+from megatron_rl.attention import self_check
 from megatron_rl.attention.backend import Backend, Numbers, SpanKernel
 from megatron_rl.attention.backends import paged, sdpa
 from megatron_rl.attention.kv_numbers import FP8
@@ -43,8 +43,8 @@ def raising(*_: object) -> torch.Tensor:
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 def test_right_kernels_pass(numbers: Numbers) -> None:
     own = dataclasses.replace(paged.BACKEND.cache, block_size=32)
-    assert proof.fault_of_cache(own, numbers, 4, 2, CPU) is None
-    assert proof.fault_of_packed(sdpa.BACKEND.packed, numbers, 4, 2, CPU) is None
+    assert self_check.fault_of_cache(own, numbers, 4, 2, CPU) is None
+    assert self_check.fault_of_packed(sdpa.BACKEND.packed, numbers, 4, 2, CPU) is None
 
 
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
@@ -52,9 +52,9 @@ def test_right_kernels_pass(numbers: Numbers) -> None:
 def test_wrong_kernels_do_not(numbers: Numbers, part: str) -> None:
     kernel = paged.BACKEND.cache
     wrong = dataclasses.replace(kernel, **{part: broken(getattr(kernel, part))})
-    assert "off plain torch" in proof.fault_of_cache(wrong, numbers, 4, 2, CPU)
+    assert "off plain torch" in self_check.fault_of_cache(wrong, numbers, 4, 2, CPU)
     packed = dataclasses.replace(sdpa.BACKEND.packed, attend=broken(sdpa.BACKEND.packed.attend))
-    assert "off plain torch" in proof.fault_of_packed(packed, numbers, 4, 2, CPU)
+    assert "off plain torch" in self_check.fault_of_packed(packed, numbers, 4, 2, CPU)
 
 
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
@@ -76,36 +76,36 @@ def test_a_causal_mask_in_the_wrong_corner_is_noticed_where_sequences_are_shared
 
     wrong = dataclasses.replace(packed, spans=SpanKernel(lambda share: share, upper_left))
     shared = dataclasses.replace(numbers, context_size=2)
-    assert proof.fault_of_packed(wrong, numbers, 4, 2, CPU) is None
-    assert "off plain torch" in proof.fault_of_packed(wrong, shared, 4, 2, CPU)
-    assert proof.fault_of_packed(packed, shared, 4, 2, CPU) is None
+    assert self_check.fault_of_packed(wrong, numbers, 4, 2, CPU) is None
+    assert "off plain torch" in self_check.fault_of_packed(wrong, shared, 4, 2, CPU)
+    assert self_check.fault_of_packed(packed, shared, 4, 2, CPU) is None
 
 
 def test_the_first_line_of_an_error_is_told() -> None:
     kernel = dataclasses.replace(paged.BACKEND.cache, decode=raising)
-    assert proof.fault_of_cache(kernel, NUMBERS[0], 4, 2, CPU) == "fails here (RuntimeError: no kernel image)"
+    assert self_check.fault_of_cache(kernel, NUMBERS[0], 4, 2, CPU) == "fails here (RuntimeError: no kernel image)"
 
 
 def offered(monkeypatch: pytest.MonkeyPatch, decode: Callable[..., torch.Tensor]) -> None:
-    """As if ``flash`` ran here, over pages, with that decode kernel."""
+    """As if ``varlen`` ran here, over pages, with that decode kernel."""
     cache = dataclasses.replace(paged.BACKEND.cache, decode=decode)
-    flash = Backend("flash", lambda _: None, None, cache, cache_rank=9)
-    monkeypatch.setattr(BACKENDS.module("flash"), "BACKEND", flash)
+    broken = Backend("varlen", lambda _: None, None, cache, cache_rank=9)
+    monkeypatch.setattr(BACKENDS.module("varlen"), "BACKEND", broken)
 
 
 def test_a_working_kernel_is_taken(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
     offered(monkeypatch, paged.BACKEND.cache.decode)
-    assert tiny_policy().attention.cache_name == "flash"
+    assert tiny_policy().attention.cache_name == "varlen"
 
 
 def test_another_takes_the_place_of_a_broken_one(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
     offered(monkeypatch, raising)
     attention = tiny_policy().attention
     assert attention.cache_name == "sdpa"
-    assert "flash fails here (RuntimeError: no kernel image)" in attention.reason
+    assert "varlen fails here (RuntimeError: no kernel image)" in attention.reason
 
 
 def test_a_broken_one_that_was_asked_for_is_refused(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
     offered(monkeypatch, broken(paged.BACKEND.cache.decode))
-    with pytest.raises(ConfigError, match="--attention-backend flash computes something else here: .*; use auto"):
-        tiny_policy(tiny_config(attention_backend="flash"))
+    with pytest.raises(ConfigError, match="--attention-backend varlen computes something else here: .*; use auto"):
+        tiny_policy(tiny_config(attention_backend="varlen"))

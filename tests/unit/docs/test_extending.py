@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from megatron_rl.attention.backend import Numbers
-from megatron_rl.attention.proof import fault_of_packed
+from megatron_rl.attention.self_check import fault_of_packed
 from megatron_rl.config import RLConfig
 from megatron_rl.environments.loader import find_environment
 from megatron_rl.environments.selftest import run_checks

@@ -1,4 +1,4 @@
-"""A kernel proves itself before it is used: small batches against plain torch, on the device and numbers of the run.
+"""The self-check of kernels before they are used: small batches against plain torch, on the run's device and numbers.
 
 A library of another version, or a compiler that makes something else of a kernel on a new GPU, shows here, in
 milliseconds, and not as a policy that learns nothing.
