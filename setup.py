@@ -44,7 +44,6 @@ setup(
         "aiohttp>=3.10,<4",
         "uvloop>=0.21,<0.24",
         "datasets>=4.0,<6",
-        "evaluate>=0.4.6,<0.5",
         "wandb>=0.24,<1",
         "tensorboard>=2.19,<3",
         "pyyaml>=6.0,<7",
@@ -59,6 +58,8 @@ setup(
         "verifiers": ["verifiers>=0.4,<0.5"],
         # transformers loads quantised exports with these, and asks for these versions
         "export": ["accelerate>=1.1.0,<2", "compressed-tensors>=0.15.0,<0.21"],
+        # metrics/hf_evaluate.py, for scripts of your own; no run imports it
+        "evaluate": ["evaluate>=0.4.6,<0.5"],
         "te": ["transformer-engine[pytorch]>=2.8"],
         "docs": ["mkdocs-material>=9.5,<10"],
         "test": [
@@ -69,6 +70,7 @@ setup(
             'triton>=3.6; sys_platform == "linux"',
             "accelerate>=1.1.0",
             "compressed-tensors>=0.15.0",
+            "evaluate>=0.4.6,<0.5",
             "openai>=2.0,<3",
             "verifiers>=0.4,<0.5",
         ],

@@ -2,7 +2,7 @@
 
     python tools/has_everything.py [extra ...]
 
-Versions are those that setup.py asks for. A run does without wandb and evaluate.
+Versions are those that setup.py asks for. A run does without wandb, the tests without evaluate.
 """
 
 from __future__ import annotations

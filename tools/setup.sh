@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv and install the project with pinned versions. A second call with nothing changed takes no time.
 #
-#   bash tools/setup.sh [extra ...]        extras: test, te, docs, agents, verifiers
+#   bash tools/setup.sh [extra ...]        extras: test, te, docs, agents, verifiers, export, evaluate
 #
 # PYTHON=python3.12 picks the interpreter. One that has everything already (setup.py's versions, on PYTHONPATH too) is
 # used as it is: nothing is installed, no network is needed, and .venv/bin only leads to it. INSTALL=1 installs anyway.

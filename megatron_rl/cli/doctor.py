@@ -29,8 +29,8 @@ from megatron_rl.errors import one_line
 from megatron_rl.metrics.logging import configure_logging
 
 GIB = 2**30
-OPTIONAL = ("wandb", "evaluate")
-"""A run does without: wandb has flags of its own, evaluate has `metrics.hf_evaluate`, for scripts."""
+OPTIONAL = ("wandb",)
+"""A run does without: it has flags of its own."""
 FEWEST_FILES = 4096
 MASTER_PORT = 29500
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_rl.atomic import write_text_atomic
 from megatron_rl.errors import ConfigError
-from megatron_rl.metrics.compare_page import Curve, page
-from megatron_rl.metrics.curves import charts_for
+from megatron_rl.metrics.curves import Chart, Series, charts_for, drawn
 from megatron_rl.metrics.evaluation import COUNTS, by_environment, last_evaluation
 from megatron_rl.metrics.jsonl import read_steps
+from megatron_rl.metrics.page import build_page
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.metrics.table import format_table
 from megatron_rl.user_files import named_path
@@ -115,20 +115,21 @@ def summary_rows(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]
     return rows
 
 
-def curves_of(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]]) -> list[Curve]:
-    """One pair of axes a metric that a run recorded, in the order of the report."""
-    everything = [row for run in runs for row in run.rows]
-    group_of = {index: number for number, indices in enumerate(groups.values()) for index in indices}
+def curves_of(runs: Sequence[ComparedRun], groups: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+    """Charts of the metrics that a run recorded, in the report's order; each run is a line in its group's colour."""
+    color_of = {index: number for number, indices in enumerate(groups.values()) for index in indices}
     curves = []
-    for chart in charts_for(everything):
+    for chart in charts_for([row for run in runs for row in run.rows]):
         for metric, label in chart.lines.items() if chart.kind == "line" else ():
-            lines = [
-                (group_of[index], runs[index].name, [(row["step"], row[metric]) for row in run.rows if metric in row])
-                for index, run in enumerate(runs)
-            ]
-            if any(value is not None for *_, points in lines for _, value in points):
+            lines = []
+            for index, run in enumerate(runs):
+                recorded = [row for row in run.rows if metric in row]
+                steps, values = [row["step"] for row in recorded], [row[metric] for row in recorded]
+                if any(value is not None for value in values):
+                    lines.append(Series(run.name, steps, values, color_of[index]))
+            if lines:
                 title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {label}"
-                curves.append(Curve(title, chart.scale == "log", lines))
+                curves.append(drawn(Chart(title, {}, chart.scale), lines))
     return curves
 
 
@@ -155,9 +156,14 @@ def main(words: Sequence[str] | None = None) -> int:
     sys.stdout.write(f"{format_table(headers, settings) if settings else 'all settings are the same'}\n\n")
     sys.stdout.write(f"{format_table(titles, results)}\n")
     sys.stdout.write("mean ± standard deviation over runs that differ in their seed alone\n")
-    curves = curves_of(runs, groups)
+    shown = {
+        "groups": list(groups),
+        "results": {"headers": titles, "rows": results},
+        "charts": curves_of(runs, groups),
+        "settings": {"headers": headers, "rows": settings},
+    }
     try:
-        write_text_atomic(options.output, page((headers, settings), (titles, results), list(groups), curves))
+        write_text_atomic(options.output, build_page(shown, "compare.js"))
     except OSError as error:
         parser.error(f"--output {options.output} cannot be written: {error.strerror}")
     sys.stdout.write(f"\n{options.output}\n")

@@ -34,6 +34,8 @@ class Series:
     label: str
     steps: list[int]
     values: list[float | None]
+    color: int | None = None
+    """Lines of equal numbers look alike; without one each line of a chart has its own."""
 
 
 def charts_for(rows: Sequence[Row]) -> list[Chart]:
@@ -101,20 +103,24 @@ def build_curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
             continue
         # The layers of a stack keep common steps.
         sums = [sum(values) for values in zip(*(one.values for one in series), strict=True)] if stacked else None
-        curves.append(
-            {
-                "title": chart.title,
-                "kind": chart.kind,
-                "scale": chart.scale,
-                "series": [_points(one, select_indices(sums or one.values, MAX_POINTS)) for one in series],
-                "nonfinite": sum(value is None for one in series for value in one.values),
-            }
-        )
+        curves.append(drawn(chart, series, sums))
     return curves
 
 
-def _points(series: Series, indices: Sequence[int]) -> dict[str, Any]:
+def drawn(chart: Chart, series: Sequence[Series], sums: Sequence[float] | None = None) -> dict[str, Any]:
+    """What ``charts.js`` draws: few enough points of each series, those of ``sums`` where all keep the same steps."""
     return {
+        "title": chart.title,
+        "kind": chart.kind,
+        "scale": chart.scale,
+        "series": [_points(one, select_indices(sums or one.values, MAX_POINTS)) for one in series],
+        "nonfinite": sum(value is None for one in series for value in one.values),
+    }
+
+
+def _points(series: Series, indices: Sequence[int]) -> dict[str, Any]:
+    color = {} if series.color is None else {"color": series.color}
+    return color | {
         "label": series.label,
         "steps": [series.steps[index] for index in indices],
         "values": [round_number(series.values[index]) for index in indices],

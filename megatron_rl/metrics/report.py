@@ -34,7 +34,7 @@ AVERAGED = 5
 def write_report(run_dir: Path) -> Path:
     """Build ``report.html`` from what the run directory holds; returns its path."""
     run = RunDirectory(run_dir)
-    write_text_atomic(run.report, build_page(build_payload(run)))
+    write_text_atomic(run.report, build_page(build_payload(run), "rollouts.js", "report.js"))
     return run.report
 
 

@@ -18,7 +18,7 @@ from megatron_rl.cli import launch
 from megatron_rl.cli.model import model_config
 from megatron_rl.cli.ranks import Ranks
 from megatron_rl.families.family import SMALL
-from megatron_rl.generation import Chat, open_generator
+from megatron_rl.generation import Chat, as_prompt, open_generator
 from tests.support.forks import run_python
 from tests.support.hugging_face import write_model
 from tests.support.ranks import run_ranks
@@ -91,20 +91,24 @@ def test_later_turns_go_on_from_the_cache(model):
 
 
 @pytest.mark.own_process
-def test_a_stopped_answer_stays_in_the_conversation(model):
+def test_a_stopped_answer_stays_in_the_conversation(model, monkeypatch):
     config = model_config(str(model), ["--temperature", "0", "--max-new-tokens", "64"], world_size=1, at_once=1)
     asked = [False]
     with open_generator(config) as generator:
         whole = list(Chat(generator).say("1+2", lambda: False))[-1]
-        chat, texts = Chat(generator), []
+        chat, texts, prompts, submit = Chat(generator), [], [], generator.engine.submit
+        monkeypatch.setattr(generator.engine, "submit", lambda one: (prompts.append(one.prompt_ids), submit(one)))
         for text in chat.say("1+2", lambda: asked[0]):
             texts.append(text)
             asked[0] = bool(text)
         assert 0 < len(texts[-1]) < len(whole)
         assert whole.startswith(texts[-1])
-        so_far = len(chat._ids)
         assert list(chat.say("3", lambda: False))[-1]
-        assert chat._ids[so_far] == 0, "the template closes a turn that was cut"
+        tokenizer, (first, second) = generator.tokenizer, prompts
+        reply = tokenizer.encode_reply(as_prompt(tokenizer, "1+2"), [{"role": "user", "content": "3"}], False)
+        assert reply[0] == 0, "the template closes a turn that was cut"
+        assert second[: len(first)] == first and second[-len(reply) :] == tuple(reply)
+        assert tokenizer.decode(second[len(first) : -len(reply)]) == texts[-1]
 
 
 def _generate(*words: object) -> str:

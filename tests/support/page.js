@@ -1,4 +1,4 @@
-// Runs the script of a report without a browser: `node page.js report.html` prints what the page would show.
+// Runs a page's script without a browser: `node page.js report.html` prints what the page would show.
 // As much of a DOM as the page asks for: elements, attributes, text, listeners.
 "use strict";
 const fs = require("fs");
@@ -25,7 +25,10 @@ global.document = {
   getElementById: (id) => sections[id] ??= new Node(id),
 };
 global.innerWidth = 1280;
-global.ResizeObserver = class { observe() {} };
+global.ResizeObserver = class {
+  constructor(resized) { this.resized = resized; }
+  observe(node) { node.clientWidth = 800; this.resized(); }
+};
 document.getElementById("report-data").textContent = stored;
 new Function(script)();
 
@@ -46,29 +49,35 @@ const shown = () => {
     coloured: samples.map(coloured),
   };
 };
-const [choose] = rollouts.find((node) => node.tag === "select");
-const steps = texts(choose.children), opened = steps[choose.value], views = {};
-function view(step, name) {
-  choose.value = choose.children[steps.indexOf(step)].value;
-  choose.listeners.input();
-  views[name] = shown();
+function rolloutViews() {
+  const [choose] = rollouts.find((node) => node.tag === "select");
+  const steps = texts(choose.children), opened = steps[choose.value], views = {};
+  function view(step, name) {
+    choose.value = choose.children[steps.indexOf(step)].value;
+    choose.listeners.input();
+    views[name] = shown();
+  }
+  steps.forEach((step) => view(step, step));
+  view(steps[0], steps[0]);
+  rollouts.find((node) => node.attributes["aria-pressed"])[0].listeners.click();
+  views.filtered = shown();
+  rollouts.find((node) => node.attributes["aria-pressed"])[0].listeners.click();
+  const search = labelled("search");
+  search.value = " CALLS 42 ";
+  view("all steps", "searched");
+  search.value = "";
+  view(steps[0], steps[0]);
+  const more = rollouts.find(named("more"));
+  if (more.length) more[0].listeners.click();
+  views.unfolded = shown();
+  return { steps, opened, views };
 }
-steps.forEach((step) => view(step, step));
-view(steps[0], steps[0]);
-rollouts.find((node) => node.attributes["aria-pressed"])[0].listeners.click();
-views.filtered = shown();
-rollouts.find((node) => node.attributes["aria-pressed"])[0].listeners.click();
-const search = labelled("search");
-search.value = " CALLS 42 ";
-view("all steps", "searched");
-search.value = "";
-view(steps[0], steps[0]);
-const more = rollouts.find(named("more"));
-if (more.length) more[0].listeners.click();
-views.unfolded = shown();
 const header = (name) => texts(sections[name].find((node) => ["th", "td"].includes(node.tag)));
-const cards = sections.curves.find((node) => node.tag === "h3").length;
+const drawn = sections.curves.find(named("card")).map((card) => ({
+  title: card.find((node) => node.tag === "h3")[0].textContent,
+  lines: card.find((node) => node.tag === "path").map(({ attributes }) => [attributes.stroke, attributes.d]),
+}));
 console.log(JSON.stringify({
-  results: header("results"), steps, opened, views, cards, curves: sections.curves.textContent, run: sections.run.textContent,
-  header: sections.header.textContent, order: Object.keys(sections),
+  results: header("results"), drawn, curves: sections.curves.textContent, run: sections.run.textContent,
+  header: sections.header.textContent, order: Object.keys(sections), ...(rollouts ? rolloutViews() : {}),
 }));

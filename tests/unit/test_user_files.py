@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.chat import read_template
+from megatron_rl.cli import serve
 from megatron_rl.cli.generate import read_prompts
-from megatron_rl.cli.serve import _known_token
 from megatron_rl.config import read_config
 from megatron_rl.config.saved import saved_model
 from megatron_rl.environments.config import load_environment_specs
@@ -95,8 +95,10 @@ def test_what_may_be_absent_is_as_if_it_were(here: Path, name: str):
     assert saved_model("folder") is None
     assert read_json_object(Path("folder/run_state.json")) == {}
     with pytest.raises(ConfigError, match="--token-file .* cannot be read"):
-        _known_token(Path(name))
-    assert _known_token(Path("nowhere")) is None
+        serve.COMMAND.parse(["no model", "--port", "0", "--token-file", name], 1)
+    with pytest.raises(ConfigError, match="^no model") as caught:
+        serve.COMMAND.parse(["no model", "--port", "0", "--token-file", "nowhere"], 1)
+    assert "token" not in str(caught.value)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(here: Path):

@@ -1,4 +1,4 @@
-"""The one HTML file of a report: style, data and scripts put into ``page.html``."""
+"""The one HTML file of a report or a comparison: style, data and scripts put into ``page.html``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from importlib.resources import files
 
 from megatron_rl.metrics.jsonl import to_plain
 
-_SCRIPTS = ("base.js", "charts.js", "rollouts.js", "report.js")
-"""In the order they run in, as one."""
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
-def build_page(data: object) -> str:
-    """A page that fetches nothing, with ``data`` and the scripts that show it."""
+def build_page(data: object, *scripts: str) -> str:
+    """A page that fetches nothing, with ``data`` and the files that show it; they run in this order, as one script."""
     parts = {
         "__STYLE__": _read("page.css"),
-        "__SCRIPT__": "\n".join(map(_read, _SCRIPTS)),
+        "__SCRIPT__": "\n".join(_read(name) for name in ("base.js", "charts.js", *scripts)),
         "__REPORT_DATA__": to_script_json(data),  # the last: it may hold any text, these words too
     }
     page = _read("page.html")

@@ -42,7 +42,7 @@ function tickLabel(value) {
   return String(Number(value.toPrecision(6)));
 }
 
-const color = (index) => `var(--c${index % 8})`;
+const color = (series, index) => `var(--c${(series.color ?? index) % 8})`;
 
 function showTip(event, children) {
   tip.replaceChildren(...children);

@@ -33,7 +33,7 @@ function drawCurves() {
 
 function chartCard(chart) {
   const legend = el("div", { class: "legend" }, ...chart.series.map((one, index) =>
-    el("span", {}, el("i", { style: `background:${color(index)}` }), one.label + " ",
+    el("span", {}, el("i", { style: `background:${color(one, index)}` }), one.label + " ",
       el("b", {}, number(one.values.findLast((value) => value !== null))))));
   const canvas = svg("svg", { height: HEIGHT, role: "img", "aria-label": chart.title });
   const beyond = el("div", { class: "small muted" });
@@ -159,7 +159,7 @@ function smooth(values, weight) {
 }
 
 function drawLine(canvas, layer, axes, index, smoothing) {
-  const style = { fill: "none", stroke: color(index), "stroke-width": 1.8, "stroke-linejoin": "round" };
+  const style = { fill: "none", stroke: color(layer, index), "stroke-width": 1.8, "stroke-linejoin": "round" };
   const smoothed = smoothing > 0 && layer.values.length > DENSE;
   // One value beyond the scale would carry the average off for many steps.
   const inside = layer.values.map((value) => value === null || axes.log ? value : Math.min(axes.high, Math.max(axes.low, value)));
@@ -167,14 +167,14 @@ function drawLine(canvas, layer, axes, index, smoothing) {
   if (smoothed) canvas.append(svg("path", { ...style, d: linePath(layer.steps, smooth(inside, smoothing), axes) }));
   if (layer.values.length > DENSE) return;
   layer.values.forEach((value, at) => {
-    if (value !== null) canvas.append(svg("circle", { cx: axes.x(layer.steps[at]), cy: axes.y(value), r: 2.4, fill: color(index) }));
+    if (value !== null) canvas.append(svg("circle", { cx: axes.x(layer.steps[at]), cy: axes.y(value), r: 2.4, fill: color(layer, index) }));
   });
 }
 
 function drawBand(canvas, layer, axes, index) {
   const steps = [...layer.steps, ...layer.steps.toReversed()];
   const outline = linePath(steps, [...layer.values, ...layer.base.toReversed()], axes) + "Z";
-  canvas.append(svg("path", { d: outline, fill: color(index), opacity: 0.75, stroke: color(index), "stroke-width": 0.8 }));
+  canvas.append(svg("path", { d: outline, fill: color(layer, index), opacity: 0.75, stroke: color(layer, index), "stroke-width": 0.8 }));
 }
 
 function nearest(steps, at) {
@@ -195,7 +195,7 @@ function addHover(canvas, chart, axes, width) {
     const rows = chart.series.map((one, index) => {
       const found = nearest(one.steps, step);
       // Downsampling keeps other steps in each series; beyond 1 % of the axis it is a gap, not a neighbour.
-      return Math.abs(one.steps[found] - step) > (axes.last - axes.first) / 100 ? null : el("div", {}, el("i", { style: `background:${color(index)}` }),
+      return Math.abs(one.steps[found] - step) > (axes.last - axes.first) / 100 ? null : el("div", {}, el("i", { style: `background:${color(one, index)}` }),
         `${one.label}  `, el("b", {}, one.values[found] === null ? "not finite" : number(one.values[found])));
     });
     showTip(event, [el("div", { class: "muted" }, `step ${step}`), ...rows.filter((row) => row !== null)]);

@@ -6,12 +6,14 @@ import contextlib
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import psutil
 import pytest
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_rl.cli.launch import _exit_code
+from megatron_rl.cli import launch
+from megatron_rl.cli.ranks import Ranks
 from tests.support.forks import run_python
 
 RANK = "megatron_rl.cli.rank"
@@ -42,10 +44,16 @@ os.kill(os.getpid(), signal.SIGKILL)
     [(2, False, 2), (3, True, 3), (-9, False, 137), (-9, True, 137), (-15, False, 143), (-15, True, 0)],
     ids=["its own", "its own, asked to stop", "killed", "killed, asked to stop", "somebody's SIGTERM", "our SIGTERM"],
 )
-def test_the_exit_code(exitcode: int, stopped: bool, expected: int) -> None:
+def test_the_exit_code(exitcode: int, stopped: bool, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that starts has no handler yet: our SIGTERM ends it, as was asked."""
-    failed = SimpleNamespace(get_first_failure=lambda: (1, SimpleNamespace(exitcode=exitcode)))
-    assert _exit_code(failed, stopped) == expected
+
+    def fail(arguments: object) -> None:
+        raise ChildFailedError("rank", {1: ProcessFailure(1, 77, exitcode, "nowhere")})
+
+    told = {77} if stopped else set()
+    monkeypatch.setattr(run, "run", fail)
+    monkeypatch.setattr(launch, "forwarding_signals", lambda: contextlib.nullcontext(told))
+    assert launch.launch(Ranks(nproc=2), "module:function", [], ["megatron-rl"]) == expected
 
 
 def test_a_rank_ends_with_a_launcher_that_is_killed() -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.cli.train import check
 from megatron_rl.config import read_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.families import hub, model_directory, read_model
+from megatron_rl.families import model_directory, read_model
 from megatron_rl.families.family import SMALL
 from megatron_rl.preflight.inputs import hugging_face_problems
 from megatron_rl.preflight.starts import first_weights
@@ -19,50 +19,52 @@ from megatron_rl.preflight.teacher import teacher_problems
 from tests.support.forks import run_python
 from tests.support.hugging_face import write_model
 
-NAME = "somebody/a-model"
+
+@pytest.fixture
+def name(tmp_path) -> str:
+    """Another in each test: a process fetches a name once."""
+    return f"somebody/{tmp_path.name}"
 
 
 @pytest.fixture
-def cached(tmp_path, monkeypatch) -> Path:
+def cached(tmp_path, monkeypatch, name) -> Path:
     """Where the cache of the hub has the model of that name; without a network."""
     from huggingface_hub import constants
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub._fetched.cache_clear()
-    repository = tmp_path / "hub" / "models--somebody--a-model"
+    repository = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / ("0" * 40)
     write_model(snapshot, "qwen2", SMALL)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
-    yield snapshot
-    hub._fetched.cache_clear()
+    return snapshot
 
 
 def config_of(*argv):
     return read_config(["--perform-rl-step", *argv], 1)
 
 
-def test_a_name_is_what_the_cache_has(cached):
-    assert read_model(NAME).directory == model_directory(NAME, weights=True) == cached
-    config, problems = config_of("--load-hf", NAME)
-    assert not any(NAME in str(problem) for problem in problems)
+def test_a_name_is_what_the_cache_has(cached, name):
+    assert read_model(name).directory == model_directory(name, weights=True) == cached
+    config, problems = config_of("--load-hf", name)
+    assert not any(name in str(problem) for problem in problems)
     assert config.model.hidden_size == SMALL["hidden_size"]
-    assert config.checkpoint.load_hf == NAME, "what the user typed stays"
+    assert config.checkpoint.load_hf == name, "what the user typed stays"
     assert first_weights(config)[1].path == str(cached)
     assert list(hugging_face_problems(config, None)) == []
 
 
-def test_its_weights_are_checked_as_those_of_a_directory(cached):
+def test_its_weights_are_checked_as_those_of_a_directory(cached, name):
     (cached / "model.safetensors").unlink()
-    config, _ = config_of("--load-hf", NAME)
+    config, _ = config_of("--load-hf", name)
     [problem] = hugging_face_problems(config, None)
     assert str(problem).startswith(f"--load-hf: {cached}")
 
 
-def test_a_teacher_may_be_a_name_too(cached):
-    config, _ = config_of("--load-hf", NAME, "--rl-teacher-load-hf", NAME)
+def test_a_teacher_may_be_a_name_too(cached, name):
+    config, _ = config_of("--load-hf", name, "--rl-teacher-load-hf", name)
     assert config.wants_teacher
     assert teacher_problems(config, None) == []
     (cached / "model.safetensors").unlink()
@@ -70,16 +72,16 @@ def test_a_teacher_may_be_a_name_too(cached):
     assert str(problem).startswith(f"--rl-teacher-load-hf: {cached}")
 
 
-def test_a_directory_of_that_name_comes_first(cached):
-    shutil.copytree(cached, NAME)
-    assert read_model(NAME).directory == Path(NAME)
+def test_a_directory_of_that_name_comes_first(cached, name):
+    shutil.copytree(cached, name)
+    assert read_model(name).directory == Path(name)
 
 
-@pytest.mark.parametrize("name", ["somebody/another", "runs/model"])
-def test_a_name_that_nobody_has_is_one_line(cached, name):
-    _, problems = config_of("--load-hf", name)
-    [line] = [str(problem) for problem in problems if name in str(problem)]
-    assert line.startswith(f"--load-hf: {name} is no directory here, and cannot be had from the Hugging Face hub (")
+@pytest.mark.parametrize("other", ["somebody/another", "runs/model"])
+def test_a_name_that_nobody_has_is_one_line(cached, other):
+    _, problems = config_of("--load-hf", other)
+    [line] = [str(problem) for problem in problems if other in str(problem)]
+    assert line.startswith(f"--load-hf: {other} is no directory here, and cannot be had from the Hugging Face hub (")
     assert line.endswith("give a directory, or a name that the hub or its cache has") and "\n" not in line
 
 
@@ -91,6 +93,7 @@ def test_it_does_not_hide_what_else_is_wrong(cached, capsys):
     assert "--lr is missing" in told and "absent.yaml" in told
 
 
+NAME = "somebody/a-model"
 RANK_1 = """
 import sys
 import huggingface_hub
@@ -124,7 +127,7 @@ def test_a_rank_whose_download_fails_alone_says_so(missing, tmp_path):
     assert f"{NAME} is no directory here, and cannot be had from the Hugging Face hub (" in line
 
 
-@pytest.mark.parametrize("name", ["model", "a/b/c", "./a", "../a", "/a/b", "~/a", "a/b/"])
-def test_what_is_a_path_is_never_asked_for(cached, name):
+@pytest.mark.parametrize("path", ["model", "a/b/c", "./a", "../a", "/a/b", "~/a", "a/b/"])
+def test_what_is_a_path_is_never_asked_for(cached, path):
     with pytest.raises(ConfigError, match="config.json cannot be read"):
-        read_model(name)
+        read_model(path)

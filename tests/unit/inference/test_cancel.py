@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.inference import rollout_engine as rollout_engine_module
 from megatron_rl.inference import staged
 from megatron_rl.inference.block_manager import RowBlocks
 from megatron_rl.inference.engine import Engine, EngineOptions
 from megatron_rl.inference.kv_cache import shared_out
+from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.sequence import SequenceStatus
 from megatron_rl.models import PolicyModel, rollout_mode
 from megatron_rl.parallel import ParallelGroups
@@ -67,8 +69,10 @@ def test_the_others_say_the_same(either: PolicyModel, options: dict[str, int], a
     assert engine.statistics.completions == 5
 
 
-def test_every_state_is_cancelled(policy: PolicyModel) -> None:
+def test_every_state_is_cancelled(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three calls in two rows one runs, of one the prompt is half computed, and one waits."""
+    sequences, add = {}, Scheduler.add
+    monkeypatch.setattr(Scheduler, "add", lambda self, one: (sequences.update({one.request.call: one}), add(self, one)))
     engine = rollout_engine(policy, max_batch_size=2, prefill_token_budget=6, steps_per_host_read=1, stop_ids=())
     prompts = PROMPT[:4], PROMPT, PROMPT
     wanted = as_calls([request(prompt, 1, n, max_new_tokens=24) for n, prompt in enumerate(prompts)])
@@ -77,17 +81,22 @@ def test_every_state_is_cancelled(policy: PolicyModel) -> None:
         for one in wanted:
             engine.submit(one)
         assert engine.step() == engine.step() == []
-        states = {s.request.call: s.status for group in engine._groups.values() for s in group.sequences}
-        assert states == dict(enumerate((SequenceStatus.RUNNING, SequenceStatus.PREFILL, SequenceStatus.WAITING)))
+        states = [one.status for one in sequences.values()]
+        assert states == [SequenceStatus.RUNNING, SequenceStatus.PREFILL, SequenceStatus.WAITING]
         engine.cancel([0, 1, 2, 77])
         assert engine.step() == []
         assert not engine.has_unfinished
         assert not engine.runner.state.alive.any()
-        assert engine._scheduler._rows == {} and engine._scheduler._waiting == [] and engine._scheduler._prefills == []
+        for one in as_calls([request(prompt, 1, n, max_new_tokens=24) for n, prompt in ((3, (7, 1)), (4, (2, 5)))]):
+            engine.submit(one)
+        engine.step()
+        assert sequences[3].status == sequences[4].status == SequenceStatus.RUNNING, "both rows are free"
 
 
-def test_its_row_and_blocks_are_the_next_one_s(either: PolicyModel) -> None:
+def test_its_row_and_blocks_are_the_next_one_s(either: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only row: who waits gets it at once, and not a step more is made."""
+    built, build = [], rollout_engine_module.build_cache
+    monkeypatch.setattr(rollout_engine_module, "build_cache", lambda *given: built.append(build(*given)) or built[-1])
     engine = rollout_engine(either, stop_ids=(), max_batch_size=1, steps_per_host_read=1, block_size=4)
     first, second = as_calls([request(PROMPT, 1, n, max_new_tokens=20) for n in range(2)])
     with rollout_mode(either):
@@ -99,8 +108,8 @@ def test_its_row_and_blocks_are_the_next_one_s(either: PolicyModel) -> None:
         engine.cancel([0])
         assert [steps_of(engine) for _ in range(19)] == [4, *range(5, 23)]
         assert not engine.has_unfinished
-    if not isinstance(engine._blocks, RowBlocks):
-        assert engine._blocks.pool.held == 0
+    [(_, blocks, _)] = built
+    assert isinstance(blocks, RowBlocks) or blocks.pool.held == 0
     assert engine.statistics.reused_tokens >= 16, "what was computed of its prompt is known"
 
 

@@ -50,7 +50,7 @@ MODELS = {
 @torch.inference_mode()
 def test_no_host_tensor_in_a_decode_step(one_rank: object, model: str, backend: str) -> None:
     decode = meta_runner(tiny_policy(tiny_config(**MODELS[model])), backend).decode
-    for given in itertools.product((False, True), repeat=len(SamplingModes._fields)):
+    for given in itertools.product((False, True), repeat=len(SamplingModes())):
         modes = SamplingModes(*given)
         list(decode(6, 48, 1, modes))  # what is made once and kept is made here
         with _HostTensors() as host:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -13,6 +14,9 @@ import pytest
 
 from megatron_rl.algorithms.passk import pass_at_k
 
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("evaluate") is None, reason="pip install 'megatron-rl[evaluate]'"
+)
 REPOSITORY = Path(__file__).parents[3]
 KS = [1, 2, 4, 8]
 PROGRAM = """

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +14,10 @@ from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.rollouts import rows_by_group, write_rows
 from megatron_rl.metrics.rundir import RunDirectory
 from megatron_rl.types import Completion, Grade, Rollout, RolloutGroup, SourcedTask, Task
+from tests.support.pages import NODE, shown_by
 from tests.support.records import write_rollouts
 from tests.support.rollouts import drawn, group_of, sample_of, told
 
-PAGE = Path(__file__).parents[2] / "support" / "page.js"
-NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="needs node, to run the page's script")
 
 GRADES = (
@@ -39,10 +35,7 @@ def spelled(ids: Sequence[int]) -> str:
 
 
 def run_page(run: RunDirectory) -> dict[str, Any]:
-    command = [NODE, str(PAGE), str(write_report(run.path))]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return shown_by(write_report(run.path))
 
 
 @pytest.fixture
@@ -81,7 +74,7 @@ def test_results_and_curves_come_first_and_the_command_last(shown: dict[str, Any
 
 
 def test_what_never_moved_from_0_is_named_and_not_drawn(shown: dict[str, Any]) -> None:
-    assert shown["cards"] == 2
+    assert [card["title"] for card in shown["drawn"]] == ["Training reward", "Held-out: aime"]
     assert "Always 0: KL divergence." in shown["curves"]
 
 

@@ -30,7 +30,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_requirements_end_where_the_tests_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """`pip install .` knows no constraints.txt: what it may take includes the tested versions and ends behind them."""
     monkeypatch.setitem(sys.modules, "setuptools", sys.modules.get("setuptools"))
-    asked = [Requirement(line) for line in wanted(ROOT / "setup.py", ["agents", "verifiers", "export"])]
+    asked = [Requirement(line) for line in wanted(ROOT / "setup.py", ["agents", "verifiers", "export", "evaluate"])]
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pins = {(pin := Requirement(line)).name.lower(): pin for line in lines}
     for requirement in asked:

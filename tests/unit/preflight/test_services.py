@@ -63,8 +63,8 @@ def test_what_this_machine_lacks_is_a_note_where_the_run_is_for_others(
     ]  # fmt: skip
     assert found(**asked, check_world_size=64) == found(**fp8, check_world_size=64) == []
     monkeypatch.setattr(main, "every_problem", lambda *_: [])
-    config = tiny_config(world_size=64, check=True, check_world_size=64, **asked)
-    assert main._tell_of(config, [], 64) == 0
+    flags = ["--transformer-impl", "transformer_engine", "--wandb-project", "p", "--wandb-mode", "online"]
+    assert main.main(["train_rl.py", "--check", "--check-world-size", "64", *flags]) == 0
     note, valid = capsys.readouterr().out.splitlines()
     assert note.startswith("note: --transformer-impl transformer_engine, but Transformer Engine is not installed here")
     assert valid == "configuration is valid"

@@ -7,9 +7,6 @@ from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
-import pytest
-
-from megatron_rl.rollout import expected_length
 from megatron_rl.rollout.collector import Collector
 from megatron_rl.rollout.expected_length import ExpectedLengths
 from megatron_rl.rollout.prompt_source import RequestFactory
@@ -44,20 +41,21 @@ def test_a_task_is_expected_as_it_was_and_others_as_their_environment() -> None:
     assert expected.tokens(request("c")) == 10 + 4 * 50  # (20 + 50 + 80) / 3
 
 
-def test_the_mean_of_an_environment_follows_its_last_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected_length, "_GROUPS_IN_MEAN", 2)
+def test_the_mean_of_an_environment_follows_its_last_groups() -> None:
     expected = ExpectedLengths()
-    expected.learn([(source(task), length) for task, length in (("a", 10.0), ("b", 20.0), ("c", 55.0), ("d", 5.0))])
-    # 10, then 15, then halfway to 55: 35, then halfway to 5: 20
-    assert expected.tokens(request("e", samples=1)) == 10 + 20
+    expected.learn([(source(str(number)), 10.0) for number in range(1024)])
+    expected.learn([(source("a"), 10.0 + 2560)])
+    # a 256th of the way to 2570; of all 1025 groups it would be 12.5
+    assert expected.tokens(request("b", samples=1)) == 10 + 20
 
 
-def test_a_full_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected_length, "_TASKS_KEPT", 2)
+def test_a_full_table_keeps_what_it_has() -> None:
     expected = ExpectedLengths()
-    expected.learn([(source("a"), 10.0), (source("b"), 20.0), (source("c"), 60.0), (source("b"), 40.0)])
-    assert [expected.tokens(request(task, samples=1)) - 10 for task in "abc"] == [10, 40, 32]  # c: 130 / 4 = 32.5
-    assert len(expected.state_dict()["toy"]["tasks"]) == 2
+    expected.learn([(source("a"), 10.0), (source("b"), 20.0)])
+    expected.learn([(source(str(number)), 30.0) for number in range(19_998)])
+    expected.learn([(source("c"), 60.0), (source("b"), 40.0)])
+    assert [expected.tokens(request(task, samples=1)) - 10 for task in "abc"] == [10, 40, 30]  # c: as its environment
+    assert len(expected.state_dict()["toy"]["tasks"]) == 20_000
 
 
 def test_the_state_goes_through_json() -> None:
