@@ -9,15 +9,8 @@ defaults follow from others, and the rules over them.
 from megatron_rl.config.arguments import read_config
 from megatron_rl.config.model import ModelConfig, TokenizerConfig
 from megatron_rl.config.parallel import ParallelConfig
-from megatron_rl.config.rl_config import (
-    RLConfig,
-    difference_from_defaults,
-    notes,
-    resolve,
-    to_dict,
-    typed_settings,
-    validate,
-)
+from megatron_rl.config.rl_config import RLConfig, difference_from_defaults, resolve, to_dict, typed_settings
+from megatron_rl.config.rules import notes, validate
 
 __all__ = [
     "ModelConfig", "ParallelConfig", "RLConfig", "TokenizerConfig", "difference_from_defaults", "notes", "read_config",

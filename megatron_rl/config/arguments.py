@@ -18,7 +18,8 @@ import yaml
 
 from megatron_rl.config.flags import Flag
 from megatron_rl.config.hints import foreign_hint
-from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, validate
+from megatron_rl.config.rl_config import RLConfig, all_flags, resolve
+from megatron_rl.config.rules import validate
 from megatron_rl.config.saved import saved_model
 from megatron_rl.errors import MAX_VALUE, Problem, collecting, cut, one_line, shorten
 from megatron_rl.families import read_model

@@ -7,8 +7,9 @@ from dataclasses import replace
 from megatron_rl.config.model import ModelConfig, expert_problems, shape_problems
 from megatron_rl.config.parallel import context_problems, expert_parallel_problems, parallel_problems, pipeline_problems
 from megatron_rl.config.precision import QuantizationConfig
-from megatron_rl.config.rl_config import RLConfig, broken_rules, resolve
+from megatron_rl.config.rl_config import RLConfig, resolve
 from megatron_rl.config.rollout import length_problems
+from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.errors import Problem
 from megatron_rl.families import read_model
