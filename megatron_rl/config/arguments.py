@@ -183,7 +183,7 @@ def _apply(setting: Setting, reading: Reading) -> None:
         return
     flag, switches_on = known
     try:
-        reading.values[flag.name] = _value(flag, switches_on, setting)
+        reading.values[flag.name] = value_of(flag, switches_on, setting.texts, setting.from_file)
     except ValueError as error:
         reading.refuse(flag.spelling, f"{setting.where} {error}")
         reading.failed.add(flag.spelling)
@@ -221,20 +221,18 @@ def _translation(spelling: str, value: str, dashes: str = "--") -> str | None:
     return None if hint is None else "docs/coming_from.md says why there is none"
 
 
-def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
-    texts = setting.texts
-    if setting.from_file and flag.name == "config":
+def value_of(flag: Flag, switches_on: bool, texts: Sequence[str], from_file: bool = False) -> Any:
+    """What ``texts`` say behind a spelling of the flag; ``ValueError`` says what is wrong with them."""
+    if from_file and flag.name == "config":
         raise ValueError("cannot name another file; put its settings here")
-    if flag.kind is bool and not setting.from_file:
+    if flag.kind is bool and not from_file:
         if texts:
             raise ValueError(f"takes no value, got {shorten(' '.join(texts))}")
         return switches_on
-    if flag.many:
-        if not texts and not setting.from_file:
-            raise ValueError("needs at least one value")
+    if flag.many and (texts or from_file):
         return tuple(map(flag.convert, texts))
     if not texts:
-        raise ValueError("needs a value")
+        raise ValueError("needs at least one value" if flag.many else "needs a value")
     if len(texts) > 1:
         raise ValueError(f"takes one value, got {len(texts)}: {shorten(' '.join(texts))}")
     value = flag.convert(texts[0])
