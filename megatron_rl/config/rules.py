@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from megatron_rl.config.algorithm import algorithm_problems, dynamic_sampling_problems, partial_rollout_problems
 from megatron_rl.config.compatibility import megatron_rl_problems
 from megatron_rl.config.critic import critic_problems
 from megatron_rl.config.flags import Finding, flags_of
 from megatron_rl.config.layers import layer_problems
-from megatron_rl.config.model import expert_problems, shape_problems
+from megatron_rl.config.model import ModelConfig, expert_problems, shape_problems
 from megatron_rl.config.parallel import (
     context_problems,
     expert_parallel_problems,
@@ -17,13 +18,20 @@ from megatron_rl.config.parallel import (
     parallel_problems,
     pipeline_problems,
 )
-from megatron_rl.config.precision import alignment_problems, cache_problems, engine_problems, precision_problems
+from megatron_rl.config.precision import (
+    QuantizationConfig,
+    alignment_problems,
+    cache_problems,
+    engine_problems,
+    precision_problems,
+)
 from megatron_rl.config.records import record_problems
 from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, section_classes
 from megatron_rl.config.rollout import cache_size_problems, length_problems, sampling_problems
-from megatron_rl.config.teacher import teacher_problems
+from megatron_rl.config.teacher import TeacherConfig, teacher_problems
 from megatron_rl.config.training import batch_problems, optimizer_problems, schedule_problems
 from megatron_rl.errors import Problem
+from megatron_rl.families import read_model
 
 Rule = Callable[[RLConfig, int], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
@@ -37,6 +45,16 @@ RULES: tuple[Rule, ...] = (
 """Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 _CHANGES_NO_BYTE = ("tokenizer_model", "langrl_env_config", "lr")
+_POLICYS_OWN = {
+    "rl_router_replay": False, "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
+    "recompute_modules": None,
+}  # fmt: skip
+"""What the policy's experts were is nothing to the teacher's, and nothing is recomputed without a backward pass."""
+_RULES_OF_A_TEACHER: tuple[Rule, ...] = (
+    parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems, expert_problems,
+    length_problems,
+)  # fmt: skip
+"""Of what a model's layout and positions allow."""
 
 
 def validate(config: RLConfig, world_size: int) -> list[Problem]:
@@ -85,6 +103,34 @@ def _absent(config: RLConfig) -> Iterator[Problem]:
             if flag.needed is not None and config.value(flag.name) is None and flag.name not in spared:
                 why, example = flag.needed
                 yield config.problem(flag.name, f"is missing: {why}; for example {flag.spelling} {example}")
+
+
+def teacher_of(config: RLConfig, world_size: int) -> RLConfig:
+    """Of a resolved configuration with a teacher: the same run with the teacher in the policy's place.
+
+    Raises:
+        ConfigError: its ``config.json`` cannot be read, or is of no known family.
+    """
+    settings = read_model(config.teacher.rl_teacher_load_hf).architecture.settings()
+    settings["group_query_attention"] = True  # megatron ignores the number of groups without it
+    if settings["num_experts"] is None:  # dense layers lie on every rank that the policy's experts are shared by
+        settings |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    plain = replace(config, model=ModelConfig(), quantization=QuantizationConfig(), teacher=TeacherConfig(), typed={})
+    return resolve(plain.with_values(**settings | _POLICYS_OWN), world_size)
+
+
+def teacher_layout_problems(config: RLConfig) -> list[Problem]:
+    """Why the teacher cannot have the layout and lengths of a resolved configuration; raises as `teacher_of`."""
+    if not config.wants_teacher:
+        return []
+    size = config.model_parallel_size  # a fault of the number of ranks is the policy's too
+    known = {problem.text for problem in broken_rules(config, size, _RULES_OF_A_TEACHER)}
+    name = f"--rl-teacher-load-hf {config.teacher.rl_teacher_load_hf}"
+    return [
+        Problem("--rl-teacher-load-hf", f"{name}: of this teacher {problem.text}")
+        for problem in broken_rules(teacher_of(config, size), size, _RULES_OF_A_TEACHER)
+        if problem.text not in known
+    ]
 
 
 def notes(config: RLConfig) -> list[str]:

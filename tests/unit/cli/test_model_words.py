@@ -84,7 +84,7 @@ SMOLLM2 = {
 def test_a_server_takes_no_more_than_it_needs(tmp_path: Path, monkeypatch, flags, changes, rows, most_gib):
     """By arithmetic: of the model there is only its config.json, and nothing is allocated."""
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | changes))
-    monkeypatch.setattr("megatron_rl.cli.model._other_problems", lambda config: [])
+    monkeypatch.setattr("megatron_rl.cli.model.preflight", lambda config, is_run: [])
     monkeypatch.setattr("megatron_rl.cli.serve._check", lambda place: None)
     config = serve.COMMAND.parse([str(tmp_path), "--tokenizer-model", "any", *flags.split()], 1).config
     rollout, sequence = config.rollout, slot_bytes(config)
