@@ -16,8 +16,6 @@ MAX_LINE = 500
 """Characters of a text that somebody else wrote, such as an exception's, in a message."""
 MAX_PROBLEM = 800
 """Characters of a problem."""
-MAX_PROBLEMS = 1000
-"""More are of no command that a person has written, and are counted instead of shown."""
 
 
 def shorten(value: object, limit: int = MAX_VALUE) -> str:
@@ -65,10 +63,8 @@ class Problem:
 
 
 def problem_lines(problems: Sequence[Problem | str]) -> list[str]:
-    """The lines that tell of ``problems``, the last of them how many more there are than `MAX_PROBLEMS`."""
-    lines = [one_line(str(problem), MAX_PROBLEM) for problem in problems[:MAX_PROBLEMS]]
-    hidden = len(problems) - len(lines)
-    return [*lines, f"... and {hidden} more, not shown; mend these first"] if hidden else lines
+    """The lines that tell of ``problems``."""
+    return [one_line(str(problem), MAX_PROBLEM) for problem in problems]
 
 
 def cut(line: str, limit: int) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_rl.arithmetic import FEWEST_KEYS, FEWEST_LOGIT_ROWS, LOGITS_AT_ONCE, PRODUCT_ELEMENTS
 from megatron_rl.config import RLConfig
-from megatron_rl.config.teacher_model import teacher_of
+from megatron_rl.config.rules import teacher_of
 from megatron_rl.errors import Problem
 from megatron_rl.estimate_state import NO_STATE, training_state
 from megatron_rl.families import Layer, Linear, ModelLayout, Stages

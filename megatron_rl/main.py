@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import RLConfig, notes, read_config, typed_settings
-from megatron_rl.config.teacher_model import layout_problems
+from megatron_rl.config.rules import teacher_layout_problems
 from megatron_rl.environments.child import die_with_parent
 from megatron_rl.errors import ConfigError, MegatronRLError, Problem, problem_lines
 from megatron_rl.estimate import estimate, size_problems
@@ -26,10 +26,10 @@ from megatron_rl.metrics.logging import configure_logging
 from megatron_rl.metrics.rundir import RunDirectory, typed_command
 from megatron_rl.preflight import preflight
 from megatron_rl.preflight.inputs import open_tokenizer, vocabulary
-from megatron_rl.preflight.locks import lock
 from megatron_rl.preflight.machine import (
     backend_problems,
     is_for_other_machines,
+    lock,
     recipe_problems,
     transformer_engine_problems,
 )
@@ -119,7 +119,7 @@ def _tell_of(config: RLConfig, problems: Sequence[Problem], world_size: int) -> 
     """What `--estimate` and `--check` print; the exit code."""
     try:
         if config.training.estimate:
-            if found := problems or [*recipe_problems(config), *layout_problems(config)]:
+            if found := problems or [*recipe_problems(config), *teacher_layout_problems(config)]:
                 raise ConfigError(found)
             text = report_text(config, estimate(config, world_size, vocabulary(config)))
         else:

@@ -198,7 +198,7 @@ def best_checkpoint(root: Path) -> Path | None:
 def remove_old(root: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` checkpoints (0 keeps all) and the best, and leftovers of killed saves.
 
-    Whoever saves has locked ``root`` (`preflight.locks`), so all that is left there is of starts that have ended.
+    Whoever saves has locked ``root`` (`preflight.machine`), so all that is left there is of starts that have ended.
     """
     for leftover in (*root.glob("step_*.tmp"), *root.glob(".*.tmp")):
         remove(leftover)

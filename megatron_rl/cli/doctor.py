@@ -125,10 +125,7 @@ def devices() -> Iterator[Finding]:
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         text = f"{facts.name}, {facts.major}.{facts.minor}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
-        busy = free < 0.9 * total
-        yield Finding("warning", f"gpu {index}", f"{text}; nvidia-smi says who has the rest") if busy else Finding(
-            "ok", f"gpu {index}", text
-        )
+        yield _fine_if(free >= 0.9 * total, f"gpu {index}", text, "nvidia-smi says who has the rest")
     if torch.cuda.is_available():
         if dist.is_nccl_available():
             yield Finding("ok", "nccl", ".".join(map(str, torch.cuda.nccl.version())))
@@ -187,15 +184,15 @@ def machine() -> Iterator[Finding]:
     if not os.access(".", os.W_OK):
         yield Finding("warning", "directory", f"{Path.cwd()} cannot be written; give --run-dir elsewhere")
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files < FEWEST_FILES
-    yield Finding("warning", "open files", f"{files} at most; ulimit -n {most}") if few else Finding(
-        "ok", "open files", f"{files} at most"
-    )
+    yield _fine_if(files >= FEWEST_FILES, "open files", f"{files} at most", f"ulimit -n {most}")
 
 
 def _enough(what: str, found: int, wanted: int, advice: str) -> Finding:
-    text = f"{found / GIB:.1f} GiB free"
-    return Finding("ok", what, text) if found >= wanted else Finding("warning", what, f"{text}; {advice}")
+    return _fine_if(found >= wanted, what, f"{found / GIB:.1f} GiB free", advice)
+
+
+def _fine_if(is_fine: bool, what: str, text: str, advice: str) -> Finding:
+    return Finding("ok", what, text) if is_fine else Finding("warning", what, f"{text}; {advice}")
 
 
 def network() -> Iterator[Finding]:

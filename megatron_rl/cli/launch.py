@@ -48,7 +48,8 @@ def launch(ranks: Ranks, entry: str, words: Sequence[str], command: Sequence[str
 
     if "LOGLEVEL" not in os.environ:  # torch's own switch for what its launcher says
         for name in ("torch.distributed.run", "torch.distributed.elastic"):
-            _silence(name)
+            logging.getLogger(name).addHandler(logging.NullHandler())
+            logging.getLogger(name).propagate = False
     arguments = parse_args([*_launcher_flags(ranks), "-m", RANK_MODULE, str(os.getpid()), entry, *words])
     with _environment(ranks, command), forwarding_signals() as told:
         try:
@@ -68,11 +69,6 @@ def _launcher_flags(ranks: Ranks) -> list[str]:
         return [*flags, "--standalone"]
     place = (f"--master-addr={ranks.master_addr}", f"--master-port={ranks.master_port}")
     return [*flags, f"--nnodes={ranks.nnodes}", f"--node-rank={ranks.node_rank}", *place]
-
-
-def _silence(name: str) -> None:
-    logging.getLogger(name).addHandler(logging.NullHandler())
-    logging.getLogger(name).propagate = False
 
 
 @contextlib.contextmanager

@@ -10,9 +10,10 @@ from pathlib import Path
 from megatron_rl.config import RLConfig, read_config
 from megatron_rl.config.rl_config import all_flags
 from megatron_rl.config.saved import saved_model
-from megatron_rl.errors import ConfigError, Problem
+from megatron_rl.errors import ConfigError
 from megatron_rl.families import read_model
 from megatron_rl.metrics.rundir import RunDirectory
+from megatron_rl.preflight import preflight
 
 LONGEST_BY_DEFAULT = 4096
 ANSWER_BY_DEFAULT = 1024
@@ -42,14 +43,17 @@ def model_config(name: str, words: Sequence[str], world_size: int, at_once: int)
     Raises:
         ConfigError: every problem of the flags, of the model's files and of this machine.
     """
-    flags, positions = _of_run(Path(name)) if _is_ours(Path(name)) else _of_hugging_face(name)
+    if os.path.isdir(name) and not os.path.isfile(f"{name}/config.json"):
+        flags, positions = _of_run(Path(name))
+    else:
+        flags, positions = ["--load-hf", name], read_model(name).architecture.max_position_embeddings
     longest = min(positions or LONGEST_BY_DEFAULT, LONGEST_BY_DEFAULT)
     defaults = ["--seq-length", longest, "--rl-max-new-tokens", max(1, min(ANSWER_BY_DEFAULT, longest // 2))]
     defaults += ["--inference-max-batch-size", at_once, "--langrl-env-config", "none", "--run-dir", "none"]
     defaults += ["--seed", RLConfig().training.seed]  # not that of the model's run, as an evaluation has it
     argv = ["--eval-only", *map(str, defaults), *flags, *_in_long(words)]
     config, problems = read_config(argv, world_size)
-    if problems := problems or _other_problems(config):
+    if problems := problems or preflight(config, is_run=False):
         raise ConfigError(problems)
     return config
 
@@ -64,30 +68,6 @@ def _in_long(words: Sequence[str]) -> list[str]:
         if word == SHORT["--temperature"] and found[index + 1] in ("0", "0.0"):
             found[index : index + 2] = [SHORT["--top-k"], "1"]
     return found
-
-
-def _other_problems(config: RLConfig) -> list[Problem]:
-    from megatron_rl.preflight import extensions, inputs, machine, starts
-
-    config, wrong = extensions.extension_problems(config)
-    tokenizer, problems = inputs.tokenizer_problems(config)
-    return [
-        *problems,
-        *starts.checkpoint_problems(config, tokenizer),
-        *inputs.hugging_face_problems(config, tokenizer),
-        *wrong,
-        *machine.quantization_problems(config),
-        *machine.attention_problems(config),
-        *machine.backend_problems(config),
-    ]
-
-
-def _of_hugging_face(name: str) -> tuple[list[str], int | None]:
-    return ["--load-hf", name], read_model(name).architecture.max_position_embeddings
-
-
-def _is_ours(path: Path) -> bool:
-    return path.is_dir() and not (path / "config.json").is_file()
 
 
 def _of_run(path: Path) -> tuple[list[str], int | None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from megatron_rl.config.arguments import value_of
 from megatron_rl.config.flags import flags_of
-from megatron_rl.errors import ConfigError, Problem, shorten
+from megatron_rl.errors import ConfigError, Problem
 
 T = TypeVar("T")
 
@@ -27,17 +28,12 @@ def take(options: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
         if known is None:
             others.append(word)
             continue
-        if known.kind is bool:
-            values[known.name] = on
-            if equals:
-                problems.append(Problem(name, f"{name} takes no value, got {shorten(text)}"))
-            continue
-        if not equals:
-            text = rest.pop(0) if rest and not rest[0].startswith("--") else ""
+        takes_next = known.kind is not bool and rest and not rest[0].startswith("--")
+        texts = (text,) if equals else (rest.pop(0),) if takes_next else ()
         try:
-            values[known.name] = known.convert(text)
+            values[known.name] = value_of(known, on, texts)
         except ValueError as error:
-            problems.append(Problem(name, f"{name} {error if text else 'needs a value'}"))
+            problems.append(Problem(name, f"{name} {error}"))
     if problems:
         raise ConfigError(problems)
     return options(**values), others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
@@ -29,27 +30,8 @@ _OWN_FLAGS = {
 """What the help of a command shows beside the common flags."""
 
 
-def train(words: Sequence[str]) -> int:
-    """Returns the exit code of `megatron_rl.main.main`, of whichever rank ended first where one failed."""
-    return _run("train", words)
-
-
-def evaluate(words: Sequence[str]) -> int:
-    """``megatron-rl eval``; see `train`."""
-    return _run("eval", words, "--eval-only")
-
-
-def check(words: Sequence[str]) -> int:
-    """``megatron-rl check``, for as many ranks as a launch of these words would start."""
-    return _run("check", words, "--check")
-
-
-def estimate(words: Sequence[str]) -> int:
-    """``megatron-rl estimate``; see `check`."""
-    return _run("estimate", words, "--estimate")
-
-
-def _run(name: str, words: Sequence[str], *more: str) -> int:
+def _run(name: str, words: Sequence[str], more: Sequence[str] = ()) -> int:
+    """The exit code of `megatron_rl.main.main`, of whichever rank ended first where one failed."""
     if {"-h", "--help", "--help-all"} & set(words):
         usage = f"megatron-rl {name} [--nproc RANKS] [--nnodes N --node-rank R --master-addr HOST]"
         told = {"starts": (usage,), "about": COMMANDS[name][1], "own": _OWN_FLAGS.get(name, ())}
@@ -65,6 +47,12 @@ def _run(name: str, words: Sequence[str], *more: str) -> int:
         typed = None if by_torchrun() else command
         return run_here(["megatron-rl", *argv], typed, ranks.world_size if ranks.world_size > 1 else None)
     return _launch(ranks, argv, command)
+
+
+train = functools.partial(_run, "train")
+evaluate = functools.partial(_run, "eval", more=("--eval-only",))
+check = functools.partial(_run, "check", more=("--check",))  # for as many ranks as a launch of these words would start
+estimate = functools.partial(_run, "estimate", more=("--estimate",))
 
 
 def _launch(ranks: Ranks, argv: Sequence[str], command: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ import yaml
 
 from megatron_rl.config.flags import Flag
 from megatron_rl.config.hints import foreign_hint
-from megatron_rl.config.rl_config import RLConfig, all_flags, resolve, validate
+from megatron_rl.config.rl_config import RLConfig, all_flags
 from megatron_rl.config.saved import saved_model
 from megatron_rl.errors import MAX_VALUE, Problem, collecting, cut, one_line, shorten
 from megatron_rl.families import read_model
@@ -26,25 +26,9 @@ from megatron_rl.user_files import read_text
 
 _LONGEST_FLAG = 100
 """No flag is that long, and looking for the nearest takes the square of the length."""
-MOST_COMPARED = 100
-"""Unknown flags for which the nearest of ours is looked up."""
 _LONGEST_FILE = 2**18
 FILLED_IN = frozenset({"--num-layers", "--hidden-size", "--num-attention-heads", "--tokenizer-model"})
 """Flags without a default that a directory may replace."""
-
-
-def read_config(argv: Sequence[str], world_size: int) -> tuple[RLConfig, list[Problem]]:
-    """Parse, resolve and validate: the configuration and every problem of all three, to which a caller adds its own.
-
-    With problems the configuration holds what could be read and is good for looking up paths and names.
-    ``--help`` and ``--help-all`` write the help and exit.
-    """
-    reading = read_flags(argv)
-    config = resolve(reading.config, world_size)
-    if reading.file_is_lost:  # what it would have set is not missing
-        return config, reading.problems
-    broken = validate(config, world_size)  # without what only repeats that a value could not be read
-    return config, [*reading.problems, *(problem for problem in broken if problem.flag not in reading.failed)]
 
 
 @dataclass(frozen=True)
@@ -139,10 +123,6 @@ def _read_yaml(path: str, reading: Reading) -> list[Setting]:
     seen: dict[str, int] = {}
     for key, value in document.value if document is not None else ():
         line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            text = f"{path} line {line} has a {key.id} where a flag's name belongs; write 'flag-name: value'"
-            reading.refuse(None, text)
-            continue
         where = f"{path} line {line}: {key.value}"
         spelling = str(key.value).replace("_", "-")
         if spelling in seen:
@@ -164,10 +144,8 @@ def _compose(path: str) -> yaml.MappingNode | None:
         raise ValueError(f"{error}; give a file of flags and values") from error
     try:
         document = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"is not YAML: {one_line(str(error))}") from error
-    except RecursionError:
-        raise ValueError("is nested too deeply; the file is flat: flag names and their values") from None
     if not isinstance(document, yaml.MappingNode | None):
         raise ValueError("is not a mapping; write one 'flag-name: value' a line")
     return document
@@ -176,13 +154,11 @@ def _compose(path: str) -> yaml.MappingNode | None:
 def _apply(setting: Setting, reading: Reading) -> None:
     known = _spellings().get(setting.spelling)
     if known is None:
-        # the comparison with every flag would take half a minute for 5000 of them
-        hint = _hint(setting, compares=len(reading.problems) < MOST_COMPARED)
-        reading.refuse(None, f"{setting.where} is not a flag; {hint}", is_unknown=True)
+        reading.refuse(None, f"{setting.where} is not a flag; {_hint(setting)}", is_unknown=True)
         return
     flag, switches_on = known
     try:
-        reading.values[flag.name] = _value(flag, switches_on, setting)
+        reading.values[flag.name] = value_of(flag, switches_on, setting.texts, setting.from_file)
     except ValueError as error:
         reading.refuse(flag.spelling, f"{setting.where} {error}")
         reading.failed.add(flag.spelling)
@@ -201,12 +177,12 @@ def _repeated(typed: Sequence[Setting]) -> Iterator[str]:
         yield f"{last} holds, which comes after {' and '.join(earlier)}"
 
 
-def _hint(setting: Setting, compares: bool) -> str:
+def _hint(setting: Setting) -> str:
     dashes = "" if setting.from_file else "--"
     foreign = _translation(setting.spelling, " ".join(setting.texts), dashes)
     if foreign is not None:
         return foreign
-    if not compares or "." in setting.spelling:  # none of ours has a dot, and what is near verl's means another thing
+    if "." in setting.spelling:  # none of ours has a dot, and what is near verl's means another thing
         return "--help-all lists all flags"
     near = difflib.get_close_matches(setting.spelling[:_LONGEST_FLAG], _spellings(), n=1, cutoff=0.7)
     return f"did you mean {dashes}{near[0]}?" if near else "--help-all lists all flags"
@@ -220,20 +196,18 @@ def _translation(spelling: str, value: str, dashes: str = "--") -> str | None:
     return None if hint is None else "docs/coming_from.md says why there is none"
 
 
-def _value(flag: Flag, switches_on: bool, setting: Setting) -> Any:
-    texts = setting.texts
-    if setting.from_file and flag.name == "config":
+def value_of(flag: Flag, switches_on: bool, texts: Sequence[str], from_file: bool = False) -> Any:
+    """What ``texts`` say behind a spelling of the flag; ``ValueError`` says what is wrong with them."""
+    if from_file and flag.name == "config":
         raise ValueError("cannot name another file; put its settings here")
-    if flag.kind is bool and not setting.from_file:
+    if flag.kind is bool and not from_file:
         if texts:
             raise ValueError(f"takes no value, got {shorten(' '.join(texts))}")
         return switches_on
-    if flag.many:
-        if not texts and not setting.from_file:
-            raise ValueError("needs at least one value")
+    if flag.many and (texts or from_file):
         return tuple(map(flag.convert, texts))
     if not texts:
-        raise ValueError("needs a value")
+        raise ValueError("needs at least one value" if flag.many else "needs a value")
     if len(texts) > 1:
         raise ValueError(f"takes one value, got {len(texts)}: {shorten(' '.join(texts))}")
     value = flag.convert(texts[0])

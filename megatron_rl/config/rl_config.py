@@ -1,6 +1,6 @@
-"""The whole configuration: one attribute a section, the numbers that follow from several of them, and the rules.
+"""The whole configuration: one attribute a section, and the numbers that follow from several of them.
 
-What was typed is resolved (defaults that follow from others are filled in) and validated.
+What was typed is resolved: defaults that follow from others are filled in. Then it is validated (`rules`).
 """
 
 from __future__ import annotations
@@ -8,72 +8,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
 
-from megatron_rl.config.algorithm import (
-    AlgorithmConfig,
-    algorithm_problems,
-    baseline_of,
-    dynamic_sampling_problems,
-    partial_rollout_problems,
-)
-from megatron_rl.config.compatibility import CompatibilityConfig, megatron_rl_problems
-from megatron_rl.config.critic import CriticConfig, critic_problems
-from megatron_rl.config.flags import Finding, Flag, flags_of
-from megatron_rl.config.layers import LayerConfig, layer_problems
-from megatron_rl.config.model import ModelConfig, TokenizerConfig, expert_problems, shape_problems
-from megatron_rl.config.parallel import (
-    KernelConfig,
-    ParallelConfig,
-    context_problems,
-    expert_parallel_problems,
-    kernel_problems,
-    parallel_problems,
-    pipeline_problems,
-)
-from megatron_rl.config.precision import (
-    PrecisionConfig,
-    QuantizationConfig,
-    alignment_problems,
-    cache_problems,
-    engine_problems,
-    precision_problems,
-)
-from megatron_rl.config.records import CheckpointConfig, LoggingConfig, record_problems
-from megatron_rl.config.rollout import (
-    EnvironmentConfig,
-    RolloutConfig,
-    cache_size_problems,
-    length_problems,
-    sampling_problems,
-)
-from megatron_rl.config.teacher import TeacherConfig, teacher_problems
-from megatron_rl.config.training import (
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainingConfig,
-    batch_problems,
-    optimizer_problems,
-    schedule_problems,
-)
+from megatron_rl.config.algorithm import AlgorithmConfig, baseline_of
+from megatron_rl.config.compatibility import CompatibilityConfig
+from megatron_rl.config.critic import CriticConfig
+from megatron_rl.config.flags import Flag, flags_of
+from megatron_rl.config.layers import LayerConfig
+from megatron_rl.config.model import ModelConfig, TokenizerConfig
+from megatron_rl.config.parallel import KernelConfig, ParallelConfig
+from megatron_rl.config.precision import PrecisionConfig, QuantizationConfig
+from megatron_rl.config.records import CheckpointConfig, LoggingConfig
+from megatron_rl.config.rollout import EnvironmentConfig, RolloutConfig
+from megatron_rl.config.teacher import TeacherConfig
+from megatron_rl.config.training import OptimizerConfig, ScheduleConfig, TrainingConfig
 from megatron_rl.errors import Problem
 from megatron_rl.families.architecture import Architecture, ExpertShare, Stages, padded_vocabulary
 from megatron_rl.families.layout import Head, ModelLayout
-
-Rule = Callable[["RLConfig", int], Iterator[Finding]]
-RULES: tuple[Rule, ...] = (
-    record_problems, parallel_problems, context_problems, pipeline_problems, expert_parallel_problems, shape_problems,
-    layer_problems, expert_problems, batch_problems, length_problems, cache_size_problems, precision_problems,
-    kernel_problems, engine_problems, alignment_problems, cache_problems, optimizer_problems, schedule_problems,
-    sampling_problems,
-    algorithm_problems, dynamic_sampling_problems, partial_rollout_problems, critic_problems, teacher_problems,
-    megatron_rl_problems,
-)  # fmt: skip
-"""Each takes a resolved configuration and the number of ranks, and says nothing where a value it needs is absent."""
-_SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
-_CHANGES_NO_BYTE = ("tokenizer_model", "langrl_env_config", "lr")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,91 +296,6 @@ def _implied(config: RLConfig) -> dict[str, Any]:
         values |= {"rl_router_replay": False, "rl_train_forward": "plain", "finetune": True, "resume": False}
         values |= {"lr": config.optimizer.lr or 1.0}
     return values
-
-
-def validate(config: RLConfig, world_size: int) -> list[Problem]:
-    """Everything that is wrong with the values; empty when the run may start.
-
-    Files and devices are not looked at: whoever opens them checks them.
-    """
-    out_of_bounds = list(_bounds(config))
-    if out_of_bounds:  # the other rules would divide by a size of 0
-        return out_of_bounds
-    config = resolve(config, world_size)
-    return [*_absent(config), *broken_rules(config, world_size)]
-
-
-def broken_rules(config: RLConfig, world_size: int, rules: Sequence[Rule] = RULES) -> list[Problem]:
-    """What ``rules`` say of a resolved configuration."""
-    found = (finding for rule in rules for finding in rule(config, world_size))
-    return [each if isinstance(each, Problem) else config.problem(*each) for each in found]
-
-
-def _bounds(config: RLConfig) -> Iterator[Problem]:
-    """Choices and bounds again: of what a Hugging Face directory gave, and of what was built in code."""
-    for flag in all_flags():
-        value = config.value(flag.name)
-        why = None if value is None or flag.many else flag.refusal(value)
-        if why is not None:
-            yield Problem(flag.spelling, f"{flag.spelling} {why}")
-
-
-def _absent(config: RLConfig) -> Iterator[Problem]:
-    """What is not built, and what has no default: a run needs it, or an RL run; an estimate only what changes bytes."""
-    spared = _CHANGES_NO_BYTE if config.training.estimate else ()
-    if all(config.value(name) is None for name in _SHAPE):  # one directory says all of it
-        yield Problem(
-            "--num-layers",
-            "--load-hf is missing: the model to start from, a Hugging Face directory or a name on the hub; for example "
-            "--load-hf Qwen/Qwen2.5-0.5B-Instruct (or give the shape of a new one: --num-layers, --hidden-size, "
-            "--num-attention-heads and --tokenizer-model)",
-        )
-        spared += (*_SHAPE, "tokenizer_model")
-    for section, cls in section_classes().items():
-        for flag in flags_of(cls) if section != "algorithm" or config.training.perform_rl_step else ():
-            if flag.only is not None and config.value(flag.name) != flag.default:
-                text = f"is not built yet in this version: {flag.only}; use {flag.spelling} {flag.default}"
-                yield config.problem(flag.name, text)
-            if flag.needed is not None and config.value(flag.name) is None and flag.name not in spared:
-                why, example = flag.needed
-                yield config.problem(flag.name, f"is missing: {why}; for example {flag.spelling} {example}")
-
-
-def notes(config: RLConfig) -> list[str]:
-    """One line for each flag that the user set and that has no effect, or not the one it promises, with the reason."""
-    used = [flag for flag in all_flags() if flag.note and flag.name in config.typed]
-    without_effect = (f"{flag.spelling} has no effect: {flag.note}" for flag in used)
-    return [*config.repeated, *without_effect, *_notes_on_values(config)]
-
-
-def _notes_on_values(config: RLConfig) -> Iterator[str]:
-    quantization, kernels, seed = config.quantization, config.kernels, config.training.seed
-    if "seed" not in config.typed and seed != RLConfig().training.seed:
-        yield f"--seed {seed} is that of the run that saved the weights, so the answers are drawn as they were there"
-    if config.typed.get("finetune") and config.loads_what_it_saves and not config.training.eval_only:
-        yield "--finetune has no effect: --load names --save, whose run goes on where it holds one"
-    if config.typed.get("sequence_parallel") and config.parallel.tensor_model_parallel_size == 1:
-        yield "--sequence-parallel is off: it needs --tensor-model-parallel-size above 1"
-    if config.kv_cache_is_rounded and quantization.rl_evaluate_unquantized:
-        what = f"--rl-evaluate-unquantized leaves the KV cache in {config.kv_cache_dtype}"
-        yield f"{what}, in evaluations too (--rl-kv-cache-dtype)"
-    if config.algorithm.grpo_kl_beta > 0 and config.algorithm.rl_kl_estimator == "k1":
-        what = "--rl-kl-estimator k1 does not hold the policy to the reference"
-        yield f"{what}: the gradient of k1 is 0 in expectation; use k2 or k3"
-    if kernels.cuda_graph_impl == "transformer_engine":
-        yield (
-            "--cuda-graph-impl transformer_engine has no effect: graphs of Transformer Engine's layers are not built; "
-            "local captures the rollouts' decode step"
-        )
-    graphed = kernels.enable_cuda_graph or kernels.cuda_graph_impl == "local"
-    if graphed and config.rollout.rl_inference_engine == "mcore":
-        yield "--enable-cuda-graph has no effect with --rl-inference-engine mcore: only our engine has graphs"
-    if config.precision.fp8_format is not None and quantization.rl_train_forward == "quantized":
-        yield (
-            f"--fp8-format {config.precision.fp8_format} runs the trainer's forward pass on the "
-            f"{quantization.rl_rollout_quantization} weights of the rollouts (--rl-train-forward quantized); "
-            "fp8 products of Transformer Engine's own layers come with --transformer-impl transformer_engine"
-        )
 
 
 def to_dict(config: RLConfig) -> dict[str, dict[str, Any]]:

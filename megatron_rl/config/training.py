@@ -12,8 +12,6 @@ from megatron_rl.errors import Problem
 if TYPE_CHECKING:
     from megatron_rl.config.rl_config import RLConfig
 
-MOST_SAMPLES = 10_000_000
-
 
 def _global_batch_size(config: RLConfig, world_size: int) -> int | None:
     if config.training.perform_rl_step:
@@ -136,12 +134,6 @@ def batch_problems(config: RLConfig, world_size: int) -> Iterator[Finding]:
                 f"{nearest_multiples(batch, replicas)}"
             )
         return
-    of_a_step = f"x --grpo-group-size {algorithm.grpo_group_size}"
-    if samples > MOST_SAMPLES:
-        yield "grpo_prompts_per_step", (
-            f"{of_a_step} are {samples:,} samples a step, and no machine keeps the tokens of more than "
-            f"{MOST_SAMPLES:,}; use fewer prompts"
-        )
     if samples and batch and samples % batch:
         yield "global_batch_size", (
             f"does not divide the {samples} samples of a rollout ({algorithm.grpo_prompts_per_step} prompts x "

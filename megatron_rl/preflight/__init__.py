@@ -6,21 +6,21 @@ mentions. No process group is needed: `--check` calls this, and rank 0 of every 
 
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import Problem
-from megatron_rl.preflight import critic, extensions, inputs, machine, starts, teacher
+from megatron_rl.preflight import extensions, inputs, machine, models, starts
 
 
-def preflight(config: RLConfig) -> list[Problem]:
-    """Every problem there is."""
+def preflight(config: RLConfig, is_run: bool = True) -> list[Problem]:
+    """Every problem there is; of a model that is only asked, no ``is_run``, without environments and directories."""
     config, wrong = extensions.extension_problems(config)
     tokenizer, problems = inputs.tokenizer_problems(config)
     return [
-        *machine.output_problems(config),
+        *(machine.output_problems(config) if is_run else ()),
         *problems,
-        *inputs.environment_problems(config, tokenizer),
+        *(inputs.environment_problems(config, tokenizer) if is_run else ()),
         *starts.checkpoint_problems(config, tokenizer),
         *inputs.hugging_face_problems(config, tokenizer),
-        *critic.critic_problems(config, tokenizer),
-        *teacher.teacher_problems(config, tokenizer),
+        *models.critic_problems(config, tokenizer),
+        *models.teacher_problems(config, tokenizer),
         *wrong,
         *machine.quantization_problems(config),
         *machine.attention_problems(config),

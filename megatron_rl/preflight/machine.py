@@ -1,22 +1,30 @@
-"""What a run needs of the machine: places to write to, ports, accounts and devices."""
+"""What a run needs of the machine: places that it alone writes to, ports, accounts and devices."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
+import logging
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 from megatron_rl.config import RLConfig
-from megatron_rl.errors import Problem, collecting
+from megatron_rl.errors import Problem, collecting, one_line
 from megatron_rl.metrics.rundir import check_usable, unwritable
 from megatron_rl.metrics.writers import Mode, knows_wandb, wandb_mode
 from megatron_rl.preflight.starts import resumes
 from megatron_rl.quantization.shapes import layer_problems, storage_of
 from megatron_rl.registry import RECIPES
 
+LOCK = ".lock"
+"""In a run directory and in a directory of checkpoints."""
 _ASKED = ("attention_backend", "rl_kv_cache_dtype", "inference_dynamic_batching_block_size", "rl_kv_overcommit")
+
+logger = logging.getLogger(__name__)
 
 
 def output_problems(config: RLConfig) -> Iterator[Problem]:
@@ -42,6 +50,34 @@ def output_problems(config: RLConfig) -> Iterator[Problem]:
         fault = None if Path(directory).is_relative_to(run_dir) else unwritable(Path(directory))
         if fault is not None:
             yield config.problem(name, f": {fault}")
+
+
+def lock(config: RLConfig, held: contextlib.ExitStack) -> list[Problem]:
+    """Keep other starts out of what this one writes to until ``held`` is closed; a line where another has it.
+
+    One rank calls it. The lock is the kernel's and is gone with the process, however that ends. It is of the process
+    (`lockf`) and not of the open file (`flock`), which a fork that still writes a checkpoint would keep. So nothing
+    else in this process may open the file: to close it anywhere gives the lock up.
+    """
+    places = {"run_dir": config.logging.run_dir, "save": config.checkpoint.save}
+    if config.training.eval_only:
+        del places["save"]  # a training command's, which is only read
+    for name, directory in places.items():
+        path = Path(directory) / LOCK
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(path.open("ab+", buffering=0))
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BlockingIOError:
+            file.seek(0)
+            holder = one_line(file.read(500).decode(errors="replace")) or "another process"
+            text = f"is in use by {holder}; wait until that run has ended, stop it, or choose another directory"
+            return [config.problem(name, text)]
+        except OSError as error:  # a network file system without locks, a full disk
+            logger.warning("%s is not locked (%s): see to it that no other run writes there", directory, error.strerror)
+    return []
 
 
 def service_problems(config: RLConfig) -> Iterator[Problem]:

@@ -183,8 +183,6 @@ def _values(returned: Any, batch: TokenBatch, what: str) -> Tensor:
     values, sums = returned
     if not isinstance(values, Tensor) or values.shape != (4,) or not values.is_floating_point():
         raise _Wrong(f"returned {_described(values)} as the {what} of four tokens")
-    if values.device != batch.loss_mask.device:
-        raise _Wrong(f"returned the {what} on {values.device} for a batch on {batch.loss_mask.device}")
     if not values[batch.in_loss].isfinite().all():
         raise _Wrong(f"returned the {what} {values.tolist()}", "return finite numbers where batch.in_loss is true")
     for name, value in sums.items() if isinstance(sums, dict) else (("", sums),):

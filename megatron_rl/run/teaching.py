@@ -8,7 +8,7 @@ from megatron_rl.algorithms.extension import Function, advantage_of
 from megatron_rl.checkpoint.hf.load import load_hf
 from megatron_rl.checkpoint.tensors import fingerprints
 from megatron_rl.config import RLConfig
-from megatron_rl.config.teacher_model import teacher_of
+from megatron_rl.config.rules import teacher_of
 from megatron_rl.families import read_model
 from megatron_rl.models import BalanceLosses, PolicyModel, build_model
 from megatron_rl.parallel import ParallelGroups

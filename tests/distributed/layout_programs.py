@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.algorithms.extension import advantage_of
 from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.config import RLConfig
-from megatron_rl.config.teacher_model import teacher_of
+from megatron_rl.config.rules import teacher_of
 from megatron_rl.metrics.timers import PhaseTimer
 from megatron_rl.models import BalanceLosses, PolicyModel, rollout_mode
 from megatron_rl.parallel import ParallelGroups, initialize, shut_down

@@ -84,8 +84,7 @@ SMOLLM2 = {
 def test_a_server_takes_no_more_than_it_needs(tmp_path: Path, monkeypatch, flags, changes, rows, most_gib):
     """By arithmetic: of the model there is only its config.json, and nothing is allocated."""
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | changes))
-    monkeypatch.setattr("megatron_rl.preflight.inputs.tokenizer_problems", lambda config: (None, []))
-    monkeypatch.setattr("megatron_rl.preflight.inputs.hugging_face_problems", lambda config, tokenizer: [])
+    monkeypatch.setattr("megatron_rl.cli.model.preflight", lambda config, is_run: [])
     words = [str(tmp_path), "--port", "0", "--tokenizer-model", "any", *flags.split()]
     config = serve.COMMAND.parse(words, 1).config
     rollout, sequence = config.rollout, slot_bytes(config)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import RLConfig, read_config
-from megatron_rl.config.rl_config import notes
+from megatron_rl.config.rules import notes
 
 ARCHITECTURE = {
     "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,

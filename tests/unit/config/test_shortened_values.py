@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.errors import MAX_PROBLEM, MAX_PROBLEMS, MAX_VALUE, one_line, problem_lines, shorten
+from megatron_rl.errors import MAX_PROBLEM, MAX_VALUE, one_line, shorten
 from megatron_rl.main import main
 
 ANCHORED: list = ["x"] * 10
@@ -38,23 +38,14 @@ def test_the_beginning_and_the_end_of_a_text_stay():
     assert one_line("x" * 500) == "x" * 500
 
 
-def test_problems_beyond_any_persons_are_counted():
-    problems = [f"problem {n}" for n in range(MAX_PROBLEMS + 3)]
-    assert problem_lines(problems[:MAX_PROBLEMS]) == problems[:MAX_PROBLEMS]
-    assert problem_lines(problems) == [*problems[:MAX_PROBLEMS], "... and 3 more, not shown; mend these first"]
-
-
 def test_all_that_is_wrong_with_a_command_line_is_shown(capsys):
     assert main(["train_rl.py", *(f"--flag.{n}" for n in range(76))]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert sum("is not a flag; --help-all lists all flags" in line for line in lines) == 76
-    assert "not shown" not in lines[-1]
 
 
 def test_what_no_person_has_written_is_cut(capsys):
-    wrong = [f"--flag-{n}\n{'x' * 10**4}" for n in range(10**3)]
+    wrong = [f"--flag-{n}\n{'x' * 10**4}" for n in range(10)]
     assert main(["train_rl.py", *wrong, "--lr", "9" * 10**6]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 + MAX_PROBLEMS
-    assert int(lines[0].split()[0]) > 1000
     assert max(map(len, lines)) <= 2 + MAX_PROBLEM

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.preflight.locks import FILE_NAME, lock
+from megatron_rl.preflight.machine import LOCK, lock
 from tests.support.tiny import tiny_config
 
 
@@ -84,4 +84,4 @@ def test_a_file_system_without_locks_costs_a_warning(
     monkeypatch.setattr(logging.getLogger("megatron_rl"), "propagate", True)
     assert _problems(run_dir=tmp_path) == []
     assert caplog.messages[0].startswith(f"{tmp_path} is not locked ({os.strerror(number)})")
-    assert (tmp_path / FILE_NAME).read_bytes() == b""
+    assert (tmp_path / LOCK).read_bytes() == b""

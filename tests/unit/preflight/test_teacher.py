@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.config import RLConfig
 from megatron_rl.errors import problem_lines
 from megatron_rl.families.family import SMALL
-from megatron_rl.preflight.teacher import teacher_problems
+from megatron_rl.preflight.models import teacher_problems
 from megatron_rl.tokenizer import Tokenizer, load_tokenizer
 from tests.support.hugging_face import write_model
 from tests.support.tiny import tiny_config, write_tokenizer

@@ -20,7 +20,7 @@ from megatron_rl.algorithms import TokenBatch
 from megatron_rl.algorithms.groups import groups_with_signal
 from megatron_rl.algorithms.objective import objective_metrics
 from megatron_rl.config import RLConfig
-from megatron_rl.config.teacher_model import teacher_of
+from megatron_rl.config.rules import teacher_of
 from megatron_rl.errors import CheckpointError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.trainer.packing import collate
