@@ -24,7 +24,7 @@ import yaml
 
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.client import EnvironmentClient
-from megatron_rl.environments.config import prepare_environments
+from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.data import DatasetEnvironment
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.results import judge
@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Round
     entries = [environment_entry(kind, folder) for kind in arguments.graders]
     path = folder / "list.yaml"
     path.write_text(yaml.safe_dump(entries))
-    environments = {name: survey.environment for name, survey in prepare_environments(path).items()}
+    environments = {spec.name: spec.create() for spec in load_environment_specs(path)}
     with EnvironmentServerProcess(path, folder) as server, asyncio.Runner() as runner:
         client = EnvironmentClient(server.address_file, timeout=300.0)
         contests = {

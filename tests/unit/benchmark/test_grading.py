@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 import yaml
 
-from megatron_rl.environments.config import prepare_environments
+from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.registry import GRADERS
 from tools.benchmark.grading import main
 from tools.benchmark.grading_texts import ENVIRONMENTS, environment_entry, groups_of, split_of
@@ -23,7 +23,7 @@ def test_every_kind_of_grader_is_measured():
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_texts_are_long_and_no_two_alike(tmp_path, kind):
     (tmp_path / "list.yaml").write_text(yaml.safe_dump([environment_entry(kind, tmp_path)]))
-    environment = prepare_environments(tmp_path / "list.yaml")[ENVIRONMENTS[kind]].environment
+    environment = load_environment_specs(tmp_path / "list.yaml")[0].create()
     tasks = list(environment.tasks(split_of(environment)))
     groups = list(islice(groups_of(environment, tasks, 16, 2000, seed=1), 3))
     texts = [transcript.text for group in groups for _, transcript in group]
