@@ -26,8 +26,6 @@ MAX_BYTES = 2 * 2**30
 
 @dataclass
 class TaskSurvey:
-    """What a walk over all tasks found."""
-
     problems: list[str] = field(default_factory=list)
     """One line each; empty when the tasks can be used."""
     counts: Counter[Split] = field(default_factory=Counter)
@@ -41,7 +39,6 @@ class TooMuch(ConfigError):
 
 
 def splits_of(environment: Environment) -> tuple[Split, ...]:
-    """The splits that a run reads."""
     return ("test",) if environment.evaluation_only else ("train", "test")
 
 

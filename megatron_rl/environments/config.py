@@ -137,7 +137,6 @@ class LineLoader(yaml.SafeLoader):
     """Names the line of a value that is none of its type, such as ``!!int ""``, of which PyYAML raises anything."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """See PyYAML."""
         try:
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -126,8 +126,6 @@ class JudgeSettings:
 
 
 class Judge:
-    """Asks for verdicts."""
-
     def __init__(self, settings: JudgeSettings, policy: openai.OpenAI | None = None) -> None:
         """``policy`` is the client of a harness, for a model of the run: its session is left out, so that nobody trains
         on what the judge says."""
