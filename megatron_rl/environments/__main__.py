@@ -27,7 +27,6 @@ _VERDICTS = {True: "ok", False: "FAIL", None: "-"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code."""
     arguments = vars(_parser().parse_args(argv))
     try:
         return arguments.pop("run")(**arguments)
@@ -80,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    """A positive, finite number of seconds."""
     value = float(text)
     if not 0 < value < math.inf:
         raise ValueError(text)

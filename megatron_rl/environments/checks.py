@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from megatron_rl.chat import ChatFormat
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.loader import Begin, ignore
 from megatron_rl.environments.wire import WireError, messages_of
@@ -27,17 +26,12 @@ MAX_BYTES = 2 * 2**30
 
 @dataclass
 class TaskSurvey:
-    """What a walk over all tasks found."""
-
-    environment: Environment
     problems: list[str] = field(default_factory=list)
     """One line each; empty when the tasks can be used."""
     counts: Counter[Split] = field(default_factory=Counter)
     """Rows of each split."""
     first_chat: str | None = None
     """The id of a task whose prompt is chat messages."""
-    chat: ChatFormat = ChatFormat()
-    """What its entry of the list says of chats."""
 
 
 class TooMuch(ConfigError):
@@ -45,13 +39,12 @@ class TooMuch(ConfigError):
 
 
 def splits_of(environment: Environment) -> tuple[Split, ...]:
-    """The splits that a run reads."""
     return ("test",) if environment.evaluation_only else ("train", "test")
 
 
 def survey_tasks(environment: Environment, begin: Begin = ignore) -> TaskSurvey:
     """Reads all tasks of the splits that a run reads; all, so that the last line can tell the number of problems."""
-    survey, first_seen = TaskSurvey(environment), {}
+    survey, first_seen = TaskSurvey(), {}
     if environment.needs_sandbox and (problem := sandbox_problem()):
         survey.problems.append(problem)
     for split in splits_of(environment):

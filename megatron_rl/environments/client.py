@@ -65,8 +65,6 @@ class RequestFailed(EnvironmentFault):
 
 @dataclass(frozen=True)
 class ServedEnvironment:
-    """An environment of the server's list."""
-
     name: str
     weight: float
     """Share of the training prompts, relative to the others."""
@@ -158,7 +156,6 @@ class EnvironmentClient:
         return tuple(ServedEnvironment(*(row[name] for name in names)) for row in rows)
 
     def _fetch(self, environment: str, what: str, split: Split) -> Iterator[Any]:
-        """The rows of a list, page by page."""
         offset, total = 0, 1
         while offset < total:
             page = self._get(f"/v1/environments/{environment}/{what}?split={split}&offset={offset}&limit={PAGE}")
@@ -170,7 +167,6 @@ class EnvironmentClient:
         return asyncio.run(self._ask(path, self._list_timeout))
 
     def health(self, timeout: float = QUICK_SECONDS) -> bool:
-        """Whether the server answers."""
         try:
             self._at_once("/v1/health", timeout)
             return True

@@ -29,7 +29,6 @@ import yaml
 from megatron_rl.chat import ChatFormat, kwargs_refusal, read_template
 from megatron_rl.environments.base import RULES as OF_CLASSES
 from megatron_rl.environments.base import Environment, HarnessEnvironment, suggestion, whole_number
-from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.loader import MAX_NAME, NAME_PATTERN, find_environment, ignore
 from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 from megatron_rl.json_text import MAX_VALUES, check_bounds, dumps
@@ -134,35 +133,10 @@ def load_environment_specs(
     return _with_distinct_names(specs)
 
 
-def prepare_environments(
-    path: str | Path, skip: Collection[str] = (), begin: BeginEntry = ignore
-) -> dict[str, TaskSurvey]:
-    """The environments of the list at ``path`` by name, with all their tasks checked; ``ConfigError`` otherwise.
-
-    The author's code runs here; ``loading.surveyed`` does it in another process.
-    """
-    prepared: dict[str, TaskSurvey] = {}
-    problems = []
-    for spec in load_environment_specs(path, skip, begin):
-        begin_part = partial(begin, spec.where, spec.name)
-        try:
-            begin_part("it was set up")
-            environment = spec.create()
-            prepared[spec.name] = replace(survey_tasks(environment, begin_part), chat=spec.chat_of(environment))
-            found = prepared[spec.name].problems
-        except ConfigError as error:
-            found = error.lines
-        problems += [f"{spec.name}: {problem}" for problem in found]
-    if problems:
-        raise ConfigError(problem_lines(problems))
-    return prepared
-
-
 class LineLoader(yaml.SafeLoader):
     """Names the line of a value that is none of its type, such as ``!!int ""``, of which PyYAML raises anything."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """See PyYAML."""
         try:
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -10,29 +10,25 @@ What does not come to a verdict raises, so the sample is masked; it never become
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron_rl.environments.base import suggestion
-from megatron_rl.environments.judge_files import Busy, Limits, Verdicts
 from megatron_rl.environments.wire import read_key
 from megatron_rl.errors import one_line, shorten
-from megatron_rl.json_text import dumps, loads
+from megatron_rl.json_text import loads
 
 if TYPE_CHECKING:
     import openai
 
 POLICY, REFERENCE = OWN = "policy", "reference"
-OF_URLS = ("model", "key_variable", "deadline", "files", "requests_at_once", "requests_per_minute")
-"""What the model of the run takes none of."""
+OF_URLS = ("model", "key_variable", "deadline")
+"""Settings that the model of the run has no use for."""
 SESSION = re.compile(r"/sessions/[^/]+/v1/?$")
 FIELDS = re.compile(r"\{(question|answer|reference)\}")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -59,7 +55,7 @@ class JudgeError(Exception):
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Whom to ask, how, and how often; the fields are the keys of the option ``judge``."""
+    """Whom to ask and how; the fields are the keys of the option ``judge``."""
 
     url: str = POLICY
     """Up to and with ``/v1``; ``policy`` is the model that is trained, as it is now, and ``reference`` as it was when
@@ -77,14 +73,9 @@ class JudgeSettings:
     temperature: float = 0.0
     max_tokens: int = 16
     deadline: float = 60.0
-    """Seconds for one verdict: waits for the limits, all tries and the pauses between them. Of the model of the run
-    only the harness's ``run_deadline`` counts: its calls wait until the rollout comes to them."""
+    """Seconds for one verdict: all attempts and the pauses between them. For the model of the run only the harness's
+    ``run_deadline`` counts: its calls wait until the rollout comes to them."""
     attempts: int = 6
-    files: str = ""
-    """A directory on a local disk, as an absolute path, for the limits and the verdicts so far; empty: neither."""
-    requests_at_once: int = 0
-    requests_per_minute: int = 0
-    """Of all processes with the same ``files``; 0: no limit."""
 
     def __post_init__(self) -> None:
         problem = next(self._problems(), None)
@@ -111,13 +102,9 @@ class JudgeSettings:
             yield f"lowest is {self.lowest:g} and highest {self.highest:g}; the first must be the smaller"
         if not (0 < self.deadline < math.inf and 0 <= self.temperature < math.inf):
             yield f"deadline is {self.deadline:g} and temperature {self.temperature:g}; use above 0, and at least 0"
-        for name, least in (("attempts", 1), ("max_tokens", 1), ("requests_at_once", 0), ("requests_per_minute", 0)):
-            if getattr(self, name) < least:
-                yield f"{name} is {getattr(self, name)}; it must be at least {least}"
-        if self.files and not Path(self.files).is_absolute():
-            yield f"files is {shorten(self.files)}; give an absolute path: every sample has a directory of its own"
-        if (self.requests_at_once or self.requests_per_minute) and not self.files:
-            yield "requests_at_once and requests_per_minute are kept in files; name a directory for it"
+        for name in ("attempts", "max_tokens"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
         try:
             reader_of(self.verdict)
         except ValueError as error:
@@ -132,7 +119,6 @@ class JudgeSettings:
         if self.key_variable and not os.environ.get(self.key_variable):
             yield f"the environment variable {self.key_variable}, which should have the API key, is not set"
 
-
     @property
     def is_own(self) -> bool:
         """Whether the model of the run judges."""
@@ -140,8 +126,6 @@ class JudgeSettings:
 
 
 class Judge:
-    """Asks for verdicts."""
-
     def __init__(self, settings: JudgeSettings, policy: openai.OpenAI | None = None) -> None:
         """``policy`` is the client of a harness, for a model of the run: its session is left out, so that nobody trains
         on what the judge says."""
@@ -152,11 +136,6 @@ class Judge:
                 raise ValueError(f"judge: url is {settings.url}, which only a harness knows; give a URL")
             self._url, self._key = SESSION.sub("/v1", str(policy.base_url)), policy.api_key
         self._url = self._url.rstrip("/") + "/chat/completions"
-        files = Path(settings.files)
-        self._verdicts = Verdicts(files / "verdicts.sqlite") if settings.files else None
-        self._limits = None
-        if settings.requests_at_once or settings.requests_per_minute:
-            self._limits = Limits(files, settings.requests_at_once, settings.requests_per_minute)
 
     def verdict(self, question: str, answer: str, reference: str = "") -> float:
         """The reward, from 0 to 1.
@@ -165,16 +144,7 @@ class Judge:
             JudgeError: the judge cannot be reached, refuses, takes too long, or says nothing that can be read.
         """
         shown = {"question": question, "answer": answer, "reference": reference}
-        prompt = FIELDS.sub(lambda found: shown[found[1]], self._settings.prompt)
-        digest = hashlib.sha256(dumps(self._body(prompt)).encode()).hexdigest()
-        kept = None if self._verdicts is None else self._verdicts.get(digest)
-        said = self._said(prompt) if kept is None else kept
-        reward = self._reward(said)
-        if self._verdicts is not None:  # only what could be read
-            self._verdicts.put(digest, said)
-        return reward
-
-    def _reward(self, said: str) -> float:
+        said = self._said(FIELDS.sub(lambda found: shown[found[1]], self._settings.prompt))
         lowest, highest = self._settings.lowest, self._settings.highest
         try:
             value = self._read(said)
@@ -197,18 +167,14 @@ class Judge:
                 attempt += 1
                 wait, pause = pause, min(2 * pause, LONGEST_PAUSE)
                 try:
-                    with self._limits.place(ends) if self._limits is not None else contextlib.nullcontext():
-                        left = None if settings.is_own else max(ends - time.monotonic(), 0.001)
-                        answer = client.post(self._url, json=self._body(prompt), timeout=left)
+                    left = None if settings.is_own else max(ends - time.monotonic(), 0.001)
+                    answer = client.post(self._url, json=self._body(prompt), timeout=left)
                     if answer.is_success:
                         return _content(answer.text)
                     problem = self._without_key(f"status {answer.status_code}: {answer.text}")
                     if answer.status_code < 500 and answer.status_code not in PASSING:
                         raise JudgeError(f"the judge refused with {problem}")
                     wait = _asked_to_wait(answer.headers.get("retry-after"), wait)
-                except Busy as busy:
-                    problem = f"{busy}{problem and f'; before: {problem}'}"
-                    break
                 except (httpx.HTTPError, ValueError) as error:  # no connection, none in time, no answer of a model
                     problem = self._without_key(f"{type(error).__name__}: {error}")
                 if time.monotonic() + wait >= ends:

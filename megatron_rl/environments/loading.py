@@ -111,78 +111,60 @@ def all_but_failing(
         failures[answer.failed_at] = answer.problems[0]
 
 
-class _Failed(Exception):
-    """The child gives no answer; says what it did, and what to do about it."""
-
-    def __init__(self, what: str, advice: str = "mend it, or leave it out") -> None:
-        super().__init__(what)
-        self.advice = advice
-
-
 def _run_in_child(work: str, arguments: Mapping[str, Any], seconds: float, program: str = PROGRAM) -> Answer:
     """The answer of ``work(**arguments)`` in the module ``program``; each stage it reports may take ``seconds``."""
     with tempfile.TemporaryFile() as printed:
         process, channel = start_child(program, os.environ, stdout=printed, stderr=subprocess.STDOUT)
-        with channel:
-            try:
-                send(channel, {"work": work, "arguments": dict(arguments), "parent": os.getpid()})
-                child = _Child(process, channel, printed.fileno())
-                return child.answer(seconds)
-            finally:
-                kill_group(process.pid)
-                process.wait()
-
-
-@dataclass
-class _Child:
-    process: subprocess.Popen
-    channel: Connection
-    printed: int
-    """The file that it prints to."""
-
-    def answer(self, seconds: float) -> Answer:
-        """Waits for it, stage after stage."""
         key, who, doing = "", "the process that loads modules", "it started"
         try:
-            message = self._next_message(max(seconds, START_SECONDS), who, doing)
+            send(channel, {"work": work, "arguments": dict(arguments), "parent": os.getpid()})
+            message = _next_message(process, channel, printed.fileno(), max(seconds, START_SECONDS), f"{who}: {doing}")
             while "stage" in message:
                 key, who, doing = message["stage"]
-                message = self._next_message(seconds, who, doing)
-            output = self._output()
-            if "raised" not in message:
-                return Answer(message.get("result"), tuple(message.get("problems", ())), output=output)
-            failed, said = _Failed(message["raised"]), ""  # its last words are the traceback
-        except (_Failed, OSError, EOFError) as error:
-            failed, output = error if isinstance(error, _Failed) else _Failed(self._ended()), self._output()
-            said = f"; its last words: {one_line(output[-200:])}" if output.strip() else ""
-        return Answer(problems=(f"{who} {failed} while {doing}; {failed.advice}{said}",), failed_at=key, output=output)
-
-    def _next_message(self, seconds: float, who: str, doing: str) -> dict[str, Any]:
-        start, told = time.monotonic(), False
-        while not self.channel.poll(POLL_SECONDS):
-            if self.process.poll() is not None and not self.channel.poll(0):
-                raise EOFError  # a fork that it left behind may hold the channel open
-            if os.fstat(self.printed).st_size > MAX_OUTPUT:
-                raise _Failed(f"printed more than {MAX_OUTPUT // 2**20} MiB", "print less")
-            waited = time.monotonic() - start
-            if waited > seconds:
-                raise _Failed(f"took more than {seconds:g} s", "mend it, or raise --rl-environment-load-timeout")
-            if waited > TELL_SECONDS and not told:
-                told = True
-                logger.info("%s: for %.0f s %s; that may take %g s", who, waited, doing, seconds)
-        return receive(self.channel)
-
-    def _output(self) -> str:
+                message = _next_message(process, channel, printed.fileno(), seconds, f"{who}: {doing}")
+        except (OSError, EOFError):
+            message = {"failed": _ended(process)}
+        finally:
+            channel.close()
+            kill_group(process.pid)
+            process.wait()
         # not by seeking: the child writes at the same position
-        last = os.pread(self.printed, KEPT_OUTPUT, max(os.fstat(self.printed).st_size - KEPT_OUTPUT, 0))
-        return last.decode("utf-8", errors="replace")
+        last = os.pread(printed.fileno(), KEPT_OUTPUT, max(os.fstat(printed.fileno()).st_size - KEPT_OUTPUT, 0))
+    output = last.decode("utf-8", errors="replace")
+    if not message.keys() & {"raised", "failed"}:
+        return Answer(message.get("result"), tuple(message.get("problems", ())), output=output)
+    # where it raised, its last words are the traceback
+    said = f"; its last words: {one_line(output[-200:])}" if "failed" in message and output.strip() else ""
+    what, advice = message.get("raised") or message["failed"], message.get("advice", "mend it, or leave it out")
+    return Answer(problems=(f"{who} {what} while {doing}; {advice}{said}",), failed_at=key, output=output)
 
-    def _ended(self) -> str:
-        try:
-            status = self.process.wait(0.2)
-        except subprocess.TimeoutExpired:
-            return "closed the files of its process"
-        if status >= 0:
-            return f"ended the process with status {status}"
-        name = signal.Signals(-status).name
-        return f"was killed by {name}" + (", likely for want of memory," if name == "SIGKILL" else "")
+
+def _next_message(
+    process: subprocess.Popen, channel: Connection, printed: int, seconds: float, stage: str
+) -> dict[str, Any]:
+    """What the child says next, or ``failed`` where it takes or prints too much; ``EOFError`` when it has ended."""
+    start, told = time.monotonic(), False
+    while not channel.poll(POLL_SECONDS):
+        if process.poll() is not None and not channel.poll(0):
+            raise EOFError  # a fork that it left behind may hold the channel open
+        if os.fstat(printed).st_size > MAX_OUTPUT:
+            return {"failed": f"printed more than {MAX_OUTPUT // 2**20} MiB", "advice": "print less"}
+        waited = time.monotonic() - start
+        if waited > seconds:
+            advice = "mend it, or raise --rl-environment-load-timeout"
+            return {"failed": f"took more than {seconds:g} s", "advice": advice}
+        if waited > TELL_SECONDS and not told:
+            told = True
+            logger.info("%s (for %.0f s; it may take %g s)", stage, waited, seconds)
+    return receive(channel)
+
+
+def _ended(process: subprocess.Popen) -> str:
+    try:
+        status = process.wait(0.2)
+    except subprocess.TimeoutExpired:
+        return "closed the files of its process"
+    if status >= 0:
+        return f"ended the process with status {status}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}" + (", likely for want of memory," if name == "SIGKILL" else "")

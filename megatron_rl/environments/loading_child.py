@@ -10,20 +10,22 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_rl.environments.base import Environment, HarnessEnvironment
+from megatron_rl.environments.checks import TaskSurvey, survey_tasks
 from megatron_rl.environments.child import die_with_parent, parent_channel
-from megatron_rl.environments.config import LineLoader, prepare_environments
+from megatron_rl.environments.config import EnvironmentSpec, LineLoader, load_environment_specs
 from megatron_rl.environments.data import DatasetEnvironment
 from megatron_rl.environments.loader import discover, find_environment, reason_of
 from megatron_rl.environments.loading import Surveyed
 from megatron_rl.environments.selftest import run_checks
 from megatron_rl.environments.wire import receive, send
-from megatron_rl.errors import ConfigError, one_line, shorten
+from megatron_rl.errors import ConfigError, one_line, problem_lines, shorten
 
 MAX_DETAIL = 2_000
 
@@ -59,34 +61,59 @@ def inspect(report: Report, name: str, options: Sequence[str], limit: int) -> di
     return {"title": one_line(f"{environment.name}: {environment.description()}"), "checks": rows}
 
 
-def survey(report: Report, path: str, skip: Collection[str], demonstrations: bool) -> list[dict[str, Any]]:
+def survey(
+    report: Report, path: str, skip: Collection[str] = (), demonstrations: bool = False
+) -> list[dict[str, Any]]:
     """What the checks of a run ask about each environment of a list; ``demonstrations`` includes theirs."""
 
     def begin(where: str, name: str, doing: str) -> None:
         report(where, f"{where}: environment {shorten(name)}", doing)
 
-    found = []
+    found, problems = [], []
     report("", str(path), "it was read")
-    for name, item in prepare_environments(path, skip, begin).items():
-        environment, demonstrates, overlong = item.environment, False, None
-        if demonstrations and not environment.evaluation_only:
-            report("", f"environment {name!r}", "its demonstrations were read")
-            demonstrates = _demonstrates(name, environment)
-        if isinstance(environment, DatasetEnvironment):
-            overlong = (environment.overlong.buffer, environment.overlong.max_tokens, environment.overlong.free_tokens)
-        lowest, test_tasks = float(environment.reward_range[0]), item.counts["test"]
-        about = (environment.evaluation_only, lowest, test_tasks, item.first_chat, demonstrates, overlong)
-        of_models = {"is_harness": isinstance(environment, HarnessEnvironment), "chat": item.chat}
-        of_models["asks_reference"] = of_models["is_harness"] and environment.asks_reference
-        found.append(Surveyed(name, *about, max_turns=environment.max_turns, **of_models))
-    return [asdict(each) for each in found]
+    for spec in load_environment_specs(path, skip, begin):
+        begin_part = partial(begin, spec.where, spec.name)
+        try:
+            begin_part("it was set up")
+            environment = spec.create()
+            tasks = survey_tasks(environment, begin_part)
+            found.append((spec, environment, tasks))
+            faults = tasks.problems
+        except ConfigError as error:
+            faults = error.lines
+        problems += [f"{spec.name}: {fault}" for fault in faults]
+    if problems:
+        raise ConfigError(problem_lines(problems))
+    return [asdict(_surveyed(report, *each, demonstrations)) for each in found]
 
 
-def _demonstrates(name: str, environment: Environment) -> bool:
-    try:
-        return any(True for _ in environment.demonstrations("train"))
-    except Exception as error:
-        raise ConfigError([f"{name}: demonstrations raises {one_line(f'{type(error).__name__}: {error}')}"]) from error
+def _surveyed(
+    report: Report, spec: EnvironmentSpec, environment: Environment, tasks: TaskSurvey, demonstrations: bool
+) -> Surveyed:
+    demonstrates, overlong = False, None
+    if demonstrations and not environment.evaluation_only:
+        report("", f"environment {spec.name!r}", "its demonstrations were read")
+        try:
+            demonstrates = any(True for _ in environment.demonstrations("train"))
+        except Exception as error:
+            said = one_line(f"{type(error).__name__}: {error}")
+            raise ConfigError([f"{spec.name}: demonstrations raises {said}"]) from error
+    if isinstance(environment, DatasetEnvironment):
+        overlong = (environment.overlong.buffer, environment.overlong.max_tokens, environment.overlong.free_tokens)
+    is_harness = isinstance(environment, HarnessEnvironment)
+    return Surveyed(
+        spec.name,
+        environment.evaluation_only,
+        float(environment.reward_range[0]),
+        tasks.counts["test"],
+        tasks.first_chat,
+        demonstrates,
+        overlong,
+        environment.max_turns,
+        is_harness,
+        asks_reference=is_harness and environment.asks_reference,
+        chat=spec.chat_of(environment),
+    )
 
 
 def _values(pairs: Sequence[str]) -> dict[str, object]:

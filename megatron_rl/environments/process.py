@@ -83,7 +83,6 @@ class EnvironmentServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the server."""
         self._stopped.set()
         self._thread.join()
         self.address_file.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,13 +49,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, script: Script) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self._script, self._lock, self.calls = script, threading.Lock(), 0
-
-    def next(self) -> Said | None:
-        """What is said to the next call."""
-        with self._lock:
-            self.calls += 1
-            return self._script(self.calls - 1)
+        self.script, self.numbers = script, itertools.count()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -62,11 +57,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_POST(self) -> None:
-        """One call."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        said = self.server.next()
+        number = next(self.server.numbers)
+        said = self.server.script(number)
         if said is None:
-            message = f"the script ends after {self.server.calls - 1} turns, and the harness asks for another"
+            message = f"the script ends after {number} turns, and the harness asks for another"
             self._answer({"error": {"message": message, "type": "invalid_request_error"}}, 400)
         elif self.path.endswith("/chat/completions"):
             self._chat(said, asked)
@@ -76,7 +71,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(_completion("text_completion", choice, asked))
 
     def do_GET(self) -> None:
-        """The list of models."""
         self._answer({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": ""}]})
 
     def log_message(self, *_: object) -> None:

@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 
 class Served(Resource):
-    """A resource that knows the environments."""
-
     def __init__(self, service: Service) -> None:
         self.service = service
 

@@ -97,13 +97,11 @@ class Service:
         return [pool for pool in (self.pool, self.harnesses) if pool is not None]
 
     def counters(self) -> Counter[str]:
-        """What the workers did."""
         counts: Counter[str] = Counter()
         for pool in self._pools:
             counts.update(pool.counters())  # a sum of counters would leave out what never happened
         return counts
 
     def close(self) -> None:
-        """Ends the workers."""
         for pool in self._pools:
             pool.close()

@@ -39,7 +39,6 @@ def read_key(value: object, key: str, kind: type | tuple[type, ...], where: str 
 
 
 def task_from_json(value: object, where: str = "task") -> Task:
-    """The task of a JSON object."""
     prompt = read_key(value, "prompt", (str, list), where)
     if not isinstance(prompt, str):
         prompt = messages_of(prompt, f"{where}.prompt")
@@ -62,13 +61,11 @@ def messages_of(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 
 def demonstration_to_json(demonstration: Demonstration) -> dict[str, Any]:
-    """The JSON object of a demonstration."""
     shown = {"task": vars(demonstration.task), "completion": demonstration.completion}
     return shown | ({"later": [vars(turn) for turn in demonstration.later]} if demonstration.later else {})
 
 
 def demonstration_from_json(value: object, where: str = "demonstration") -> Demonstration:
-    """The demonstration of a JSON object."""
     task = task_from_json(read_key(value, "task", dict, where), f"{where}.task")
     later = []
     for index, turn in enumerate(read_key(value, "later", list, where) if "later" in value else ()):
@@ -79,7 +76,6 @@ def demonstration_from_json(value: object, where: str = "demonstration") -> Demo
 
 
 def item_to_json(item: Item) -> dict[str, Any]:
-    """The JSON object of a sample or a step."""
     if len(item) == 2:
         return {"task": vars(item[0]), "transcript": vars(item[1])}
     return {"task": vars(item[0]), "state": item[1], "turn": vars(item[2])}
@@ -103,13 +99,11 @@ def item_from_json(value: object, where: str = "item") -> Item:
 
 
 def run_to_json(run: HarnessRun) -> dict[str, Any]:
-    """The JSON object of a harness's sample."""
     client = {"base_url": run.base_url, "api_key": run.api_key, "model": run.model}
     return {"task": vars(run.task), "sample": run.sample, "client": client}
 
 
 def run_from_json(value: object, where: str = "item") -> HarnessRun:
-    """The harness's sample of a JSON object."""
     task = task_from_json(read_key(value, "task", dict, where), f"{where}.task")
     client, inside = read_key(value, "client", dict, where), f"{where}.client"
     known = (read_key(client, name, str, inside) for name in ("base_url", "api_key", "model"))

@@ -104,7 +104,6 @@ class _Grading:
                 worker.begin(self._waiting.popleft())
 
     def close(self) -> None:
-        """Ends all workers."""
         for worker in list(self._workers):
             self._end(worker)
         if self._settings["scratch"]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from megatron_rl.sandbox.limits import Execution, Limits, SandboxUnavailable
 from megatron_rl.sandbox.probe import require_sandbox, sandbox_problem
-from megatron_rl.sandbox.python import run_python
-from megatron_rl.sandbox.tool import python_tool
+from megatron_rl.sandbox.python import python_tool, run_python
 
 __all__ = ["Execution", "Limits", "SandboxUnavailable"]
 __all__ += ["python_tool", "require_sandbox", "run_python", "sandbox_problem"]

@@ -43,7 +43,6 @@ OLD, HOME = "/old", "/work"
 
 
 def main() -> None:
-    """The launcher."""
     status = int(sys.argv[1])
     try:
         plan = marshal.loads(_read(int.from_bytes(_read(8), "little")))

@@ -61,8 +61,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Execution:
-    """What came of a program."""
-
     stdout: str
     """As UTF-8; bytes that are none become U+FFFD."""
     stderr: str

@@ -42,8 +42,6 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One sandbox and the program in it."""
-
     parent: int
     """The process whose end ends all."""
     namespaces: int

@@ -345,5 +345,4 @@ def _read_hub(source: Source) -> NumberedRows:
 
 
 def _numbered(batches: Iterable[Any]) -> NumberedRows:
-    """The rows of arrow batches."""
     return enumerate((row for batch in batches for row in batch.to_pylist()), start=1)

@@ -47,7 +47,6 @@ _SHAPES = (
 
 
 def judge(completion: str, gold: str) -> Grade:
-    """The verdict on a completion."""
     lines = _ANSWER_LINE.findall(completion[-TAIL:])
     extracted = normalised(lines[-1] if lines else INVALID)
     if extracted == normalised(gold):

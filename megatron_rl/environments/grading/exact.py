@@ -10,7 +10,6 @@ FORM = "%s"
 
 
 def judge(completion: str, gold: str) -> Grade:
-    """The verdict on a completion."""
     answer = completion.rpartition(THOUGHT)[2].strip()
     if not answer:
         return Grade(REWARDS[0], status="no_answer")

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from megatron_rl.environments.config import prepare_environments
+from megatron_rl.environments.loader import ignore
+from megatron_rl.environments.loading_child import survey
 from megatron_rl.environments.process import EnvironmentServerProcess
 from megatron_rl.environments.wire import Address, read_address
 from megatron_rl.errors import ConfigError
@@ -80,7 +81,7 @@ def token_of(address: Address) -> dict[str, str]:
 def problems_of(path: Path) -> list[str]:
     """What is wrong with the list at ``path``, its environments and all their tasks."""
     try:
-        prepare_environments(path)
+        survey(ignore, str(path))
     except ConfigError as error:
         return error.lines
     return []

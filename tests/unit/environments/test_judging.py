@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from megatron_rl.environments import judging
-from megatron_rl.environments.judge_files import Busy, Limits, Verdicts
 from megatron_rl.environments.judging import Judge, JudgeError, JudgeSettings
 
 KEY = "key-of-the-judge"
@@ -24,18 +21,12 @@ def said(content):
 class _Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.asked.append(body | {"key": self.headers.get("Authorization"), "path": self.path})
-            replies, number = self.server.replies, len(self.server.asked) - 1
-            self.server.open += 1
-            self.server.most_open = max(self.server.most_open, self.server.open)
+        self.server.asked.append(body | {"key": self.headers.get("Authorization"), "path": self.path})
+        replies, number = self.server.replies, len(self.server.asked) - 1
         reply = replies[min(number, len(replies) - 1)]
         if reply == "hang":
             self.server.released.wait(30)
             return
-        time.sleep(self.server.takes)
-        with self.server.lock:
-            self.server.open -= 1
         status, headers, text = reply
         self.send_response(status)
         for name, value in headers.items():
@@ -54,9 +45,8 @@ def server(monkeypatch):
     monkeypatch.setattr(judging, "FIRST_PAUSE", 0.01)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
-    server.lock, server.released = threading.Lock(), threading.Event()
-    server.asked, server.open, server.most_open, server.takes = [], 0, 0, 0.0
-    server.replies = [said("7")]
+    server.released = threading.Event()
+    server.asked, server.replies = [], [said("7")]
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield server
@@ -170,9 +160,9 @@ def test_ways_to_read_a_verdict(server, kind, answer, reward):
         (r"\[\[(\d+)\]\]", "4", "no verdict to read"),
     ],
 )
-def test_nonsense_is_a_failure_and_is_not_kept(server, tmp_path, kind, answer, problem):
+def test_nonsense_is_a_failure_and_the_next_verdict_counts(server, kind, answer, problem):
     server.replies = [said(answer), said("[[5]] {\"score\": 5} 5")]
-    asking = judge(server, verdict=kind, files=str(tmp_path / "files"))
+    asking = judge(server, verdict=kind)
     with pytest.raises(JudgeError, match=problem):
         asking.verdict("q", "a")
     assert asking.verdict("q", "a") == pytest.approx(0.5)
@@ -182,109 +172,6 @@ def test_nonsense_is_a_failure_and_is_not_kept(server, tmp_path, kind, answer, p
 def test_what_is_no_completion_is_asked_again(server, body):
     server.replies = [(200, {}, body.encode(errors="replace").decode()), said("2")]
     assert judge(server).verdict("q", "a") == pytest.approx(0.2)
-
-
-def test_verdicts_are_kept_by_model_and_prompt(server, tmp_path):
-    server.replies = [said("1"), said("2"), said("3"), said("4")]
-    files = str(tmp_path / "new" / "files")
-    assert judge(server, files=files).verdict("q", "a") == pytest.approx(0.1)
-    assert judge(server, files=files).verdict("q", "a") == pytest.approx(0.1), "another process, after a resume"
-    assert len(server.asked) == 1
-    assert judge(server, files=files).verdict("q", "b") == pytest.approx(0.2)
-    assert judge(server, files=files, model="other").verdict("q", "a") == pytest.approx(0.3)
-    assert judge(server, files=files, temperature=1.0).verdict("q", "a") == pytest.approx(0.4)
-    assert judge(server, files=files, highest=2).verdict("q", "a") == pytest.approx(0.5), "kept as it was said"
-    assert len(server.asked) == 4
-
-
-def _ask(url, files, deadline, results, settings):
-    settings = JudgeSettings(url=url, files=files, deadline=deadline, attempts=1, **settings)
-    try:
-        results.put(Judge(settings).verdict("q", f"answer {multiprocessing.current_process().pid}"))
-    except JudgeError as error:
-        results.put(str(error))
-
-
-def _from_processes(server, count, files, deadline, **settings):
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    asked = [
-        context.Process(target=_ask, args=(server.url, str(files), deadline, results, settings)) for _ in range(count)
-    ]
-    for process in asked:
-        process.start()
-    for process in asked:
-        process.join()
-    return [results.get() for _ in asked]
-
-
-def test_requests_at_once_of_several_processes(server, tmp_path):
-    server.takes = 0.05
-    assert _from_processes(server, 8, tmp_path, 60.0, requests_at_once=2) == [pytest.approx(0.7)] * 8
-    assert len(server.asked) == 8
-    assert server.most_open <= 2
-
-
-def test_requests_per_minute_of_several_processes(server, tmp_path):
-    results = _from_processes(server, 8, tmp_path, 20.0, requests_per_minute=3)
-    # the fourth could be sent after a minute, which is beyond the deadline of 20 s: it fails at once
-    assert len(server.asked) == 3
-    assert results.count(pytest.approx(0.7)) == 3
-    assert sum("requests_per_minute 3 let none be sent" in str(result) for result in results) == 5
-
-
-def test_the_requests_of_the_minute_before_count_no_more(tmp_path, monkeypatch):
-    limits, now = Limits(tmp_path, 0, 2), [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-
-    def sent():
-        with limits.place(time.monotonic()):
-            return True
-
-    assert sent()
-    now[0] += 59.0
-    assert sent()
-    with pytest.raises(Busy):
-        sent()
-    now[0] += 1.5  # the first is 60.5 s old, the second 1.5 s
-    assert sent()
-    with pytest.raises(Busy):
-        sent()
-
-
-def test_a_place_is_given_back_after_an_error(tmp_path):
-    limits = Limits(tmp_path, 1, 0)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="within"), limits.place(time.monotonic()):
-            raise ValueError("within")
-    with limits.place(time.monotonic()), pytest.raises(Busy, match="requests_at_once 1"), limits.place(0.0):
-        raise AssertionError("two at once")
-
-
-def test_a_place_of_a_process_that_was_killed_is_free(tmp_path):
-    context = multiprocessing.get_context("fork")
-    taken = context.Event()
-
-    def hold():
-        with Limits(tmp_path, 1, 0).place(time.monotonic()):
-            taken.set()
-            time.sleep(60)
-
-    process = context.Process(target=hold)
-    process.start()
-    assert taken.wait(30)
-    process.kill()
-    process.join()
-    with Limits(tmp_path, 1, 0).place(time.monotonic() + 5):
-        pass
-
-
-def test_of_two_verdicts_the_first_is_kept(tmp_path):
-    verdicts = Verdicts(tmp_path / "verdicts")
-    verdicts.put("x", "1")
-    verdicts.put("x", "2")
-    assert verdicts.get("x") == "1"
-    assert verdicts.get("y") is None
 
 
 @pytest.mark.parametrize(
@@ -301,10 +188,8 @@ def test_of_two_verdicts_the_first_is_kept(tmp_path):
         ({"url": "http://a/v1", "verdict": "score"}, "a regular expression with a group"),
         ({"url": "http://a/v1", "lowest": 10}, "must be the smaller"),
         ({"url": "http://a/v1", "deadline": 0}, "deadline is 0"),
-        ({"url": "http://a/v1", "requests_per_minute": 5}, "name a directory"),
         ({"url": "http://a/v1", "key_variable": "NO_SUCH_VARIABLE_AT_ALL"}, "NO_SUCH_VARIABLE_AT_ALL.*is not set"),
-        ({"url": "http://a/v1", "files": "x"}, "give an absolute path"),
-        ({"files": "/x"}, "files is for judges at a URL"),
+        ({"model": "large"}, "model is for judges at a URL"),
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(given, problem):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.environments.config import prepare_environments
+from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.environments.grading import grade, unit_tests
 from megatron_rl.environments.grading.unit_tests import check_tests, code_of, read_tests, same_output
 from megatron_rl.environments.loader import find_environment
@@ -17,6 +17,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.registry import GRADERS
 from megatron_rl.sandbox import Execution, sandbox_problem
 from megatron_rl.types import Task, Transcript
+from tests.unit.environments.conftest import problems_of
 
 needs_sandbox = pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem())
 ADD = "def add(a, b):\n    return a + b"
@@ -323,7 +324,7 @@ def listed(tmp_path):
 
 @needs_sandbox
 def test_a_data_set_of_code(listed):
-    environment = prepare_environments(listed)["dataset"].environment
+    environment = load_environment_specs(listed)[0].create()
     [task] = environment.tasks("train")  # the row without tests is left out
     assert task.prompt[0]["content"].startswith(
         "Write a function that adds. It has to pass:\nassert add(1, 2) == 3\nassert"
@@ -337,8 +338,7 @@ def test_a_data_set_of_code(listed):
 
 def test_a_machine_without_a_sandbox_is_refused_by_the_check(listed, monkeypatch):
     monkeypatch.setattr("megatron_rl.environments.checks.sandbox_problem", lambda: "code cannot be run safely here: x")
-    with pytest.raises(ConfigError, match="^dataset: code cannot be run safely here: x$"):
-        prepare_environments(listed)
+    assert problems_of(listed) == ["dataset: code cannot be run safely here: x"]
 
 
 @pytest.mark.parametrize("kind", ["unit_tests", "unit_tests_share"])
@@ -351,7 +351,7 @@ def test_graders_that_run_code_say_so(kind):
 @needs_sandbox
 def test_a_share_is_the_reward_of_a_data_set(listed):
     listed.write_text(listed.read_text().replace("unit_tests", "unit_tests_share"))
-    environment = prepare_environments(listed)["dataset"].environment
+    environment = load_environment_specs(listed)[0].create()
     [task] = environment.tasks("train")
     assert environment.grade(task, Transcript(answer("def add(a, b):\n    return 3"), "stop", 1)).reward == 0.5
 

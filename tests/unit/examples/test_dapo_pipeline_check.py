@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import read_config
-from megatron_rl.environments.config import prepare_environments
+from megatron_rl.environments.checks import survey_tasks
+from megatron_rl.environments.config import load_environment_specs
 from megatron_rl.tokenizer import load_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "dapo_pipeline_check"
@@ -36,10 +37,10 @@ def test_the_shipped_samples_have_tasks_to_train_and_to_evaluate_on(tmp_path: Pa
     command = ["bash", "-c", script, str(EXAMPLE / "run.sh"), "--run-dir", str(tmp_path / "run")]
     files = ["--dapo", "it's here/dapo/sample.jsonl", "--aime", str(samples / "aime" / "sample.jsonl")]
     subprocess.run([*command, *files], check=True, cwd=tmp_path)
-    dapo, aime = prepare_environments(tmp_path / "run" / "environments.yaml").values()
-    assert dapo.counts == {"train": 18, "test": 2}
-    assert aime.counts == {"test": 5}
-    assert aime.environment.evaluation_only
+    dapo, aime = (spec.create() for spec in load_environment_specs(tmp_path / "run" / "environments.yaml"))
+    assert survey_tasks(dapo).counts == {"train": 18, "test": 2}
+    assert survey_tasks(aime).counts == {"test": 5}
+    assert aime.evaluation_only
 
 
 @pytest.mark.parametrize("text", ["Answer: 33", "$\\frac{1}{2}$ \u2212 \u5927\u4e8e\n\t", "\x00\x7f \U0001f600"])
