@@ -23,7 +23,7 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.types import Completion, SamplingParams
 
-POLICY, REFERENCE = "policy", "reference"
+POLICY = "policy"
 
 
 class Endpoint:
@@ -36,7 +36,7 @@ class Endpoint:
         max_sequence_length: int,
         max_new_tokens: int,
         sampling: SamplingParams | None = None,
-        models: tuple[str, ...] = (POLICY,),
+        model: str = POLICY,
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
@@ -45,7 +45,7 @@ class Endpoint:
 
         Args:
             max_new_tokens: of an answer, whatever its caller asks for.
-            models: names; sessions have the first.
+            model: its name.
             sampling: what callers outside sessions leave open.
             port: 0 is any that is free.
             token: what callers must send; None makes one.
@@ -54,7 +54,7 @@ class Endpoint:
         self._inbox = Inbox()
         self._streams: set[int] = set()
         """Calls that want to be shown."""
-        limits = Limits(models, max_sequence_length, max_new_tokens, sampling or SamplingParams())
+        limits = Limits(model, max_sequence_length, max_new_tokens, sampling or SamplingParams())
         self._desk = Desk(tokenizer.reading_at_most(max_sequence_length), limits, self._inbox.put, self._inbox.drop)
         self._http = HttpThread(self._desk, self.token, host, port)
 

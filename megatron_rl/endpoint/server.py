@@ -110,19 +110,19 @@ class Routes:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        model = {"object": "model", "created": 0, "owned_by": "megatron-rl"}
-        model["max_model_len"] = desk.limits.max_sequence_length
-        self._models = {name: {"id": name} | model for name in desk.limits.models}
+        self._model = {
+            "id": desk.limits.model, "object": "model", "created": 0, "owned_by": "megatron-rl",
+            "max_model_len": desk.limits.max_sequence_length,
+        }  # fmt: skip
 
     async def models(self, request: web.Request) -> web.Response:
         """Those there are."""
-        return web.json_response({"object": "list", "data": [*self._models.values()]})
+        return web.json_response({"object": "list", "data": [self._model]})
 
     async def model(self, request: web.Request) -> web.Response:
         """One by its name."""
-        name = request.match_info["model"]
-        self._desk.check_model(name)
-        return web.json_response(self._models[name])
+        self._desk.check_model(request.match_info["model"])
+        return web.json_response(self._model)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """An answer to messages."""

@@ -77,7 +77,6 @@ def survey(report: Report, path: str, skip: Collection[str], demonstrations: boo
         lowest, test_tasks = float(environment.reward_range[0]), item.counts["test"]
         about = (environment.evaluation_only, lowest, test_tasks, item.first_chat, demonstrates, overlong)
         of_models = {"is_harness": isinstance(environment, HarnessEnvironment), "chat": item.chat}
-        of_models["asks_reference"] = of_models["is_harness"] and environment.asks_reference
         found.append(Surveyed(name, *about, max_turns=environment.max_turns, **of_models))
     return [asdict(each) for each in found]
 

@@ -106,7 +106,7 @@ def build(base: Run) -> RLRun:
     teacher = build_teacher(parts)
     engine = build_engine(config, policy, parts.tokenizer, groups, phases.cache_budget_gb())
     phases.hold(engine, lambda: calibration_requests(factory, source))
-    rollouter, algorithm = build_rollouter(parts, engine, reference), config.algorithm
+    rollouter, algorithm = build_rollouter(parts, engine), config.algorithm
     collector = Collector(
         source, factory, rollouter, groups,
         expected_lengths=states.register("expected_lengths", ExpectedLengths(), optional=True),
