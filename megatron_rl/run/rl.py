@@ -68,7 +68,7 @@ class RLRun(TrainingRun):
     def open_journal(self, step: int, seed: int) -> StepJournal:
         """Finished groups of an earlier start of this step, and the place for new ones; collective."""
         if self.journal is None:
-            return StepJournal({}, surplus=self.collector.surplus)
+            return StepJournal({}, extra_groups=self.collector.extra_groups)
         self.optimization.gather_parameters()  # the journal is of the weights that rollouts will have
         header = {
             "seed": seed,
@@ -81,7 +81,7 @@ class RLRun(TrainingRun):
             "environments": self._environment_list,
             "weights": weights_fingerprint(self.policy, self.groups),
         }
-        return self.journal.open(step, header, self.collector.surplus)
+        return self.journal.open(step, header, self.collector.extra_groups)
 
     def checked_parity(self, step: int, updates: Updates, rewards: StepRewards) -> dict[str, float] | None:
         """What the parity gate logs where it is due; None where the step is to be done again. Collective."""
@@ -145,8 +145,8 @@ def build(base: Run) -> RLRun:
         wants_routing=config.rollout.rl_router_replay,
         partial=_partial_rollouts(config),
     )  # fmt: skip
-    states.register("surplus", collector.surplus, optional=True)
-    states.register("put_aside", collector.put_aside, optional=True)
+    states.register("surplus", collector.extra_groups, optional=True)
+    states.register("put_aside", collector.unfinished, optional=True)
     evaluates = config.training.eval_interval is not None
     scorer = build_scorer(config, policy, groups, BalanceLosses.of(config, policy.device))
     advantage = advantage_of(config)
@@ -182,8 +182,8 @@ def _dynamic_sampling(config: RLConfig) -> DynamicSampling | None:
     algorithm = config.algorithm
     if not algorithm.rl_dynamic_sampling:
         return None
-    surplus_lag = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0
-    return DynamicSampling(filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, surplus_lag)
+    extra_lag = int(algorithm.rl_generation_lag) if algorithm.rl_surplus == "keep" else 0
+    return DynamicSampling(filter_of(config), algorithm.rl_oversampling, algorithm.rl_max_refills, extra_lag)
 
 
 def _partial_rollouts(config: RLConfig) -> PartialRollouts | None:

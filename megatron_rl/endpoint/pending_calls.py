@@ -52,7 +52,7 @@ class Call:
 
 
 Aside = Callable[..., Awaitable[Any]]
-"""`Desk.aside`."""
+"""`PendingCalls.aside`."""
 Shower = Callable[[int, tuple[int, ...]], None]
 """Takes the number of a choice and all its tokens so far."""
 
@@ -93,7 +93,7 @@ def usage_of(waiting: Sequence[Waiting], n: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Desk:
+class PendingCalls:
     """Sessions and calls, by id and number."""
 
     def __init__(
